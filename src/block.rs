@@ -1,0 +1,7 @@
+//! Blocks of tokens and their names: what the index, the load tracker and the engines' events agree on.
+
+pub mod hash;
+pub mod salt;
+
+pub use hash::{BlockHashes, EngineHash, LocalHash, SequenceHash};
+pub use salt::Salt;

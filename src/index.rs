@@ -1,0 +1,5 @@
+//! Who holds which prefix, in which tier.
+
+pub mod event;
+
+pub use event::{KvEvent, StoredBlock};

@@ -1,0 +1,1 @@
+//! KV events of the engines.

@@ -1,0 +1,42 @@
+//! warmroute routes every LLM request to the worker whose KV cache is already warm for it.
+//!
+//! The crate is a library with one binary on top. Envoy opens one gRPC stream per HTTP exchange; the pure state machine
+//! [`ext_proc`]`::Exchange` turns its messages into replies and one effect that matters, *route*; [`router`] answers it
+//! from three pieces of state, the [`fleet`], the prefix [`index`] and the [`load`], by the pure function
+//! [`schedule`]`::choose`. Everything else feeds those three pieces of state. See `ARCHITECTURE.md` for the layers.
+
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+
+// Layer 1: vocabulary.
+pub mod block;
+pub mod tier;
+pub mod worker;
+
+// Layer 2: core. No I/O, no tokio; clock and randomness are passed in.
+pub mod fleet;
+pub mod index;
+pub mod load;
+pub mod schedule;
+
+// Layer 3: application.
+pub mod router;
+
+// Layer 4: adapters.
+pub mod admin;
+pub mod discovery;
+pub mod ext_proc;
+pub mod kv_events;
+pub mod openai;
+pub mod prompt;
+pub mod xds;
+
+// Side: usable from layers 3 to 5.
+pub mod lifecycle;
+pub mod metrics;
+
+// Layer 5: process.
+pub mod app;
+pub mod cli;
+pub mod cmd;
+pub mod config;

@@ -1,0 +1,1 @@
+//! How busy each worker rank is with the requests we routed.

@@ -1,0 +1,213 @@
+//! Every metric of warmroute, defined once: name, type, labels, unit and meaning. No global registry; the composition
+//! root makes one [`Metrics`] and hands it to whoever measures. Names here carry the prefix `warmroute_` on the page,
+//! counters the suffix `_total`.
+
+use std::sync::Mutex;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{EncodeLabelSet, text};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets, linear_buckets};
+use prometheus_client::registry::{Metric, Registry};
+
+use crate::worker::{ModelName, WorkerRank};
+
+/// One label: the model as the engines serve it.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ModelLabel {
+    /// Model name; `unknown` where no served model was named.
+    pub model: String,
+}
+
+impl From<&ModelName> for ModelLabel {
+    fn from(model: &ModelName) -> Self {
+        Self { model: model.as_str().to_owned() }
+    }
+}
+
+/// Model and step of the degradation ladder.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RequestLabels {
+    /// Model name.
+    pub model: String,
+    /// `exact`, `load_only` or `passthrough`.
+    pub mode: &'static str,
+}
+
+/// One label that names a case out of a fixed list.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ReasonLabel {
+    /// Why.
+    pub reason: &'static str,
+}
+
+/// One label that names how something ended.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct OutcomeLabel {
+    /// How it ended.
+    pub outcome: &'static str,
+}
+
+/// Stage of a decision.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct StageLabel {
+    /// `parse`, `render`, `tokenize`, `hash`, `index`, `choose`, `total`.
+    pub stage: &'static str,
+}
+
+/// Kind of KV event and what became of it.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct EventLabels {
+    /// `stored`, `removed`, `cleared`, `ignored`.
+    pub kind: &'static str,
+    /// `ok`, `parent_block_not_found`, `block_not_found`, `duplicate_store`, or `filtered_` and the reason.
+    pub outcome: &'static str,
+}
+
+/// A worker rank.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RankLabels {
+    /// Instance id.
+    pub worker_id: u64,
+    /// Data-parallel rank.
+    pub dp_rank: u32,
+}
+
+impl From<WorkerRank> for RankLabels {
+    fn from(rank: WorkerRank) -> Self {
+        Self { worker_id: rank.worker.0, dp_rank: rank.rank.0 }
+    }
+}
+
+/// A background task.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct TaskLabel {
+    /// Its name.
+    pub task: String,
+}
+
+/// A family of histograms; the constructor is a plain function pointer so that the type can be named.
+pub type Histograms<L> = Family<L, Histogram, fn() -> Histogram>;
+
+macro_rules! metrics {
+    ($( $(#[doc = $help:literal])+ $field:ident : $type:ty = $make:expr ; )+) => {
+        /// The measures of one process.
+        pub struct Metrics {
+            registry: Mutex<Registry>,
+            $( $(#[doc = $help])+ pub $field: $type, )+
+        }
+
+        impl Metrics {
+            /// All measures at zero.
+            pub fn new() -> Self {
+                let mut registry = Registry::with_prefix("warmroute");
+                $( let $field: $type = $make; )+
+                $( register(&mut registry, stringify!($field), concat!($($help),+), $field.clone()); )+
+                Self { registry: Mutex::new(registry), $($field),+ }
+            }
+        }
+    };
+}
+
+metrics! {
+    /// Requests routed or let through, by model and step of the degradation ladder
+    requests: Family<RequestLabels, Counter> = Family::default();
+    /// Requests that took a lower step of the ladder than exact, by reason
+    degradations: Family<ReasonLabel, Counter> = Family::default();
+    /// Exchanges by how they ended: complete, abandoned (client gone or Envoy closed), drained
+    exchanges: Family<OutcomeLabel, Counter> = Family::default();
+    /// Exchanges that are open now
+    exchanges_open: Gauge = Gauge::default();
+    /// Time of one stage of a decision, in microseconds
+    decision_stage_microseconds: Histograms<StageLabel> = histograms(microseconds);
+    /// Share of a prompt's blocks found cached on the chosen worker rank, 0 to 1
+    hit_rate: Histograms<ModelLabel> = histograms(|| Histogram::new(linear_buckets(0.0, 0.05, 21)));
+    /// Prompt length in tokens
+    prompt_tokens: Histograms<ModelLabel> = histograms(|| Histogram::new(exponential_buckets(32.0, 2.0, 14)));
+    /// Output length in tokens, where the answer passed through us
+    output_tokens: Histograms<ModelLabel> = histograms(|| Histogram::new(exponential_buckets(1.0, 2.0, 16)));
+    /// Time from the request's arrival here to the first token of its answer, in seconds
+    time_to_first_token_seconds: Histograms<ModelLabel> = histograms(seconds);
+    /// Time from the request's arrival here to the end of its answer, in seconds
+    request_duration_seconds: Histograms<ModelLabel> = histograms(seconds);
+    /// Cached prompt tokens on the best eligible worker rank, summed over requests
+    best_cached_tokens: Family<ModelLabel, Counter> = Family::default();
+    /// Cached prompt tokens on the chosen worker rank as predicted, summed over requests
+    predicted_cached_tokens: Family<ModelLabel, Counter> = Family::default();
+    /// Cached prompt tokens as the engine reported them, summed over the answers that said so
+    delivered_cached_tokens: Family<ModelLabel, Counter> = Family::default();
+    /// Requests whose chosen worker rank was not the one with most cached blocks
+    non_max_overlap_choices: Family<ModelLabel, Counter> = Family::default();
+    /// Workers in the fleet
+    workers: Gauge = Gauge::default();
+    /// Number of the fleet in use; grows with every change
+    fleet_generation: Gauge = Gauge::default();
+    /// 1 while the last workers file read was valid and is in use, 0 while an older fleet is kept
+    workers_file_valid: Gauge = Gauge::default();
+    /// Reads of the workers file, by outcome: applied, unchanged, invalid
+    workers_file_reloads: Family<OutcomeLabel, Counter> = Family::default();
+    /// Writes of Envoy's endpoint file, by outcome: written, failed
+    endpoint_file_writes: Family<OutcomeLabel, Counter> = Family::default();
+    /// KV events by kind and outcome
+    kv_events: Family<EventLabels, Counter> = Family::default();
+    /// Event batches by outcome: applied, stale, undecodable, malformed_frames
+    kv_event_batches: Family<OutcomeLabel, Counter> = Family::default();
+    /// Gaps in an engine's batch numbers, by outcome: replayed, partly_replayed, lost
+    kv_event_gaps: Family<OutcomeLabel, Counter> = Family::default();
+    /// Engine restarts noticed by batch numbers that went back
+    kv_event_restarts: Counter = Counter::default();
+    /// 1 while the event source of a worker rank is caught up
+    kv_event_source_live: Family<RankLabels, Gauge> = Family::default();
+    /// 1 while a background task runs, 0 while it waits for its next try
+    task_up: Family<TaskLabel, Gauge> = Family::default();
+    /// Restarts of background tasks
+    task_restarts: Family<TaskLabel, Counter> = Family::default();
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Metrics {
+    /// Adds a source of measures that are read when the page is asked for.
+    pub fn collect_from(&self, collector: Box<dyn Collector>) {
+        self.lock().register_collector(collector);
+    }
+
+    /// The whole page in the OpenMetrics text format.
+    pub fn page(&self) -> Result<String, std::fmt::Error> {
+        let mut page = String::new();
+        text::encode(&mut page, &self.lock())?;
+        Ok(page)
+    }
+
+    /// Notes the time that one stage of a decision took.
+    pub fn stage(&self, stage: &'static str, took: std::time::Duration) {
+        self.decision_stage_microseconds.get_or_create(&StageLabel { stage }).observe(took.as_secs_f64() * 1e6);
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Registry> {
+        // Registering cannot panic half-way, so a poisoned lock still guards a whole registry.
+        self.registry.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+fn register(registry: &mut Registry, name: &str, help: &str, metric: impl Metric) {
+    registry.register(name, help.trim(), metric);
+}
+
+fn histograms<L: Clone + std::hash::Hash + Eq>(make: fn() -> Histogram) -> Histograms<L> {
+    Family::new_with_constructor(make)
+}
+
+fn microseconds() -> Histogram {
+    Histogram::new(exponential_buckets(0.5, 2.0, 22))
+}
+
+fn seconds() -> Histogram {
+    Histogram::new(exponential_buckets(0.001, 1.8, 22))
+}

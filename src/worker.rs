@@ -1,0 +1,236 @@
+//! Who can serve: workers, their data-parallel ranks, and how Envoy reaches them. Everything here is a plain value;
+//! discovery makes them, the fleet arranges them, and the rest of the program only reads them.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::net::SocketAddr;
+use std::num::NonZeroU32;
+use std::ops::Range;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+/// Stable identity of a worker, given by discovery; the value of `x-worker-instance-id`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct WorkerId(pub u64);
+
+impl fmt::Display for WorkerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Index of a data-parallel replica inside a worker, with a KV cache of its own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct DpRank(pub u32);
+
+impl fmt::Display for DpRank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// The unit that owns a KV cache and receives a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct WorkerRank {
+    /// The worker.
+    pub worker: WorkerId,
+    /// The rank inside it.
+    pub rank: DpRank,
+}
+
+impl fmt::Display for WorkerRank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.worker, self.rank)
+    }
+}
+
+/// Dense in-process number of a worker rank, so that the tables of the core are arrays and not maps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Slot(pub u32);
+
+impl Slot {
+    /// The slot as an array index.
+    pub fn at(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// What a worker does of a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// Prefill and decode.
+    #[default]
+    Aggregated,
+    /// Prefill only.
+    Prefill,
+    /// Decode only.
+    Decode,
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Role::Aggregated => "aggregated",
+            Role::Prefill => "prefill",
+            Role::Decode => "decode",
+        })
+    }
+}
+
+/// `ip:port` Envoy sends to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Endpoint(pub SocketAddr);
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = std::net::AddrParseError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        text.parse().map(Endpoint)
+    }
+}
+
+/// Name of a model as the engine serves it; cheap to clone.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct ModelName(pub Arc<str>);
+
+impl ModelName {
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl From<&str> for ModelName {
+    fn from(name: &str) -> Self {
+        Self(name.into())
+    }
+}
+
+impl fmt::Display for ModelName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Tokens per block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct BlockSize(pub NonZeroU32);
+
+impl BlockSize {
+    /// A block size, unless it is zero.
+    pub fn new(tokens: u32) -> Option<Self> {
+        NonZeroU32::new(tokens).map(Self)
+    }
+
+    /// The size as a count of tokens.
+    pub fn tokens(self) -> usize {
+        self.0.get() as usize
+    }
+}
+
+/// The data-parallel ranks of one worker: `start .. start + size`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Ranks {
+    /// First rank.
+    pub start: u32,
+    /// How many.
+    pub size: NonZeroU32,
+}
+
+impl Ranks {
+    /// One rank, number 0: an engine without data parallelism.
+    pub const ONE: Ranks = Ranks { start: 0, size: NonZeroU32::MIN };
+
+    /// The ranks in order.
+    pub fn iter(self) -> impl Iterator<Item = DpRank> {
+        self.range().map(DpRank)
+    }
+
+    /// Whether the rank belongs to the worker.
+    pub fn contains(self, rank: DpRank) -> bool {
+        self.range().contains(&rank.0)
+    }
+
+    fn range(self) -> Range<u32> {
+        self.start..self.start.saturating_add(self.size.get())
+    }
+}
+
+/// Which side of a ZMQ connection we are. vLLM's publisher binds only where its endpoint holds `*`, `::`, `ipc` or
+/// `inproc`; in every other case it connects, and then the subscriber has to bind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Attach {
+    /// We connect; the engine bound.
+    #[default]
+    Connect,
+    /// We bind; the engine connects.
+    Bind,
+}
+
+/// Where one worker rank publishes its KV events.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
+pub struct EventSource {
+    /// ZMQ endpoint of the events, `tcp://ip:port` or `ipc://path`.
+    pub endpoint: String,
+    /// Topic prefix to subscribe to; empty takes everything.
+    pub topic: String,
+    /// Which side binds.
+    pub attach: Attach,
+    /// ZMQ endpoint (ROUTER side, always bound by the engine) that repeats recent events.
+    pub replay: Option<String>,
+}
+
+/// What a worker reported of its size; unknown stays unknown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Capacity {
+    /// Most tokens one engine step takes.
+    pub max_num_batched_tokens: Option<u64>,
+    /// KV blocks of one rank.
+    pub total_kv_blocks: Option<u64>,
+}
+
+/// One serving engine process, as discovery reports it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Worker {
+    /// Identity.
+    pub id: WorkerId,
+    /// Where Envoy sends.
+    pub endpoint: Endpoint,
+    /// What it serves.
+    pub model: ModelName,
+    /// Which phases it does.
+    pub role: Role,
+    /// Tokens per block of its cache.
+    pub block_size: BlockSize,
+    /// Its data-parallel ranks.
+    pub ranks: Ranks,
+    /// Its size.
+    pub capacity: Capacity,
+    /// Labels that requests may require or prefer.
+    pub taints: BTreeSet<String>,
+    /// Per rank, in rank order: where its KV events come from. Empty: it publishes none.
+    pub event_sources: Vec<EventSource>,
+}
+
+impl Worker {
+    /// The event source of one rank, if it has one.
+    pub fn event_source(&self, rank: DpRank) -> Option<&EventSource> {
+        self.event_sources.get(rank.0.checked_sub(self.ranks.start)? as usize)
+    }
+}

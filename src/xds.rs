@@ -1,0 +1,1 @@
+//! Telling Envoy who the workers are.
