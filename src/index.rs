@@ -2,4 +2,4 @@
 
 pub mod event;
 
-pub use event::{KvEvent, StoredBlock};
+pub use event::{KvEvent, Outcome, StoredBlock};

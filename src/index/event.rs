@@ -45,3 +45,28 @@ impl KvEvent {
         }
     }
 }
+
+/// What became of one event. Outcomes never stop the stream; they are counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Applied whole.
+    Ok,
+    /// Applied; every block was held already, so only copies were counted.
+    DuplicateStore,
+    /// Dropped: the parent is not known on this rank, and attaching it at the root would invent a prefix.
+    ParentNotFound,
+    /// Applied as far as possible: some removed blocks were not known on this rank.
+    BlockNotFound,
+}
+
+impl Outcome {
+    /// The name used in metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Outcome::Ok => "ok",
+            Outcome::DuplicateStore => "duplicate_store",
+            Outcome::ParentNotFound => "parent_block_not_found",
+            Outcome::BlockNotFound => "block_not_found",
+        }
+    }
+}
