@@ -1,1 +1,56 @@
-//! Admin HTTP.
+//! Admin HTTP: health, readiness, metrics, and the live state as JSON of the very structs that decide. Bound to loopback
+//! by default; nothing here changes anything.
+
+pub mod config;
+
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use axum::{Json, Router as Routes};
+use serde_json::json;
+
+use crate::lifecycle::Readiness;
+use crate::metrics::Metrics;
+use crate::router::Router;
+
+/// What the pages show.
+#[derive(Clone)]
+pub struct Admin {
+    /// State of the router.
+    pub router: Arc<Router>,
+    /// Measures.
+    pub metrics: Arc<Metrics>,
+    /// What is still pending.
+    pub readiness: Readiness,
+}
+
+/// The pages.
+pub fn routes(admin: Admin) -> Routes {
+    Routes::new()
+        .route("/healthz", get(|| async { "ok\n" }))
+        .route("/readyz", get(ready))
+        .route("/metrics", get(metrics))
+        .route("/debug/fleet", get(|State(admin): State<Admin>| async move { Json(json!(*admin.router.fleet())) }))
+        .route("/debug/index", get(|State(admin): State<Admin>| async move { Json(json!(admin.router.index().stats())) }))
+        .route("/debug/load", get(|State(admin): State<Admin>| async move { Json(json!(admin.router.load().snapshot())) }))
+        .with_state(admin)
+}
+
+async fn ready(State(admin): State<Admin>) -> Response {
+    let pending = admin.readiness.pending();
+    let status = if pending.is_empty() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (status, Json(json!({ "ready": pending.is_empty(), "pending": pending }))).into_response()
+}
+
+async fn metrics(State(admin): State<Admin>) -> Response {
+    match admin.metrics.page() {
+        Ok(page) => {
+            let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+            ([(header::CONTENT_TYPE, content_type)], page).into_response()
+        }
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}

@@ -1,1 +1,224 @@
-//! Composition root.
+//! Composition root: it alone knows every part. [`App::start`] builds the parts from the configuration and binds the
+//! sockets; [`App::run_until`] serves until told to stop, and then drains.
+
+mod keeper;
+mod sockets;
+
+use std::future::Future;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessorServer;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+use tonic_health::server::HealthReporter;
+use tracing::{info, warn};
+
+use crate::admin::{self, Admin};
+use crate::config::Config;
+use crate::discovery;
+use crate::ext_proc::exchange::Options;
+use crate::ext_proc::pipeline::{Model, Models, Pipeline};
+use crate::ext_proc::service::Service;
+use crate::index::PrefixIndex;
+use crate::lifecycle::{Readiness, supervise};
+use crate::load::LoadTracker;
+use crate::metrics::Metrics;
+use crate::prompt::{self, Encoder};
+use crate::router::Router;
+use crate::worker::Worker;
+use keeper::Keeper;
+use sockets::GrpcListener;
+
+/// gRPC message overhead on top of a body: headers, attributes, metadata.
+const MESSAGE_OVERHEAD: usize = 1 << 20;
+
+/// A running warmroute.
+pub struct App {
+    /// Where the admin pages are.
+    pub admin_address: SocketAddr,
+    /// Where ext_proc listens by TCP.
+    pub ext_proc_address: Option<SocketAddr>,
+    /// Where ext_proc listens by unix socket.
+    pub ext_proc_socket: Option<PathBuf>,
+    readiness: Readiness,
+    health: HealthReporter,
+    drain_deadline: Duration,
+    /// Stops accepting and finishes what is open.
+    closing: CancellationToken,
+    /// Stops everything else.
+    stop: CancellationToken,
+    servers: JoinSet<anyhow::Result<()>>,
+    background: JoinSet<()>,
+}
+
+impl App {
+    /// Builds everything, binds the sockets and starts the background tasks.
+    pub async fn start(config: Config) -> anyhow::Result<Self> {
+        let metrics = Arc::new(Metrics::new());
+        let readiness = Readiness::default();
+        let seed = rand::random();
+        let router =
+            Arc::new(Router::new(PrefixIndex::new(), LoadTracker::new(), config.schedule.clone(), seed));
+        let admin_listener = tokio::net::TcpListener::bind(config.admin.listen)
+            .await
+            .with_context(|| format!("the admin address {} cannot be bound", config.admin.listen))?;
+        let grpc = sockets::bind(&config.listen).await?;
+        let models = load_models(&config).await?;
+        let (health, health_service) = tonic_health::server::health_reporter();
+        let mut app = Self {
+            admin_address: admin_listener.local_addr()?,
+            ext_proc_address: grpc.iter().find_map(GrpcListener::address),
+            ext_proc_socket: grpc.iter().find_map(GrpcListener::path),
+            readiness,
+            health,
+            drain_deadline: config.drain.deadline.get(),
+            closing: CancellationToken::new(),
+            stop: CancellationToken::new(),
+            servers: JoinSet::new(),
+            background: JoinSet::new(),
+        };
+        let service = app.ext_proc(&config, models, &router, &metrics);
+        for listener in grpc {
+            let routes = tonic::service::Routes::new(health_service.clone()).add_service(service.clone());
+            app.servers.spawn(listener.serve(routes, app.closing.clone()));
+        }
+        let pages = Admin { router: router.clone(), metrics: metrics.clone(), readiness: app.readiness.clone() };
+        app.servers.spawn(sockets::serve_admin(admin_listener, admin::routes(pages), app.stop.clone()));
+        app.feed(config, router, metrics);
+        app.follow_readiness();
+        Ok(app)
+    }
+
+    /// Serves until `shutdown` completes, then drains: not ready, no new streams, open ones up to the deadline.
+    pub async fn run_until(mut self, shutdown: impl Future<Output = ()>) -> anyhow::Result<()> {
+        info!(admin = %self.admin_address, tcp = ?self.ext_proc_address, unix = ?self.ext_proc_socket, "listening");
+        tokio::select! {
+            () = shutdown => {}
+            ended = self.servers.join_next() => {
+                // Servers only end by themselves when they fail.
+                ended.context("there is no server")???;
+            }
+        }
+        info!(deadline = ?self.drain_deadline, "draining");
+        self.readiness.drain();
+        self.closing.cancel();
+        let admin_is_left = 1;
+        let drained = tokio::time::timeout(self.drain_deadline, async {
+            while self.servers.len() > admin_is_left {
+                let _ended = self.servers.join_next().await;
+            }
+        });
+        if drained.await.is_err() {
+            warn!("the drain deadline passed with exchanges still open; leaving them to Envoy");
+        }
+        self.stop.cancel();
+        self.servers.shutdown().await;
+        while self.background.join_next().await.is_some() {}
+        info!("stopped");
+        Ok(())
+    }
+
+    fn ext_proc(
+        &self,
+        config: &Config,
+        models: Models,
+        router: &Arc<Router>,
+        metrics: &Arc<Metrics>,
+    ) -> ExternalProcessorServer<Service> {
+        let limit = config.limits.body.get();
+        let options = Options {
+            body_limit: limit,
+            mode_header: config.response.mode_header,
+            worker_header: config.response.worker_header,
+        };
+        let pipeline = Pipeline::new(models, router.clone(), metrics.clone(), config.limits.clone());
+        // tonic's own limit of 4 MiB would refuse bodies that the configuration allows, and with failure_mode_allow the
+        // request would then silently go to a random worker.
+        ExternalProcessorServer::new(Service::new(pipeline, metrics.clone(), options))
+            .max_decoding_message_size(limit.saturating_add(MESSAGE_OVERHEAD))
+            .max_encoding_message_size(usize::MAX)
+    }
+
+    /// Starts what feeds the fleet.
+    fn feed(&mut self, config: Config, router: Arc<Router>, metrics: Arc<Metrics>) {
+        let (desired, sets) = mpsc::unbounded_channel::<Vec<Worker>>();
+        let keeper = Keeper::new(&config, router, metrics.clone(), self.readiness.clone());
+        self.background.spawn(keeper.run(sets, self.stop.clone()));
+        match config.workers_source() {
+            discovery::Source::Fixed(workers) => {
+                let _sent = desired.send(workers);
+                let stop = self.stop.clone();
+                // The keeper follows the sets until their sender is gone.
+                self.background.spawn(async move {
+                    stop.cancelled().await;
+                    drop(desired);
+                });
+            }
+            discovery::Source::File(file) => {
+                let stop = self.stop.clone();
+                self.background.spawn(async move {
+                    let watch = || {
+                        let (file, metrics, desired) = (file.clone(), metrics.clone(), desired.clone());
+                        async move {
+                            file.watch(&metrics, |workers| {
+                                let _sent = desired.send(workers);
+                            })
+                            .await
+                        }
+                    };
+                    supervise("workers_file", &metrics, stop, watch).await;
+                });
+            }
+        }
+    }
+
+    /// Keeps the gRPC health service in step with readiness.
+    fn follow_readiness(&mut self) {
+        let (readiness, health, stop) = (self.readiness.clone(), self.health.clone(), self.stop.clone());
+        self.background.spawn(async move {
+            let mut changes = readiness.changes();
+            loop {
+                let status = match readiness.pending().is_empty() {
+                    true => tonic_health::ServingStatus::Serving,
+                    false => tonic_health::ServingStatus::NotServing,
+                };
+                health.set_service_status("", status).await;
+                health.set_service_status("envoy.service.ext_proc.v3.ExternalProcessor", status).await;
+                tokio::select! {
+                    () = stop.cancelled() => break,
+                    changed = changes.changed() => if changed.is_err() { break },
+                }
+            }
+        });
+    }
+}
+
+/// Loads the tokenizers, all at once: each costs half a second of one core.
+async fn load_models(config: &Config) -> anyhow::Result<Models> {
+    let loading: Vec<_> = config
+        .models
+        .iter()
+        .map(|model| {
+            let files = model.tokenizer.clone().map(|tokenizer| prompt::Config {
+                tokenizer,
+                tokenizer_config: model.tokenizer_config.clone(),
+                chat_template: model.chat_template.clone(),
+            });
+            tokio::task::spawn_blocking(move || files.map(|files| Encoder::load(&files)).transpose())
+        })
+        .collect();
+    let mut models = Models::default();
+    for (model, loaded) in config.models.iter().zip(loading) {
+        let encoder = loaded.await?.with_context(|| format!("model {} cannot be served exactly", model.name))?;
+        if encoder.is_none() {
+            warn!(model = %model.name, "no tokenizer is configured: requests are routed by load only");
+        }
+        models.add(Model { name: model.name.clone(), block_size: model.block_size, encoder }, &model.aliases);
+    }
+    Ok(models)
+}

@@ -1,1 +1,178 @@
-//! Starting, supervising and draining.
+//! Starting, supervising and ending. Readiness is a set of guards: whoever still has work to do before traffic may come
+//! holds one, and dropping it is being ready. Background tasks run under [`supervise`], so that none dies silently.
+//! Draining is a token everybody watches and a deadline somebody keeps.
+
+pub mod config;
+
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::metrics::{Metrics, TaskLabel};
+
+/// What still has to happen before traffic may come, by name.
+#[derive(Clone)]
+pub struct Readiness {
+    pending: watch::Sender<BTreeSet<String>>,
+}
+
+/// One thing that still has to happen; dropping it says that it has.
+pub struct ReadyGuard {
+    name: String,
+    readiness: Readiness,
+}
+
+impl Drop for ReadyGuard {
+    fn drop(&mut self) {
+        self.readiness.pending.send_modify(|pending| {
+            if pending.remove(&self.name) {
+                info!(step = self.name, "ready");
+            }
+        });
+    }
+}
+
+impl Default for Readiness {
+    fn default() -> Self {
+        Self { pending: watch::Sender::new(BTreeSet::new()) }
+    }
+}
+
+impl Readiness {
+    /// Registers something that has to happen first.
+    pub fn wait_for(&self, name: impl Into<String>) -> ReadyGuard {
+        let name = name.into();
+        self.pending.send_modify(|pending| {
+            pending.insert(name.clone());
+        });
+        ReadyGuard { name, readiness: self.clone() }
+    }
+
+    /// What is still pending, in order.
+    pub fn pending(&self) -> Vec<String> {
+        self.pending.borrow().iter().cloned().collect()
+    }
+
+    /// Tells of every change.
+    pub fn changes(&self) -> watch::Receiver<BTreeSet<String>> {
+        self.pending.subscribe()
+    }
+
+    /// Says that no new traffic should come, from now on.
+    pub fn drain(&self) {
+        self.pending.send_modify(|pending| {
+            pending.insert("draining".to_owned());
+        });
+    }
+}
+
+/// Runs a task that is meant to run for ever, again and again, until the token is cancelled: with back-off and jitter
+/// between tries, one log line per change of state and a gauge that shows it.
+pub async fn supervise<F, Fut>(name: &str, metrics: &Metrics, stop: CancellationToken, mut task: F)
+where
+    F: FnMut() -> Fut,
+    Fut: Future<Output = anyhow::Result<()>>,
+{
+    let label = TaskLabel { task: name.to_owned() };
+    let up = metrics.task_up.get_or_create_owned(&label);
+    let mut backoff = Backoff::default();
+    loop {
+        up.set(1);
+        let began = tokio::time::Instant::now();
+        let ended = tokio::select! {
+            () = stop.cancelled() => break,
+            ended = task() => ended,
+        };
+        up.set(0);
+        if began.elapsed() > Backoff::MOST {
+            backoff = Backoff::default();
+        }
+        let wait = backoff.next(rand::random());
+        match ended {
+            Ok(()) => warn!(task = name, ?wait, "task ended; starting it again"),
+            Err(error) => warn!(task = name, ?wait, error = format!("{error:#}"), "task failed; starting it again"),
+        }
+        metrics.task_restarts.get_or_create(&label).inc();
+        tokio::select! {
+            () = stop.cancelled() => break,
+            () = tokio::time::sleep(wait) => {}
+        }
+    }
+    up.set(0);
+}
+
+/// Exponential back-off with full jitter.
+#[derive(Debug)]
+pub struct Backoff {
+    ceiling: Duration,
+}
+
+impl Default for Backoff {
+    fn default() -> Self {
+        Self { ceiling: Self::LEAST }
+    }
+}
+
+impl Backoff {
+    /// Ceiling of the first wait.
+    pub const LEAST: Duration = Duration::from_millis(100);
+    /// Ceiling of the longest wait.
+    pub const MOST: Duration = Duration::from_secs(5);
+
+    /// The next wait; `random` is in 0..1.
+    pub fn next(&mut self, random: f64) -> Duration {
+        let wait = self.ceiling.mul_f64(0.5 + random.clamp(0.0, 1.0) / 2.0);
+        self.ceiling = (self.ceiling * 2).min(Self::MOST);
+        wait
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dropped_guard_is_ready_and_draining_is_not() {
+        let readiness = Readiness::default();
+        let fleet = readiness.wait_for("fleet");
+        let tokenizer = readiness.wait_for("tokenizer qwen");
+        assert_eq!(readiness.pending(), ["fleet", "tokenizer qwen"]);
+        drop(fleet);
+        drop(tokenizer);
+        assert!(readiness.pending().is_empty());
+        readiness.drain();
+        assert_eq!(readiness.pending(), ["draining"]);
+    }
+
+    #[test]
+    fn back_off_grows_to_its_ceiling_and_no_further() {
+        let mut backoff = Backoff::default();
+        let waits: Vec<u128> = (0..8).map(|_| backoff.next(1.0).as_millis()).collect();
+        assert_eq!(waits, [100, 200, 400, 800, 1600, 3200, 5000, 5000]);
+        assert_eq!(Backoff::default().next(0.0).as_millis(), 50);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_failing_task_is_started_again_until_it_is_stopped() {
+        let metrics = Metrics::new();
+        let stop = CancellationToken::new();
+        let mut tries = 0;
+        let inner = stop.clone();
+        supervise("test", &metrics, stop, || {
+            tries += 1;
+            if tries == 3 {
+                inner.cancel();
+            }
+            async { Err(anyhow::anyhow!("no")) }
+        })
+        .await;
+        assert_eq!(tries, 3);
+        let label = TaskLabel { task: "test".to_owned() };
+        assert!(metrics.task_restarts.get_or_create(&label).get() >= 2);
+        assert_eq!(metrics.task_up.get_or_create(&label).get(), 0);
+    }
+}

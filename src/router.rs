@@ -1,1 +1,419 @@
-//! The answer to one request.
+//! The answer to one request. [`Router::route`] reads three pieces of state, costs the candidates and books the winner
+//! in one critical section; it never waits and never fails for a reason that Envoy could not route around. What it
+//! returns is a [`Route`] (where to go, and why) and a reservation, whose drop releases the load.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use arc_swap::ArcSwap;
+use dashmap::DashSet;
+use parking_lot::Mutex;
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use serde::Serialize;
+
+use crate::block::{BlockHashes, SequenceHash};
+use crate::fleet::{Fleet, Member};
+use crate::index::{Overlaps, PrefixIndex, TierBlocks};
+use crate::load::{Booking, LoadTracker, LoadView, Reservation};
+use crate::schedule::{self, Candidate, Choice, Question, Weights};
+use crate::worker::{BlockSize, Endpoint, ModelName, Role, WorkerRank};
+
+/// Step of the degradation ladder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Mode {
+    /// Chosen by the blocks the engine will see, against what the engines said they hold.
+    Exact,
+    /// Chosen by load alone.
+    LoadOnly,
+    /// Not chosen: Envoy's own load balancer decides.
+    Passthrough,
+}
+
+impl Mode {
+    /// The name used in the response header and in metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Mode::Exact => "exact",
+            Mode::LoadOnly => "load_only",
+            Mode::Passthrough => "passthrough",
+        }
+    }
+}
+
+/// Why a request took a lower step than exact.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reason {
+    /// The request has no body.
+    NoBody,
+    /// The path is not an inference API that has a prompt.
+    NotInference,
+    /// Envoy does not show us the body before it routes.
+    BodyNotShown,
+    /// The body is larger than the limit.
+    BodyTooLarge,
+    /// The body is not JSON of that API.
+    Unreadable,
+    /// The request names a model that is not configured.
+    UnknownModel,
+    /// The model has no tokenizer, or it is still loading.
+    NoTokenizer,
+    /// The tokenizer or the chat template refused the prompt.
+    EncodeFailed,
+    /// The prompt holds images, audio or video.
+    Multimodal,
+    /// Too many prompts are waiting for the tokenizer.
+    TokenizerBusy,
+    /// The decision took longer than its deadline.
+    Deadline,
+    /// No event source of any candidate has caught up.
+    IndexCold,
+    /// No worker is known.
+    NoFleet,
+    /// No known worker serves the model in that role.
+    NoCandidate,
+}
+
+impl Reason {
+    /// The name used in metrics and logs.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Reason::NoBody => "no_body",
+            Reason::NotInference => "not_inference",
+            Reason::BodyNotShown => "body_not_shown",
+            Reason::BodyTooLarge => "body_too_large",
+            Reason::Unreadable => "unreadable",
+            Reason::UnknownModel => "unknown_model",
+            Reason::NoTokenizer => "no_tokenizer",
+            Reason::EncodeFailed => "encode_failed",
+            Reason::Multimodal => "multimodal",
+            Reason::TokenizerBusy => "tokenizer_busy",
+            Reason::Deadline => "deadline",
+            Reason::IndexCold => "index_cold",
+            Reason::NoFleet => "no_fleet",
+            Reason::NoCandidate => "no_candidate",
+        }
+    }
+}
+
+/// What is known of a request's prompt.
+#[derive(Clone, Debug)]
+pub enum Prompt {
+    /// Its blocks; several prompts where the request holds several.
+    Hashed(Vec<BlockHashes>),
+    /// Only how long it may be.
+    Estimated {
+        /// Tokens, guessed from bytes.
+        tokens: u64,
+        /// Why no more is known.
+        because: Reason,
+    },
+}
+
+/// One request to route.
+#[derive(Clone, Debug)]
+pub struct RouteRequest {
+    /// The model as the engines serve it; `None` takes any worker.
+    pub model: Option<ModelName>,
+    /// Its prompt.
+    pub prompt: Prompt,
+}
+
+/// Where Envoy has to send a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Destination {
+    /// The chosen worker rank.
+    pub rank: WorkerRank,
+    /// Its endpoint.
+    pub endpoint: Endpoint,
+    /// Whether the worker has more ranks than this one.
+    pub several_ranks: bool,
+}
+
+/// What Envoy is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Steer {
+    /// The destination; `None` leaves the choice to Envoy.
+    pub to: Option<Destination>,
+    /// The step of the ladder.
+    pub mode: Mode,
+}
+
+/// The answer to one request, and why.
+#[derive(Clone, Debug, Serialize)]
+pub struct Route {
+    /// Where to.
+    pub to: Destination,
+    /// The step of the ladder.
+    pub mode: Mode,
+    /// Why not a higher step.
+    pub reason: Option<Reason>,
+    /// The model the candidates serve.
+    pub model: ModelName,
+    /// Prompt tokens, or the estimate.
+    pub prompt_tokens: u64,
+    /// Complete blocks of the prompt.
+    pub prompt_blocks: u64,
+    /// What the chosen worker rank holds of them.
+    pub overlap: TierBlocks,
+    /// Prompt tokens the engine will report as cached: it always computes at least the last one itself.
+    pub predicted_cached_tokens: u64,
+    /// The same for the candidate that holds most.
+    pub best_cached_tokens: u64,
+    /// How many candidates were costed.
+    pub candidates: usize,
+    /// The choice with its cost.
+    pub choice: Choice,
+    /// Time for the overlaps.
+    #[serde(skip)]
+    pub index_time: Duration,
+    /// Time for choosing and booking.
+    #[serde(skip)]
+    pub choose_time: Duration,
+}
+
+/// Why there is no route. None of these is an error for the client: Envoy chooses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RouteError {
+    /// Nobody is known.
+    #[error("no worker is known")]
+    NoFleet,
+    /// Nobody fits.
+    #[error("no known worker serves the model in that role")]
+    NoCandidate,
+}
+
+impl RouteError {
+    /// The reason as metrics name it.
+    pub fn reason(self) -> Reason {
+        match self {
+            RouteError::NoFleet => Reason::NoFleet,
+            RouteError::NoCandidate => Reason::NoCandidate,
+        }
+    }
+}
+
+/// The three pieces of state and the weights.
+pub struct Router {
+    fleet: ArcSwap<Fleet>,
+    index: Arc<PrefixIndex>,
+    load: Arc<LoadTracker>,
+    weights: ArcSwap<Weights>,
+    live: DashSet<WorkerRank>,
+    random: Mutex<SmallRng>,
+    scratch: Mutex<Vec<Overlaps>>,
+}
+
+impl Router {
+    /// A router with an empty fleet. `seed` makes the choice between ties repeatable.
+    pub fn new(index: Arc<PrefixIndex>, load: Arc<LoadTracker>, weights: Weights, seed: u64) -> Self {
+        Self {
+            fleet: ArcSwap::from_pointee(Fleet::empty()),
+            index,
+            load,
+            weights: ArcSwap::from_pointee(weights),
+            live: DashSet::new(),
+            random: Mutex::new(SmallRng::seed_from_u64(seed)),
+            scratch: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// The fleet at this instant.
+    pub fn fleet(&self) -> Arc<Fleet> {
+        self.fleet.load_full()
+    }
+
+    /// Puts another fleet in its place.
+    pub fn publish(&self, fleet: Arc<Fleet>) {
+        self.fleet.store(fleet);
+    }
+
+    /// The prefix index.
+    pub fn index(&self) -> &Arc<PrefixIndex> {
+        &self.index
+    }
+
+    /// The load table.
+    pub fn load(&self) -> &Arc<LoadTracker> {
+        &self.load
+    }
+
+    /// Notes whether the event source of a worker rank has caught up.
+    pub fn set_live(&self, rank: WorkerRank, live: bool) {
+        if live {
+            self.live.insert(rank);
+        } else {
+            self.live.remove(&rank);
+        }
+    }
+
+    /// Chooses a worker rank and books the request there.
+    pub fn route(&self, request: &RouteRequest) -> Result<(Route, Reservation), RouteError> {
+        let fleet = self.fleet.load();
+        if fleet.is_empty() {
+            return Err(RouteError::NoFleet);
+        }
+        let members = eligible(&fleet, request.model.as_ref());
+        let first = members.first().ok_or(RouteError::NoCandidate)?;
+        let started = Instant::now();
+        let overlaps = self.overlaps(&request.prompt);
+        let index_time = started.elapsed();
+        let decision = Decision {
+            question: question(&request.prompt, first.worker.block_size),
+            sequences: sequences(&request.prompt),
+            overlaps: &overlaps,
+            members: &members,
+        };
+        let booked = self.choose_and_book(&decision, &request.prompt);
+        let choose_time = started.elapsed().saturating_sub(index_time);
+        let result = booked.map(|(mut route, reservation)| {
+            route.index_time = index_time;
+            route.choose_time = choose_time;
+            (route, reservation)
+        });
+        self.scratch.lock().extend(overlaps.into_iter().map(|looked| looked.table));
+        result
+    }
+
+    /// The critical section is only costing and booking; the account of it is written afterwards.
+    fn choose_and_book(&self, decision: &Decision<'_>, prompt: &Prompt) -> Result<(Route, Reservation), RouteError> {
+        let weights = self.weights.load();
+        let mut chosen = None;
+        let reservation = self.load.book_with(|view| {
+            let (members, candidates) = decision.candidates(view);
+            let choice = schedule::choose(&decision.question, &candidates, &weights, &mut *self.random.lock())
+                .ok_or(RouteError::NoCandidate)?;
+            let member = members[choice.index];
+            let booking = Booking {
+                slot: member.slot,
+                rank: member.rank,
+                sequences: decision.sequences.clone(),
+                prompt_tokens: decision.question.prompt_tokens,
+                cached_tokens: decision.cached_tokens(member, false),
+                track_prefill: decision.question.track_prefill,
+            };
+            chosen = Some((member, choice));
+            Ok(booking)
+        })?;
+        let (member, choice) = chosen.ok_or(RouteError::NoCandidate)?;
+        Ok((self.describe(decision, prompt, member, choice), reservation))
+    }
+
+    fn describe(&self, decision: &Decision<'_>, prompt: &Prompt, member: &Member, choice: Choice) -> Route {
+        let members = decision.members;
+        let reason = match prompt {
+            Prompt::Estimated { because, .. } => Some(*because),
+            Prompt::Hashed(_) if members.iter().any(|member| self.live.contains(&member.rank)) => None,
+            Prompt::Hashed(_) => Some(Reason::IndexCold),
+        };
+        let cached = |member: &&Member| decision.cached_tokens(member, true);
+        Route {
+            to: Destination {
+                rank: member.rank,
+                endpoint: member.worker.endpoint,
+                several_ranks: member.worker.ranks.size.get() > 1,
+            },
+            mode: if reason.is_none() { Mode::Exact } else { Mode::LoadOnly },
+            reason,
+            model: member.worker.model.clone(),
+            prompt_tokens: decision.question.prompt_tokens,
+            prompt_blocks: decision.sequences.len() as u64,
+            overlap: decision.overlap(member),
+            predicted_cached_tokens: cached(&member),
+            best_cached_tokens: members.iter().map(cached).max().unwrap_or(0),
+            candidates: members.len(),
+            choice,
+            index_time: Duration::ZERO,
+            choose_time: Duration::ZERO,
+        }
+    }
+
+    /// One table of overlaps per prompt, in tables that are used again.
+    fn overlaps(&self, prompt: &Prompt) -> Vec<Looked> {
+        let Prompt::Hashed(prompts) = prompt else { return Vec::new() };
+        prompts
+            .iter()
+            .map(|hashes| {
+                let mut table = self.scratch.lock().pop().unwrap_or_default();
+                self.index.overlaps(hashes, &mut table);
+                Looked { table, tokens: hashes.tokens(), block_size: hashes.block_size() }
+            })
+            .collect()
+    }
+}
+
+/// The overlaps of one prompt and what is needed to read them as tokens.
+struct Looked {
+    table: Overlaps,
+    tokens: usize,
+    block_size: BlockSize,
+}
+
+/// Everything one choice looks at, beside the load.
+struct Decision<'a> {
+    question: Question,
+    sequences: Arc<[SequenceHash]>,
+    overlaps: &'a [Looked],
+    members: &'a [&'a Member],
+}
+
+impl<'a> Decision<'a> {
+    /// The members whose slot is still theirs, with their costs' inputs.
+    fn candidates(&self, view: &LoadView<'_>) -> (Vec<&'a Member>, Vec<Candidate>) {
+        let candidate = |member: &'a Member| {
+            let load = view.load(member.slot, member.rank)?;
+            let candidate = Candidate {
+                slot: member.slot,
+                rank: member.rank,
+                overlap: self.overlap(member),
+                load,
+                additional_blocks: view.additional_blocks(member.slot, &self.sequences),
+                preference: 0.0,
+            };
+            Some((member, candidate))
+        };
+        self.members.iter().copied().filter_map(candidate).unzip()
+    }
+
+    fn overlap(&self, member: &Member) -> TierBlocks {
+        self.overlaps.iter().fold(TierBlocks::default(), |sum, looked| sum + looked.table.get(member.slot))
+    }
+
+    /// Cached prompt tokens on a member; `as_reported` leaves the last token to the engine, which always computes it.
+    fn cached_tokens(&self, member: &Member, as_reported: bool) -> u64 {
+        let of_prompt = |looked: &Looked| {
+            let size = looked.block_size.tokens();
+            let held = looked.table.get(member.slot).total() as usize;
+            let most = if as_reported { looked.tokens.saturating_sub(1) / size } else { usize::MAX };
+            (held.min(most) * size) as u64
+        };
+        self.overlaps.iter().map(of_prompt).sum()
+    }
+}
+
+/// Members that serve the model and decode.
+fn eligible<'a>(fleet: &'a Fleet, model: Option<&ModelName>) -> Vec<&'a Member> {
+    let decodes = |member: &&Member| member.worker.role != Role::Prefill;
+    match model {
+        Some(model) => fleet.serving(model).iter().filter_map(|slot| fleet.member(*slot)).filter(decodes).collect(),
+        None => fleet.members().filter(decodes).collect(),
+    }
+}
+
+fn question(prompt: &Prompt, block_size: BlockSize) -> Question {
+    let prompt_tokens = match prompt {
+        Prompt::Hashed(prompts) => prompts.iter().map(|hashes| hashes.tokens() as u64).sum(),
+        Prompt::Estimated { tokens, .. } => *tokens,
+    };
+    Question { prompt_tokens, block_size, track_prefill: true }
+}
+
+fn sequences(prompt: &Prompt) -> Arc<[SequenceHash]> {
+    match prompt {
+        Prompt::Hashed(prompts) if prompts.len() == 1 => prompts[0].sequences().into(),
+        Prompt::Hashed(prompts) => prompts.iter().flat_map(|hashes| hashes.sequences().iter().copied()).collect(),
+        Prompt::Estimated { .. } => Arc::from([]),
+    }
+}

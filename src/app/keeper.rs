@@ -1,0 +1,185 @@
+//! Keeps the running parts in step with the fleet: every desired set of workers becomes one diff, and of that diff event
+//! sources are stopped and started, load rows opened and closed, and Envoy's endpoint file written. New members are
+//! opened before they are published and old ones closed after, so that no request can choose a rank without a row.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::info;
+
+use crate::config::Config;
+use crate::fleet::Member;
+use crate::index::PrefixIndex;
+use crate::kv_events::{self, RankSink, SourceSpec, SourceState};
+use crate::lifecycle::{Readiness, ReadyGuard, supervise};
+use crate::metrics::{Metrics, RankLabels};
+use crate::router::Router;
+use crate::worker::{Slot, Worker, WorkerRank};
+use crate::xds::config::EnvoyConfig;
+use crate::xds::eds_file;
+
+pub(super) struct Keeper {
+    router: Arc<Router>,
+    metrics: Arc<Metrics>,
+    readiness: Readiness,
+    sources: HashMap<WorkerRank, Source>,
+    initial_workers: Option<(usize, ReadyGuard)>,
+    sources_deadline: Instant,
+    envoy: Option<EnvoyConfig>,
+}
+
+/// One running event source.
+struct Source {
+    stop: CancellationToken,
+    task: JoinHandle<()>,
+}
+
+impl Keeper {
+    pub(super) fn new(config: &Config, router: Arc<Router>, metrics: Arc<Metrics>, readiness: Readiness) -> Self {
+        let least = config.readiness.min_initial_workers as usize;
+        let guard = readiness.wait_for(format!("initial workers: at least {least}"));
+        Self {
+            router,
+            metrics,
+            sources: HashMap::new(),
+            initial_workers: Some((least, guard)),
+            sources_deadline: Instant::now() + config.readiness.event_sources_deadline.get(),
+            envoy: config.envoy.clone(),
+            readiness,
+        }
+    }
+
+    /// Follows the desired sets until their sender is gone or everything stops; then stops the sources.
+    pub(super) async fn run(mut self, mut sets: mpsc::UnboundedReceiver<Vec<Worker>>, stop: CancellationToken) {
+        while let Some(desired) = tokio::select! {
+            () = stop.cancelled() => None,
+            set = sets.recv() => set,
+        } {
+            self.apply(desired).await;
+        }
+        let members: Vec<WorkerRank> = self.sources.keys().copied().collect();
+        for rank in members {
+            self.stop_source(rank).await;
+        }
+    }
+
+    async fn apply(&mut self, desired: Vec<Worker>) {
+        let before = self.router.fleet();
+        let change = before.reconcile(desired);
+        let fleet = Arc::new(change.fleet);
+        // Sources first: only when the old ones have ended can a bound socket or a slot be used again.
+        for member in &change.removed {
+            self.stop_source(member.rank).await;
+        }
+        for member in &change.added {
+            self.router.load().open(member.slot, member.rank);
+            self.start_source(member);
+        }
+        self.router.publish(fleet.clone());
+        for member in &change.removed {
+            self.router.load().close(member.slot);
+        }
+        if fleet.generation() != before.generation() {
+            let (added, removed) = (change.added.len(), change.removed.len());
+            info!(generation = fleet.generation(), workers = fleet.workers().count(), added, removed, "fleet changed");
+        }
+        self.metrics.workers.set(fleet.workers().count() as i64);
+        self.metrics.fleet_generation.set(fleet.generation() as i64);
+        self.write_endpoints();
+        if self.initial_workers.as_ref().is_some_and(|(least, _)| fleet.workers().count() >= *least) {
+            self.initial_workers = None;
+        }
+    }
+
+    fn write_endpoints(&self) {
+        let Some(envoy) = &self.envoy else { return };
+        let fleet = self.router.fleet();
+        let workers = fleet.workers().map(AsRef::as_ref);
+        let page = eds_file::render(workers, &envoy.cluster);
+        eds_file::write(&envoy.endpoints_file, &page, &self.metrics);
+    }
+
+    fn start_source(&mut self, member: &Member) {
+        let Some(source) = member.worker.event_source(member.rank.rank) else { return };
+        let spec = SourceSpec { rank: member.rank, source: source.clone(), block_size: member.worker.block_size };
+        let ready = self.readiness.wait_for(format!("event source of worker rank {}", member.rank));
+        let stop = CancellationToken::new();
+        let followed = Followed {
+            spec,
+            slot: member.slot,
+            router: self.router.clone(),
+            metrics: self.metrics.clone(),
+            deadline: self.sources_deadline,
+        };
+        let task = tokio::spawn(followed.run(ready, stop.clone()));
+        self.sources.insert(member.rank, Source { stop, task });
+    }
+
+    /// Stops a source and waits for it: only then is its slot free of late events.
+    async fn stop_source(&mut self, rank: WorkerRank) {
+        let Some(source) = self.sources.remove(&rank) else { return };
+        source.stop.cancel();
+        let _ended = source.task.await;
+        self.router.set_live(rank, false);
+        self.metrics.kv_event_source_live.remove(&RankLabels::from(rank));
+    }
+}
+
+/// One event source and who wants to know how it does.
+struct Followed {
+    spec: SourceSpec,
+    slot: Slot,
+    router: Arc<Router>,
+    metrics: Arc<Metrics>,
+    deadline: Instant,
+}
+
+impl Followed {
+    async fn run(self, ready: ReadyGuard, stop: CancellationToken) {
+        let (state, states) = watch::channel(SourceState::Connecting);
+        let name = format!("kv_events {}", self.spec.rank);
+        let source = supervise(&name, &self.metrics, stop, || {
+            let (spec, metrics, state) = (self.spec.clone(), self.metrics.clone(), state.clone());
+            let sink = sink(self.router.index(), self.slot);
+            async move {
+                kv_events::run(spec, sink, metrics, state).await;
+                Ok(())
+            }
+        });
+        tokio::select! {
+            () = source => {}
+            () = self.follow(states, ready) => {}
+        }
+    }
+
+    /// Tells the router whether the source can be believed, and readiness when it can, or when waiting is over.
+    async fn follow(&self, mut states: watch::Receiver<SourceState>, ready: ReadyGuard) {
+        let mut ready = Some(ready);
+        loop {
+            let live = *states.borrow_and_update() == SourceState::Live;
+            self.router.set_live(self.spec.rank, live);
+            if live {
+                ready = None;
+            }
+            tokio::select! {
+                changed = states.changed() => if changed.is_err() { std::future::pending::<()>().await },
+                () = tokio::time::sleep_until(self.deadline), if ready.is_some() => ready = None,
+            }
+        }
+    }
+}
+
+/// The way of one rank's events into the index. Dropping it takes the rank out of the index.
+fn sink(index: &Arc<PrefixIndex>, slot: Slot) -> RankSink {
+    let writer = Arc::new(parking_lot::Mutex::new(index.join(slot)));
+    let doubted = writer.clone();
+    RankSink {
+        apply: Box::new(move |event| writer.lock().apply(event)),
+        doubt: Box::new(move || doubted.lock().doubt()),
+    }
+}
+

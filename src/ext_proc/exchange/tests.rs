@@ -1,0 +1,266 @@
+//! Transcripts: what Envoy sends, line by line, and what it gets. Each line of a transcript is one effect in short form,
+//! so that a whole exchange can be read at a glance.
+
+use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
+use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
+use envoy_types::pb::envoy::service::ext_proc::v3::{CommonResponse, HeaderMutation};
+
+use super::*;
+use crate::router::{Destination, Mode};
+use crate::worker::{DpRank, WorkerId, WorkerRank};
+
+const CHAT: &str = "/v1/chat/completions";
+
+fn exchange(request: BodyMode, response: BodyMode) -> Exchange {
+    let options = Options { body_limit: 200_000, mode_header: true, worker_header: false };
+    let mut exchange = Exchange::new(Arc::new(options));
+    exchange.configure(Modes { request, response });
+    exchange
+}
+
+fn headers(path: &str, end: bool) -> Message {
+    let head = RequestHead { method: "POST".into(), path: path.into(), ..RequestHead::default() };
+    Message::RequestHeaders { head, end }
+}
+
+fn forged(path: &str) -> Message {
+    let head = RequestHead { path: path.into(), forged: vec![headers::WORKER_ID, headers::MODE], ..Default::default() };
+    Message::RequestHeaders { head, end: false }
+}
+
+fn body(bytes: &[u8], end: bool) -> Message {
+    Message::RequestBody { body: Bytes::copy_from_slice(bytes), end }
+}
+
+fn response(event_stream: bool, end: bool) -> Message {
+    Message::ResponseHeaders { head: ResponseHead { status: 200, event_stream }, end }
+}
+
+fn answer(bytes: &[u8], end: bool) -> Message {
+    Message::ResponseBody { body: Bytes::copy_from_slice(bytes), end }
+}
+
+fn to_worker() -> Steer {
+    let rank = WorkerRank { worker: WorkerId(u64::MAX), rank: DpRank(3) };
+    let endpoint = "10.0.0.1:8000".parse().unwrap();
+    Steer { to: Some(Destination { rank, endpoint, several_ranks: false }), mode: Mode::Exact }
+}
+
+fn to_nobody() -> Steer {
+    Steer { to: None, mode: Mode::Passthrough }
+}
+
+fn short(effects: Vec<Effect>) -> Vec<String> {
+    effects.into_iter().map(short_one).collect()
+}
+
+fn short_one(effect: Effect) -> String {
+    match effect {
+        Effect::Route(Inbound { body, .. }) => match body {
+            InboundBody::Absent => "route absent".into(),
+            InboundBody::Unseen => "route unseen".into(),
+            InboundBody::Whole(bytes) => format!("route whole {}", bytes.len()),
+            InboundBody::TooLarge(len) => format!("route too large {len}"),
+        },
+        Effect::FirstToken => "first token".into(),
+        Effect::Answer(bytes) => format!("answer {}", bytes.len()),
+        Effect::Status(status) => format!("status {status}"),
+        Effect::Finished => "finished".into(),
+        Effect::Reply(reply) => {
+            let (name, common) = match reply.response.clone().unwrap() {
+                Response::RequestHeaders(headers) => ("request headers", headers.response),
+                Response::RequestBody(body) => ("request body", body.response),
+                Response::ResponseHeaders(headers) => ("response headers", headers.response),
+                Response::ResponseBody(body) => ("response body", body.response),
+                Response::RequestTrailers(_) => ("request trailers", None),
+                Response::ResponseTrailers(_) => ("response trailers", None),
+                other => panic!("unexpected {other:?}"),
+            };
+            let mut line = name.to_owned();
+            line += &common.map(changes).unwrap_or_default();
+            if reply.dynamic_metadata.is_some() {
+                line += " +metadata";
+            }
+            if let Some(mode) = reply.mode_override {
+                line += &format!(" mode {}/{}", mode.request_body_mode, mode.response_body_mode);
+            }
+            line
+        }
+    }
+}
+
+fn changes(common: CommonResponse) -> String {
+    let mut line = String::new();
+    let HeaderMutation { set_headers, remove_headers } = common.header_mutation.unwrap_or_default();
+    for header in set_headers.into_iter().map(|option| option.header.unwrap()) {
+        line += &format!(" {}={}", header.key, String::from_utf8(header.raw_value).unwrap());
+    }
+    for name in remove_headers {
+        line += &format!(" -{name}");
+    }
+    if let Some(Mutation::StreamedResponse(piece)) = common.body_mutation.and_then(|body| body.mutation) {
+        line += &format!(" {}{}", piece.body.len(), if piece.end_of_stream { " end" } else { "" });
+    }
+    line
+}
+
+const STEERED: &str = "x-worker-instance-id=18446744073709551615 x-dp-rank=3 \
+                       x-gateway-destination-endpoint=10.0.0.1:8000 +metadata";
+
+#[test]
+fn a_buffered_body_is_routed_in_its_answer_and_a_unary_answer_ends_the_prefill_with_its_headers() {
+    let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
+    assert_eq!(short(exchange.on_message(headers(CHAT, false))), ["request headers"]);
+    assert_eq!(short(exchange.on_message(body(b"{}", true))), ["route whole 2"]);
+    assert_eq!(short(exchange.on_route(&to_worker())), [format!("request body {STEERED}")]);
+    let expected = ["response headers x-warmroute-mode=exact", "status 200", "first token"];
+    assert_eq!(short(exchange.on_message(response(false, false))), expected);
+    assert_eq!(short(exchange.on_message(Message::ResponseTrailers)), ["response trailers", "finished"]);
+}
+
+#[test]
+fn an_event_stream_is_watched_and_its_first_bytes_are_the_first_token() {
+    let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
+    exchange.on_message(headers(CHAT, false));
+    exchange.on_message(body(b"{}", true));
+    exchange.on_route(&to_worker());
+    let watched = ["response headers x-warmroute-mode=exact mode 2/1", "status 200"];
+    assert_eq!(short(exchange.on_message(response(true, false))), watched);
+    assert_eq!(short(exchange.on_message(answer(b"", false))), ["response body"]);
+    assert_eq!(short(exchange.on_message(answer(b"data", false))), ["response body", "first token", "answer 4"]);
+    assert_eq!(short(exchange.on_message(answer(b"data", false))), ["response body", "answer 4"]);
+    assert_eq!(short(exchange.on_message(answer(b"", true))), ["response body", "finished"]);
+    assert_eq!(short(exchange.on_message(Message::ResponseTrailers)), ["response trailers"]);
+}
+
+#[test]
+fn forged_routing_headers_are_removed_unless_we_set_them() {
+    let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
+    let removed = "request headers -x-worker-instance-id -x-warmroute-mode";
+    assert_eq!(short(buffered.on_message(forged(CHAT))), [removed]);
+    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    duplex.on_message(forged(CHAT));
+    duplex.on_message(body(b"", true));
+    let lines = short(duplex.on_route(&to_worker()));
+    let set = STEERED.strip_suffix(" +metadata").unwrap();
+    assert_eq!(lines[0], format!("request headers {set} -x-warmroute-mode +metadata"));
+    let mut passed = exchange(BodyMode::FullDuplex, BodyMode::None);
+    passed.on_message(forged(CHAT));
+    passed.on_message(body(b"", true));
+    assert_eq!(short(passed.on_route(&to_nobody()))[0], removed);
+}
+
+#[test]
+fn a_request_without_a_body_is_answered_at_its_headers_in_every_mode() {
+    let modes = [
+        BodyMode::None,
+        BodyMode::Buffered,
+        BodyMode::BufferedPartial,
+        BodyMode::Streamed,
+        BodyMode::FullDuplex,
+    ];
+    for mode in modes {
+        let mut exchange = exchange(mode, BodyMode::None);
+        assert_eq!(short(exchange.on_message(headers("/v1/models", true))), ["route absent"], "{mode:?}");
+        assert_eq!(short(exchange.on_route(&to_worker())), [format!("request headers {STEERED}")], "{mode:?}");
+        assert!(exchange.on_message(body(b"", true)).is_empty(), "{mode:?}");
+    }
+}
+
+#[test]
+fn a_path_that_is_not_inference_is_spared_its_body() {
+    let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
+    assert_eq!(short(buffered.on_message(headers("/v1/files", false))), ["route unseen"]);
+    assert_eq!(short(buffered.on_route(&to_worker())), [format!("request headers {STEERED} mode 0/0")]);
+    // Full duplex cannot be switched off: what comes goes back.
+    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    assert_eq!(short(duplex.on_message(headers("/v1/files", false))), ["route unseen"]);
+    duplex.on_route(&to_worker());
+    assert_eq!(short(duplex.on_message(body(b"abc", false))), ["request body 3"]);
+    assert_eq!(short(duplex.on_message(body(b"", true))), ["request body 0 end"]);
+    assert!(duplex.on_message(body(b"", true)).is_empty());
+}
+
+#[test]
+fn full_duplex_holds_the_header_answer_and_sends_every_byte_back() {
+    let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
+    assert!(exchange.on_message(headers(CHAT, false)).is_empty());
+    assert!(exchange.on_message(body(&[1; 100_000], false)).is_empty());
+    assert!(exchange.on_message(body(&[2; 50_000], false)).is_empty());
+    assert_eq!(short(exchange.on_message(body(b"", true))), ["route whole 150000"]);
+    assert!(exchange.on_message(body(b"", true)).is_empty(), "a second end of stream is ignored");
+    let expected = [
+        format!("request headers {STEERED}"),
+        "request body 62000".into(),
+        "request body 62000".into(),
+        "request body 26000 end".into(),
+    ];
+    assert_eq!(short(exchange.on_route(&to_worker())), expected);
+}
+
+#[test]
+fn full_duplex_with_trailers_ends_with_the_trailers() {
+    let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
+    exchange.on_message(headers(CHAT, false));
+    exchange.on_message(body(b"abc", false));
+    assert_eq!(short(exchange.on_message(Message::RequestTrailers)), ["route whole 3"]);
+    let expected = [format!("request headers {STEERED}"), "request body 3".into(), "request trailers".into()];
+    assert_eq!(short(exchange.on_route(&to_worker())), expected);
+}
+
+#[test]
+fn a_body_past_the_limit_is_routed_by_load_and_still_passes_whole() {
+    let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
+    exchange.on_message(headers(CHAT, false));
+    exchange.on_message(body(&[0; 150_000], false));
+    assert_eq!(short(exchange.on_message(body(&[0; 60_000], false))), ["route too large 210000"]);
+    assert!(exchange.on_message(body(&[0; 1_000], false)).is_empty(), "came while the route was looked for");
+    let back: usize = short(exchange.on_route(&to_worker()))
+        .iter()
+        .filter_map(|line| line.strip_prefix("request body ")?.parse::<usize>().ok())
+        .sum();
+    assert_eq!(back, 211_000);
+    assert_eq!(short(exchange.on_message(body(&[0; 10], true))), ["request body 10 end"]);
+}
+
+#[test]
+fn a_streamed_body_is_routed_before_it_comes_because_later_is_too_late() {
+    let mut exchange = exchange(BodyMode::Streamed, BodyMode::None);
+    assert_eq!(short(exchange.on_message(headers(CHAT, false))), ["route unseen"]);
+    assert_eq!(short(exchange.on_route(&to_worker())), [format!("request headers {STEERED}")]);
+    assert_eq!(short(exchange.on_message(body(b"abc", false))), ["request body"]);
+    assert_eq!(short(exchange.on_message(body(b"", true))), ["request body"]);
+}
+
+#[test]
+fn without_a_worker_envoy_chooses_and_the_answer_says_so() {
+    let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
+    exchange.on_message(headers(CHAT, false));
+    exchange.on_message(body(b"{}", true));
+    assert_eq!(short(exchange.on_route(&to_nobody())), ["request body"]);
+    let expected = ["response headers x-warmroute-mode=passthrough", "status 200", "first token"];
+    assert_eq!(short(exchange.on_message(response(true, false))), expected);
+}
+
+#[test]
+fn a_local_reply_before_the_route_ends_the_exchange_and_a_late_route_is_not_sent() {
+    let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
+    exchange.on_message(headers(CHAT, false));
+    exchange.on_message(body(b"{}", true));
+    let expected = ["response headers", "status 200", "first token", "finished"];
+    assert_eq!(short(exchange.on_message(response(false, true))), expected);
+    assert!(exchange.on_route(&to_worker()).is_empty());
+}
+
+#[test]
+fn full_duplex_responses_go_back_byte_for_byte() {
+    let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::FullDuplex);
+    exchange.on_message(headers(CHAT, false));
+    exchange.on_message(body(b"{}", true));
+    exchange.on_route(&to_worker());
+    let expected = ["response headers x-warmroute-mode=exact", "status 200"];
+    assert_eq!(short(exchange.on_message(response(true, false))), expected);
+    let first = ["response body 62000", "response body 1000", "first token", "answer 63000"];
+    assert_eq!(short(exchange.on_message(answer(&[7; 63_000], false))), first);
+    assert_eq!(short(exchange.on_message(answer(b"", true))), ["response body 0 end", "finished"]);
+}

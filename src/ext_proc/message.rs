@@ -1,0 +1,127 @@
+//! Envoy's messages in our words: wire types in, the few things a decision needs out.
+
+use bytes::Bytes;
+use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::BodySendMode;
+use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request;
+use envoy_types::pb::envoy::service::ext_proc::v3::{HttpBody, ProcessingRequest};
+
+use super::headers::{RequestHead, ResponseHead};
+
+/// How Envoy shows us a body.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BodyMode {
+    /// Not at all.
+    None,
+    /// Whole, in one message, and waits for the answer.
+    #[default]
+    Buffered,
+    /// As far as it fits a buffer, in one message.
+    BufferedPartial,
+    /// Chunk by chunk, each answered on its own; too late to route on.
+    Streamed,
+    /// Chunk by chunk, and every byte has to be sent back by us.
+    FullDuplex,
+}
+
+impl From<BodySendMode> for BodyMode {
+    fn from(mode: BodySendMode) -> Self {
+        match mode {
+            BodySendMode::Buffered => BodyMode::Buffered,
+            BodySendMode::BufferedPartial => BodyMode::BufferedPartial,
+            BodySendMode::Streamed => BodyMode::Streamed,
+            BodySendMode::FullDuplexStreamed => BodyMode::FullDuplex,
+            _ => BodyMode::None,
+        }
+    }
+}
+
+/// How the bodies of one exchange travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Modes {
+    /// Request body.
+    pub request: BodyMode,
+    /// Response body.
+    pub response: BodyMode,
+}
+
+impl Default for Modes {
+    /// The measured default configuration, for gateways that do not say how they are configured.
+    fn default() -> Self {
+        Self { request: BodyMode::Buffered, response: BodyMode::None }
+    }
+}
+
+/// One message of Envoy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Message {
+    /// The request began.
+    RequestHeaders {
+        /// Its head.
+        head: RequestHead,
+        /// No body follows.
+        end: bool,
+    },
+    /// A part of the request body, or all of it.
+    RequestBody {
+        /// The bytes.
+        body: Bytes,
+        /// Nothing follows.
+        end: bool,
+    },
+    /// The request ended with trailers.
+    RequestTrailers,
+    /// The response began.
+    ResponseHeaders {
+        /// Its head.
+        head: ResponseHead,
+        /// No body follows.
+        end: bool,
+    },
+    /// A part of the response body.
+    ResponseBody {
+        /// The bytes.
+        body: Bytes,
+        /// Nothing follows.
+        end: bool,
+    },
+    /// The response ended with trailers.
+    ResponseTrailers,
+}
+
+impl Message {
+    /// Reads one wire message; `None` for one that carries nothing we know (flow control, later additions).
+    pub fn read(wire: ProcessingRequest) -> (Option<Modes>, Option<Message>) {
+        let modes = wire
+            .protocol_config
+            .map(|config| Modes { request: mode(config.request_body_mode), response: mode(config.response_body_mode) });
+        let message = wire.request.map(|request| match request {
+            Request::RequestHeaders(headers) => Message::RequestHeaders {
+                head: RequestHead::read(headers.headers.as_ref()),
+                end: headers.end_of_stream,
+            },
+            Request::RequestBody(body) => {
+                let (body, end) = bytes(body);
+                Message::RequestBody { body, end }
+            }
+            Request::RequestTrailers(_) => Message::RequestTrailers,
+            Request::ResponseHeaders(headers) => Message::ResponseHeaders {
+                head: ResponseHead::read(headers.headers.as_ref()),
+                end: headers.end_of_stream,
+            },
+            Request::ResponseBody(body) => {
+                let (body, end) = bytes(body);
+                Message::ResponseBody { body, end }
+            }
+            Request::ResponseTrailers(_) => Message::ResponseTrailers,
+        });
+        (modes, message)
+    }
+}
+
+fn bytes(body: HttpBody) -> (Bytes, bool) {
+    (body.body.into(), body.end_of_stream || body.end_of_stream_without_message)
+}
+
+fn mode(wire: i32) -> BodyMode {
+    BodySendMode::try_from(wire).map_or(BodyMode::None, BodyMode::from)
+}

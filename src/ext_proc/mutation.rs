@@ -1,0 +1,169 @@
+//! What we ask Envoy to change, as wire messages. Headers are always set by overwriting, the endpoint goes into dynamic
+//! metadata as well: `override_host` reads it there, where no client can put it.
+
+use std::collections::HashMap;
+
+use envoy_types::pb::envoy::config::core::v3::header_value_option::HeaderAppendAction;
+use envoy_types::pb::envoy::config::core::v3::{HeaderValue, HeaderValueOption};
+use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::ProcessingMode;
+use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::{BodySendMode, HeaderSendMode};
+use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
+use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
+use envoy_types::pb::envoy::service::ext_proc::v3::{
+    BodyMutation, BodyResponse, CommonResponse, HeaderMutation, HeadersResponse, ProcessingResponse,
+    StreamedBodyResponse, TrailersResponse,
+};
+use envoy_types::pb::google::protobuf::value::Kind;
+use envoy_types::pb::google::protobuf::{Struct, Value};
+
+use super::headers;
+use crate::router::Destination;
+
+/// Namespace of the dynamic metadata that Envoy's load balancers read.
+const METADATA: &str = "envoy.lb";
+
+/// Largest piece of body sent back in one message. Envoy took any size that was measured; small pieces keep its
+/// per-stream buffers, and with them the flow control, in charge.
+pub const CHUNK: usize = 62_000;
+
+/// Which message of Envoy an answer belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum To {
+    /// The request headers.
+    RequestHeaders,
+    /// The request body.
+    RequestBody,
+    /// The response headers.
+    ResponseHeaders,
+    /// The response body.
+    ResponseBody,
+}
+
+/// Changes of the headers in one answer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HeaderChanges {
+    set: Vec<(&'static str, String)>,
+    remove: Vec<&'static str>,
+}
+
+impl HeaderChanges {
+    /// Removes headers.
+    pub fn removing(names: &[&'static str]) -> Self {
+        Self { set: Vec::new(), remove: names.to_vec() }
+    }
+
+    /// Sets one header, whatever was there before.
+    pub fn set(&mut self, name: &'static str, value: String) {
+        self.remove.retain(|removed| *removed != name);
+        self.set.push((name, value));
+    }
+
+    /// Sets the headers that name the chosen worker rank.
+    pub fn steer(&mut self, to: &Destination) {
+        self.set(headers::WORKER_ID, to.rank.worker.to_string());
+        self.set(headers::DP_RANK, to.rank.rank.to_string());
+        self.set(headers::ENDPOINT, to.endpoint.to_string());
+        if to.several_ranks {
+            self.set(headers::DATA_PARALLEL_RANK, to.rank.rank.to_string());
+        }
+    }
+
+    fn wire(self) -> Option<HeaderMutation> {
+        if self.set.is_empty() && self.remove.is_empty() {
+            return None;
+        }
+        let option = |(key, value): (&str, String)| HeaderValueOption {
+            header: Some(HeaderValue { key: key.to_owned(), raw_value: value.into_bytes(), ..HeaderValue::default() }),
+            append_action: HeaderAppendAction::OverwriteIfExistsOrAdd.into(),
+            ..HeaderValueOption::default()
+        };
+        Some(HeaderMutation {
+            set_headers: self.set.into_iter().map(option).collect(),
+            remove_headers: self.remove.into_iter().map(str::to_owned).collect(),
+        })
+    }
+}
+
+/// Lets one message go on, with changed headers.
+pub fn go_on(to: To, changes: HeaderChanges) -> ProcessingResponse {
+    let common = Some(CommonResponse { header_mutation: changes.wire(), ..CommonResponse::default() });
+    wrap(to, common)
+}
+
+/// The pieces of a body on their way back in full duplex; at least one, so that the end is never lost.
+pub fn pieces(to: To, body: &[u8], end: bool) -> impl Iterator<Item = ProcessingResponse> {
+    let count = body.len().div_ceil(CHUNK).max(1);
+    (0..count).map(move |piece| {
+        let from = piece * CHUNK;
+        let streamed = StreamedBodyResponse {
+            body: body[from..body.len().min(from + CHUNK)].to_vec(),
+            end_of_stream: end && piece + 1 == count,
+            ..StreamedBodyResponse::default()
+        };
+        let mutation = BodyMutation { mutation: Some(Mutation::StreamedResponse(streamed)) };
+        wrap(to, Some(CommonResponse { body_mutation: Some(mutation), ..CommonResponse::default() }))
+    })
+}
+
+/// Lets request trailers go on.
+pub fn request_trailers() -> ProcessingResponse {
+    ProcessingResponse {
+        response: Some(Response::RequestTrailers(TrailersResponse::default())),
+        ..ProcessingResponse::default()
+    }
+}
+
+/// Lets response trailers go on.
+pub fn response_trailers() -> ProcessingResponse {
+    ProcessingResponse {
+        response: Some(Response::ResponseTrailers(TrailersResponse::default())),
+        ..ProcessingResponse::default()
+    }
+}
+
+/// Adds the chosen endpoint as dynamic metadata. The worker id travels as text: endpoint metadata that Envoy compares it
+/// with is text, and a number would lose ids above 2^53.
+pub fn with_destination(mut reply: ProcessingResponse, to: &Destination) -> ProcessingResponse {
+    let text = |value: String| Value { kind: Some(Kind::StringValue(value)) };
+    let fields = HashMap::from([
+        (headers::ENDPOINT.to_owned(), text(to.endpoint.to_string())),
+        ("worker_id".to_owned(), text(to.rank.worker.to_string())),
+    ]);
+    let lb = Value { kind: Some(Kind::StructValue(Struct { fields })) };
+    reply.dynamic_metadata = Some(Struct { fields: HashMap::from([(METADATA.to_owned(), lb)]) });
+    reply
+}
+
+/// Asks Envoy to show us the response body, chunk by chunk, of this exchange only.
+pub fn with_response_body(mut reply: ProcessingResponse) -> ProcessingResponse {
+    reply.mode_override = Some(modes(BodySendMode::Buffered, BodySendMode::Streamed));
+    reply
+}
+
+/// Asks Envoy not to show us the request body of this exchange.
+pub fn without_request_body(mut reply: ProcessingResponse) -> ProcessingResponse {
+    reply.mode_override = Some(modes(BodySendMode::None, BodySendMode::None));
+    reply
+}
+
+fn modes(request: BodySendMode, response: BodySendMode) -> ProcessingMode {
+    ProcessingMode {
+        request_header_mode: HeaderSendMode::Send.into(),
+        response_header_mode: HeaderSendMode::Send.into(),
+        request_body_mode: request.into(),
+        response_body_mode: response.into(),
+        request_trailer_mode: HeaderSendMode::Skip.into(),
+        // The trailers' slot keeps the gRPC stream open until the response ends: that is our sign of the end.
+        response_trailer_mode: HeaderSendMode::Send.into(),
+    }
+}
+
+fn wrap(to: To, response: Option<CommonResponse>) -> ProcessingResponse {
+    let response = match to {
+        To::RequestHeaders => Response::RequestHeaders(HeadersResponse { response }),
+        To::RequestBody => Response::RequestBody(BodyResponse { response }),
+        To::ResponseHeaders => Response::ResponseHeaders(HeadersResponse { response }),
+        To::ResponseBody => Response::ResponseBody(BodyResponse { response }),
+    };
+    ProcessingResponse { response: Some(response), ..ProcessingResponse::default() }
+}
