@@ -1,1 +1,3 @@
 //! Admin HTTP.
+
+pub mod config;

@@ -1,1 +1,3 @@
 //! The Envoy side.
+
+pub mod config;

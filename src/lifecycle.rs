@@ -1,1 +1,3 @@
 //! Starting, supervising and draining.
+
+pub mod config;
