@@ -1,1 +1,145 @@
-//! The configuration file.
+//! The configuration file. Each module defines its own section beside the code that the section drives; here they are
+//! only put together, checked against one another, and given their defaults. What cannot work is refused at start, with
+//! the line and the mend, and all mistakes are told at once.
+
+mod check;
+mod log;
+mod model;
+mod weights;
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::admin::config::AdminConfig;
+use crate::discovery::config::{DiscoveryConfig, WorkerConfig};
+use crate::discovery::{self, ServedModel};
+use crate::ext_proc::config::{LimitsConfig, ListenConfig, ResponseConfig};
+use crate::lifecycle::config::{DrainConfig, ReadinessConfig};
+use crate::settings::{ConfigError, Document, Problem};
+use crate::worker::Worker;
+use crate::xds::config::EnvoyConfig;
+
+pub use log::{LogConfig, LogFormat, LogLevel};
+pub use model::ModelConfig;
+pub use weights::Weights;
+
+/// Everything one process is told.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// Where Envoy reaches us.
+    #[serde(default)]
+    pub listen: ListenConfig,
+    /// Where operators reach us.
+    #[serde(default)]
+    pub admin: AdminConfig,
+    /// What is served.
+    pub models: Vec<ModelConfig>,
+    /// The file that lists the workers, followed while we run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workers_file: Option<PathBuf>,
+    /// The workers, where there is no such file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workers: Option<Vec<WorkerConfig>>,
+    /// The coefficients of the cost.
+    #[serde(default)]
+    pub schedule: Weights,
+    /// What we refuse.
+    #[serde(default)]
+    pub limits: LimitsConfig,
+    /// When we call ourselves ready.
+    #[serde(default)]
+    pub readiness: ReadinessConfig,
+    /// How we stop.
+    #[serde(default)]
+    pub drain: DrainConfig,
+    /// How the workers file is followed.
+    #[serde(default)]
+    pub discovery: DiscoveryConfig,
+    /// The endpoint file we write for Envoy, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub envoy: Option<EnvoyConfig>,
+    /// What we add to answers.
+    #[serde(default)]
+    pub response: ResponseConfig,
+    /// How much is said.
+    #[serde(default)]
+    pub log: LogConfig,
+}
+
+/// Where the fleet comes from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum WorkerSource {
+    /// A file to follow.
+    File(PathBuf),
+    /// A fixed list.
+    Fixed(Vec<Worker>),
+}
+
+impl Config {
+    /// Reads and checks a configuration file and the workers file it names; all mistakes of both.
+    pub fn load(path: &Path) -> Result<Self, Vec<ConfigError>> {
+        let bytes = std::fs::read(path)
+            .map_err(|error| vec![ConfigError::of_file(path, format!("the file cannot be read: {error}"))])?;
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        let config = Self::parse(&path, &bytes)?;
+        match &config.workers_file {
+            Some(file) => config.check_workers_file(file).map(|()| config),
+            None => Ok(config),
+        }
+    }
+
+    /// Checks the text of a configuration file; relative file names start at the folder of `path`.
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, Vec<ConfigError>> {
+        let document = Document::parse(path, bytes).map_err(|error| vec![error])?;
+        let mut config: Self = document.read()?;
+        config.resolve(path.parent().unwrap_or(Path::new("")));
+        let problems = check::problems(&config);
+        if problems.is_empty() { Ok(config) } else { Err(document.locate(problems)) }
+    }
+
+    /// The configuration in use, every default filled in, as a file that could be loaded again.
+    pub fn to_yaml(&self) -> Result<String, serde_saphyr::SerializeError> {
+        let options = serde_saphyr::ser_options! { no_lang_directive: true };
+        serde_saphyr::to_string_with_options(self, options)
+    }
+
+    /// What discovery needs to know of the models.
+    pub fn served_models(&self) -> Vec<ServedModel> {
+        self.models.iter().map(|model| ServedModel { name: model.name.clone(), block_size: model.block_size }).collect()
+    }
+
+    /// Where the fleet comes from.
+    pub fn worker_source(&self) -> WorkerSource {
+        match &self.workers_file {
+            Some(file) => WorkerSource::File(file.clone()),
+            // A loaded configuration has passed the same resolution, so nothing is lost here.
+            None => WorkerSource::Fixed(self.fixed_workers().unwrap_or_default()),
+        }
+    }
+
+    fn fixed_workers(&self) -> Result<Vec<Worker>, Vec<Problem>> {
+        discovery::resolve(self.workers.as_deref().unwrap_or_default(), &self.served_models())
+    }
+
+    fn resolve(&mut self, folder: &Path) {
+        for model in &mut self.models {
+            model.resolve(folder);
+        }
+        let files = [self.workers_file.as_mut(), self.envoy.as_mut().map(|envoy| &mut envoy.endpoints_file)];
+        for file in files.into_iter().flatten().chain(self.listen.unix.as_mut()) {
+            *file = folder.join(&*file);
+        }
+        let served = self.served_models();
+        for worker in self.workers.iter_mut().flatten() {
+            worker.fill(&served);
+        }
+    }
+
+    fn check_workers_file(&self, file: &Path) -> Result<(), Vec<ConfigError>> {
+        let bytes = std::fs::read(file)
+            .map_err(|error| vec![ConfigError::of_file(file, format!("the workers file cannot be read: {error}"))])?;
+        discovery::parse(file, &bytes, &self.served_models()).map(drop)
+    }
+}

@@ -34,6 +34,7 @@ pub mod xds;
 // Side: usable from layers 3 to 5.
 pub mod lifecycle;
 pub mod metrics;
+pub mod settings;
 
 // Layer 5: process.
 pub mod app;

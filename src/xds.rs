@@ -1,1 +1,3 @@
 //! Telling Envoy who the workers are.
+
+pub mod config;

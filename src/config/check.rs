@@ -1,0 +1,111 @@
+//! What the sections must agree on. Pure but for the look whether named files exist.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+
+use super::model::missing;
+use super::{Config, ModelConfig};
+use crate::settings::{Problem, Step};
+
+/// Every mistake of meaning.
+pub(super) fn problems(config: &Config) -> Vec<Problem> {
+    let sections = [
+        ("listen", config.listen.problems()),
+        ("limits", config.limits.problems()),
+        ("discovery", config.discovery.problems()),
+        ("schedule", config.schedule.problems()),
+        ("envoy", config.envoy.as_ref().map(|envoy| envoy.problems()).unwrap_or_default()),
+    ];
+    let mut problems: Vec<_> = sections
+        .into_iter()
+        .flat_map(|(key, found)| found.into_iter().map(move |problem| problem.within(key)))
+        .collect();
+    problems.extend(addresses(config));
+    problems.extend(models(&config.models));
+    problems.extend(workers(config));
+    problems.extend(files(config));
+    problems
+}
+
+fn trail<const N: usize>(steps: [Step; N]) -> [Step; N] {
+    steps
+}
+
+fn addresses(config: &Config) -> Option<Problem> {
+    let tcp = config.listen.tcp.filter(|tcp| collide(*tcp, config.admin.listen))?;
+    let text = format!("{} is taken by `listen.tcp` ({tcp}) already; choose another port", config.admin.listen);
+    Some(Problem::at(trail(["admin".into(), "listen".into()]), text))
+}
+
+/// Whether two listeners would fight for a port. Port 0 asks the system for a free one.
+fn collide(a: SocketAddr, b: SocketAddr) -> bool {
+    let overlap = a.ip() == b.ip() || a.ip().is_unspecified() || b.ip().is_unspecified();
+    a.port() != 0 && a.port() == b.port() && overlap
+}
+
+fn models(models: &[ModelConfig]) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    if models.is_empty() {
+        problems.push(Problem::of("models", "no model is given; name at least one, with its tokenizer"));
+    }
+    let names = models.iter().enumerate().map(|(at, model)| (at, "name", None, &model.name));
+    let aliases = models.iter().enumerate().flat_map(|(at, model)| {
+        model.aliases.iter().enumerate().map(move |(nth, alias)| (at, "aliases", Some(nth), alias))
+    });
+    let mut owners: HashMap<&str, &str> = HashMap::new();
+    for (at, key, nth, name) in names.chain(aliases) {
+        let owner = models[at].name.as_str();
+        if let Some(taken) = owners.insert(name.as_str(), owner) {
+            let text = format!("`{name}` already names the model {taken}; every name and alias must lead to one model");
+            let steps = ["models".into(), at.into(), key.into()].into_iter().chain(nth.map(Step::from));
+            problems.push(Problem::at(steps, text));
+        }
+    }
+    for (at, model) in models.iter().enumerate() {
+        problems.extend(model.problems().into_iter().map(|problem| problem.within(at).within("models")));
+    }
+    problems
+}
+
+fn workers(config: &Config) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    match (&config.workers_file, &config.workers) {
+        (Some(_), Some(_)) => {
+            let text = "`workers` and `workers_file` are both given; keep one";
+            problems.push(Problem::of("workers", text));
+        }
+        (None, None) => {
+            problems.push(Problem::at([], "there are no workers; list them under `workers` or name a `workers_file`"));
+        }
+        (None, Some(list)) if list.is_empty() => {
+            problems
+                .push(Problem::of("workers", "the list is empty; list at least one worker or name a `workers_file`"));
+        }
+        (None, Some(list)) if list.len() < config.readiness.min_initial_workers as usize => {
+            let text = format!(
+                "readiness waits for {} workers but only {} are listed, so it would never come",
+                config.readiness.min_initial_workers,
+                list.len()
+            );
+            problems.push(Problem::at(trail(["readiness".into(), "min_initial_workers".into()]), text));
+        }
+        _ => {}
+    }
+    let found = config.fixed_workers().err().unwrap_or_default();
+    problems.extend(found.into_iter().map(|problem| problem.within("workers")));
+    problems
+}
+
+fn files(config: &Config) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    if let Some(file) = &config.workers_file {
+        if !file.is_file() {
+            problems.push(Problem::of("workers_file", missing(file)));
+        }
+        if config.envoy.as_ref().is_some_and(|envoy| envoy.endpoints_file == *file) {
+            let text = "this is the `workers_file`, which would be overwritten; choose another name";
+            problems.push(Problem::at(trail(["envoy".into(), "endpoints_file".into()]), text));
+        }
+    }
+    problems
+}

@@ -1,0 +1,70 @@
+//! `models:`: what a model is called and where its tokeniser lies.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::settings::Problem;
+use crate::worker::{BlockSize, ModelName};
+
+/// One entry of the list of models.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelConfig {
+    /// Name as the engines serve it.
+    pub name: ModelName,
+    /// Other names that requests may use.
+    #[serde(default)]
+    pub aliases: Vec<ModelName>,
+    /// `tokenizer.json`, plain or with `.gz`.
+    pub tokenizer: PathBuf,
+    /// `tokenizer_config.json`: special tokens and, usually, the chat template.
+    #[serde(default)]
+    pub tokenizer_config: Option<PathBuf>,
+    /// A Jinja file in place of the template in `tokenizer_config`.
+    #[serde(default)]
+    pub chat_template: Option<PathBuf>,
+    /// Tokens per KV block of its engines.
+    #[serde(default = "vllm_default")]
+    pub block_size: BlockSize,
+}
+
+fn vllm_default() -> BlockSize {
+    const SIXTEEN: std::num::NonZeroU32 = std::num::NonZeroU32::MIN.saturating_add(15);
+    BlockSize(SIXTEEN)
+}
+
+impl ModelConfig {
+    /// Makes the file names independent of the working directory.
+    pub(super) fn resolve(&mut self, folder: &Path) {
+        let files = [Some(&mut self.tokenizer), self.tokenizer_config.as_mut(), self.chat_template.as_mut()];
+        for file in files.into_iter().flatten() {
+            *file = folder.join(&*file);
+        }
+    }
+
+    /// Mistakes of meaning; looks whether the files exist.
+    pub(super) fn problems(&self) -> Vec<Problem> {
+        let files = [
+            ("tokenizer", Some(&self.tokenizer)),
+            ("tokenizer_config", self.tokenizer_config.as_ref()),
+            ("chat_template", self.chat_template.as_ref()),
+        ];
+        let mut problems: Vec<_> = files
+            .into_iter()
+            .filter_map(|(key, file)| Some((key, file?)))
+            .filter(|(_, file)| !file.is_file())
+            .map(|(key, file)| Problem::of(key, missing(file)))
+            .collect();
+        if self.name.as_str().is_empty() {
+            problems.push(Problem::of("name", "the model has no name; write it as the engines serve it"));
+        }
+        problems
+    }
+}
+
+/// The sentence for a file that should be there.
+pub(super) fn missing(file: &Path) -> String {
+    let kind = if file.exists() { "is not a file" } else { "does not exist" };
+    format!("{} {kind}; relative names start at the folder of the file they stand in", file.display())
+}

@@ -1,0 +1,365 @@
+//! From a tree to typed settings, collecting the mistakes of form. Serde stops at its first mistake; here the value at
+//! fault is cut out of the tree, the mistake is noted, and the rest is read again, until a reading ends well. A key that
+//! misses only because it was cut is no mistake of the author and is not reported.
+
+use std::collections::HashSet;
+use std::fmt;
+
+use serde::de::value::StrDeserializer;
+use serde::de::{self, DeserializeOwned, DeserializeSeed, Deserializer, IntoDeserializer, Unexpected, Visitor};
+use serde::forward_to_deserialize_any;
+
+use super::{Place, Tree, Value, nearest};
+
+/// Positions of entries and elements from the root.
+type Path = Vec<usize>;
+
+/// Reads the tree, or tells every mistake found.
+pub(super) fn read<T: DeserializeOwned>(tree: Tree) -> Result<T, Vec<(Place, String)>> {
+    let mut cuts = Cuts::default();
+    let mut mistakes = Vec::new();
+    loop {
+        let reader = Reader { tree: &tree, path: Path::new(), name: String::new(), cuts: &cuts };
+        let mistake = match T::deserialize(reader) {
+            Ok(value) if mistakes.is_empty() => return Ok(value),
+            Ok(_) => return Err(mistakes),
+            Err(mistake) => mistake,
+        };
+        if !cuts.excuse(&mistake) {
+            mistakes.push((mistake.place, mistake.sentence()));
+        }
+        // Each turn cuts one value that was still there, so the loop ends; the root cannot be cut.
+        if mistake.path.is_empty() || !cuts.add(&mistake, &tree) {
+            return Err(mistakes);
+        }
+    }
+}
+
+/// What has been cut so far.
+#[derive(Default)]
+struct Cuts {
+    values: HashSet<Path>,
+    /// Keys a map has lost by a cut, or that its author probably meant by a word we do not know.
+    lost: HashSet<(Path, String)>,
+}
+
+impl Cuts {
+    fn excuse(&self, mistake: &Mistake) -> bool {
+        match &mistake.kind {
+            Kind::Missing(key) => self.lost.contains(&(mistake.path.clone(), (*key).to_owned())),
+            _ => false,
+        }
+    }
+
+    fn add(&mut self, mistake: &Mistake, tree: &Tree) -> bool {
+        if let Some((position, outer)) = mistake.path.split_last()
+            && let Value::Map(entries) = &within(tree, outer).value
+        {
+            self.lost.insert((outer.to_vec(), entries[*position].0.name.clone()));
+        }
+        if let (Kind::Unknown { meant: Some(meant), .. }, Some((_, outer))) = (&mistake.kind, mistake.path.split_last())
+        {
+            self.lost.insert((outer.to_vec(), (*meant).to_owned()));
+        }
+        self.values.insert(mistake.path.clone())
+    }
+}
+
+fn within<'a>(tree: &'a Tree, path: &[usize]) -> &'a Tree {
+    path.iter().fold(tree, |here, &position| match &here.value {
+        Value::Map(entries) => &entries[position].1,
+        Value::List(items) => &items[position],
+        _ => here,
+    })
+}
+
+/// A mistake of form, on its way out to the value it belongs to.
+#[derive(Debug)]
+struct Mistake {
+    kind: Kind,
+    located: bool,
+    place: Place,
+    path: Path,
+    name: String,
+}
+
+#[derive(Debug)]
+enum Kind {
+    /// A key that must be given.
+    Missing(&'static str),
+    /// A key nobody reads.
+    Unknown { key: String, known: String, meant: Option<&'static str> },
+    /// A value of the wrong kind: continues "`key` ...".
+    Wrong(String),
+    /// A value whose own reader says what is wrong with it.
+    Refused(String),
+}
+
+impl Mistake {
+    fn new(kind: Kind) -> Self {
+        Self { kind, located: false, place: Place::default(), path: Path::new(), name: String::new() }
+    }
+
+    fn sentence(&self) -> String {
+        let name = if self.name.is_empty() { "the file".to_owned() } else { format!("`{}`", self.name) };
+        match &self.kind {
+            Kind::Missing(key) if self.name.is_empty() => format!("`{key}` is missing; it must be given"),
+            Kind::Missing(key) => format!("`{key}` is missing in {name}; it must be given"),
+            Kind::Unknown { key, meant: Some(meant), .. } => format!("unknown key `{key}`; did you mean `{meant}`?"),
+            Kind::Unknown { key, known, meant: None } => format!("unknown key `{key}`; {name} takes {known}"),
+            Kind::Wrong(text) => format!("{name} {text}"),
+            Kind::Refused(text) => format!("{name}: {text}"),
+        }
+    }
+}
+
+impl fmt::Display for Mistake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.sentence())
+    }
+}
+
+impl std::error::Error for Mistake {}
+
+impl de::Error for Mistake {
+    fn custom<T: fmt::Display>(text: T) -> Self {
+        Self::new(Kind::Refused(text.to_string()))
+    }
+
+    fn invalid_type(found: Unexpected<'_>, expected: &dyn de::Expected) -> Self {
+        let expected = wording(&expected.to_string());
+        let quotes = if expected == "text" { "; put it in quotes" } else { "" };
+        Self::new(Kind::Wrong(format!("must be {expected}, not {}{quotes}", shown(found))))
+    }
+
+    fn invalid_value(found: Unexpected<'_>, expected: &dyn de::Expected) -> Self {
+        Self::new(Kind::Wrong(format!("must be {}, not {}", wording(&expected.to_string()), shown(found))))
+    }
+
+    fn unknown_variant(variant: &str, expected: &'static [&'static str]) -> Self {
+        let meant = nearest(variant, expected.iter().copied());
+        let hint = meant.map_or(String::new(), |meant| format!("; did you mean `{meant}`?"));
+        Self::new(Kind::Wrong(format!("must be one of {}, not `{variant}`{hint}", expected.join(", "))))
+    }
+
+    fn unknown_field(key: &str, expected: &'static [&'static str]) -> Self {
+        let meant = nearest(key, expected.iter().copied());
+        Self::new(Kind::Unknown { key: key.to_owned(), known: expected.join(", "), meant })
+    }
+
+    fn missing_field(key: &'static str) -> Self {
+        Self::new(Kind::Missing(key))
+    }
+}
+
+/// Serde's names of what it expects, as the author of a settings file would say it.
+fn wording(expected: &str) -> String {
+    match expected {
+        "u8" | "u16" | "u32" | "u64" | "usize" => {
+            "a whole number from 0".to_owned()
+                + match expected {
+                    "u8" => " to 255",
+                    "u16" => " to 65535",
+                    "u32" => " to 4294967295",
+                    _ => "",
+                }
+        }
+        "a string" | "path string" | "socket address" => "text".to_owned(),
+        "f64" | "f32" => "a number".to_owned(),
+        "a boolean" => "true or false".to_owned(),
+        "a sequence" => "a list".to_owned(),
+        nonzero if nonzero.starts_with("a nonzero ") => "a whole number from 1".to_owned(),
+        composite if composite.starts_with("struct ") => "a map of keys".to_owned(),
+        other => other.to_owned(),
+    }
+}
+
+fn shown(found: Unexpected<'_>) -> String {
+    match found {
+        Unexpected::Bool(value) => format!("{value}"),
+        Unexpected::Unsigned(value) => format!("{value}"),
+        Unexpected::Signed(value) => format!("{value}"),
+        Unexpected::Float(value) => format!("{value}"),
+        Unexpected::Str(value) => format!("`{value}`"),
+        Unexpected::Unit | Unexpected::Option => "empty".to_owned(),
+        Unexpected::Seq => "a list".to_owned(),
+        Unexpected::Map => "a map of keys".to_owned(),
+        other => other.to_string(),
+    }
+}
+
+/// One value, with the way that led to it.
+struct Reader<'a> {
+    tree: &'a Tree,
+    path: Path,
+    name: String,
+    cuts: &'a Cuts,
+}
+
+impl<'a> Reader<'a> {
+    fn inner(&self, position: usize, tree: &'a Tree, name: String) -> Self {
+        let mut path = self.path.clone();
+        path.push(position);
+        Self { tree, path, name, cuts: self.cuts }
+    }
+
+    fn is_cut(&self, position: usize) -> bool {
+        !self.cuts.values.is_empty() && self.cuts.values.contains(&[&self.path[..], &[position]].concat())
+    }
+
+    /// Ties a mistake to this value, unless a value inside claimed it already.
+    fn locate(&self, mut mistake: Mistake) -> Mistake {
+        if !mistake.located {
+            mistake.located = true;
+            mistake.place = self.tree.place;
+            mistake.path.clone_from(&self.path);
+            mistake.name.clone_from(&self.name);
+        }
+        mistake
+    }
+
+    fn unexpected(&self) -> Unexpected<'a> {
+        match &self.tree.value {
+            Value::Null => Unexpected::Unit,
+            Value::Bool(value) => Unexpected::Bool(*value),
+            Value::Unsigned(value) => Unexpected::Unsigned(*value),
+            Value::Signed(value) => Unexpected::Signed(*value),
+            Value::Float(value) => Unexpected::Float(*value),
+            Value::Text(value) => Unexpected::Str(value),
+            Value::List(_) => Unexpected::Seq,
+            Value::Map(_) => Unexpected::Map,
+        }
+    }
+
+    fn visit_any<'de, V: Visitor<'de>>(&self, visitor: V) -> Result<V::Value, Mistake> {
+        match &self.tree.value {
+            Value::Null => visitor.visit_unit(),
+            Value::Bool(value) => visitor.visit_bool(*value),
+            Value::Unsigned(value) => visitor.visit_u64(*value),
+            Value::Signed(value) => visitor.visit_i64(*value),
+            Value::Float(value) => visitor.visit_f64(*value),
+            Value::Text(value) => visitor.visit_str(value),
+            Value::List(items) => visitor.visit_seq(Items { of: self, items, next: 0 }),
+            Value::Map(entries) => visitor.visit_map(Entries { of: self, entries, next: 0, value: None }),
+        }
+    }
+
+    /// The first key that is not among `fields`.
+    fn unknown_key(&self, fields: &'static [&'static str]) -> Result<(), Mistake> {
+        let Value::Map(entries) = &self.tree.value else { return Ok(()) };
+        for (position, (key, tree)) in entries.iter().enumerate() {
+            if !fields.contains(&key.name.as_str()) && !self.is_cut(position) {
+                let mut mistake =
+                    self.inner(position, tree, self.name.clone()).locate(de::Error::unknown_field(&key.name, fields));
+                mistake.place = key.place;
+                return Err(mistake);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<'de> Deserializer<'de> for Reader<'_> {
+    type Error = Mistake;
+
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Mistake> {
+        self.visit_any(visitor).map_err(|mistake| self.locate(mistake))
+    }
+
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Mistake> {
+        match self.tree.value {
+            Value::Null => visitor.visit_none(),
+            _ => visitor.visit_some(self),
+        }
+    }
+
+    fn deserialize_newtype_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, Mistake> {
+        visitor.visit_newtype_struct(self)
+    }
+
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        fields: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Mistake> {
+        self.unknown_key(fields)?;
+        let result = match &self.tree.value {
+            // A section whose every line is commented out is the section of defaults.
+            Value::Null => visitor.visit_map(Entries { of: &self, entries: &[], next: 0, value: None }),
+            Value::Map(_) => self.visit_any(visitor),
+            _ => Err(de::Error::invalid_type(self.unexpected(), &visitor)),
+        };
+        result.map_err(|mistake| self.locate(mistake))
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Mistake> {
+        let result = match &self.tree.value {
+            Value::Text(name) => visitor.visit_enum(IntoDeserializer::<Mistake>::into_deserializer(name.as_str())),
+            _ => Err(de::Error::invalid_type(self.unexpected(), &"a name")),
+        };
+        result.map_err(|mistake| self.locate(mistake))
+    }
+
+    forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf unit unit_struct seq tuple
+        tuple_struct map identifier ignored_any
+    }
+}
+
+struct Items<'r, 'a> {
+    of: &'r Reader<'a>,
+    items: &'a [Tree],
+    next: usize,
+}
+
+impl<'de> de::SeqAccess<'de> for Items<'_, '_> {
+    type Error = Mistake;
+
+    fn next_element_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, Mistake> {
+        while let Some(tree) = self.items.get(self.next) {
+            let position = self.next;
+            self.next += 1;
+            if !self.of.is_cut(position) {
+                let name = format!("{}[{position}]", self.of.name);
+                return seed.deserialize(self.of.inner(position, tree, name)).map(Some);
+            }
+        }
+        Ok(None)
+    }
+}
+
+struct Entries<'r, 'a> {
+    of: &'r Reader<'a>,
+    entries: &'a [(super::tree::Key, Tree)],
+    next: usize,
+    value: Option<Reader<'a>>,
+}
+
+impl<'de> de::MapAccess<'de> for Entries<'_, '_> {
+    type Error = Mistake;
+
+    fn next_key_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, Mistake> {
+        while let Some((key, tree)) = self.entries.get(self.next) {
+            let position = self.next;
+            self.next += 1;
+            if !self.of.is_cut(position) {
+                self.value = Some(self.of.inner(position, tree, key.name.clone()));
+                return seed.deserialize(StrDeserializer::new(&key.name)).map(Some);
+            }
+        }
+        Ok(None)
+    }
+
+    fn next_value_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<S::Value, Mistake> {
+        match self.value.take() {
+            Some(value) => seed.deserialize(value),
+            None => Err(de::Error::custom("a value was read before its key")),
+        }
+    }
+}
