@@ -10,7 +10,6 @@ const LAYERS: &[(&str, u8)] = &[
     ("worker", 1),
     ("tier", 1),
     ("block", 1),
-    ("settings", 1),
     ("fleet", 2),
     ("index", 2),
     ("load", 2),
@@ -33,7 +32,7 @@ const LAYERS: &[(&str, u8)] = &[
 ];
 
 /// Usable from layers 3 to 5; may use layer 1.
-const SIDE: &[&str] = &["metrics", "lifecycle"];
+const SIDE: &[&str] = &["metrics", "lifecycle", "settings"];
 
 /// Adapter → adapter, the declared exceptions.
 const EXCEPTIONS: &[(&str, &str)] = &[("ext_proc", "openai"), ("ext_proc", "prompt"), ("prompt", "openai")];
