@@ -1,0 +1,107 @@
+//! Loopback ports for processes that must be told their port, and waiting until somebody answers there.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::bail;
+use tokio::net::{TcpStream, UnixStream};
+
+use super::child::Child;
+
+/// Below the ports that Linux and macOS give to outgoing connections, which could take one between the moment it is
+/// handed out and the moment it is bound.
+const RANGE: Range<u16> = 15_000..32_000;
+/// How often a condition is looked at again while waiting for it.
+const POLL: Duration = Duration::from_millis(10);
+
+/// A free loopback port, held until it is handed out.
+#[derive(Debug)]
+pub(crate) struct FreePort {
+    listener: TcpListener,
+    number: u16,
+}
+
+impl FreePort {
+    /// Finds a free port. No number is found twice by one process, even after it was handed out: Envoy shares its
+    /// ports (`SO_REUSEPORT`), so that a second Envoy on the same port would go unnoticed.
+    pub(crate) fn find() -> io::Result<Self> {
+        static NEXT: LazyLock<AtomicU16> = LazyLock::new(|| AtomicU16::new(rand::random_range(RANGE)));
+        let mut last_error = None;
+        for _ in RANGE {
+            let turn = NEXT.fetch_add(1, Ordering::Relaxed);
+            let number = RANGE.start + turn.wrapping_sub(RANGE.start) % (RANGE.end - RANGE.start);
+            match TcpListener::bind((Ipv4Addr::LOCALHOST, number)) {
+                Ok(listener) => return Ok(Self { listener, number }),
+                Err(error) => last_error = Some(error),
+            }
+        }
+        Err(last_error.unwrap_or_else(|| io::ErrorKind::AddrInUse.into()))
+    }
+
+    /// The number, while it is held.
+    pub(crate) fn number(&self) -> u16 {
+        self.number
+    }
+
+    /// Lets go of the port: to be called just before the process that is to bind it starts.
+    pub(crate) fn release(self) -> u16 {
+        self.number
+    }
+}
+
+/// Where an answer is waited for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Ready<'a> {
+    /// A TCP port that accepts connections.
+    Tcp(SocketAddr),
+    /// A Unix socket that accepts connections.
+    Unix(&'a Path),
+    /// A URL that answers 200 to a GET.
+    Http(&'a str),
+}
+
+impl Ready<'_> {
+    async fn answers(self, http: &reqwest::Client) -> bool {
+        match self {
+            Self::Tcp(address) => TcpStream::connect(address).await.is_ok(),
+            Self::Unix(path) => UnixStream::connect(path).await.is_ok(),
+            Self::Http(url) => {
+                http.get(url).send().await.is_ok_and(|answer| answer.status() == reqwest::StatusCode::OK)
+            }
+        }
+    }
+}
+
+/// Waits until `ready` answers; fails early, with the last lines of its log, when `child` has ended.
+pub(crate) async fn wait_ready(ready: Ready<'_>, within: Duration, child: &Child) -> anyhow::Result<()> {
+    // A proxy from the environment has no business on the loopback.
+    let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(1)).build()?;
+    let answered = until(within, async || ready.answers(&http).await || !child.is_running()).await;
+    let (name, log) = (child.name(), child.log_tail());
+    if !child.is_running() {
+        bail!("{name} has ended before it was ready; its last lines:\n{log}");
+    }
+    if !answered {
+        bail!("{name} did not answer at {ready:?} within {within:?}; its last lines:\n{log}");
+    }
+    Ok(())
+}
+
+/// Looks at `condition` again and again until it holds; `false` if it still does not after `within`.
+pub(crate) async fn until(within: Duration, mut condition: impl AsyncFnMut() -> bool) -> bool {
+    let deadline = Instant::now() + within;
+    loop {
+        if condition().await {
+            return true;
+        }
+        if Instant::now() >= deadline {
+            return false;
+        }
+        tokio::time::sleep(POLL).await;
+    }
+}

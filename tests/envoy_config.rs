@@ -1,0 +1,386 @@
+//! The Envoy configurations we ship, run by a real Envoy: what they let through, what they refuse, and what they do
+//! when warmroute is away. warmroute itself takes no part here; where its answers matter, a few lines of ext_proc
+//! give the plainest ones.
+
+#![expect(clippy::unwrap_used, reason = "a test ends where something fails")]
+
+#[path = "../examples/support/mod.rs"]
+mod support;
+
+use std::fs;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::extract::Request;
+use axum::{Json, Router};
+use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
+use envoy_types::pb::google::protobuf::{Struct, Value, value::Kind};
+use parking_lot::Mutex;
+use proto::external_processor_server::{ExternalProcessor, ExternalProcessorServer};
+use proto::processing_request::Request as Message;
+use proto::processing_response::Response as Reply;
+use serde_json::json;
+use support::child::Child;
+use support::envoy::{self, Standalone};
+use support::ports::{FreePort, until};
+use tokio::net::{TcpListener, UnixListener};
+use tokio::task::AbortHandle;
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_stream::{Stream, StreamExt as _};
+
+const SOON: Duration = Duration::from_secs(10);
+const MB: usize = 1_000_000;
+
+/// Every header that names a place to go to, of this router and of others.
+const ROUTING_HEADERS: [&str; 11] = [
+    "x-gateway-destination-endpoint",
+    "x-worker-instance-id",
+    "x-dp-rank",
+    "x-data-parallel-rank",
+    "x-prefill-instance-id",
+    "x-prefill-dp-rank",
+    "x-dynamo-worker-instance-id",
+    "x-dynamo-dp-rank",
+    "x-dynamo-prefill-instance-id",
+    "x-dynamo-prefill-dp-rank",
+    "x-warmroute-mode",
+];
+
+/// An HTTP server that answers with what it was sent.
+struct Worker {
+    endpoint: SocketAddr,
+    task: AbortHandle,
+}
+
+impl Worker {
+    async fn start() -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let endpoint = listener.local_addr().unwrap();
+        let answer = async move |request: Request| {
+            let (head, body) = request.into_parts();
+            let text = |(name, value): (_, &axum::http::HeaderValue)| (name, json!(value.to_str().unwrap()));
+            let headers: serde_json::Map<_, _> =
+                head.headers.iter().map(|(name, value)| text((name.as_str().to_owned(), value))).collect();
+            let body = axum::body::to_bytes(body, usize::MAX).await.unwrap();
+            Json(json!({"endpoint": endpoint.to_string(), "headers": headers, "bytes": body.len()}))
+        };
+        let app = Router::new().fallback(answer);
+        let task = tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
+        Self { endpoint, task }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// An ext_proc server that lets everything pass and names the same endpoint for every request.
+#[derive(Clone)]
+struct OneEndpoint {
+    endpoint: SocketAddr,
+    seen: Arc<Mutex<Vec<&'static str>>>,
+}
+
+impl OneEndpoint {
+    /// Serves at the socket until the test's runtime ends.
+    fn start(endpoint: SocketAddr, socket: &Path) -> Self {
+        let server = Self { endpoint, seen: Arc::default() };
+        let service = ExternalProcessorServer::new(server.clone()).max_decoding_message_size(33 << 20);
+        let incoming = UnixListenerStream::new(UnixListener::bind(socket).unwrap());
+        tokio::spawn(tonic::transport::Server::builder().serve_with_incoming(service, incoming));
+        server
+    }
+
+    fn answer(&self, message: &Message) -> proto::ProcessingResponse {
+        let (name, reply) = match message {
+            Message::RequestHeaders(_) => ("request headers", Reply::RequestHeaders(Default::default())),
+            Message::RequestBody(_) => ("request body", Reply::RequestBody(Default::default())),
+            Message::ResponseHeaders(_) => ("response headers", Reply::ResponseHeaders(Default::default())),
+            Message::ResponseBody(_) => ("response body", Reply::ResponseBody(Default::default())),
+            Message::RequestTrailers(_) => ("request trailers", Reply::RequestTrailers(Default::default())),
+            Message::ResponseTrailers(_) => ("response trailers", Reply::ResponseTrailers(Default::default())),
+        };
+        self.seen.lock().push(name);
+        let text = Value { kind: Some(Kind::StringValue(self.endpoint.to_string())) };
+        let fields = Struct { fields: [("x-gateway-destination-endpoint".to_owned(), text)].into() };
+        let namespace = Value { kind: Some(Kind::StructValue(fields)) };
+        let dynamic_metadata = matches!(message, Message::RequestBody(_))
+            .then(|| Struct { fields: [("envoy.lb".to_owned(), namespace)].into() });
+        proto::ProcessingResponse { response: Some(reply), dynamic_metadata, ..Default::default() }
+    }
+}
+
+#[tonic::async_trait]
+impl ExternalProcessor for OneEndpoint {
+    type ProcessStream = std::pin::Pin<Box<dyn Stream<Item = Result<proto::ProcessingResponse, tonic::Status>> + Send>>;
+
+    async fn process(
+        &self,
+        request: tonic::Request<tonic::Streaming<proto::ProcessingRequest>>,
+    ) -> Result<tonic::Response<Self::ProcessStream>, tonic::Status> {
+        let server = self.clone();
+        let replies = request.into_inner().map_while(move |message| match message {
+            Ok(message) => Some(Ok(server.answer(&message.request?))),
+            Err(_) => {
+                server.seen.lock().push("aborted");
+                None
+            }
+        });
+        Ok(tonic::Response::new(Box::pin(replies)))
+    }
+}
+
+/// An Envoy with the shipped standalone configuration and a directory of its own.
+struct Gateway {
+    // Dropped first: Envoy must be gone before its directory.
+    envoy: Child,
+    dir: tempfile::TempDir,
+    port: u16,
+    admin_port: u16,
+}
+
+impl Gateway {
+    async fn start(endpoints: &[SocketAddr]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let (port, admin_port) = (FreePort::find().unwrap(), FreePort::find().unwrap());
+        let (port, admin_port) = (port.release(), admin_port.release());
+        let place = Standalone { run_dir: dir.path(), port, admin_port };
+        envoy::write_endpoints(&place.endpoint_file(), endpoints).unwrap();
+        let envoy = envoy::start(&place.config().unwrap(), dir.path(), 1).await.unwrap();
+        Self { envoy, dir, port, admin_port }
+    }
+
+    fn place(&self) -> Standalone<'_> {
+        Standalone { run_dir: self.dir.path(), port: self.port, admin_port: self.admin_port }
+    }
+
+    fn post(&self, path: &str, bytes: usize) -> reqwest::RequestBuilder {
+        client().post(self.place().url(path)).body(vec![b'a'; bytes])
+    }
+
+    /// The worker that answered and the status; connections are not reused, so each request is routed on its own.
+    async fn served_by(&self) -> (u16, Option<String>) {
+        let answer = self.post("/v1/completions", 100).send().await.unwrap();
+        let status = answer.status().as_u16();
+        let body: Option<serde_json::Value> = answer.json().await.ok();
+        (status, body.map(|body| body["endpoint"].as_str().unwrap().to_owned()))
+    }
+}
+
+fn client() -> reqwest::Client {
+    reqwest::Client::builder().no_proxy().timeout(SOON).build().unwrap()
+}
+
+async fn echo(request: reqwest::RequestBuilder) -> serde_json::Value {
+    let answer = request.send().await.unwrap();
+    assert_eq!(answer.status(), 200);
+    answer.json().await.unwrap()
+}
+
+fn process_exists(pid: u32) -> bool {
+    let pid = rustix::process::Pid::from_raw(pid.cast_signed()).unwrap();
+    rustix::process::test_kill_process(pid).is_ok()
+}
+
+#[test]
+fn envoy_accepts_every_shipped_configuration_as_it_is() {
+    let _endpoints = ShippedEndpointFile::ensure();
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("envoy");
+    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let files: Vec<_> = files.filter(|file| file.extension().is_some_and(|end| end == "yaml")).collect();
+    assert!(!files.is_empty());
+    for file in files {
+        envoy::validate(&file).unwrap();
+    }
+}
+
+/// The file that the shipped configurations name, which Envoy wants to see: made if it is missing, and then removed.
+struct ShippedEndpointFile {
+    made: bool,
+}
+
+impl ShippedEndpointFile {
+    const PATH: &'static str = "/tmp/warmroute/eds_workers.yaml";
+
+    fn ensure() -> Self {
+        let path = Path::new(Self::PATH);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        Self { made: fs::File::create_new(path).is_ok() }
+    }
+}
+
+impl Drop for ShippedEndpointFile {
+    fn drop(&mut self) {
+        if self.made {
+            _ = fs::remove_file(Self::PATH);
+            _ = fs::remove_dir(Path::new(Self::PATH).parent().unwrap());
+        }
+    }
+}
+
+#[test]
+fn envoy_refuses_a_configuration_with_a_wrong_word() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = Standalone { run_dir: dir.path(), port: 10_000, admin_port: 9_900 };
+    envoy::write_endpoints(&place.endpoint_file(), &[]).unwrap();
+    let config = place.config().unwrap();
+    let file = dir.path().join("envoy.yaml");
+    fs::write(&file, &config).unwrap();
+    envoy::validate(&file).unwrap();
+
+    fs::write(&file, config.replace("failure_mode_allow", "failure_mode_permit")).unwrap();
+    let refusal = envoy::validate(&file).unwrap_err().to_string();
+    assert!(refusal.contains("failure_mode_permit"), "{refusal}");
+}
+
+#[test]
+fn the_envoy_in_use_tells_its_version() {
+    let version = envoy::version(&envoy::binary().unwrap()).unwrap();
+    let parts: Vec<u32> = version.split('.').map(|part| part.parse().unwrap()).collect();
+    assert_eq!(parts.len(), 3, "{version}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_warmroute_requests_are_answered_all_the_same() {
+    let worker = Worker::start().await;
+    let gateway = Gateway::start(&[worker.endpoint]).await;
+    for (path, bytes) in [("/v1/chat/completions", 1_000), ("/v1/completions", 10 * MB), ("/health", 0)] {
+        let seen = echo(gateway.post(path, bytes)).await;
+        assert_eq!(seen["bytes"], bytes, "{path}");
+    }
+    let stats = client().get(gateway.place().admin_url("/stats?filter=failure_mode_allowed")).send().await.unwrap();
+    let stats = stats.text().await.unwrap();
+    assert!(stats.contains("http.ingress.ext_proc.failure_mode_allowed: 2"), "{stats}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn routing_headers_of_a_client_never_reach_a_worker() {
+    let worker = Worker::start().await;
+    let gateway = Gateway::start(&[worker.endpoint]).await;
+    for path in ["/v1/completions", "/health"] {
+        let mut request = gateway.post(path, 10).header("x-tenant-id", "kept").header("x-dynamo-session-id", "kept");
+        for name in ROUTING_HEADERS {
+            request = request.header(name, "1");
+        }
+        let seen = echo(request).await;
+        for name in ROUTING_HEADERS {
+            assert!(seen["headers"][name].is_null(), "{path} {name}");
+        }
+        assert_eq!(seen["headers"]["x-tenant-id"], "kept");
+        assert_eq!(seen["headers"]["x-dynamo-session-id"], "kept");
+        assert_eq!(seen["headers"]["x-envoy-attempt-count"], "1");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_endpoint_file_renamed_into_place_is_noticed() {
+    let (first, second) = (Worker::start().await, Worker::start().await);
+    let gateway = Gateway::start(&[]).await;
+    let file = gateway.place().endpoint_file();
+    assert_eq!(gateway.served_by().await, (503, None));
+    for worker in [&first, &second, &first] {
+        envoy::write_endpoints(&file, &[worker.endpoint]).unwrap();
+        let wanted = (200, Some(worker.endpoint.to_string()));
+        assert!(until(SOON, async || gateway.served_by().await == wanted).await, "{wanted:?}");
+    }
+    envoy::write_endpoints(&file, &[]).unwrap();
+    assert!(until(SOON, async || gateway.served_by().await.0 == 503).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_endpoint_named_in_metadata_gets_every_request() {
+    let workers = [Worker::start().await, Worker::start().await, Worker::start().await];
+    let endpoints = workers.each_ref().map(|worker| worker.endpoint);
+    let gateway = Gateway::start(&endpoints).await;
+    let server = OneEndpoint::start(endpoints[1], &gateway.place().ext_proc_socket());
+    for _ in 0..20 {
+        assert_eq!(gateway.served_by().await, (200, Some(endpoints[1].to_string())));
+    }
+    let seen = server.seen.lock().clone();
+    assert_eq!(seen[..3], ["request headers", "request body", "response headers"]);
+    assert_eq!(seen.iter().filter(|name| **name == "request body").count(), 20);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bodies_up_to_32_mib_pass_and_larger_ones_are_refused() {
+    let worker = Worker::start().await;
+    let gateway = Gateway::start(&[worker.endpoint]).await;
+    let server = OneEndpoint::start(worker.endpoint, &gateway.place().ext_proc_socket());
+    for bytes in [10 * MB, 32 * MB] {
+        assert_eq!(echo(gateway.post("/v1/completions", bytes)).await["bytes"], bytes);
+    }
+    let refused = gateway.post("/v1/completions", 40 * MB).send().await.unwrap();
+    assert_eq!(refused.status(), 413);
+    assert_eq!(server.seen.lock().iter().filter(|name| **name == "request body").count(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_is_gone_when_its_owner_is_dropped_even_if_it_was_stopped() {
+    let gateway = Gateway::start(&[]).await;
+    let pid = gateway.envoy.pid();
+    assert!(gateway.envoy.is_running() && process_exists(pid));
+    gateway.envoy.signal(rustix::process::Signal::STOP);
+    drop(gateway);
+    assert!(!process_exists(pid));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_envoy_that_cannot_start_is_reported_with_its_own_words() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = envoy::start("static_resources: {nonsense: 1}", dir.path(), 1).await.unwrap_err().to_string();
+    assert!(error.contains("envoy has ended before it was ready") && error.contains("nonsense"), "{error}");
+}
+
+#[test]
+fn a_child_that_ignores_polite_requests_is_killed() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = std::process::Command::new("sh");
+    command.args(["-c", "trap '' TERM; echo deaf; while :; do sleep 0.1; done"]);
+    let child = Child::spawn("deaf", &command, dir.path()).unwrap();
+    let deadline = Instant::now() + SOON;
+    while child.log_tail() != "deaf" && Instant::now() < deadline {
+        std::thread::yield_now();
+    }
+    child.terminate();
+    assert_eq!(child.wait_exit(Instant::now() + Duration::from_millis(200)), None);
+    let pid = child.pid();
+    drop(child);
+    assert!(!process_exists(pid));
+}
+
+/// Not a test of its own: the parent that the next one kills. Does nothing unless it is told where to report.
+#[test]
+#[ignore = "run by children_end_with_a_parent_that_is_killed"]
+fn a_parent_waiting_to_be_killed() {
+    #[expect(clippy::disallowed_methods, reason = "libtest takes no arguments for a test")]
+    let Some(dir) = std::env::var_os("PARENT_RUN_DIR") else { return };
+    let mut command = std::process::Command::new("sleep");
+    let child = Child::spawn("grandchild", command.arg("600"), Path::new(&dir)).unwrap();
+    fs::write(Path::new(&dir).join("new"), child.pid().to_string()).unwrap();
+    fs::rename(Path::new(&dir).join("new"), Path::new(&dir).join("pid")).unwrap();
+    child.wait_exit(Instant::now() + Duration::from_secs(60));
+}
+
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn children_end_with_a_parent_that_is_killed() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "a_parent_waiting_to_be_killed", "--ignored"]).env("PARENT_RUN_DIR", dir.path());
+    let parent = Child::spawn("parent", &command, dir.path()).unwrap();
+    let file = dir.path().join("pid");
+    assert!(until(SOON, async || file.exists()).await, "{}", parent.log_tail());
+    let grandchild: u32 = fs::read_to_string(&file).unwrap().parse().unwrap();
+    assert!(process_exists(grandchild));
+    parent.kill9();
+    // Its new parent may take a moment to reap it.
+    let is_dead = async || {
+        let stat = fs::read_to_string(format!("/proc/{grandchild}/stat"));
+        !stat.is_ok_and(|stat| !stat.contains(") Z "))
+    };
+    assert!(until(SOON, is_dead).await);
+}
