@@ -2,6 +2,7 @@
 //! the fleet in use is the fleet's business. Text becomes workers in pure functions, files are followed in [`file`].
 
 pub mod config;
+pub mod file;
 mod resolve;
 pub mod zmq;
 

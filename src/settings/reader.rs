@@ -214,6 +214,13 @@ impl<'a> Reader<'a> {
             mistake.place = self.tree.place;
             mistake.path.clone_from(&self.path);
             mistake.name.clone_from(&self.name);
+            if let (Kind::Refused(text), Value::Text(given)) = (&mut mistake.kind, &self.tree.value)
+                && text == "invalid socket address syntax"
+            {
+                *text = format!(
+                    "`{given}` is not an ip:port; write for example 10.0.0.5:8000, or \"[fd00::5]:8000\" in quotes"
+                );
+            }
         }
         mistake
     }

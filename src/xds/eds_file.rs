@@ -1,0 +1,153 @@
+//! Envoy's endpoint file: an EDS `DiscoveryResponse` in YAML. Envoy looks at it only when a file is *renamed* into the
+//! watched folder, so a write in place would never be seen; and it takes an endpoint once per address, so ids that share
+//! an address become a list. Ids are text: a number would never match, and 2^64 does not fit Envoy's numbers.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, Write};
+use std::path::Path;
+
+use serde::{Serialize, Serializer};
+
+use crate::metrics::{Metrics, OutcomeLabel};
+use crate::worker::{Endpoint, Worker};
+
+#[derive(Serialize)]
+struct DiscoveryResponse<'a> {
+    resources: [ClusterLoadAssignment<'a>; 1],
+}
+
+#[derive(Serialize)]
+struct ClusterLoadAssignment<'a> {
+    #[serde(rename = "@type")]
+    type_url: &'static str,
+    cluster_name: &'a str,
+    endpoints: [LocalityLbEndpoints; 1],
+}
+
+#[derive(Serialize)]
+struct LocalityLbEndpoints {
+    lb_endpoints: Vec<LbEndpoint>,
+}
+
+#[derive(Serialize)]
+struct LbEndpoint {
+    endpoint: EnvoyEndpoint,
+    metadata: Metadata,
+}
+
+#[derive(Serialize)]
+struct EnvoyEndpoint {
+    address: Address,
+}
+
+#[derive(Serialize)]
+struct Address {
+    socket_address: SocketAddress,
+}
+
+#[derive(Serialize)]
+struct SocketAddress {
+    address: String,
+    port_value: u16,
+}
+
+#[derive(Serialize)]
+struct Metadata {
+    filter_metadata: FilterMetadata,
+}
+
+#[derive(Serialize)]
+struct FilterMetadata {
+    #[serde(rename = "envoy.lb")]
+    lb: Labels,
+}
+
+/// What a subset may be made of; several values are matched one by one with `list_as_any`.
+#[derive(Default, Serialize)]
+struct Labels {
+    #[serde(serialize_with = "one_or_list")]
+    worker_id: BTreeSet<String>,
+    #[serde(serialize_with = "one_or_list")]
+    role: BTreeSet<String>,
+}
+
+fn one_or_list<S: Serializer>(values: &BTreeSet<String>, serializer: S) -> Result<S::Ok, S::Error> {
+    match values.first() {
+        Some(only) if values.len() == 1 => only.serialize(serializer),
+        _ => values.serialize(serializer),
+    }
+}
+
+/// The file for a fleet: one endpoint per address, in the order of the addresses.
+pub fn render<'w>(
+    workers: impl IntoIterator<Item = &'w Worker>,
+    cluster: &str,
+) -> Result<String, serde_saphyr::SerializeError> {
+    let mut endpoints: BTreeMap<Endpoint, Labels> = BTreeMap::new();
+    for worker in workers {
+        let labels = endpoints.entry(worker.endpoint).or_default();
+        labels.worker_id.insert(worker.id.to_string());
+        labels.role.insert(worker.role.to_string());
+    }
+    let lb_endpoints = endpoints.into_iter().map(|(endpoint, lb)| LbEndpoint {
+        endpoint: EnvoyEndpoint {
+            address: Address {
+                socket_address: SocketAddress { address: endpoint.0.ip().to_string(), port_value: endpoint.0.port() },
+            },
+        },
+        metadata: Metadata { filter_metadata: FilterMetadata { lb } },
+    });
+    let response = DiscoveryResponse {
+        resources: [ClusterLoadAssignment {
+            type_url: "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
+            cluster_name: cluster,
+            endpoints: [LocalityLbEndpoints { lb_endpoints: lb_endpoints.collect() }],
+        }],
+    };
+    serde_saphyr::to_string_with_options(&response, serde_saphyr::ser_options! { no_lang_directive: true })
+}
+
+/// Puts the text into place by a rename, unless it is there already. Makes the folder where it is missing.
+pub fn write(path: &Path, text: &str, metrics: &Metrics) -> io::Result<Written> {
+    let result = replace(path, text);
+    let outcome = match result {
+        Ok(Written::Unchanged) => return result,
+        Ok(Written::Replaced) => "written",
+        Err(_) => "failed",
+    };
+    metrics.endpoint_file_writes.get_or_create(&OutcomeLabel { outcome }).inc();
+    result
+}
+
+/// What a write came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Written {
+    /// The file has the new text.
+    Replaced,
+    /// The file had the text already; Envoy is not disturbed.
+    Unchanged,
+}
+
+fn replace(path: &Path, text: &str) -> io::Result<Written> {
+    if std::fs::read(path).is_ok_and(|bytes| bytes == text.as_bytes()) {
+        return Ok(Written::Unchanged);
+    }
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    std::fs::create_dir_all(folder)?;
+    let mut file = builder().tempfile_in(folder)?;
+    file.write_all(text.as_bytes())?;
+    file.persist(path)?;
+    Ok(Written::Replaced)
+}
+
+/// Temporary files are private by default; Envoy may run as somebody else and has to read this one.
+fn builder() -> tempfile::Builder<'static, 'static> {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".endpoints-");
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644));
+    builder
+}
+
+#[cfg(test)]
+mod tests;
