@@ -34,8 +34,14 @@ pub fn routes(admin: Admin) -> Routes {
         .route("/readyz", get(ready))
         .route("/metrics", get(metrics))
         .route("/debug/fleet", get(|State(admin): State<Admin>| async move { Json(json!(*admin.router.fleet())) }))
-        .route("/debug/index", get(|State(admin): State<Admin>| async move { Json(json!(admin.router.index().stats())) }))
-        .route("/debug/load", get(|State(admin): State<Admin>| async move { Json(json!(admin.router.load().snapshot())) }))
+        .route(
+            "/debug/index",
+            get(|State(admin): State<Admin>| async move { Json(json!(admin.router.index().stats())) }),
+        )
+        .route(
+            "/debug/load",
+            get(|State(admin): State<Admin>| async move { Json(json!(admin.router.load().snapshot())) }),
+        )
         .with_state(admin)
 }
 

@@ -19,8 +19,8 @@ use tonic_health::server::HealthReporter;
 use tracing::{info, warn};
 
 use crate::admin::{self, Admin};
-use crate::config::Config;
-use crate::discovery;
+use crate::config::{Config, WorkerSource};
+use crate::discovery::{self, file::WorkersFile};
 use crate::ext_proc::exchange::Options;
 use crate::ext_proc::pipeline::{Model, Models, Pipeline};
 use crate::ext_proc::service::Service;
@@ -62,8 +62,7 @@ impl App {
         let metrics = Arc::new(Metrics::new());
         let readiness = Readiness::default();
         let seed = rand::random();
-        let router =
-            Arc::new(Router::new(PrefixIndex::new(), LoadTracker::new(), config.schedule.clone(), seed));
+        let router = Arc::new(Router::new(PrefixIndex::new(), LoadTracker::new(), config.schedule.clone(), seed));
         let admin_listener = tokio::net::TcpListener::bind(config.admin.listen)
             .await
             .with_context(|| format!("the admin address {} cannot be bound", config.admin.listen))?;
@@ -130,7 +129,7 @@ impl App {
         router: &Arc<Router>,
         metrics: &Arc<Metrics>,
     ) -> ExternalProcessorServer<Service> {
-        let limit = config.limits.body.get();
+        let limit = config.limits.body.bytes();
         let options = Options {
             body_limit: limit,
             mode_header: config.response.mode_header,
@@ -149,8 +148,8 @@ impl App {
         let (desired, sets) = mpsc::unbounded_channel::<Vec<Worker>>();
         let keeper = Keeper::new(&config, router, metrics.clone(), self.readiness.clone());
         self.background.spawn(keeper.run(sets, self.stop.clone()));
-        match config.workers_source() {
-            discovery::Source::Fixed(workers) => {
+        match config.worker_source() {
+            WorkerSource::Fixed(workers) => {
                 let _sent = desired.send(workers);
                 let stop = self.stop.clone();
                 // The keeper follows the sets until their sender is gone.
@@ -159,19 +158,18 @@ impl App {
                     drop(desired);
                 });
             }
-            discovery::Source::File(file) => {
+            WorkerSource::File(path) => {
+                let file = WorkersFile { path, models: config.served_models(), follow: config.discovery.clone() };
                 let stop = self.stop.clone();
                 self.background.spawn(async move {
-                    let watch = || {
-                        let (file, metrics, desired) = (file.clone(), metrics.clone(), desired.clone());
-                        async move {
-                            file.watch(&metrics, |workers| {
-                                let _sent = desired.send(workers);
-                            })
-                            .await
-                        }
+                    let follow = || {
+                        let desired = desired.clone();
+                        let watch = discovery::file::watch(file.clone(), metrics.clone(), move |workers| {
+                            let _sent = desired.send(workers);
+                        });
+                        async move { match watch.await {} }
                     };
-                    supervise("workers_file", &metrics, stop, watch).await;
+                    supervise("workers_file", &metrics, stop, follow).await;
                 });
             }
         }

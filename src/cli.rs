@@ -20,6 +20,8 @@ pub struct Cli {
 pub enum Command {
     /// Checks a configuration: prints it with every default filled in, or each mistake with its line
     Check(ConfigArgs),
+    /// Serves until SIGTERM or SIGINT
+    Serve(ConfigArgs),
 }
 
 /// Which configuration.

@@ -1,11 +1,14 @@
 //! The commands.
 
 pub mod check;
+pub mod serve;
 
 use std::io::{self, Write};
 use std::path::Path;
+use std::process::ExitCode;
 
 use crate::config::Config;
+use crate::prompt::LoadError;
 
 /// Exit code of a configuration that cannot work.
 pub const MISCONFIGURED: u8 = 2;
@@ -22,4 +25,12 @@ pub fn load(path: &Path, err: &mut impl Write) -> io::Result<Option<Config>> {
             Ok(None)
         }
     }
+}
+
+/// Says why a command failed: misconfiguration where a file that the configuration names cannot be used, else 1.
+pub fn failed(error: &anyhow::Error, err: &mut impl Write) -> ExitCode {
+    // Nothing can be done when even standard error is gone.
+    let _written = writeln!(err, "warmroute: {error:#}");
+    let misconfigured = error.downcast_ref::<LoadError>().is_some();
+    ExitCode::from(if misconfigured { MISCONFIGURED } else { 1 })
 }

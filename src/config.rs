@@ -5,7 +5,6 @@
 mod check;
 mod log;
 mod model;
-mod weights;
 
 use std::path::{Path, PathBuf};
 
@@ -16,13 +15,13 @@ use crate::discovery::config::{DiscoveryConfig, WorkerConfig};
 use crate::discovery::{self, ServedModel};
 use crate::ext_proc::config::{LimitsConfig, ListenConfig, ResponseConfig};
 use crate::lifecycle::config::{DrainConfig, ReadinessConfig};
+use crate::schedule::Weights;
 use crate::settings::{ConfigError, Document, Problem};
 use crate::worker::Worker;
 use crate::xds::config::EnvoyConfig;
 
 pub use log::{LogConfig, LogFormat, LogLevel};
 pub use model::ModelConfig;
-pub use weights::Weights;
 
 /// Everything one process is told.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -41,3 +41,4 @@ pub mod app;
 pub mod cli;
 pub mod cmd;
 pub mod config;
+pub mod telemetry;

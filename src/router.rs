@@ -206,6 +206,13 @@ pub struct Router {
     scratch: Mutex<Vec<Overlaps>>,
 }
 
+impl Route {
+    /// Share of the prompt's blocks that the chosen worker rank holds.
+    pub fn hit_rate(&self) -> f64 {
+        if self.prompt_blocks == 0 { 0.0 } else { f64::from(self.overlap.total()) / self.prompt_blocks as f64 }
+    }
+}
+
 impl Router {
     /// A router with an empty fleet. `seed` makes the choice between ties repeatable.
     pub fn new(index: Arc<PrefixIndex>, load: Arc<LoadTracker>, weights: Weights, seed: u64) -> Self {
@@ -260,9 +267,14 @@ impl Router {
         let started = Instant::now();
         let overlaps = self.overlaps(&request.prompt);
         let index_time = started.elapsed();
+        let sequences = sequences(&request.prompt);
+        let tracked_blocks = sequences.len() as u64;
         let decision = Decision {
-            question: question(&request.prompt, first.worker.block_size),
-            sequences: sequences(&request.prompt),
+            question: Question {
+                tracked_blocks,
+                ..Question::new(prompt_tokens(&request.prompt), first.worker.block_size)
+            },
+            sequences,
             overlaps: &overlaps,
             members: &members,
         };
@@ -378,7 +390,7 @@ impl<'a> Decision<'a> {
     }
 
     fn overlap(&self, member: &Member) -> TierBlocks {
-        self.overlaps.iter().fold(TierBlocks::default(), |sum, looked| sum + looked.table.get(member.slot))
+        self.overlaps.iter().fold(TierBlocks::default(), |sum, looked| sum.plus(looked.table.get(member.slot)))
     }
 
     /// Cached prompt tokens on a member; `as_reported` leaves the last token to the engine, which always computes it.
@@ -402,12 +414,11 @@ fn eligible<'a>(fleet: &'a Fleet, model: Option<&ModelName>) -> Vec<&'a Member> 
     }
 }
 
-fn question(prompt: &Prompt, block_size: BlockSize) -> Question {
-    let prompt_tokens = match prompt {
+fn prompt_tokens(prompt: &Prompt) -> u64 {
+    match prompt {
         Prompt::Hashed(prompts) => prompts.iter().map(|hashes| hashes.tokens() as u64).sum(),
         Prompt::Estimated { tokens, .. } => *tokens,
-    };
-    Question { prompt_tokens, block_size, track_prefill: true }
+    }
 }
 
 fn sequences(prompt: &Prompt) -> Arc<[SequenceHash]> {

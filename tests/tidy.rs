@@ -48,7 +48,8 @@ const CONFINED: &[(&str, &[&str])] = &[
 ];
 
 /// Text that may not appear in layers 1 and 2.
-const NOT_IN_CORE: &[&str] = &["tokio", "tracing::", "Instant::now", "rand::random", "rand::rng()", "std::fs", "std::net::Tcp"];
+const NOT_IN_CORE: &[&str] =
+    &["tokio", "tracing::", "Instant::now", "rand::random", "rand::rng()", "std::fs", "std::net::Tcp"];
 
 const MOST_LINES: usize = 500;
 
@@ -147,7 +148,9 @@ fn what_is_confined_stays_where_it_belongs() {
         let core = LAYERS.iter().any(|(name, layer)| *name == source.module && *layer <= 2);
         for (at, line) in code(&source) {
             let strayed = CONFINED.iter().filter(|(text, homes)| {
-                line.contains(text) && !homes.contains(&source.module.as_str()) && !SIDE.contains(&source.module.as_str())
+                line.contains(text)
+                    && !homes.contains(&source.module.as_str())
+                    && !SIDE.contains(&source.module.as_str())
             });
             for (text, homes) in strayed {
                 broken.push(format!("{}:{at}: `{text}` belongs in {homes:?}", source.path.display()));

@@ -9,12 +9,12 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::config::Config;
 use crate::fleet::Member;
 use crate::index::PrefixIndex;
-use crate::kv_events::{self, RankSink, SourceSpec, SourceState};
+use crate::kv_events::{self, MediaTokens, RankSink, SourceSpec, SourceState};
 use crate::lifecycle::{Readiness, ReadyGuard, supervise};
 use crate::metrics::{Metrics, RankLabels};
 use crate::router::Router;
@@ -99,13 +99,22 @@ impl Keeper {
         let Some(envoy) = &self.envoy else { return };
         let fleet = self.router.fleet();
         let workers = fleet.workers().map(AsRef::as_ref);
-        let page = eds_file::render(workers, &envoy.cluster);
-        eds_file::write(&envoy.endpoints_file, &page, &self.metrics);
+        let written = eds_file::render(workers, &envoy.cluster)
+            .map_err(anyhow::Error::from)
+            .and_then(|page| Ok(eds_file::write(&envoy.endpoints_file, &page, &self.metrics)?));
+        if let Err(error) = written {
+            warn!(file = %envoy.endpoints_file.display(), %error, "Envoy's endpoint file cannot be written");
+        }
     }
 
     fn start_source(&mut self, member: &Member) {
         let Some(source) = member.worker.event_source(member.rank.rank) else { return };
-        let spec = SourceSpec { rank: member.rank, source: source.clone(), block_size: member.worker.block_size };
+        let spec = SourceSpec {
+            rank: member.rank,
+            source: source.clone(),
+            block_size: member.worker.block_size,
+            media: MediaTokens::default(),
+        };
         let ready = self.readiness.wait_for(format!("event source of worker rank {}", member.rank));
         let stop = CancellationToken::new();
         let followed = Followed {
@@ -182,4 +191,3 @@ fn sink(index: &Arc<PrefixIndex>, slot: Slot) -> RankSink {
         doubt: Box::new(move || doubted.lock().doubt()),
     }
 }
-

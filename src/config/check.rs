@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 
 use super::model::missing;
 use super::{Config, ModelConfig};
+use crate::schedule::Weights;
 use crate::settings::{Problem, Step};
 
 /// Every mistake of meaning.
@@ -13,7 +14,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("listen", config.listen.problems()),
         ("limits", config.limits.problems()),
         ("discovery", config.discovery.problems()),
-        ("schedule", config.schedule.problems()),
+        ("schedule", weights(&config.schedule)),
         ("envoy", config.envoy.as_ref().map(|envoy| envoy.problems()).unwrap_or_default()),
     ];
     let mut problems: Vec<_> = sections
@@ -25,6 +26,10 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
     problems.extend(workers(config));
     problems.extend(files(config));
     problems
+}
+
+fn weights(weights: &Weights) -> Vec<Problem> {
+    weights.validate().err().map(|(key, text)| Problem::of(key, text)).into_iter().collect()
 }
 
 fn trail<const N: usize>(steps: [Step; N]) -> [Step; N] {

@@ -16,8 +16,9 @@ pub struct ModelConfig {
     /// Other names that requests may use.
     #[serde(default)]
     pub aliases: Vec<ModelName>,
-    /// `tokenizer.json`, plain or with `.gz`.
-    pub tokenizer: PathBuf,
+    /// `tokenizer.json`, plain or with `.gz`; without one, requests for the model are routed by load only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokenizer: Option<PathBuf>,
     /// `tokenizer_config.json`: special tokens and, usually, the chat template.
     #[serde(default)]
     pub tokenizer_config: Option<PathBuf>,
@@ -37,7 +38,7 @@ fn vllm_default() -> BlockSize {
 impl ModelConfig {
     /// Makes the file names independent of the working directory.
     pub(super) fn resolve(&mut self, folder: &Path) {
-        let files = [Some(&mut self.tokenizer), self.tokenizer_config.as_mut(), self.chat_template.as_mut()];
+        let files = [self.tokenizer.as_mut(), self.tokenizer_config.as_mut(), self.chat_template.as_mut()];
         for file in files.into_iter().flatten() {
             *file = folder.join(&*file);
         }
@@ -46,7 +47,7 @@ impl ModelConfig {
     /// Mistakes of meaning; looks whether the files exist.
     pub(super) fn problems(&self) -> Vec<Problem> {
         let files = [
-            ("tokenizer", Some(&self.tokenizer)),
+            ("tokenizer", self.tokenizer.as_ref()),
             ("tokenizer_config", self.tokenizer_config.as_ref()),
             ("chat_template", self.chat_template.as_ref()),
         ];

@@ -41,10 +41,10 @@ pub struct Models(HashMap<String, Arc<Model>>);
 
 impl Models {
     /// Adds a model under its name and its aliases.
-    pub fn add(&mut self, model: Model, aliases: &[String]) {
+    pub fn add(&mut self, model: Model, aliases: &[ModelName]) {
         let model = Arc::new(model);
         for alias in aliases {
-            self.0.insert(alias.clone(), model.clone());
+            self.0.insert(alias.as_str().to_owned(), model.clone());
         }
         self.0.insert(model.name.as_str().to_owned(), model);
     }
@@ -123,11 +123,8 @@ impl Pipeline {
     }
 
     async fn encode(self: &Arc<Self>, inbound: &Inbound) -> Encoded {
-        let unread = |tokens, because| Encoded {
-            model: None,
-            prompt: Prompt::Estimated { tokens, because },
-            times: Vec::new(),
-        };
+        let unread =
+            |tokens, because| Encoded { model: None, prompt: Prompt::Estimated { tokens, because }, times: Vec::new() };
         let Some(api) = Api::of_path(&inbound.head.path) else { return unread(0, Reason::NotInference) };
         let body = match &inbound.body {
             InboundBody::Absent => return unread(0, Reason::NoBody),
@@ -135,7 +132,7 @@ impl Pipeline {
             InboundBody::TooLarge(bytes) => return unread(*bytes as u64 / BYTES_PER_TOKEN, Reason::BodyTooLarge),
             InboundBody::Whole(body) => body.clone(),
         };
-        if body.len() <= self.limits.tokenize_inline.get() {
+        if body.len() <= self.limits.tokenize_inline.bytes() {
             return self.encode_now(api, &body);
         }
         let estimate = body.len() as u64 / BYTES_PER_TOKEN;

@@ -222,10 +222,12 @@ impl Drop for Record {
         let Some(label) = &self.label else { return };
         let took = self.arrived.elapsed().as_secs_f64();
         self.metrics.request_duration_seconds.get_or_create(label).observe(took);
-        if let Some(tokens) = self.usage.output_tokens() {
-            self.metrics.output_tokens.get_or_create(label).observe(tokens as f64);
+        let usage = self.usage.usage();
+        let output = usage.map_or(self.usage.content_events(), |usage| usage.completion_tokens);
+        if output > 0 {
+            self.metrics.output_tokens.get_or_create(label).observe(output as f64);
         }
-        if let Some(cached) = self.usage.cached_tokens() {
+        if let Some(cached) = usage.and_then(|usage| usage.cached_tokens) {
             self.metrics.delivered_cached_tokens.get_or_create(label).inc_by(cached);
         }
     }

@@ -23,6 +23,16 @@ pub struct TierBlocks {
 }
 
 impl TierBlocks {
+    /// Both together, where a request holds several prompts.
+    pub fn plus(self, other: TierBlocks) -> TierBlocks {
+        TierBlocks {
+            device: self.device + other.device,
+            host: self.host + other.host,
+            disk: self.disk + other.disk,
+            external: self.external + other.external,
+        }
+    }
+
     /// Blocks in all tiers, unweighted.
     pub fn total(self) -> u32 {
         self.device + self.host + self.disk + self.external

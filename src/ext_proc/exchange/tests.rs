@@ -152,13 +152,8 @@ fn forged_routing_headers_are_removed_unless_we_set_them() {
 
 #[test]
 fn a_request_without_a_body_is_answered_at_its_headers_in_every_mode() {
-    let modes = [
-        BodyMode::None,
-        BodyMode::Buffered,
-        BodyMode::BufferedPartial,
-        BodyMode::Streamed,
-        BodyMode::FullDuplex,
-    ];
+    let modes =
+        [BodyMode::None, BodyMode::Buffered, BodyMode::BufferedPartial, BodyMode::Streamed, BodyMode::FullDuplex];
     for mode in modes {
         let mut exchange = exchange(mode, BodyMode::None);
         assert_eq!(short(exchange.on_message(headers("/v1/models", true))), ["route absent"], "{mode:?}");
