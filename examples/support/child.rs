@@ -156,9 +156,12 @@ fn bound_to_parent(command: &Command) -> Command {
         let probe = Command::new("setpriv").args(["--pdeathsig", "KILL", "--", "true"]).output();
         probe.is_ok_and(|output| output.status.success())
     });
+    // The signal is asked for after the start, when the parent may be gone already: then there is nothing to run for.
+    let unless_orphaned = r#"test "$PPID" = "$0" && exec "$@""#;
     let mut bound = if *HAVE_SETPRIV {
         let mut setpriv = Command::new("setpriv");
-        setpriv.args(["--pdeathsig", "KILL", "--"]).arg(command.get_program());
+        setpriv.args(["--pdeathsig", "KILL", "--", "sh", "-c", unless_orphaned, &std::process::id().to_string()]);
+        setpriv.arg(command.get_program());
         setpriv
     } else {
         Command::new(command.get_program())
