@@ -43,7 +43,8 @@ struct Exit {
 impl Child {
     /// Starts `command` with both outputs going to `<run_dir>/<name>.log` and no input.
     ///
-    /// Program, arguments, environment and directory are taken from `command`; its own redirections are not.
+    /// Program, arguments, environment and directory are taken from `command`; its own redirections are not. A program
+    /// that does not exist may show only as an early end with status 127, because it is started by way of `setpriv`.
     pub(crate) fn spawn(name: &str, command: &Command, run_dir: &Path) -> anyhow::Result<Self> {
         let log = run_dir.join(format!("{name}.log"));
         let output = File::options().create(true).append(true).open(&log);
