@@ -43,7 +43,8 @@ struct Exit {
 impl Child {
     /// Starts `command` with both outputs going to `<run_dir>/<name>.log` and no input.
     ///
-    /// Program, arguments, environment and directory are taken from `command`; its own redirections are not.
+    /// Program, arguments, environment and directory are taken from `command`; its own redirections are not. A program
+    /// that does not exist may show only as an early end with status 127, because it is started by way of `setpriv`.
     pub(crate) fn spawn(name: &str, command: &Command, run_dir: &Path) -> anyhow::Result<Self> {
         let log = run_dir.join(format!("{name}.log"));
         let output = File::options().create(true).append(true).open(&log);
@@ -156,9 +157,12 @@ fn bound_to_parent(command: &Command) -> Command {
         let probe = Command::new("setpriv").args(["--pdeathsig", "KILL", "--", "true"]).output();
         probe.is_ok_and(|output| output.status.success())
     });
+    // The signal is asked for after the start, when the parent may be gone already: then there is nothing to run for.
+    let unless_orphaned = r#"test "$PPID" = "$0" && exec "$@""#;
     let mut bound = if *HAVE_SETPRIV {
         let mut setpriv = Command::new("setpriv");
-        setpriv.args(["--pdeathsig", "KILL", "--"]).arg(command.get_program());
+        setpriv.args(["--pdeathsig", "KILL", "--", "sh", "-c", unless_orphaned, &std::process::id().to_string()]);
+        setpriv.arg(command.get_program());
         setpriv
     } else {
         Command::new(command.get_program())
