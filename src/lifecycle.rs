@@ -156,7 +156,7 @@ mod tests {
         assert_eq!(Backoff::default().next(0.0).as_millis(), 50);
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn a_failing_task_is_started_again_until_it_is_stopped() {
         let metrics = Metrics::new();
         let stop = CancellationToken::new();
