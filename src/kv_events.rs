@@ -1,1 +1,52 @@
-//! KV events of the engines.
+//! KV events of the engines, from ZMQ frames to index events. [`wire`] reads payloads, [`convert`] puts them into the
+//! index's words, [`sequencer`] decides what a batch number means; all three are pure. `feed` ties them to one
+//! worker rank's sink and its measures, and [`run`] is the only part that touches the network.
+
+pub mod convert;
+mod feed;
+pub mod media;
+mod replay;
+mod salts;
+pub mod sequencer;
+mod subscriber;
+pub mod wire;
+
+use crate::index::{KvEvent, Outcome};
+use crate::worker::{BlockSize, EventSource, WorkerRank};
+
+pub use convert::{Converted, Filtered, Normalizer};
+pub use media::MediaTokens;
+pub use subscriber::run;
+
+/// Where the events of one worker rank go.
+pub struct RankSink {
+    /// Applies one event to the index.
+    pub apply: Box<dyn FnMut(&KvEvent) -> Outcome + Send>,
+    /// Told when events were lost for good, so that what the index holds of this rank may be out of date.
+    pub doubt: Box<dyn FnMut() + Send>,
+}
+
+/// One event source to listen to.
+#[derive(Clone, Debug)]
+pub struct SourceSpec {
+    /// Whose cache it tells of.
+    pub rank: WorkerRank,
+    /// Where it publishes.
+    pub source: EventSource,
+    /// Tokens per block of its cache.
+    pub block_size: BlockSize,
+    /// Placeholder tokens of its model.
+    pub media: MediaTokens,
+}
+
+/// How far a source is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SourceState {
+    /// Not attached to the engine.
+    #[default]
+    Connecting,
+    /// Attached, and asking for what was missed.
+    Replaying,
+    /// Caught up as far as possible.
+    Live,
+}
