@@ -1,0 +1,246 @@
+//! One worker rank's stream of batches on its way into the index: judged by number, decoded, converted, applied and
+//! counted. Synchronous on purpose: a batch is applied whole, and what the network does in between cannot be seen here.
+
+use std::sync::Arc;
+
+use super::convert::{Converted, Filtered, Normalizer};
+use super::sequencer::{Digest, Live, Repeated, Sequencer};
+use super::wire::{self, Batch, Event};
+use super::{RankSink, SourceSpec};
+use crate::index::KvEvent;
+use crate::metrics::{EventLabels, Metrics, OutcomeLabel};
+use crate::worker::{BlockSize, WorkerRank};
+
+/// A live batch that came too early: the numbers in between are missing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Gap {
+    /// First missing number.
+    pub(super) from: u64,
+    /// The number of the batch that came.
+    pub(super) to: u64,
+}
+
+/// The stream of one worker rank.
+pub(super) struct Feed {
+    rank: WorkerRank,
+    block_size: BlockSize,
+    sequencer: Sequencer,
+    normalizer: Normalizer,
+    sink: RankSink,
+    metrics: Arc<Metrics>,
+    tally: Vec<(EventLabels, u64)>,
+    complaints: Complaints,
+}
+
+/// What was complained of already; the second time says nothing new.
+#[derive(Default)]
+struct Complaints {
+    undecodable: bool,
+    malformed: bool,
+    other_rank: bool,
+    block_size: bool,
+}
+
+impl Feed {
+    pub(super) fn new(spec: &SourceSpec, sink: RankSink, metrics: Arc<Metrics>) -> Self {
+        Self {
+            rank: spec.rank,
+            block_size: spec.block_size,
+            sequencer: Sequencer::default(),
+            normalizer: Normalizer::new(spec.block_size, spec.media),
+            sink,
+            metrics,
+            tally: Vec::new(),
+            complaints: Complaints::default(),
+        }
+    }
+
+    /// Takes one live message. A gap in front of it is handed back, to be closed and then settled.
+    pub(super) fn live(&mut self, seq: u64, payload: &[u8]) -> Option<Gap> {
+        let mut verdict = self.sequencer.live(seq);
+        if verdict == Live::Restart {
+            self.restarted("its batch numbers went back");
+            verdict = self.sequencer.place(seq);
+        }
+        match verdict {
+            Live::Gap { from, to } => return Some(Gap { from, to }),
+            Live::Stale | Live::Restart => self.count("stale"),
+            // Not moving the mark past a batch that cannot be read makes the next one ask for it again.
+            Live::Apply => {
+                if self.apply(payload) {
+                    self.sequencer.advance(seq, Digest::of(payload));
+                }
+            }
+        }
+        None
+    }
+
+    /// Places the batch that showed a gap, whatever the replay brought.
+    pub(super) fn settle(&mut self, gap: Gap, payload: &[u8]) {
+        let reached = self.sequencer.expected();
+        let outcome = match reached {
+            _ if reached >= gap.to => "replayed",
+            _ if reached > gap.from => "partly_replayed",
+            _ => "lost",
+        };
+        self.metrics.kv_event_gaps.get_or_create(&OutcomeLabel { outcome }).inc();
+        match self.sequencer.place(gap.to) {
+            Live::Stale | Live::Restart => self.count("stale"),
+            Live::Apply => {
+                if self.apply(payload) {
+                    self.sequencer.advance(gap.to, Digest::of(payload));
+                }
+            }
+            Live::Gap { from, to } => self.jump(Gap { from, to }, payload),
+        }
+    }
+
+    /// Takes one batch of a replay. A hole is handed back with the batch untouched.
+    pub(super) fn repeated(&mut self, seq: u64, payload: &[u8]) -> Repeated {
+        let digest = Digest::of(payload);
+        let verdict = self.sequencer.repeated(seq, digest);
+        match verdict {
+            Repeated::Apply => {
+                if !self.apply(payload) {
+                    // Asking a third time would bring the same bytes.
+                    self.lost(seq, seq.saturating_add(1));
+                }
+                self.sequencer.advance(seq, digest);
+            }
+            Repeated::Restart => self.restarted("it repeated another batch under the number last applied"),
+            Repeated::Known | Repeated::Hole { .. } => {}
+        }
+        verdict
+    }
+
+    /// Judges a replay without a single batch; true if the rank was cleared, because the engine is a new one.
+    pub(super) fn repeated_nothing(&mut self) -> bool {
+        let restarted = self.sequencer.repeated_nothing();
+        if restarted {
+            self.restarted("it no longer holds the batch last applied");
+        }
+        restarted
+    }
+
+    /// Gives up what is missing in front of a batch and applies it.
+    pub(super) fn jump(&mut self, gap: Gap, payload: &[u8]) {
+        self.lost(gap.from, gap.to);
+        self.apply(payload);
+        self.sequencer.advance(gap.to, Digest::of(payload));
+    }
+
+    /// The number to start a replay at.
+    pub(super) fn ask_from(&self) -> u64 {
+        self.sequencer.ask_from()
+    }
+
+    /// The next number that is not yet applied.
+    pub(super) fn expected(&self) -> u64 {
+        self.sequencer.expected()
+    }
+
+    /// Whether nothing was applied yet in this life of the engine.
+    pub(super) fn is_fresh(&self) -> bool {
+        self.sequencer.is_fresh()
+    }
+
+    /// What was missed while detached cannot be found out.
+    pub(super) fn doubt(&mut self) {
+        (self.sink.doubt)();
+    }
+
+    /// Notes a message that does not have the shape of a batch.
+    pub(super) fn malformed(&mut self, problem: &str) {
+        self.count("malformed_frames");
+        if !std::mem::replace(&mut self.complaints.malformed, true) {
+            tracing::warn!(rank = %self.rank, problem, "KV event message without topic, number and payload was skipped");
+        }
+    }
+
+    fn lost(&mut self, from: u64, to: u64) {
+        tracing::warn!(rank = %self.rank, from, to, "KV event batches are lost; what is known of this rank may be out of date");
+        (self.sink.doubt)();
+    }
+
+    fn restarted(&mut self, evidence: &'static str) {
+        tracing::info!(rank = %self.rank, evidence, "engine restarted; its blocks are forgotten");
+        self.metrics.kv_event_restarts.inc();
+        self.normalizer.reset();
+        (self.sink.apply)(&KvEvent::Cleared);
+    }
+
+    /// Decodes and applies one batch; false if it cannot be read.
+    fn apply(&mut self, payload: &[u8]) -> bool {
+        match wire::decode(payload) {
+            Ok(batch) => {
+                self.complaints.undecodable = false;
+                self.apply_batch(&batch);
+                true
+            }
+            Err(error) => {
+                self.count("undecodable");
+                if !std::mem::replace(&mut self.complaints.undecodable, true) {
+                    tracing::warn!(rank = %self.rank, %error, "KV event batch cannot be read");
+                }
+                false
+            }
+        }
+    }
+
+    fn apply_batch(&mut self, batch: &Batch) {
+        if let Some(named) = batch.rank.filter(|&named| named != self.rank.rank.0) {
+            // Another rank's blocks under this rank's name would be prefixes that do not exist.
+            self.count("other_rank");
+            if !std::mem::replace(&mut self.complaints.other_rank, true) {
+                tracing::error!(
+                    rank = %self.rank, named,
+                    "KV events of another data-parallel rank arrive here and are dropped; \
+                     correct the worker's ranks or the endpoints of its event sources"
+                );
+            }
+            return;
+        }
+        for event in &batch.events {
+            let labels = match self.normalizer.convert(event) {
+                Converted::Event(event) => {
+                    EventLabels { kind: event.kind(), outcome: (self.sink.apply)(&event).as_str() }
+                }
+                Converted::Filtered(reason) => {
+                    self.complain(reason);
+                    EventLabels { kind: kind(event), outcome: reason.label() }
+                }
+            };
+            match self.tally.iter_mut().find(|(known, _)| *known == labels) {
+                Some((_, count)) => *count += 1,
+                None => self.tally.push((labels, 1)),
+            }
+        }
+        self.count("applied");
+        for (labels, count) in self.tally.drain(..) {
+            self.metrics.kv_events.get_or_create(&labels).inc_by(count);
+        }
+    }
+
+    fn complain(&mut self, reason: Filtered) {
+        let Filtered::BlockSize { engine } = reason else { return };
+        if !std::mem::replace(&mut self.complaints.block_size, true) {
+            tracing::error!(
+                rank = %self.rank, engine, configured = self.block_size.tokens(),
+                "the engine's blocks have another size than configured, so its cache cannot be used; correct the block size"
+            );
+        }
+    }
+
+    fn count(&self, outcome: &'static str) {
+        self.metrics.kv_event_batches.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+}
+
+fn kind(event: &Event) -> &'static str {
+    match event {
+        Event::Stored(_) => "stored",
+        Event::Removed { .. } => "removed",
+        Event::Cleared { .. } => "cleared",
+        Event::Ignored => "ignored",
+    }
+}

@@ -1,0 +1,68 @@
+//! Which salt a stored block carries. Engines name a salt at the first block of a prompt only, so a later store has to
+//! inherit it from its parent. While a rank has never named a salt nothing is remembered: then every block has none, and
+//! the memory for fleets without tenants stays at zero.
+
+use std::sync::Arc;
+
+use hashbrown::HashMap;
+
+use crate::block::EngineHash;
+
+/// The parent was stored under different salts, so that inheriting would be a guess.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ambiguous;
+
+/// Salts by block.
+#[derive(Debug, Default)]
+pub(super) struct Salts {
+    blocks: HashMap<EngineHash, Entry>,
+    /// Whether this rank has ever named a salt.
+    used: bool,
+}
+
+#[derive(Debug)]
+struct Entry {
+    salt: Result<Option<Arc<str>>, Ambiguous>,
+    /// One hash may be stored several times and then leaves as often.
+    copies: u32,
+}
+
+impl Salts {
+    pub(super) fn clear(&mut self) {
+        self.blocks.clear();
+    }
+
+    /// The salt to inherit from a parent. An unknown parent carries none.
+    pub(super) fn of(&self, parent: EngineHash) -> Result<Option<&str>, Ambiguous> {
+        match self.blocks.get(&parent) {
+            None => Ok(None),
+            Some(entry) => entry.salt.as_ref().map(Option::as_deref).map_err(|&ambiguous| ambiguous),
+        }
+    }
+
+    pub(super) fn stored(&mut self, blocks: &[EngineHash], salt: Option<&str>) {
+        self.used |= salt.is_some();
+        if !self.used {
+            return;
+        }
+        let salt: Option<Arc<str>> = salt.map(Arc::from);
+        for &block in blocks {
+            let entry = self.blocks.entry(block).or_insert_with(|| Entry { salt: Ok(salt.clone()), copies: 0 });
+            entry.copies = entry.copies.saturating_add(1);
+            if entry.salt.as_ref().is_ok_and(|known| *known != salt) {
+                entry.salt = Err(Ambiguous);
+            }
+        }
+    }
+
+    /// Forgets blocks whose last copy left. An ambiguous one stays: some copy of it may still be there.
+    pub(super) fn removed(&mut self, blocks: &[EngineHash]) {
+        for block in blocks {
+            let Some(entry) = self.blocks.get_mut(block) else { continue };
+            entry.copies = entry.copies.saturating_sub(1);
+            if entry.copies == 0 && entry.salt.is_ok() {
+                self.blocks.remove(block);
+            }
+        }
+    }
+}

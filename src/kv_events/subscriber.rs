@@ -1,0 +1,289 @@
+//! Listening to one worker rank's event source for as long as the process lives. The ZMQ crate reconnects too, but with
+//! pauses of up to half a minute, silently, and without a way to ask what was missed meanwhile; so a lost connection ends
+//! the socket here and a new one is attached. Every attach is followed by a replay, because a missed batch is visible in
+//! numbers only when the next one arrives, and an idle engine sends none. While a replay runs, live messages wait
+//! where they are bounded anyway: in the kernel's and the publisher's queues, whose overflow shows as a gap.
+
+use std::collections::HashSet;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::StreamExt;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, sleep_until};
+use zeromq::util::PeerIdentity;
+use zeromq::{Socket, SocketEvent, SocketOptions, SocketRecv, SubSocket, ZmqError, ZmqMessage};
+
+use super::feed::Feed;
+use super::replay::{BURST, Events, Replay};
+use super::sequencer::Incomplete;
+use super::{RankSink, SourceSpec, SourceState};
+use crate::metrics::{Metrics, RankLabels};
+use crate::worker::{Attach, EventSource, WorkerRank};
+
+/// Longest wait for a connection.
+const CONNECT: Duration = Duration::from_secs(3);
+/// Pauses between attempts to attach.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// A subscription takes effect a little after it was asked for; what fell into that moment is looked for this much later.
+const SETTLED: Duration = Duration::from_secs(1);
+/// After this much silence the engine is asked whether it really has nothing to say. A connection whose other side
+/// vanished without a word looks like an idle one.
+const IDLE: Duration = Duration::from_secs(30);
+
+/// Listens to one event source and applies what it says, for ever; ends by being dropped.
+pub async fn run(
+    spec: SourceSpec,
+    sink: RankSink,
+    metrics: Arc<Metrics>,
+    state: watch::Sender<SourceState>,
+) -> Infallible {
+    let view = View { rank: spec.rank, metrics: metrics.clone(), state };
+    view.set(SourceState::Connecting);
+    let mut listener = Listener {
+        feed: Feed::new(&spec, sink, metrics),
+        replay: spec.source.replay.as_deref().map(Replay::new),
+        view,
+        source: spec.source,
+        check_at: None,
+    };
+    let mut pause = PAUSE.0;
+    let mut complained = String::new();
+    loop {
+        let attempt = Instant::now();
+        let Err(problem) = listener.session().await;
+        listener.view.set(SourceState::Connecting);
+        let problem = problem.to_string();
+        if attempt.elapsed() > PAUSE.1 {
+            pause = PAUSE.0;
+            complained.clear();
+        }
+        if problem != complained {
+            tracing::warn!(rank = %spec.rank, endpoint = listener.source.endpoint, problem, "no KV events");
+            complained = problem;
+        }
+        sleep(pause.mul_f64(rand::random_range(0.75..1.25))).await;
+        pause = (pause * 2).min(PAUSE.1);
+    }
+}
+
+/// Why a socket was given up.
+#[derive(Debug, thiserror::Error)]
+enum Detached {
+    #[error("the engine closed the connection")]
+    Closed,
+    #[error(
+        "the engine published, but nothing arrived; the connection is dead, or the topic {0:?} is not the engine's"
+    )]
+    Silent(String),
+    #[error("the endpoint has no fixed path to bind")]
+    Wildcard,
+    #[error(transparent)]
+    Socket(#[from] ZmqError),
+}
+
+/// Where others see how far the source is.
+struct View {
+    rank: WorkerRank,
+    metrics: Arc<Metrics>,
+    state: watch::Sender<SourceState>,
+}
+
+impl View {
+    fn set(&self, state: SourceState) {
+        let live = i64::from(state == SourceState::Live);
+        self.metrics.kv_event_source_live.get_or_create(&RankLabels::from(self.rank)).set(live);
+        let changed = self.state.send_if_modified(|known| std::mem::replace(known, state) != state);
+        if changed {
+            tracing::info!(rank = %self.rank, ?state, "KV event source");
+        }
+    }
+}
+
+impl Drop for View {
+    fn drop(&mut self) {
+        self.metrics.kv_event_source_live.remove(&RankLabels::from(self.rank));
+    }
+}
+
+/// One source and what is known of it across connections.
+struct Listener {
+    source: EventSource,
+    feed: Feed,
+    replay: Option<Replay>,
+    view: View,
+    check_at: Option<Instant>,
+}
+
+impl Listener {
+    /// One socket from attach to loss.
+    async fn session(&mut self) -> Result<Infallible, Detached> {
+        let (mut socket, mut events) = open(&self.source).await?;
+        let mut publishers = HashSet::new();
+        self.check_at = None;
+        if self.source.attach == Attach::Connect {
+            self.attached().await;
+        }
+        let mut burst = 0;
+        loop {
+            let check_at = self.check_at;
+            let idle = async move {
+                match check_at {
+                    Some(at) => sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                biased;
+                event = events.next() => self.connection(event, &mut publishers).await?,
+                message = socket.recv() => {
+                    match message {
+                        Ok(message) => self.message(message).await,
+                        Err(error) if self.source.attach == Attach::Connect => return Err(error.into()),
+                        // One of the publishers broke off; the bound socket stays.
+                        Err(_) => {}
+                    }
+                    burst += 1;
+                    if burst % BURST == 0 {
+                        tokio::task::yield_now().await;
+                    }
+                }
+                () = idle => self.check().await?,
+            }
+        }
+    }
+
+    /// Follows connections come and go.
+    async fn connection(
+        &mut self,
+        event: Option<SocketEvent>,
+        publishers: &mut HashSet<PeerIdentity>,
+    ) -> Result<(), Detached> {
+        match event {
+            Some(SocketEvent::Accepted(_, publisher)) => {
+                publishers.insert(publisher);
+                self.attached().await;
+            }
+            Some(SocketEvent::Disconnected(publisher)) => match self.source.attach {
+                Attach::Connect => return Err(Detached::Closed),
+                Attach::Bind => {
+                    publishers.remove(&publisher);
+                    if publishers.is_empty() {
+                        self.check_at = None;
+                        self.view.set(SourceState::Connecting);
+                    }
+                }
+            },
+            Some(_) => {}
+            None => return Err(Detached::Closed),
+        }
+        Ok(())
+    }
+
+    /// An engine is there: find out what was missed before.
+    async fn attached(&mut self) {
+        let joined_late = !self.feed.is_fresh();
+        let caught_up = self.catch_up().await;
+        if caught_up.is_none() && joined_late {
+            tracing::info!(rank = %self.view.rank, "no replay endpoint: what happened while detached stays unknown");
+            self.feed.doubt();
+        }
+        if let Some(Err(why)) = caught_up
+            && joined_late
+        {
+            tracing::warn!(rank = %self.view.rank, why = why.as_str(), "what happened while detached could not be replayed");
+            self.feed.doubt();
+        }
+        self.check_at = self.replay.is_some().then(|| Instant::now() + SETTLED);
+    }
+
+    /// Replays what the engine still holds; `None` without a replay endpoint.
+    async fn catch_up(&mut self) -> Option<Result<(), Incomplete>> {
+        let mut outcome = None;
+        if let Some(replay) = &mut self.replay {
+            self.view.set(SourceState::Replaying);
+            outcome = Some(replay.catch_up(&mut self.feed).await);
+        }
+        self.view.set(SourceState::Live);
+        outcome
+    }
+
+    /// Takes one live message.
+    async fn message(&mut self, message: ZmqMessage) {
+        if self.replay.is_some() {
+            self.check_at = Some(Instant::now() + IDLE);
+        }
+        let (seq, payload) = match frames(&message) {
+            Ok(batch) => batch,
+            Err(problem) => return self.feed.malformed(problem),
+        };
+        let Some(gap) = self.feed.live(seq, payload) else { return };
+        tracing::info!(rank = %self.view.rank, from = gap.from, to = gap.to, "KV event batches are missing");
+        if let Some(Err(why)) = self.catch_up().await {
+            tracing::warn!(rank = %self.view.rank, why = why.as_str(), "replay of KV events is incomplete");
+        }
+        self.feed.settle(gap, payload);
+    }
+
+    /// Asks a silent engine whether there is anything that should have arrived.
+    async fn check(&mut self) -> Result<(), Detached> {
+        let Some(replay) = &mut self.replay else { return Ok(()) };
+        self.check_at = Some(Instant::now() + IDLE);
+        let known = self.feed.expected();
+        // Incomplete says nothing here: an engine without history has nothing to repeat.
+        let _ = replay.catch_up(&mut self.feed).await;
+        if self.feed.expected() == known {
+            return Ok(());
+        }
+        Err(Detached::Silent(self.source.topic.clone()))
+    }
+}
+
+/// Number and payload of a live message: exactly topic, number and payload.
+fn frames(message: &ZmqMessage) -> Result<(u64, &Bytes), &'static str> {
+    let (3, Some(seq), Some(payload)) = (message.len(), message.get(1), message.get(2)) else {
+        return Err("it does not have three frames");
+    };
+    let seq: [u8; 8] = seq.as_ref().try_into().map_err(|_| "its number does not have eight bytes")?;
+    Ok((u64::from_be_bytes(seq), payload))
+}
+
+/// A subscribed socket, connected or bound.
+async fn open(source: &EventSource) -> Result<(SubSocket, Events), Detached> {
+    let mut options = SocketOptions::default();
+    options.connect_timeout(CONNECT);
+    let mut socket = SubSocket::with_options(options);
+    let events = socket.monitor().boxed();
+    socket.subscribe(&source.topic).await?;
+    match source.attach {
+        Attach::Connect => socket.connect(&source.endpoint).await?,
+        Attach::Bind => {
+            let endpoint = bindable(&source.endpoint)?;
+            free_stale_path(&endpoint);
+            socket.bind(&endpoint).await?;
+        }
+    }
+    Ok((socket, events))
+}
+
+/// The endpoint in the form the crate can bind: it takes `*` for a host name, and panics at an unnamed path.
+fn bindable(endpoint: &str) -> Result<String, Detached> {
+    match endpoint.split_once("://") {
+        Some(("ipc", "*")) => Err(Detached::Wildcard),
+        Some(("tcp", address)) if address.starts_with("*:") => Ok(format!("tcp://0.0.0.0{}", &address[1..])),
+        _ => Ok(endpoint.to_owned()),
+    }
+}
+
+/// A socket file outlives the process that bound it; one that nobody listens on is in the way.
+fn free_stale_path(endpoint: &str) {
+    let Some(path) = endpoint.strip_prefix("ipc://") else { return };
+    let refused = std::os::unix::net::UnixStream::connect(path)
+        .is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused);
+    if refused {
+        // If it cannot be removed, binding says so.
+        let _ = std::fs::remove_file(path);
+    }
+}
