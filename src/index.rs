@@ -1,5 +1,123 @@
-//! Who holds which prefix, in which tier.
+//! Who holds which prefix, in which tier. Blocks of all worker ranks lie in compressed tries that are navigated by local
+//! hashes, so that a query compares long runs of memory; what an engine calls its blocks is private to the writer of
+//! that rank. The tries are sharded by the first block of the prompt, one lock each. A query lies in one shard and so does
+//! a run of stored blocks, hence a reader sees every event whole or not at all, and waits for one event at most.
 
+mod children;
 pub mod event;
+mod overlaps;
+mod owners;
+mod seats;
+mod trie;
+mod writer;
+
+use std::sync::Arc;
+
+use parking_lot::RwLock;
+use serde::Serialize;
 
 pub use event::{KvEvent, Outcome, StoredBlock};
+pub use overlaps::{Overlaps, TierBlocks};
+use seats::Seats;
+use trie::Trie;
+pub use writer::RankWriter;
+
+use crate::block::{BlockHashes, LocalHash};
+use crate::worker::Slot;
+
+/// Tries in an index. The number only has to be large against the number of busy threads.
+const SHARDS: usize = 64;
+
+/// Cached prefixes of all worker ranks.
+#[derive(Debug)]
+pub struct PrefixIndex {
+    shards: Box<[RwLock<Trie>]>,
+    seats: RwLock<Seats>,
+}
+
+/// The size of the index.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct IndexStats {
+    /// Per slot that has a writer, in slot order.
+    pub slots: Vec<SlotStats>,
+    /// Sum over the slots.
+    pub total: BlockCounts,
+    /// Distinct blocks, however many ranks hold them.
+    pub distinct_blocks: u64,
+    /// Runs they are kept in.
+    pub runs: u64,
+}
+
+/// What one slot holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct SlotStats {
+    /// The slot.
+    pub slot: Slot,
+    /// What it holds.
+    #[serde(flatten)]
+    pub counts: BlockCounts,
+}
+
+/// Blocks per tier, and copies: the engine may hold one block several times.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct BlockCounts {
+    /// Blocks on the device.
+    pub device: u64,
+    /// Blocks in host memory.
+    pub host: u64,
+    /// Blocks on disk.
+    pub disk: u64,
+    /// Blocks in external storage.
+    pub external: u64,
+    /// Copies in all tiers.
+    pub copies: u64,
+}
+
+impl PrefixIndex {
+    /// An index that holds nothing.
+    pub fn new() -> Arc<Self> {
+        let shards = (0..SHARDS).map(|_| RwLock::default()).collect();
+        Arc::new(Self { shards, seats: RwLock::default() })
+    }
+
+    /// The writer of a slot. It takes the slot over: what an earlier writer of the slot holds is no longer reported.
+    pub fn join(self: &Arc<Self>, slot: Slot) -> RankWriter {
+        RankWriter::new(self.clone(), slot)
+    }
+
+    /// Finds what each slot has cached of a prompt. `into` is overwritten.
+    pub fn overlaps(&self, hashes: &BlockHashes, into: &mut Overlaps) {
+        into.clear();
+        let Some(&first) = hashes.locals().first() else { return };
+        let trie = self.shards[shard_of(first)].read();
+        trie.walk(hashes.locals(), into);
+        // Under the lock of the trie: a seat is given to another rank only after its traces have left all tries.
+        into.settle(&self.seats.read());
+    }
+
+    /// Counts what is held.
+    pub fn stats(&self) -> IndexStats {
+        let mut stats = IndexStats { slots: self.seats.read().stats(), ..IndexStats::default() };
+        for slot in &stats.slots {
+            stats.total.device += slot.counts.device;
+            stats.total.host += slot.counts.host;
+            stats.total.disk += slot.counts.disk;
+            stats.total.external += slot.counts.external;
+            stats.total.copies += slot.counts.copies;
+        }
+        for shard in &self.shards {
+            let trie = shard.read();
+            stats.distinct_blocks += trie.blocks() as u64;
+            stats.runs += trie.runs() as u64;
+        }
+        stats
+    }
+}
+
+/// The shard of all prompts that begin with this block.
+fn shard_of(first: LocalHash) -> usize {
+    children::mix(first.0) as usize % SHARDS
+}
+
+#[cfg(test)]
+mod tests;

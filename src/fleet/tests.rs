@@ -1,0 +1,132 @@
+use std::num::NonZeroU32;
+
+use super::*;
+use crate::worker::{BlockSize, Capacity, DpRank, Endpoint, EventSource, Ranks, Role};
+
+fn worker(id: u64, ranks: u32) -> Worker {
+    Worker {
+        id: WorkerId(id),
+        endpoint: Endpoint(format!("10.0.0.{id}:8000").parse().unwrap()),
+        model: "m".into(),
+        role: Role::Aggregated,
+        block_size: BlockSize::new(16).unwrap(),
+        ranks: Ranks { start: 0, size: NonZeroU32::new(ranks).unwrap() },
+        capacity: Capacity::default(),
+        taints: BTreeSet::new(),
+        event_sources: vec![],
+    }
+}
+
+fn slots(members: &[Member]) -> Vec<(u64, u32, u32)> {
+    members.iter().map(|m| (m.rank.worker.0, m.rank.rank.0, m.slot.0)).collect()
+}
+
+#[test]
+fn an_unchanged_set_changes_nothing() {
+    let first = Fleet::empty().reconcile(vec![worker(1, 2), worker(2, 1)]);
+    assert_eq!(first.fleet.generation(), 1);
+    assert_eq!(slots(&first.added), [(1, 0, 0), (1, 1, 1), (2, 0, 2)]);
+    let second = first.fleet.reconcile(vec![worker(2, 1), worker(1, 2)]);
+    assert_eq!(second.fleet.generation(), 1);
+    assert!(second.added.is_empty() && second.removed.is_empty() && second.kept_changed.is_empty());
+    assert!(Arc::ptr_eq(second.fleet.worker(WorkerId(1)).unwrap(), first.fleet.worker(WorkerId(1)).unwrap()));
+}
+
+#[test]
+fn a_freed_slot_rests_for_one_reconciliation() {
+    let fleet = Fleet::empty().reconcile(vec![worker(1, 1), worker(2, 1)]).fleet;
+    let swap = fleet.reconcile(vec![worker(2, 1), worker(3, 1)]);
+    assert_eq!(slots(&swap.removed), [(1, 0, 0)]);
+    assert_eq!(slots(&swap.added), [(3, 0, 2)]);
+    let later = swap.fleet.reconcile(vec![worker(2, 1), worker(3, 1), worker(4, 2)]);
+    assert_eq!(slots(&later.added), [(4, 0, 0), (4, 1, 3)]);
+    assert_eq!(later.fleet.slots(), 4);
+    assert_eq!(later.fleet.serving(&"m".into()), [Slot(0), Slot(1), Slot(2), Slot(3)]);
+}
+
+#[test]
+fn what_identifies_a_worker_moves_it_to_a_new_slot() {
+    type Change = (&'static str, fn(&mut Worker));
+    let source = EventSource {
+        endpoint: "tcp://10.0.0.1:5557".into(),
+        topic: String::new(),
+        attach: crate::worker::Attach::Connect,
+        replay: None,
+    };
+    let moved: [Change; 4] = [
+        ("endpoint", |w| w.endpoint = Endpoint("10.9.9.9:1".parse().unwrap())),
+        ("model", |w| w.model = "other".into()),
+        ("block size", |w| w.block_size = BlockSize::new(32).unwrap()),
+        ("ranks", |w| w.ranks.start = 1),
+    ];
+    let fleet = Fleet::empty().reconcile(vec![worker(1, 1)]).fleet;
+    let check = |name: &str, changed: Worker| {
+        let diff = fleet.reconcile(vec![changed.clone()]);
+        assert_eq!(slots(&diff.removed), [(1, 0, 0)], "{name}");
+        assert_eq!(diff.added.len(), 1, "{name}");
+        assert_eq!(diff.added[0].slot, Slot(1), "{name}");
+        assert!(diff.kept_changed.is_empty(), "{name}");
+        assert_eq!(diff.fleet.members().count(), 1, "{name}");
+        assert_eq!(**diff.fleet.worker(WorkerId(1)).unwrap(), changed, "{name}");
+    };
+    for (name, change) in moved {
+        let mut changed = worker(1, 1);
+        change(&mut changed);
+        check(name, changed);
+    }
+    let mut changed = worker(1, 1);
+    changed.event_sources = vec![source];
+    check("event sources", changed);
+}
+
+#[test]
+fn a_changed_role_capacity_or_taint_updates_in_place() {
+    type Change = fn(&mut Worker);
+    let changes: [Change; 3] = [
+        |w| w.role = Role::Decode,
+        |w| w.capacity.total_kv_blocks = Some(7),
+        |w| {
+            w.taints.insert("gpu=h100".into());
+        },
+    ];
+    let fleet = Fleet::empty().reconcile(vec![worker(1, 2)]).fleet;
+    for change in changes {
+        let mut changed = worker(1, 2);
+        change(&mut changed);
+        let diff = fleet.reconcile(vec![changed.clone()]);
+        assert_eq!(slots(&diff.kept_changed), [(1, 0, 0), (1, 1, 1)]);
+        assert!(diff.added.is_empty() && diff.removed.is_empty());
+        assert_eq!(diff.fleet.generation(), 2);
+        assert!(diff.fleet.members().all(|member| *member.worker == changed));
+        let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(1) };
+        assert_eq!(diff.fleet.slot(rank), Some(Slot(1)));
+    }
+}
+
+#[test]
+fn an_emptied_fleet_has_no_slots_and_says_who_left() {
+    let fleet = Fleet::empty().reconcile(vec![worker(1, 2)]).fleet;
+    let diff = fleet.reconcile(vec![]);
+    assert_eq!(slots(&diff.removed), [(1, 0, 0), (1, 1, 1)]);
+    assert!(diff.fleet.is_empty());
+    assert_eq!(diff.fleet.slots(), 0);
+    assert!(diff.fleet.serving(&"m".into()).is_empty());
+}
+
+#[test]
+fn the_first_of_two_workers_with_one_id_counts() {
+    let mut second = worker(1, 1);
+    second.model = "other".into();
+    let fleet = Fleet::empty().reconcile(vec![worker(1, 1), second]).fleet;
+    assert_eq!(fleet.members().count(), 1);
+    assert_eq!(fleet.worker(WorkerId(1)).unwrap().model, "m".into());
+}
+
+#[test]
+fn the_debug_page_shows_generation_and_members() {
+    let fleet = Fleet::empty().reconcile(vec![worker(1, 1)]).fleet;
+    let page = serde_json::to_value(&fleet).unwrap();
+    assert_eq!(page["generation"], 1);
+    assert_eq!(page["members"][0]["slot"], 0);
+    assert_eq!(page["members"][0]["worker"]["model"], "m");
+}

@@ -1,0 +1,133 @@
+//! The cost of one candidate. All terms are in blocks: the prefill still to do, less what is cached, plus the blocks that
+//! decoding keeps busy. The arithmetic is in f64 and in the order of the field's routers, because exact ties are broken at
+//! random and a different rounding would turn a tie into a preference.
+
+use serde::Serialize;
+
+use super::{Candidate, Question, Weights};
+use crate::worker::Role;
+
+/// A cost, term by term; lower is better.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Cost {
+    /// Prefill that would be outstanding, this request's whole prompt included, in blocks.
+    pub prefill_blocks: f64,
+    /// What fading leaves of the device credit, 1 when nothing fades.
+    pub credit_decay: f64,
+    /// Credit for blocks on the device, after fading.
+    pub device_credit: f64,
+    /// Credit for blocks in host memory.
+    pub host_credit: f64,
+    /// Credit for blocks on disk or in external storage.
+    pub disk_credit: f64,
+    /// Credit for blocks in the shared cache.
+    pub shared_credit: f64,
+    /// Prefill less credit, not below zero, scaled.
+    pub prefill_cost: f64,
+    /// Blocks busy with live requests, this one included; in a decode choice, less the credit.
+    pub decode_cost: f64,
+    /// Live requests, weighted.
+    pub request_cost: f64,
+    /// What the preferred taints multiply the sum by.
+    pub taint_factor: f64,
+    /// The product.
+    pub total: f64,
+}
+
+/// What is the same for all candidates of one choice.
+pub(super) struct Scale<'a> {
+    question: &'a Question,
+    weights: &'a Weights,
+    block_size: f64,
+    /// Least prefill backlog among the candidates, if credit fades.
+    least_prefill: Option<u64>,
+    decode_variant: bool,
+}
+
+impl<'a> Scale<'a> {
+    pub(super) fn new(question: &'a Question, candidates: &[Candidate], weights: &'a Weights) -> Self {
+        let fades = question.track_prefill && weights.overlap_score_credit_decay > 0.0;
+        let backlog = candidates.iter().map(|candidate| candidate.load.active_prefill_tokens);
+        Self {
+            question,
+            weights,
+            block_size: question.block_size.tokens() as f64,
+            least_prefill: fades.then(|| backlog.min()).flatten(),
+            decode_variant: question.role == Role::Decode
+                && !question.track_prefill
+                && weights.overlap_score_credit > 0.0,
+        }
+    }
+
+    /// Cached blocks, lower tiers by their weights.
+    pub(super) fn effective(&self, candidate: &Candidate) -> f64 {
+        candidate.overlap.effective(self.weights.host_cache_hit_weight, self.weights.disk_cache_hit_weight)
+    }
+
+    /// Cached tokens, lower tiers by their weights.
+    pub(super) fn cached_tokens(&self, candidate: &Candidate) -> u64 {
+        (self.effective(candidate) * self.block_size).round() as u64
+    }
+
+    /// The total alone. Not a number counts as infinitely dear, so that it is never chosen over a number.
+    pub(super) fn total(&self, candidate: &Candidate) -> f64 {
+        let total = self.cost(candidate).total;
+        if total.is_nan() { f64::INFINITY } else { total }
+    }
+
+    /// All terms.
+    pub(super) fn cost(&self, candidate: &Candidate) -> Cost {
+        let weights = self.weights;
+        let overlap = candidate.overlap;
+        let credit_decay = self.credit_decay(candidate);
+        let device_credit = weights.overlap_score_credit * credit_decay * f64::from(overlap.device);
+        let host_credit = weights.host_cache_hit_weight * f64::from(overlap.host);
+        let disk_credit = weights.disk_cache_hit_weight * (f64::from(overlap.disk) + f64::from(overlap.external));
+        let shared_credit = weights.shared_cache_multiplier * self.shared_beyond(overlap.device) as f64;
+        let credit = device_credit + host_credit + disk_credit + shared_credit;
+        let prefill_blocks = self.prefill_tokens(candidate) as f64 / self.block_size;
+        let busy = candidate.load.active_blocks as f64 + candidate.additional_blocks as f64;
+        let (prefill_cost, decode_cost) = if self.decode_variant {
+            (0.0, (busy - credit).max(0.0))
+        } else {
+            (weights.prefill_load_scale * (prefill_blocks - credit).max(0.0), busy)
+        };
+        let request_cost = weights.decode_active_request_weight * candidate.load.active_requests as f64;
+        let taint_factor = if candidate.preference == 0.0 { 1.0 } else { (-candidate.preference.tanh()).exp() };
+        Cost {
+            prefill_blocks,
+            credit_decay,
+            device_credit,
+            host_credit,
+            disk_credit,
+            shared_credit,
+            prefill_cost,
+            decode_cost,
+            request_cost,
+            taint_factor,
+            total: (prefill_cost + decode_cost + request_cost) * taint_factor,
+        }
+    }
+
+    fn credit_decay(&self, candidate: &Candidate) -> f64 {
+        let Some(least) = self.least_prefill else { return 1.0 };
+        let above = candidate.load.active_prefill_tokens.saturating_sub(least) as f64 / self.block_size;
+        let prompt = (self.question.required_blocks() as f64).max(1.0);
+        1.0 / (1.0 + self.weights.overlap_score_credit_decay * above / prompt)
+    }
+
+    /// Cached tokens count in full here: the credit takes them off again, by its own weights.
+    fn prefill_tokens(&self, candidate: &Candidate) -> u64 {
+        if !self.question.track_prefill {
+            return 0;
+        }
+        let cached = self.cached_tokens(candidate);
+        candidate.load.active_prefill_tokens + self.question.prompt_tokens.saturating_sub(cached) + cached
+    }
+
+    /// Blocks of the shared cache that lie beyond what the device holds.
+    fn shared_beyond(&self, device: u32) -> u64 {
+        let beyond = |range: &std::ops::Range<u32>| range.end.saturating_sub(range.start.max(device));
+        self.question.shared.iter().map(|range| u64::from(beyond(range))).sum()
+    }
+}
