@@ -1,0 +1,301 @@
+//! The configuration as its author meets it: broken files and what is said about them, the examples, the command, and a
+//! workers file that changes on a real file system.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use warmroute::config::{Config, WorkerSource};
+use warmroute::discovery::ServedModel;
+use warmroute::discovery::config::DiscoveryConfig;
+use warmroute::discovery::file::{self, WorkersFile};
+use warmroute::metrics::{Metrics, OutcomeLabel};
+use warmroute::settings::Period;
+use warmroute::worker::{Attach, BlockSize, DpRank, Role};
+
+const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+/// Far more than any of the waits below takes; a failing test ends here.
+const DEADLINE: Duration = Duration::from_secs(20);
+
+fn data(name: &str) -> PathBuf {
+    Path::new(ROOT).join("tests/data/config").join(name)
+}
+
+fn yaml_files(folder: &Path) -> Vec<PathBuf> {
+    let mut files: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.retain(|path| path.extension().is_some_and(|extension| extension == "yaml"));
+    files.sort();
+    assert!(!files.is_empty(), "{} holds no cases", folder.display());
+    files
+}
+
+/// One line per mistake, without the part of the path that differs from machine to machine.
+fn mistakes(path: &Path) -> String {
+    let errors = Config::load(path).expect_err(&format!("{} is accepted", path.display()));
+    let data = format!("{}/", data("broken").display());
+    errors.iter().map(|error| error.to_string().replace(&data, "").replace(ROOT, "$ROOT") + "\n").collect()
+}
+
+#[test]
+#[expect(clippy::disallowed_methods, reason = "the switch that rewrites the expected texts")]
+fn every_broken_file_is_refused_with_the_line_at_fault() {
+    let rewrite = std::env::var_os("UPDATE_GOLDEN").is_some();
+    for path in yaml_files(&data("broken")) {
+        let golden = path.with_extension("txt");
+        let found = mistakes(&path);
+        if rewrite {
+            fs::write(&golden, &found).unwrap();
+        }
+        let expected = fs::read_to_string(&golden).unwrap_or_default();
+        assert_eq!(found, expected, "{}; UPDATE_GOLDEN=1 rewrites the expectation", path.display());
+    }
+}
+
+#[test]
+fn a_resolved_configuration_reads_back_as_itself() {
+    let examples = [Path::new(ROOT).join("examples/warmroute.yaml")];
+    for path in yaml_files(&data("valid")).iter().chain(&examples) {
+        let config = Config::load(path).unwrap_or_else(|errors| panic!("{errors:?}"));
+        let yaml = config.to_yaml().unwrap();
+        let again = Config::parse(path, yaml.as_bytes()).unwrap_or_else(|errors| panic!("{errors:?}\n{yaml}"));
+        assert_eq!(again, config, "{yaml}");
+        assert_eq!(again.to_yaml().unwrap(), yaml);
+    }
+}
+
+#[test]
+fn the_example_says_the_defaults() {
+    let example = Config::load(&Path::new(ROOT).join("examples/warmroute.yaml")).unwrap();
+    let least = Config::load(&data("valid/least.yaml")).unwrap();
+    assert_eq!(example.admin, least.admin);
+    assert_eq!(example.listen.tcp, least.listen.tcp);
+    assert_eq!(example.schedule, least.schedule);
+    assert_eq!(example.limits, least.limits);
+    assert_eq!(example.readiness, least.readiness);
+    assert_eq!(example.drain, least.drain);
+    assert_eq!(example.discovery, least.discovery);
+    assert_eq!(example.response, least.response);
+    assert_eq!(example.log, least.log);
+    assert_eq!(example.models[0].block_size, least.models[0].block_size);
+}
+
+#[test]
+fn every_default_is_written_in_the_example() {
+    let example = fs::read_to_string(Path::new(ROOT).join("examples/warmroute.yaml")).unwrap();
+    let resolved = Config::load(&Path::new(ROOT).join("examples/warmroute.yaml")).unwrap().to_yaml().unwrap();
+    for key in resolved.lines().filter_map(|line| line.trim_start_matches(['-', ' ']).split_once(':')) {
+        let key = format!("{}:", key.0);
+        assert!(example.contains(&key), "examples/warmroute.yaml says nothing of {key}");
+    }
+}
+
+#[test]
+fn the_example_fleet_is_read_with_one_source_per_rank() {
+    let path = Path::new(ROOT).join("examples/workers.yaml");
+    let models = Config::load(&path.with_file_name("warmroute.yaml")).unwrap().served_models();
+    let workers = warmroute::discovery::parse(&path, &fs::read(&path).unwrap(), &models).unwrap();
+    let endpoints: Vec<Vec<_>> = workers
+        .iter()
+        .map(|worker| worker.event_sources.iter().map(|source| source.endpoint.as_str()).collect())
+        .collect();
+    assert_eq!(
+        endpoints,
+        [
+            vec!["tcp://127.0.0.1:5557"],
+            vec!["tcp://127.0.0.1:5567", "tcp://127.0.0.1:5568"],
+            vec!["tcp://127.0.0.1:6001", "tcp://127.0.0.1:6002"]
+        ]
+    );
+    assert_eq!(workers[1].event_sources[1].replay.as_deref(), Some("tcp://127.0.0.1:5668"));
+}
+
+#[test]
+fn workers_come_out_as_they_were_written() {
+    let config = Config::load(&data("valid/full.yaml")).unwrap();
+    let WorkerSource::Fixed(workers) = config.worker_source() else { panic!("a fixed list was given") };
+    let [prefill, decode] = &workers[..] else { panic!("{workers:?}") };
+    assert_eq!(
+        (prefill.id.0, prefill.role, prefill.block_size),
+        (u64::MAX, Role::Prefill, BlockSize::new(16).unwrap())
+    );
+    assert_eq!((prefill.capacity.max_num_batched_tokens, prefill.capacity.total_kv_blocks), (Some(8192), Some(1000)));
+    // Rank r uses port + r, also where the ranks of the process do not start at 0.
+    let source = prefill.event_source(DpRank(3)).unwrap();
+    assert_eq!(source.endpoint, "tcp://engine-0.engines:5560");
+    assert_eq!(source.replay.as_deref(), Some("tcp://engine-0.engines:5660"));
+    assert_eq!((source.topic.as_str(), source.attach), ("kv@", Attach::Connect));
+    assert_eq!(decode.block_size, BlockSize::new(32).unwrap());
+    assert_eq!(decode.event_sources[0].endpoint, "tcp://0.0.0.0:7001", "what we bind is an address");
+    assert_eq!(decode.event_sources[1].endpoint, "ipc:///run/events.sock");
+    assert_eq!(decode.event_sources[1].replay.as_deref(), Some("tcp://[2001:db8::2]:7100"));
+}
+
+fn check(path: &Path) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_warmroute")).args(["check", "--config"]).arg(path).output().unwrap()
+}
+
+#[test]
+fn the_check_command_prints_the_resolved_configuration() {
+    let path = data("valid/least.yaml");
+    let output = check(&path);
+    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(0), ""));
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), Config::load(&path).unwrap().to_yaml().unwrap());
+}
+
+#[test]
+fn the_check_command_ends_with_two_and_one_line_per_mistake() {
+    for name in ["unknown_keys", "workers", "workers_file_broken", "not_yaml"] {
+        let path = data("broken").join(name).with_extension("yaml");
+        let output = check(&path);
+        let lines: String = Config::load(&path).unwrap_err().iter().map(|error| format!("{error}\n")).collect();
+        assert_eq!(output.status.code(), Some(2));
+        assert_eq!(String::from_utf8(output.stderr).unwrap(), lines);
+        assert!(output.stdout.is_empty());
+    }
+    let output = check(Path::new("/no/such/warmroute.yaml"));
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8(output.stderr).unwrap().starts_with("/no/such/warmroute.yaml: the file cannot be read"));
+}
+
+/// A workers file in a folder of its own, being followed. Ends by drop.
+struct Followed {
+    folder: tempfile::TempDir,
+    fleet: watch::Receiver<Vec<u64>>,
+    metrics: Arc<Metrics>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Drop for Followed {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+const NEVER: Period = Period::seconds(3600);
+
+impl Followed {
+    /// Follows `workers.yaml`, which `lay` has put into the folder.
+    fn start(poll: Period, lay: impl FnOnce(&Path)) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        lay(folder.path());
+        let (report, fleet) = watch::channel(Vec::new());
+        let metrics = Arc::new(Metrics::new());
+        let model = ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap() };
+        let followed = WorkersFile {
+            path: folder.path().join("workers.yaml"),
+            models: vec![model],
+            follow: DiscoveryConfig { poll, debounce: Period::millis(10) },
+        };
+        let watching = file::watch(followed, Arc::clone(&metrics), move |workers| {
+            report.send_replace(workers.iter().map(|worker| worker.id.0).collect());
+        });
+        let task = tokio::spawn(async move {
+            watching.await;
+        });
+        Self { folder, fleet, metrics, task }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn rename_into_place(&self, text: &str) {
+        fs::write(self.path("next"), text).unwrap();
+        fs::rename(self.path("next"), self.path("workers.yaml")).unwrap();
+    }
+
+    async fn fleet_is(&mut self, ids: &[u64]) {
+        let reached = tokio::time::timeout(DEADLINE, self.fleet.wait_for(|fleet| fleet == ids)).await;
+        assert!(matches!(reached, Ok(Ok(_))), "the fleet is {:?}, not {ids:?}", *self.fleet.borrow());
+    }
+
+    fn reloads(&self, outcome: &'static str) -> u64 {
+        self.metrics.workers_file_reloads.get_or_create(&OutcomeLabel { outcome }).get()
+    }
+
+    async fn valid_is(&self, valid: i64) {
+        let reached = async {
+            while self.metrics.workers_file_valid.get() != valid {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::time::timeout(DEADLINE, reached).await.expect("the file's validity does not change");
+    }
+}
+
+fn list(ids: &[u64]) -> String {
+    ids.iter().map(|id| format!("- {{id: {id}, endpoint: '10.0.0.{id}:8000'}}\n")).collect()
+}
+
+#[tokio::test]
+async fn a_rename_and_a_write_in_place_are_seen_without_polling() {
+    let mut followed = Followed::start(NEVER, |folder| fs::write(folder.join("workers.yaml"), list(&[1])).unwrap());
+    followed.fleet_is(&[1]).await;
+    followed.rename_into_place(&list(&[1, 2]));
+    followed.fleet_is(&[1, 2]).await;
+    fs::write(followed.path("workers.yaml"), list(&[3])).unwrap();
+    followed.fleet_is(&[3]).await;
+    assert_eq!(followed.reloads("invalid"), 0);
+}
+
+#[tokio::test]
+async fn a_broken_and_a_deleted_file_keep_the_fleet_and_a_mended_one_replaces_it() {
+    let mut followed = Followed::start(NEVER, |folder| fs::write(folder.join("workers.yaml"), list(&[1, 2])).unwrap());
+    followed.fleet_is(&[1, 2]).await;
+    followed.rename_into_place("- {id: 3, endpoint: '10.0.0.3:8000'}\n- {id: 4, endpoin");
+    followed.valid_is(0).await;
+    assert_eq!(*followed.fleet.borrow(), [1, 2]);
+    followed.rename_into_place(&list(&[3, 4]));
+    followed.fleet_is(&[3, 4]).await;
+    followed.valid_is(1).await;
+    fs::remove_file(followed.path("workers.yaml")).unwrap();
+    followed.valid_is(0).await;
+    assert_eq!(*followed.fleet.borrow(), [3, 4]);
+    followed.rename_into_place(&list(&[5]));
+    followed.fleet_is(&[5]).await;
+    assert_eq!(followed.reloads("applied"), 3);
+}
+
+#[tokio::test]
+async fn a_file_that_comes_later_is_found() {
+    let mut followed = Followed::start(NEVER, |_| ());
+    followed.valid_is(0).await;
+    followed.rename_into_place(&list(&[1]));
+    followed.fleet_is(&[1]).await;
+}
+
+#[tokio::test]
+async fn the_symlink_swap_of_a_config_map_is_seen() {
+    let version = |folder: &Path, name: &str, ids: &[u64]| {
+        fs::create_dir(folder.join(name)).unwrap();
+        fs::write(folder.join(name).join("workers.yaml"), list(ids)).unwrap();
+    };
+    let mut followed = Followed::start(NEVER, |folder| {
+        version(folder, "..v1", &[1]);
+        symlink("..v1", folder.join("..data")).unwrap();
+        symlink("..data/workers.yaml", folder.join("workers.yaml")).unwrap();
+    });
+    followed.fleet_is(&[1]).await;
+    version(followed.folder.path(), "..v2", &[2, 3]);
+    symlink("..v2", followed.path("..data_tmp")).unwrap();
+    fs::rename(followed.path("..data_tmp"), followed.path("..data")).unwrap();
+    fs::remove_dir_all(followed.path("..v1")).unwrap();
+    followed.fleet_is(&[2, 3]).await;
+}
+
+#[tokio::test]
+async fn a_change_that_nobody_tells_of_is_found_by_polling() {
+    let elsewhere = tempfile::tempdir().unwrap();
+    let target = elsewhere.path().join("list.yaml");
+    fs::write(&target, list(&[1])).unwrap();
+    let mut followed =
+        Followed::start(Period::millis(20), |folder| symlink(&target, folder.join("workers.yaml")).unwrap());
+    followed.fleet_is(&[1]).await;
+    fs::write(elsewhere.path().join("next"), list(&[2])).unwrap();
+    fs::rename(elsewhere.path().join("next"), &target).unwrap();
+    followed.fleet_is(&[2]).await;
+}
