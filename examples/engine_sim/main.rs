@@ -1,0 +1,3 @@
+//! wip
+mod engine;
+fn main() {}
