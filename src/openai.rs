@@ -1,1 +1,112 @@
-//! OpenAI request bodies.
+//! OpenAI request bodies as vLLM reads them: only the fields that decide which tokens the engine sees, who is asked and
+//! how much it will write. Unknown fields are ignored, because every engine version adds some; a body that cannot be
+//! read is a [`ParseError`] in plain words and never a panic, because anybody can send one.
+
+mod chat;
+mod completion;
+pub mod usage;
+
+#[cfg(test)]
+mod tests;
+
+use serde::Deserialize;
+use thiserror::Error;
+
+pub use chat::{Chat, Content, Message, Part};
+
+/// The endpoints whose prompts are understood.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Api {
+    /// `/v1/chat/completions`
+    ChatCompletions,
+    /// `/v1/completions`
+    Completions,
+}
+
+impl Api {
+    /// The endpoint of a request path; a query string is ignored.
+    pub fn of_path(path: &str) -> Option<Self> {
+        match path.split_once('?').map_or(path, |(path, _)| path) {
+            "/v1/chat/completions" => Some(Self::ChatCompletions),
+            "/v1/completions" => Some(Self::Completions),
+            _ => None,
+        }
+    }
+}
+
+/// One request, as far as routing needs it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    /// Model or adapter asked for.
+    pub model: Option<String>,
+    /// Whether the answer is a stream of server-sent events.
+    pub stream: bool,
+    /// What the engine is asked to continue.
+    pub prompt: Prompt,
+    /// Separates equal prompts of different tenants.
+    pub cache_salt: Option<String>,
+    /// Most tokens the answer may have.
+    pub max_output_tokens: Option<u64>,
+    /// How text becomes tokens.
+    pub tokenization: Tokenization,
+}
+
+/// What the engine is asked to continue.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Prompt {
+    /// A conversation, to be rendered by the chat template.
+    Chat(Box<Chat>),
+    /// One or many texts.
+    Texts(Vec<String>),
+    /// One or many prompts that are tokens already.
+    Tokens(Vec<Vec<u32>>),
+    /// Embeddings instead of tokens, alone or beside tokens.
+    Embeddings,
+}
+
+/// Options of both endpoints that change how text becomes tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tokenization {
+    /// Whether the tokenizer adds its special tokens; unset means completions yes, chat no.
+    pub add_special_tokens: Option<bool>,
+    /// Most prompt tokens to keep; -1 means as many as the model takes.
+    pub truncate_prompt_tokens: Option<i64>,
+    /// Side that truncation cuts off.
+    pub truncation_side: Option<Side>,
+}
+
+/// A side of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Side {
+    /// The beginning.
+    Left,
+    /// The end.
+    Right,
+}
+
+/// Why a body cannot be read.
+#[derive(Debug, Error)]
+pub enum ParseError {
+    /// Not text.
+    #[error("the request body is not UTF-8 (byte {0})")]
+    NotUtf8(usize),
+    /// Not JSON, or JSON of another shape.
+    #[error("the request body is not understood: {0}")]
+    Json(#[from] serde_json::Error),
+    /// Nothing to continue.
+    #[error("the request has no `{0}`")]
+    Missing(&'static str),
+    /// An empty list where the engine wants at least one entry.
+    #[error("`{0}` is empty")]
+    Empty(&'static str),
+}
+
+/// Reads a request body. Nesting deeper than 128 levels is refused, so that a body cannot exhaust the stack.
+pub fn parse(api: Api, body: &[u8]) -> Result<Request, ParseError> {
+    let text = std::str::from_utf8(body).map_err(|error| ParseError::NotUtf8(error.valid_up_to()))?;
+    match api {
+        Api::ChatCompletions => chat::parse(text),
+        Api::Completions => completion::parse(text),
+    }
+}

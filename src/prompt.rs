@@ -1,1 +1,248 @@
-//! From request to tokens.
+//! From a request to exactly the tokens the engine will see. An [`Encoder`] holds one model's tokenizer and chat
+//! template and repeats what vLLM does with them. A wrong token changes every block hash after it without anybody
+//! noticing, so whatever is not certain to agree with the engine is an [`EncodeError`], and the caller routes by load.
+
+mod continuation;
+mod conversation;
+mod detect;
+mod files;
+mod methods;
+mod number;
+mod python;
+mod support;
+mod syntax;
+mod template;
+#[cfg(test)]
+mod tests;
+
+use std::borrow::Cow;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+use tokenizers::{Encoding, Tokenizer, TruncationDirection};
+
+use crate::openai::{Prompt, Request, Side, Tokenization};
+
+pub use files::LoadError;
+use files::Loaded;
+use template::Templates;
+
+/// Where one model's tokenizer and chat template are. Files may be `.json` or `.json.gz`.
+#[derive(Deserialize, Serialize, Clone, Debug, PartialEq, Eq)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// `tokenizer.json` of the model.
+    pub tokenizer: PathBuf,
+    /// `tokenizer_config.json`; unset means the one beside the tokenizer, if there is one.
+    #[serde(default)]
+    pub tokenizer_config: Option<PathBuf>,
+    /// A chat template to use instead of the model's own, as with the engine's `--chat-template`.
+    #[serde(default)]
+    pub chat_template: Option<PathBuf>,
+}
+
+/// How sure it is that the engine sees the same tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exactness {
+    /// The engine sees these tokens.
+    Exact,
+    /// The template asked for the time, so it holds only while the engine's clock and time zone agree with ours.
+    Clock,
+}
+
+/// Prompts on the way to tokens: texts as the engine tokenises them, or tokens already.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rendered<'r> {
+    prompts: Source<'r>,
+    tokenization: Tokenization,
+    add_special_tokens: bool,
+    exact: Exactness,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Source<'r> {
+    Texts(Vec<Cow<'r, str>>),
+    Tokens(&'r [Vec<u32>]),
+}
+
+impl Rendered<'_> {
+    /// How sure it is that the engine renders the same text.
+    pub fn exact(&self) -> Exactness {
+        self.exact
+    }
+
+    /// The texts, where the prompts are not tokens already.
+    pub fn texts(&self) -> &[Cow<'_, str>] {
+        match &self.prompts {
+            Source::Texts(texts) => texts,
+            Source::Tokens(_) => &[],
+        }
+    }
+}
+
+/// The tokens of a request, one list per prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Encoded {
+    /// Tokens per prompt.
+    pub prompts: Vec<Vec<u32>>,
+    /// How sure it is that the engine sees them.
+    pub exact: Exactness,
+}
+
+/// Why the tokens of a request are not known. The request may still be good: it is then routed without them.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum EncodeError {
+    /// A part other than text.
+    #[error("the prompt has a part of type {0}")]
+    Multimodal(String),
+    /// The prompt is made of embeddings.
+    #[error("the prompt is made of embeddings")]
+    Embeddings,
+    /// A conversation for a model that has no chat template.
+    #[error("the model has no chat template")]
+    NoTemplate,
+    /// A template sent by the client.
+    #[error("the request brings its own chat template")]
+    RequestTemplate,
+    /// The engine refuses such a request.
+    #[error("the engine refuses this request: {0}")]
+    Rejected(String),
+    /// Engines differ, or what they do is not known.
+    #[error("the engine's tokens are uncertain: {0}")]
+    Uncertain(String),
+    /// The template failed.
+    #[error("the chat template failed: {0}")]
+    Render(String),
+    /// The tokenizer failed.
+    #[error("the tokenizer failed: {0}")]
+    Tokenize(String),
+}
+
+impl EncodeError {
+    pub(crate) fn uncertain(why: impl Into<String>) -> Self {
+        Self::Uncertain(why.into())
+    }
+
+    pub(crate) fn rejected(why: impl Into<String>) -> Self {
+        Self::Rejected(why.into())
+    }
+}
+
+/// One model's way from requests to tokens. Shared freely between threads.
+pub struct Encoder {
+    tokenizer: Tokenizer,
+    templates: Option<Templates>,
+    special_tokens_doubt: Option<String>,
+}
+
+impl std::fmt::Debug for Encoder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Encoder").field("templates", &self.templates).finish_non_exhaustive()
+    }
+}
+
+impl Encoder {
+    /// Loads tokenizer and chat template; what cannot be followed exactly is refused here, by name, where it can be.
+    pub fn load(config: &Config) -> Result<Self, LoadError> {
+        Self::load_with_clock(config, jiff::Zoned::now)
+    }
+
+    /// As [`Encoder::load`], with the clock that templates read.
+    pub fn load_with_clock(
+        config: &Config,
+        now: impl Fn() -> jiff::Zoned + Send + Sync + 'static,
+    ) -> Result<Self, LoadError> {
+        let Loaded { tokenizer, templates, special_tokens, special_tokens_doubt } = files::load(config)?;
+        let templates = templates.map(|sources| Templates::compile(sources, special_tokens, now)).transpose()?;
+        Ok(Self { tokenizer, templates, special_tokens_doubt })
+    }
+
+    /// The tokens of a request: [`Encoder::render`], then [`Encoder::tokenize`].
+    pub fn encode(&self, request: &Request) -> Result<Encoded, EncodeError> {
+        let rendered = self.render(request)?;
+        Ok(Encoded { prompts: self.tokenize(&rendered)?, exact: rendered.exact })
+    }
+
+    /// The texts that the engine will tokenise.
+    pub fn render<'r>(&self, request: &'r Request) -> Result<Rendered<'r>, EncodeError> {
+        let tokenization = request.tokenization;
+        let rendered = |prompts, by_default, exact| Rendered {
+            prompts,
+            tokenization,
+            add_special_tokens: tokenization.add_special_tokens.unwrap_or(by_default),
+            exact,
+        };
+        match &request.prompt {
+            Prompt::Texts(texts) => {
+                let texts = texts.iter().map(|text| Cow::Borrowed(text.as_str())).collect();
+                Ok(rendered(Source::Texts(texts), true, Exactness::Exact))
+            }
+            Prompt::Tokens(tokens) => Ok(rendered(Source::Tokens(tokens), true, Exactness::Exact)),
+            Prompt::Embeddings => Err(EncodeError::Embeddings),
+            Prompt::Chat(chat) => {
+                let templates = self.templates.as_ref().ok_or(EncodeError::NoTemplate)?;
+                let (text, exact) = templates.render(chat)?;
+                Ok(rendered(Source::Texts(vec![Cow::Owned(text)]), false, exact))
+            }
+        }
+    }
+
+    /// The tokens of rendered prompts.
+    pub fn tokenize(&self, rendered: &Rendered<'_>) -> Result<Vec<Vec<u32>>, EncodeError> {
+        let keep = kept_tokens(rendered.tokenization)?;
+        let side = rendered.tokenization.truncation_side.unwrap_or(Side::Left);
+        match &rendered.prompts {
+            Source::Tokens(lists) => Ok(lists.iter().map(|tokens| truncated(tokens, keep, side).to_vec()).collect()),
+            Source::Texts(texts) => {
+                let special = rendered.add_special_tokens;
+                if let (true, Some(doubt)) = (special, &self.special_tokens_doubt) {
+                    return Err(EncodeError::uncertain(doubt.as_str()));
+                }
+                texts.iter().map(|text| self.tokens_of(text, special, keep, side)).collect()
+            }
+        }
+    }
+
+    fn tokens_of(&self, text: &str, special: bool, keep: Option<usize>, side: Side) -> Result<Vec<u32>, EncodeError> {
+        let failed = |error: tokenizers::Error| EncodeError::Tokenize(error.to_string());
+        let Some(keep) = keep else {
+            return self.tokenizer.encode_fast(text, special).map(ids).map_err(failed);
+        };
+        // Special tokens are counted but never cut off, so the text gives way to them.
+        let mut bare = self.tokenizer.encode_fast(text, false).map_err(failed)?;
+        let added = if special { self.tokenizer.encode_fast("", true).map_err(failed)?.len() } else { 0 };
+        let room = keep
+            .checked_sub(added)
+            .ok_or_else(|| EncodeError::uncertain("truncation leaves no room for the special tokens"))?;
+        let direction = match side {
+            Side::Left => TruncationDirection::Left,
+            Side::Right => TruncationDirection::Right,
+        };
+        bare.truncate(room, 0, direction);
+        bare.take_overflowing();
+        self.tokenizer.post_process(bare, None, special).map(ids).map_err(failed)
+    }
+}
+
+fn ids(encoding: Encoding) -> Vec<u32> {
+    encoding.get_ids().to_vec()
+}
+
+/// How many tokens truncation keeps, if it is asked for.
+fn kept_tokens(tokenization: Tokenization) -> Result<Option<usize>, EncodeError> {
+    match tokenization.truncate_prompt_tokens {
+        None => Ok(None),
+        Some(-1) => Err(EncodeError::uncertain("truncation to the model's length, which only the engine knows")),
+        Some(keep) if keep > 0 => Ok(usize::try_from(keep).ok()),
+        Some(keep) => Err(EncodeError::uncertain(format!("truncate_prompt_tokens is {keep}"))),
+    }
+}
+
+fn truncated(tokens: &[u32], keep: Option<usize>, side: Side) -> &[u32] {
+    let keep = keep.map_or(tokens.len(), |keep| keep.min(tokens.len()));
+    match side {
+        Side::Left => &tokens[tokens.len() - keep..],
+        Side::Right => &tokens[..keep],
+    }
+}

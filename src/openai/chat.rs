@@ -1,0 +1,170 @@
+//! The body of `/v1/chat/completions`: the conversation and everything the chat template may look at. Values that only
+//! a template reads (tools, documents, arguments) stay JSON with their key order, since the order reaches the tokens.
+
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::{Map, Value};
+
+use super::{ParseError, Prompt, Request, Side, Tokenization};
+
+/// A conversation and what its rendering depends on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chat {
+    /// The messages, oldest first.
+    pub messages: Vec<Message>,
+    /// Tools offered to the model, as sent.
+    pub tools: Option<Vec<Value>>,
+    /// Documents for retrieval templates, as sent.
+    pub documents: Option<Vec<Value>>,
+    /// Whether the prompt ends where the assistant's answer begins.
+    pub add_generation_prompt: bool,
+    /// Whether the answer goes on inside the last message.
+    pub continue_final_message: bool,
+    /// A template sent by the client; engines refuse it unless told to trust clients.
+    pub chat_template: Option<String>,
+    /// Further variables of the template.
+    pub chat_template_kwargs: Map<String, Value>,
+    /// How hard to think.
+    pub reasoning_effort: Option<String>,
+    /// Whether another engine forwards finished prompt tokens that stand in for the messages.
+    pub forwarded_tokens: bool,
+}
+
+/// One message.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct Message {
+    /// Who speaks.
+    pub role: String,
+    /// What is said; absent when only tools are called.
+    #[serde(default)]
+    pub content: Option<Content>,
+    /// Name of the speaker.
+    #[serde(default)]
+    pub name: Option<Value>,
+    /// Calls the assistant made, as sent.
+    #[serde(default)]
+    pub tool_calls: Option<Vec<Value>>,
+    /// The call a tool answers.
+    #[serde(default)]
+    pub tool_call_id: Option<String>,
+    /// What the assistant thought.
+    #[serde(default)]
+    pub reasoning: Option<String>,
+    /// The older name of `reasoning`.
+    #[serde(default)]
+    pub reasoning_content: Option<String>,
+    /// Tools that a developer message brings along.
+    #[serde(default)]
+    pub tools: Option<Value>,
+}
+
+/// What a message says.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(untagged)]
+pub enum Content {
+    /// Plain text.
+    Text(String),
+    /// Parts in order.
+    Parts(Vec<Part>),
+}
+
+/// One part of a message.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(untagged)]
+pub enum Part {
+    /// A bare string.
+    Bare(String),
+    /// A typed part.
+    Typed {
+        /// `text`, `image_url` and so on.
+        #[serde(default, rename = "type")]
+        kind: Option<String>,
+        /// Text of a text part.
+        #[serde(default)]
+        text: Option<String>,
+        /// Text of a refusal.
+        #[serde(default)]
+        refusal: Option<String>,
+        /// Text of a thought.
+        #[serde(default)]
+        thinking: Option<String>,
+        /// The client's name for a media item.
+        #[serde(default)]
+        uuid: Option<Value>,
+    },
+}
+
+#[derive(Deserialize)]
+struct Body {
+    #[serde(default)]
+    model: Option<String>,
+    #[serde(default)]
+    stream: Option<bool>,
+    #[serde(default)]
+    cache_salt: Option<String>,
+    #[serde(default)]
+    max_tokens: Option<u64>,
+    #[serde(default)]
+    max_completion_tokens: Option<u64>,
+    #[serde(default)]
+    messages: Option<Vec<Message>>,
+    #[serde(default)]
+    tools: Option<Vec<Value>>,
+    #[serde(default)]
+    documents: Option<Vec<Value>>,
+    #[serde(default)]
+    add_generation_prompt: Option<bool>,
+    #[serde(default)]
+    continue_final_message: Option<bool>,
+    #[serde(default)]
+    chat_template: Option<String>,
+    #[serde(default)]
+    chat_template_kwargs: Option<Map<String, Value>>,
+    #[serde(default)]
+    reasoning_effort: Option<String>,
+    #[serde(default)]
+    kv_transfer_params: Option<Forwarded>,
+    #[serde(default)]
+    add_special_tokens: Option<bool>,
+    #[serde(default)]
+    truncate_prompt_tokens: Option<i64>,
+    #[serde(default)]
+    truncation_side: Option<Side>,
+}
+
+#[derive(Deserialize)]
+struct Forwarded {
+    #[serde(default)]
+    prompt_token_ids: Option<IgnoredAny>,
+}
+
+pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
+    let body: Body = serde_json::from_str(text)?;
+    let messages = body.messages.ok_or(ParseError::Missing("messages"))?;
+    if messages.is_empty() {
+        return Err(ParseError::Empty("messages"));
+    }
+    let chat = Chat {
+        messages,
+        tools: body.tools,
+        documents: body.documents,
+        add_generation_prompt: body.add_generation_prompt.unwrap_or(true),
+        continue_final_message: body.continue_final_message.unwrap_or(false),
+        chat_template: body.chat_template,
+        chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
+        reasoning_effort: body.reasoning_effort,
+        forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.prompt_token_ids.is_some()),
+    };
+    Ok(Request {
+        model: body.model,
+        stream: body.stream.unwrap_or(false),
+        prompt: Prompt::Chat(Box::new(chat)),
+        cache_salt: body.cache_salt,
+        max_output_tokens: body.max_completion_tokens.or(body.max_tokens),
+        tokenization: Tokenization {
+            add_special_tokens: body.add_special_tokens,
+            truncate_prompt_tokens: body.truncate_prompt_tokens,
+            truncation_side: body.truncation_side,
+        },
+    })
+}

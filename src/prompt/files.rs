@@ -1,0 +1,204 @@
+//! The files of a model: tokenizer, its configuration, special tokens and chat templates, read as transformers reads
+//! them. Disagreement between the files is refused, because the engine would resolve it in ways of its own.
+
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use flate2::read::GzDecoder;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+use thiserror::Error;
+use tokenizers::Tokenizer;
+
+use super::Config;
+
+/// Why a model's files cannot be used.
+#[derive(Debug, Error)]
+pub enum LoadError {
+    /// A file cannot be read.
+    #[error("{}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The problem.
+        source: std::io::Error,
+    },
+    /// A file says something else than it should.
+    #[error("{}: {problem}", path.display())]
+    Content {
+        /// The file.
+        path: PathBuf,
+        /// The problem.
+        problem: String,
+    },
+    /// A chat template that cannot be followed exactly.
+    #[error("{}: chat template `{name}`: {problem}", path.display())]
+    Template {
+        /// The file it comes from.
+        path: PathBuf,
+        /// Its name.
+        name: String,
+        /// The unsupported feature or the mistake.
+        problem: String,
+    },
+}
+
+/// The names under which special tokens reach a template.
+const SPECIAL_TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// What the files hold.
+pub(super) struct Loaded {
+    pub tokenizer: Tokenizer,
+    pub templates: Option<Sources>,
+    pub special_tokens: Vec<(&'static str, String)>,
+    /// Why it is uncertain which special tokens the engine adds.
+    pub special_tokens_doubt: Option<String>,
+}
+
+/// Chat templates by name, and the file they come from.
+pub(super) struct Sources {
+    pub path: PathBuf,
+    pub named: Vec<(String, String)>,
+}
+
+#[derive(Default, Deserialize)]
+struct TokenizerConfig {
+    #[serde(default)]
+    chat_template: Option<ChatTemplate>,
+    #[serde(default)]
+    add_bos_token: Option<bool>,
+    #[serde(default)]
+    add_eos_token: Option<bool>,
+    #[serde(default)]
+    split_special_tokens: Option<bool>,
+    #[serde(default)]
+    added_tokens_decoder: Map<String, Value>,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum ChatTemplate {
+    One(String),
+    Named(Vec<Named>),
+}
+
+#[derive(Deserialize)]
+struct Named {
+    name: String,
+    template: String,
+}
+
+pub(super) fn load(config: &Config) -> Result<Loaded, LoadError> {
+    let folder = config.tokenizer.parent().unwrap_or(Path::new(""));
+    let config_path = config.tokenizer_config.clone().or_else(|| beside(folder, "tokenizer_config.json"));
+    let settings: TokenizerConfig = config_path.as_deref().map(json).transpose()?.unwrap_or_default();
+    let config_path = config_path.unwrap_or_else(|| config.tokenizer.clone());
+    let config_folder = config_path.parent().unwrap_or(Path::new("")).to_owned();
+
+    let tokenizer = tokenizer(&config.tokenizer, &settings)?;
+    check_added_tokens(&tokenizer, &settings, &config_path)?;
+    let special_tokens = special_tokens(&settings, &config_folder)?;
+    let special_tokens_doubt = special_tokens_doubt(&tokenizer, &settings, &special_tokens);
+    let templates = templates(config, settings.chat_template, &config_path, &config_folder)?;
+    Ok(Loaded { tokenizer, templates, special_tokens, special_tokens_doubt })
+}
+
+fn tokenizer(path: &Path, settings: &TokenizerConfig) -> Result<Tokenizer, LoadError> {
+    let content = |error: tokenizers::Error| LoadError::Content { path: path.to_owned(), problem: error.to_string() };
+    let mut tokenizer = Tokenizer::from_bytes(read(path)?).map_err(content)?;
+    tokenizer.with_truncation(None).map_err(content)?;
+    tokenizer.with_padding(None);
+    tokenizer.set_encode_special_tokens(settings.split_special_tokens.unwrap_or(false));
+    Ok(tokenizer)
+}
+
+/// The engine adds tokens of the configuration that the tokenizer lacks, in an order of its own.
+fn check_added_tokens(tokenizer: &Tokenizer, settings: &TokenizerConfig, path: &Path) -> Result<(), LoadError> {
+    for (id, token) in &settings.added_tokens_decoder {
+        let Some(content) = token.get("content").and_then(Value::as_str) else { continue };
+        if tokenizer.token_to_id(content).map(|known| known.to_string()).as_deref() != Some(id.as_str()) {
+            let problem = format!("added token {id} `{content}` is not the same in the tokenizer");
+            return Err(LoadError::Content { path: path.to_owned(), problem });
+        }
+    }
+    Ok(())
+}
+
+fn special_tokens(settings: &TokenizerConfig, folder: &Path) -> Result<Vec<(&'static str, String)>, LoadError> {
+    let map: Map<String, Value> =
+        beside(folder, "special_tokens_map.json").as_deref().map(json).transpose()?.unwrap_or_default();
+    let text = |value: &Value| match value {
+        Value::String(text) => Some(text.clone()),
+        Value::Object(token) => token.get("content").and_then(Value::as_str).map(str::to_owned),
+        _ => None,
+    };
+    let token = |name: &'static str| {
+        let text = settings.rest.get(name).or_else(|| map.get(name)).and_then(text)?;
+        Some((name, text))
+    };
+    Ok(SPECIAL_TOKENS.into_iter().filter_map(token).collect())
+}
+
+/// The configuration can ask for a BOS or EOS token that `tokenizer.json` does not add, or the reverse.
+fn special_tokens_doubt(
+    tokenizer: &Tokenizer,
+    settings: &TokenizerConfig,
+    special: &[(&'static str, String)],
+) -> Option<String> {
+    let added = tokenizer.encode_fast("", true).ok()?;
+    let check = |asked: Option<bool>, name: &str, setting: &str| {
+        let asked = asked?;
+        let token = special.iter().find(|(known, _)| *known == name).map(|(_, token)| token)?;
+        let adds = tokenizer.token_to_id(token).is_some_and(|id| added.get_ids().contains(&id));
+        (asked != adds).then(|| format!("{setting} is {asked}, but the tokenizer's post-processor says otherwise"))
+    };
+    check(settings.add_bos_token, "bos_token", "add_bos_token")
+        .or_else(|| check(settings.add_eos_token, "eos_token", "add_eos_token"))
+}
+
+/// The chat templates in their order of precedence: the operator's, `chat_template.jinja`, the configuration's.
+fn templates(
+    config: &Config,
+    configured: Option<ChatTemplate>,
+    config_path: &Path,
+    folder: &Path,
+) -> Result<Option<Sources>, LoadError> {
+    let file = config.chat_template.clone().or_else(|| beside(folder, "chat_template.jinja"));
+    if let Some(path) = file {
+        let source = String::from_utf8(read(&path)?)
+            .map_err(|error| LoadError::Content { path: path.clone(), problem: error.to_string() })?;
+        return Ok(Some(Sources { path, named: vec![("default".to_owned(), source)] }));
+    }
+    let named = match configured {
+        None => return Ok(None),
+        Some(ChatTemplate::One(source)) => vec![("default".to_owned(), source)],
+        Some(ChatTemplate::Named(list)) => list.into_iter().map(|named| (named.name, named.template)).collect(),
+    };
+    Ok(Some(Sources { path: config_path.to_owned(), named }))
+}
+
+/// A file beside the others, plain or compressed.
+fn beside(folder: &Path, name: &str) -> Option<PathBuf> {
+    [name.to_owned(), format!("{name}.gz")].into_iter().map(|name| folder.join(name)).find(|path| path.is_file())
+}
+
+fn json<T: DeserializeOwned>(path: &Path) -> Result<T, LoadError> {
+    serde_json::from_slice(&read(path)?)
+        .map_err(|error| LoadError::Content { path: path.to_owned(), problem: error.to_string() })
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, LoadError> {
+    let failed = |source| LoadError::Read { path: path.to_owned(), source };
+    let bytes = fs::read(path).map_err(failed)?;
+    if !bytes.starts_with(&[0x1f, 0x8b]) {
+        return Ok(bytes);
+    }
+    let mut plain = Vec::new();
+    GzDecoder::new(bytes.as_slice()).read_to_end(&mut plain).map_err(failed)?;
+    Ok(plain)
+}

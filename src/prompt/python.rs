@@ -1,0 +1,331 @@
+//! Values as Python templates see and print them. Chat templates are written against Python's `str`, `repr` and
+//! `json.dumps`; where our engine for templates would print something else, or where Python's answer depends on tables
+//! we do not have, the output is poisoned with [`DOUBT`] and rendering fails.
+
+use std::fmt::{self, Write};
+use std::sync::Arc;
+
+use hashbrown::HashMap;
+use minijinja::value::{Enumerator, Kwargs, Object, ObjectExt, ObjectRepr, ValueKind};
+use minijinja::{Error, ErrorKind, Value};
+use serde_json::Value as Json;
+
+use super::{EncodeError, number};
+
+/// Stands for text we cannot print as Python would. A request that contains it renders to an error as well.
+pub(super) const DOUBT: &str = "\u{10ffff}?\u{10ffff}";
+
+/// Maps above this size get a table, so that no request makes lookups slow.
+const SMALL: usize = 8;
+
+/// A Python `dict` with string keys, in insertion order.
+#[derive(Debug, Default)]
+pub(super) struct Dict {
+    entries: Vec<(Arc<str>, Value)>,
+    places: HashMap<Arc<str>, usize>,
+}
+
+impl Dict {
+    /// Adds an entry; the key is new.
+    pub(super) fn push(&mut self, key: &str, value: Value) {
+        let key: Arc<str> = Arc::from(key);
+        self.entries.push((Arc::clone(&key), value));
+        if self.entries.len() == SMALL + 1 {
+            self.places = self.entries.iter().enumerate().map(|(place, (key, _))| (Arc::clone(key), place)).collect();
+        } else if self.entries.len() > SMALL {
+            self.places.insert(key, self.entries.len() - 1);
+        }
+    }
+
+    pub(super) fn into_value(self) -> Value {
+        Value::from_object(self)
+    }
+
+    fn place(&self, key: &str) -> Option<usize> {
+        if self.entries.len() > SMALL {
+            return self.places.get(key).copied();
+        }
+        self.entries.iter().position(|(known, _)| &**known == key)
+    }
+}
+
+impl<'k> FromIterator<(&'k str, Value)> for Dict {
+    fn from_iter<I: IntoIterator<Item = (&'k str, Value)>>(entries: I) -> Self {
+        let mut dict = Self::default();
+        for (key, value) in entries {
+            dict.push(key, value);
+        }
+        dict
+    }
+}
+
+impl Object for Dict {
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.place(key.as_str()?).map(|place| self.entries[place].1.clone())
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        self.mapped_enumerator(|this| Box::new(this.entries.iter().map(|(key, _)| Value::from(Arc::clone(key)))))
+    }
+
+    fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
+        Some(self.entries.len())
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&repr(&Value::from_dyn_object(Arc::clone(self))))
+    }
+}
+
+/// A Python `list`.
+#[derive(Debug)]
+struct List(Vec<Value>);
+
+impl Object for List {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Seq
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.0.get(key.as_usize()?).cloned()
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Seq(self.0.len())
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&repr(&Value::from_dyn_object(Arc::clone(self))))
+    }
+}
+
+/// A list of values.
+pub(super) fn list(values: Vec<Value>) -> Value {
+    Value::from_object(List(values))
+}
+
+/// JSON as Python reads it.
+pub(super) fn value(json: &Json) -> Result<Value, EncodeError> {
+    Ok(match json {
+        Json::Null => Value::from(()),
+        Json::Bool(flag) => Value::from(*flag),
+        Json::Number(number) => match (number.as_i64(), number.as_u64(), number.as_f64()) {
+            (Some(integer), _, _) => Value::from(integer),
+            (_, Some(integer), _) => Value::from(integer),
+            (_, _, Some(float)) => Value::from(number::certain(float)?),
+            _ => return Err(EncodeError::uncertain(format!("the number {number}"))),
+        },
+        Json::String(text) => Value::from(text.as_str()),
+        Json::Array(items) => list(items.iter().map(value).collect::<Result<_, _>>()?),
+        Json::Object(map) => {
+            let mut dict = Dict::default();
+            for (key, item) in map {
+                dict.push(key, value(item)?);
+            }
+            dict.into_value()
+        }
+    })
+}
+
+/// Python's `str(value)`, as `{{ value }}` prints it.
+pub(super) fn text(value: &Value) -> String {
+    match value.as_str() {
+        Some(text) => text.to_owned(),
+        None if value.is_undefined() => String::new(),
+        None => repr(value),
+    }
+}
+
+/// Python's `repr(value)`.
+fn repr(value: &Value) -> String {
+    let mut out = String::new();
+    write_repr(&mut out, value, 0);
+    out
+}
+
+fn write_repr(out: &mut String, value: &Value, depth: usize) {
+    if depth > 128 {
+        return out.push_str(DOUBT);
+    }
+    match value.kind() {
+        ValueKind::None | ValueKind::Bool => out.push_str(&value.to_string()),
+        ValueKind::Number => out.push_str(&number_text(value)),
+        ValueKind::String => write_quoted(out, value.as_str().unwrap_or_default()),
+        ValueKind::Seq => write_items(out, value, depth),
+        ValueKind::Map => write_pairs(out, value, depth),
+        _ => out.push_str(DOUBT),
+    }
+}
+
+fn write_items(out: &mut String, value: &Value, depth: usize) {
+    out.push('[');
+    for (place, item) in value.try_iter().into_iter().flatten().enumerate() {
+        out.push_str(if place > 0 { ", " } else { "" });
+        write_repr(out, &item, depth + 1);
+    }
+    out.push(']');
+}
+
+fn write_pairs(out: &mut String, value: &Value, depth: usize) {
+    out.push('{');
+    for (place, key) in value.try_iter().into_iter().flatten().enumerate() {
+        out.push_str(if place > 0 { ", " } else { "" });
+        write_repr(out, &key, depth + 1);
+        out.push_str(": ");
+        write_repr(out, &value.get_item(&key).unwrap_or_default(), depth + 1);
+    }
+    out.push('}');
+}
+
+fn number_text(value: &Value) -> String {
+    if value.is_integer() {
+        return value.to_string();
+    }
+    match f64::try_from(value.clone()) {
+        Ok(float) if float.is_finite() => number::repr(float),
+        _ => DOUBT.to_owned(),
+    }
+}
+
+/// A quoted string. Which characters beyond ASCII Python escapes depends on its Unicode tables; letters and digits
+/// never are.
+fn write_quoted(out: &mut String, text: &str) {
+    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+    out.push(quote);
+    for c in text.chars() {
+        match c {
+            '\\' => out.push_str("\\\\"),
+            '\n' => out.push_str("\\n"),
+            '\r' => out.push_str("\\r"),
+            '\t' => out.push_str("\\t"),
+            c if c == quote => out.extend(['\\', c]),
+            ' '..='~' => out.push(c),
+            '\0'..='\u{1f}' | '\u{7f}'..='\u{a0}' | '\u{ad}' => out.push_str(&format!("\\x{:02x}", u32::from(c))),
+            '\u{a1}'..='\u{ff}' => out.push(c),
+            c if c.is_alphanumeric() => out.push(c),
+            _ => out.push_str(DOUBT),
+        }
+    }
+    out.push(quote);
+}
+
+/// How `json.dumps` lays its output out.
+struct Layout {
+    ensure_ascii: bool,
+    sort_keys: bool,
+    indent: Option<String>,
+    item: String,
+    key: String,
+}
+
+/// The filter `tojson` as transformers defines it: `json.dumps` with `ensure_ascii` off and nothing escaped for HTML.
+pub(super) fn tojson(value: &Value, ensure_ascii: Option<bool>, options: &Kwargs) -> Result<String, Error> {
+    let indent = match options.get::<Option<Value>>("indent")? {
+        None => None,
+        Some(none) if none.is_none() => None,
+        Some(text) if text.as_str().is_some() => text.as_str().map(str::to_owned),
+        Some(width) => Some(" ".repeat(i64::try_from(width)?.clamp(0, 64).unsigned_abs() as usize)),
+    };
+    let separators = options.get::<Option<Value>>("separators")?.filter(|value| !value.is_none());
+    let separator = |place: usize, default: &str| match &separators {
+        None => Ok(default.to_owned()),
+        Some(pair) => pair.get_item(&Value::from(place)).map(|text| self::text(&text)),
+    };
+    let layout = Layout {
+        ensure_ascii: options.get::<Option<bool>>("ensure_ascii")?.or(ensure_ascii).unwrap_or(false),
+        sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
+        item: separator(0, if indent.is_some() { "," } else { ", " })?,
+        key: separator(1, ": ")?,
+        indent,
+    };
+    options.assert_all_used()?;
+    let mut out = String::new();
+    layout.write(&mut out, value, 0)?;
+    Ok(out)
+}
+
+impl Layout {
+    fn write(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
+        let refused = |what: String| Err(Error::new(ErrorKind::InvalidOperation, what));
+        if depth > 256 {
+            return refused("JSON is nested too deeply".to_owned());
+        }
+        match value.kind() {
+            ValueKind::None => out.push_str("null"),
+            ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+            ValueKind::Number => out.push_str(&number_text(value)),
+            ValueKind::String => self.write_string(out, value.as_str().unwrap_or_default()),
+            ValueKind::Seq | ValueKind::Iterable => {
+                let items: Vec<Value> = value.try_iter()?.collect();
+                self.write_all(out, ('[', ']'), depth, &items, |out, item| self.write(out, item, depth + 1))?;
+            }
+            ValueKind::Map => {
+                let mut keys: Vec<Value> = value.try_iter()?.collect();
+                if keys.iter().any(|key| key.as_str().is_none()) {
+                    return refused("a key is not a string".to_owned());
+                }
+                if self.sort_keys {
+                    keys.sort_by(|a, b| a.as_str().cmp(&b.as_str()));
+                }
+                self.write_all(out, ('{', '}'), depth, &keys, |out, key| {
+                    self.write_string(out, key.as_str().unwrap_or_default());
+                    out.push_str(&self.key);
+                    self.write(out, &value.get_item(key)?, depth + 1)
+                })?;
+            }
+            kind => return refused(format!("{kind} is not JSON")),
+        }
+        Ok(())
+    }
+
+    fn write_all(
+        &self,
+        out: &mut String,
+        (open, close): (char, char),
+        depth: usize,
+        entries: &[Value],
+        mut write: impl FnMut(&mut String, &Value) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let newline = |out: &mut String, depth: usize| {
+            if let (Some(indent), false) = (&self.indent, entries.is_empty()) {
+                out.push('\n');
+                out.push_str(&indent.repeat(depth));
+            }
+        };
+        out.push(open);
+        for (place, entry) in entries.iter().enumerate() {
+            out.push_str(if place > 0 { &self.item } else { "" });
+            newline(out, depth + 1);
+            write(out, entry)?;
+        }
+        newline(out, depth);
+        out.push(close);
+        Ok(())
+    }
+
+    fn write_string(&self, out: &mut String, text: &str) {
+        out.push('"');
+        for c in text.chars() {
+            match c {
+                '"' => out.push_str("\\\""),
+                '\\' => out.push_str("\\\\"),
+                '\n' => out.push_str("\\n"),
+                '\r' => out.push_str("\\r"),
+                '\t' => out.push_str("\\t"),
+                '\u{8}' => out.push_str("\\b"),
+                '\u{c}' => out.push_str("\\f"),
+                '\0'..='\u{1f}' => write_escape(out, c),
+                ' '..='~' => out.push(c),
+                c if self.ensure_ascii => write_escape(out, c),
+                c => out.push(c),
+            }
+        }
+        out.push('"');
+    }
+}
+
+fn write_escape(out: &mut String, c: char) {
+    for unit in c.encode_utf16(&mut [0; 2]) {
+        let _infallible = write!(out, "\\u{unit:04x}");
+    }
+}

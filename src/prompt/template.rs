@@ -1,0 +1,223 @@
+//! Chat templates: compiled at load, where anything that could render differently from Jinja2 is refused by name, and
+//! rendered with limited fuel, so that no request makes a template run for ever.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use minijinja::machinery::{WhitespaceConfig, parse};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Environment, Error, ErrorKind, Value};
+
+use super::conversation::{self, Turn};
+use super::detect::{self, ContentFormat};
+use super::files::{LoadError, Sources};
+use super::python::{self, DOUBT, Dict};
+use super::{EncodeError, Exactness, continuation, methods, support};
+use crate::openai::Chat;
+
+/// Instructions a template may spend: thousands of messages, or about a second.
+const FUEL: u64 = 20_000_000;
+
+/// Template variables that clients may not set, because they steer the rendering itself in ways that depend on the engine.
+const RESERVED: [&str; 14] = [
+    "chat_template",
+    "tokenize",
+    "tools",
+    "conversation",
+    "messages",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "sanitize_control_tokens",
+    "self",
+];
+
+/// The chat templates of a model.
+pub(super) struct Templates {
+    named: BTreeMap<String, Template>,
+    special_tokens: Vec<(&'static str, String)>,
+}
+
+impl fmt::Debug for Templates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.named.keys()).finish()
+    }
+}
+
+impl Templates {
+    pub(super) fn compile(
+        sources: Sources,
+        special_tokens: Vec<(&'static str, String)>,
+        now: impl Fn() -> jiff::Zoned + Send + Sync + 'static,
+    ) -> Result<Self, LoadError> {
+        let now: Clock = Arc::new(now);
+        let mut named = BTreeMap::new();
+        for (name, source) in sources.named {
+            let template = Template::compile(&source, &now).map_err(|problem| LoadError::Template {
+                path: sources.path.clone(),
+                name: name.clone(),
+                problem,
+            })?;
+            named.insert(name, template);
+        }
+        Ok(Self { named, special_tokens })
+    }
+
+    /// The prompt of a conversation.
+    pub(super) fn render(&self, chat: &Chat) -> Result<(String, Exactness), EncodeError> {
+        check(chat)?;
+        let with_tools = self.named.get("tool_use").filter(|_| chat.tools.is_some());
+        let template = with_tools.or_else(|| self.named.get("default")).ok_or(EncodeError::NoTemplate)?;
+        let mut turns = conversation::turns(&chat.messages, template.format)?;
+        if !template.knows_developers && turns.iter().any(|turn| turn.role == "developer") {
+            turns = conversation::without_developers(turns);
+        }
+        template.check_thoughts(&turns)?;
+        let continued = chat.continue_final_message.then(|| continuation::mark(&mut turns)).transpose()?;
+        let (text, exact) = template.render(self.variables(chat, turns)?)?;
+        match continued {
+            None => Ok((text, exact)),
+            Some(_) if !template.reads_content => Err(EncodeError::rejected("the template reads no content")),
+            Some(message) => Ok((continuation::cut(text, &message)?, exact)),
+        }
+    }
+
+    /// Everything the template sees, later entries over earlier ones.
+    fn variables(&self, chat: &Chat, turns: Vec<Turn>) -> Result<Value, EncodeError> {
+        let mut variables: BTreeMap<&str, Value> = BTreeMap::new();
+        variables.extend(self.special_tokens.iter().map(|(name, token)| (*name, Value::from(token.as_str()))));
+        variables.insert("documents", Value::from(()));
+        for (name, value) in &chat.chat_template_kwargs {
+            variables.insert(name, python::value(value)?);
+        }
+        if let Some(effort) = chat.reasoning_effort.as_deref().filter(|effort| *effort != "auto") {
+            variables.insert("reasoning_effort", Value::from(effort));
+            if !chat.chat_template_kwargs.contains_key("enable_thinking") {
+                variables.insert("enable_thinking", Value::from(effort != "none"));
+            }
+        }
+        if let Some(documents) = &chat.documents {
+            let documents = documents.iter().map(python::value).collect::<Result<_, _>>()?;
+            variables.insert("documents", python::list(documents));
+        }
+        let tools = chat.tools.as_deref().map(conversation::tools).transpose()?;
+        variables.insert("tools", tools.unwrap_or(Value::from(())));
+        variables.insert("add_generation_prompt", Value::from(chat.add_generation_prompt));
+        variables.insert("messages", conversation::into_value(turns));
+        Ok(Dict::from_iter(variables).into_value())
+    }
+}
+
+/// What the engine refuses before it renders, and what it would do in unknown ways.
+fn check(chat: &Chat) -> Result<(), EncodeError> {
+    if chat.chat_template.is_some() {
+        return Err(EncodeError::RequestTemplate);
+    }
+    if chat.forwarded_tokens {
+        return Err(EncodeError::uncertain("another engine forwards the prompt's tokens"));
+    }
+    if chat.continue_final_message && chat.add_generation_prompt {
+        return Err(EncodeError::rejected("continue_final_message together with add_generation_prompt"));
+    }
+    match chat.chat_template_kwargs.keys().find(|name| RESERVED.contains(&name.as_str())) {
+        Some(name) => Err(EncodeError::uncertain(format!("`{name}` in chat_template_kwargs"))),
+        None => Ok(()),
+    }
+}
+
+type Clock = Arc<dyn Fn() -> jiff::Zoned + Send + Sync>;
+
+/// One compiled template.
+struct Template {
+    env: Environment<'static>,
+    format: ContentFormat,
+    knows_developers: bool,
+    reads_content: bool,
+    /// Versions of transformers differ in the names under which thoughts reach a template.
+    reads_thinking: bool,
+    reads_clock: bool,
+}
+
+const NAME: &str = "chat_template";
+
+impl Template {
+    fn compile(source: &str, now: &Clock) -> Result<Self, String> {
+        let source = without_generation_tags(source);
+        let whitespace = WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true };
+        let tree = parse(&source, NAME, SyntaxConfig::default(), whitespace).map_err(|error| error.to_string())?;
+        support::check(&tree)?;
+        let format = detect::content_format(&tree);
+        let mut env = environment(now);
+        env.add_template_owned(NAME, source.clone()).map_err(|error| error.to_string())?;
+        let holds = |words: &[&str]| words.iter().any(|word| source.contains(word));
+        Ok(Self {
+            env,
+            format,
+            knows_developers: holds(&["\"developer\"", "'developer'"]),
+            reads_content: holds(&["content"]),
+            reads_thinking: holds(&[".thinking", "'thinking'", "\"thinking\""]),
+            reads_clock: holds(&["strftime_now"]),
+        })
+    }
+
+    fn check_thoughts(&self, turns: &[Turn]) -> Result<(), EncodeError> {
+        if self.reads_thinking && turns.iter().any(Turn::has_thoughts) {
+            return Err(EncodeError::uncertain("the template reads `thinking`"));
+        }
+        Ok(())
+    }
+
+    fn render(&self, variables: Value) -> Result<(String, Exactness), EncodeError> {
+        let render = |error: Error| EncodeError::Render(error.to_string());
+        let text = self.env.get_template(NAME).and_then(|template| template.render(variables)).map_err(render)?;
+        if text.contains(DOUBT) {
+            return Err(EncodeError::uncertain("a value that only Python prints exactly"));
+        }
+        let exact = if self.reads_clock { Exactness::Clock } else { Exactness::Exact };
+        Ok((text, exact))
+    }
+}
+
+/// Jinja2 as transformers sets it up.
+fn environment(now: &Clock) -> Environment<'static> {
+    let mut env = Environment::new();
+    env.set_trim_blocks(true);
+    env.set_lstrip_blocks(true);
+    env.set_fuel(Some(FUEL));
+    env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    methods::install(&mut env);
+    env.add_function("raise_exception", |message: &str| -> Result<Value, Error> {
+        Err(Error::new(ErrorKind::InvalidOperation, message.to_owned()))
+    });
+    let now = Arc::clone(now);
+    env.add_function("strftime_now", move |format: &str| -> Result<String, Error> {
+        jiff::fmt::strtime::format(format, &now())
+            .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
+    });
+    env
+}
+
+/// The tags `generation` and `endgeneration` mark text for training and render to nothing themselves.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let end = rest[start..].find("%}").map_or(rest.len(), |length| start + length + 2);
+        let tag = &rest[start..end];
+        let word = tag.trim_start_matches(['{', '%', '-', '+']).trim_end_matches(['}', '%', '-', '+']).trim();
+        out.push_str(&rest[..start]);
+        match word {
+            "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
+            _ => out.push_str(tag),
+        }
+        rest = &rest[end..];
+    }
+    out.push_str(rest);
+    out
+}
