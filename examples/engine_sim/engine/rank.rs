@@ -235,12 +235,17 @@ mod tests {
     use super::*;
 
     const PACE: Pace = Pace { step_us: 4800.0, prefill_us_per_token: 70.0, decode_us_per_seq: 150.0, speed: 1.0 };
+    const FAST: Pace = Pace { speed: 20.0, ..PACE };
+
+    fn scheduler(num_blocks: usize) -> Scheduler {
+        let limits = Limits { max_num_batched_tokens: 2048, max_num_seqs: 1 };
+        Scheduler::new(Cache::new(16, num_blocks), limits)
+    }
 
     async fn rank(num_blocks: usize, pace: Pace) -> Arc<Rank> {
         let sockets = Sockets { topic: String::new(), events: None, replay: None, buffered_batches: 10 };
-        let limits = Limits { max_num_batched_tokens: 2048, max_num_seqs: 1 };
-        let scheduler = Scheduler::new(Cache::new(16, num_blocks), limits);
-        let rank = Arc::new(Rank::new(0, scheduler, Publisher::open(sockets).await.unwrap(), (pace, Encoding::Map)));
+        let publisher = Publisher::open(sockets).await.unwrap();
+        let rank = Arc::new(Rank::new(0, scheduler(num_blocks), publisher, (pace, Encoding::Map)));
         tokio::spawn(rank.clone().drive(Arc::default()));
         rank
     }
@@ -249,27 +254,41 @@ mod tests {
         Sequence::new((0..len).collect(), Keys::default())
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn a_cold_4k_prompt_takes_about_300_ms_a_warm_one_a_step_and_a_token_5_ms() {
-        let rank = rank(1024, PACE).await;
+    #[test]
+    fn a_cold_4k_prompt_takes_about_300_ms_a_warm_one_a_step_and_a_token_5_ms() {
+        let mut scheduler = scheduler(1024);
         let mut times = Vec::new();
-        for _ in 0..2 {
-            let start = Instant::now();
-            let mut ticket = rank.submit(prompt(4096), vec![1; 11]);
-            ticket.next().await.unwrap();
-            let first = start.elapsed().as_millis();
-            while ticket.next().await.is_some() {}
-            times.push((first, (start.elapsed().as_millis() - first) / 10));
+        for id in 0..2 {
+            scheduler.submit(Job::new(JobId(id), prompt(4096), vec![1; 11]));
+            let (mut first, mut total) = (None, Duration::ZERO);
+            while let Some(step) = scheduler.plan() {
+                total += PACE.of(&step);
+                if scheduler.complete(&step).iter().any(|output| output.is_first) {
+                    first = Some(total);
+                }
+            }
+            times.push((first.unwrap().as_millis(), (total - first.unwrap()).as_millis() / 10));
         }
         let [(cold, decode), (warm, _)] = times[..] else { panic!("{times:?}") };
         assert!((280..320).contains(&cold), "{cold} ms");
         assert!((5..=8).contains(&warm), "{warm} ms");
         assert!((4..=6).contains(&decode), "{decode} ms");
+        assert_eq!(Pace { speed: 10.0, ..PACE }.of(&Step::default()), PACE.of(&Step::default()) / 10);
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn a_dropped_ticket_frees_the_blocks_and_the_next_in_line_runs() {
+    #[tokio::test]
+    async fn steps_keep_the_ideal_pace_although_timers_fire_late() {
         let rank = rank(64, PACE).await;
+        let start = Instant::now();
+        let mut ticket = rank.submit(prompt(10), vec![1; 100]);
+        while ticket.next().await.is_some() {}
+        // 100 steps of 4.8 to 5.5 ms; never faster, whatever else the machine does.
+        assert!(start.elapsed() >= Duration::from_millis(450), "{:?}", start.elapsed());
+    }
+
+    #[tokio::test]
+    async fn a_dropped_ticket_frees_the_blocks_and_the_next_in_line_runs() {
+        let rank = rank(64, FAST).await;
         let mut first = rank.submit(prompt(100), vec![1; 500]);
         let mut second = rank.submit(prompt(100), vec![2; 2]);
         first.next().await.unwrap();
@@ -280,9 +299,9 @@ mod tests {
         assert_eq!((rank.sample().used_blocks, rank.sample().totals.aborted), (0, 1));
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn a_reset_is_numbered_with_the_next_step_and_not_before() {
-        let rank = rank(64, PACE).await;
+        let rank = rank(64, FAST).await;
         let mut ticket = rank.submit(prompt(40), vec![1]);
         while ticket.next().await.is_some() {}
         assert_eq!(rank.publisher.last_number(), Some(0));
