@@ -1,0 +1,170 @@
+//! Answers in OpenAI's shapes with vLLM's fields: one JSON document, or chunks of an event stream. Fed token by token, it
+//! also keeps the usage, whose cached tokens are what the cache really gave.
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value, json};
+use warmroute::openai::Api;
+
+use super::ask::Ask;
+use super::scheduler::Output;
+use super::tokens::Tokens;
+
+/// One choice as far as it has come.
+#[derive(Debug, Default)]
+struct Choice {
+    prompt: usize,
+    tokens: Vec<u32>,
+    text: String,
+    cached: usize,
+}
+
+/// The answer to one request: see the module.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    api: Api,
+    id: String,
+    created: u64,
+    model: String,
+    wants_usage: bool,
+    wants_token_ids: bool,
+    vocabulary: Arc<Tokens>,
+    prompts: Vec<Vec<u32>>,
+    choices: Vec<Choice>,
+}
+
+impl Answer {
+    /// `model` is the one asked for; `name` makes the id, as vLLM takes it from `x-request-id`.
+    pub(crate) fn new(
+        (api, ask): (Api, &Ask),
+        (model, name): (String, &str),
+        prompts: Vec<Vec<u32>>,
+        vocabulary: Arc<Tokens>,
+    ) -> Self {
+        let prefix = match api {
+            Api::ChatCompletions => "chatcmpl",
+            Api::Completions => "cmpl",
+        };
+        let choices = (0..prompts.len() * ask.choices())
+            .map(|at| Choice { prompt: at / ask.choices(), ..Choice::default() })
+            .collect();
+        Self {
+            api,
+            id: format!("{prefix}-{name}"),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
+            model,
+            wants_usage: ask.wants_usage(),
+            wants_token_ids: ask.wants_token_ids(),
+            vocabulary,
+            prompts,
+            choices,
+        }
+    }
+
+    /// Notes a token of the choice at `at`; returns its text.
+    pub(crate) fn note(&mut self, at: usize, output: Output) -> String {
+        let text = self.vocabulary.text(output.token, output.is_first).to_owned();
+        let choice = &mut self.choices[at];
+        choice.tokens.push(output.token);
+        choice.text += &text;
+        choice.cached = output.cached;
+        text
+    }
+
+    fn usage(&self) -> Value {
+        let prompt: usize = self.prompts.iter().map(Vec::len).sum();
+        let completion: usize = self.choices.iter().map(|choice| choice.tokens.len()).sum();
+        // Of several choices of one prompt the first computes what the others find; vLLM reports what they found.
+        let cached = |prompt| {
+            self.choices.iter().filter(move |choice| choice.prompt == prompt).map(|choice| choice.cached).max()
+        };
+        let cached: usize = (0..self.prompts.len()).filter_map(cached).sum();
+        json!({
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + completion,
+            "completion_tokens": completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        })
+    }
+
+    fn envelope(&self, object: &str, choices: Value) -> Value {
+        json!({"id": self.id, "object": object, "created": self.created, "model": self.model, "choices": choices})
+    }
+
+    /// The whole answer as one document.
+    pub(crate) fn document(&self) -> Value {
+        let choices = self.choices.iter().enumerate().map(|(at, choice)| self.choice(at, choice)).collect();
+        let object = match self.api {
+            Api::ChatCompletions => "chat.completion",
+            Api::Completions => "text_completion",
+        };
+        let mut document = self.envelope(object, Value::Array(choices));
+        document["usage"] = self.usage();
+        if self.wants_token_ids && self.api == Api::ChatCompletions {
+            document["prompt_token_ids"] = json!(self.prompts.first());
+        }
+        document
+    }
+
+    fn choice(&self, at: usize, choice: &Choice) -> Value {
+        let mut value = json!({"index": at, "logprobs": null, "finish_reason": "length", "stop_reason": null});
+        match self.api {
+            Api::ChatCompletions => value["message"] = json!({"role": "assistant", "content": choice.text}),
+            Api::Completions => value["text"] = json!(choice.text),
+        }
+        if self.wants_token_ids {
+            value["token_ids"] = json!(choice.tokens);
+            if self.api == Api::Completions {
+                value["prompt_token_ids"] = json!(self.prompts[choice.prompt]);
+            }
+        }
+        value
+    }
+
+    /// The stream's text for one token.
+    pub(crate) fn chunk(&mut self, at: usize, output: Output) -> String {
+        let text = self.note(at, output);
+        let finish = if output.is_last { json!("length") } else { Value::Null };
+        let mut events = String::new();
+        let mut value = json!({"index": at, "logprobs": null, "finish_reason": finish});
+        let object = match self.api {
+            Api::ChatCompletions => {
+                if output.is_first {
+                    let role = json!({"role": "assistant", "content": ""});
+                    let opening = json!([{"index": at, "delta": role, "logprobs": null, "finish_reason": null}]);
+                    events += &event(&self.envelope("chat.completion.chunk", opening));
+                }
+                value["delta"] = json!({"content": text});
+                "chat.completion.chunk"
+            }
+            Api::Completions => {
+                value["text"] = json!(text);
+                "text_completion"
+            }
+        };
+        if self.wants_token_ids {
+            value["token_ids"] = json!([output.token]);
+        }
+        events + &event(&self.envelope(object, json!([value])))
+    }
+
+    /// The end of the stream.
+    pub(crate) fn closing(&self) -> String {
+        let object = match self.api {
+            Api::ChatCompletions => "chat.completion.chunk",
+            Api::Completions => "text_completion",
+        };
+        let mut events = String::new();
+        if self.wants_usage {
+            let mut last = self.envelope(object, json!([]));
+            last["usage"] = self.usage();
+            events = event(&last);
+        }
+        events + "data: [DONE]\n\n"
+    }
+}
+
+fn event(value: &Value) -> String {
+    format!("data: {value}\n\n")
+}

@@ -1,0 +1,86 @@
+//! The fields of a request that decide what the engine does, beyond the prompt itself.
+
+use serde::Deserialize;
+
+/// What is asked for.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct Ask {
+    pub(crate) model: Option<String>,
+    stream: Option<bool>,
+    stream_options: Option<StreamOptions>,
+    max_tokens: Option<usize>,
+    max_completion_tokens: Option<usize>,
+    n: Option<usize>,
+    pub(crate) cache_salt: Option<String>,
+    pub(crate) session_id: Option<String>,
+    return_token_ids: Option<bool>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct StreamOptions {
+    include_usage: Option<bool>,
+}
+
+/// What completions get by default, and chats here too: a simulated model never ends by itself.
+const DEFAULT_MAX_TOKENS: usize = 16;
+const MOST_CHOICES: usize = 128;
+
+impl Ask {
+    pub(crate) fn read(body: &[u8]) -> Result<Self, String> {
+        let ask: Self = serde_json::from_slice(body).map_err(|error| error.to_string())?;
+        if ask.max_tokens() == 0 {
+            return Err("max_tokens must be at least 1".into());
+        }
+        if !(1..=MOST_CHOICES).contains(&ask.choices()) {
+            return Err(format!("n must be from 1 to {MOST_CHOICES}"));
+        }
+        if ask.cache_salt.as_deref() == Some("") {
+            return Err("cache_salt must not be empty".into());
+        }
+        Ok(ask)
+    }
+
+    pub(crate) fn streams(&self) -> bool {
+        self.stream.unwrap_or_default()
+    }
+
+    pub(crate) fn wants_usage(&self) -> bool {
+        self.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or_default()
+    }
+
+    pub(crate) fn max_tokens(&self) -> usize {
+        self.max_completion_tokens.or(self.max_tokens).unwrap_or(DEFAULT_MAX_TOKENS)
+    }
+
+    pub(crate) fn choices(&self) -> usize {
+        self.n.unwrap_or(1)
+    }
+
+    pub(crate) fn wants_token_ids(&self) -> bool {
+        self.return_token_ids.unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn absent_and_null_fields_mean_the_defaults() {
+        for body in ["{}", r#"{"stream": null, "max_tokens": null, "n": null, "stream_options": null}"#] {
+            let ask = Ask::read(body.as_bytes()).unwrap();
+            assert_eq!((ask.streams(), ask.max_tokens(), ask.choices(), ask.wants_usage()), (false, 16, 1, false));
+        }
+        let ask = Ask::read(br#"{"max_completion_tokens": 3, "max_tokens": 9, "ignore_eos": true}"#).unwrap();
+        assert_eq!(ask.max_tokens(), 3);
+    }
+
+    #[test]
+    fn impossible_requests_are_refused() {
+        for body in [r#"{"max_tokens": 0}"#, r#"{"n": 0}"#, r#"{"cache_salt": ""}"#, r#"{"stream": 1}"#, "["] {
+            assert!(Ask::read(body.as_bytes()).is_err(), "{body}");
+        }
+    }
+}

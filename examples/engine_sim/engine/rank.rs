@@ -1,0 +1,315 @@
+//! One data-parallel rank at work: drives the scheduler step by step in (scaled) time, hands tokens to the requests that
+//! wait for them and publishes what each step did to the cache. A request is a [`Ticket`]; dropping it, as happens when
+//! the client goes away, aborts the work and frees the blocks.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::sync::{Notify, mpsc};
+use tokio::time::Instant;
+
+use super::cache::Sequence;
+use super::faults::Mood;
+use super::metrics::{Durations, Sample};
+use super::publisher::Publisher;
+use super::scheduler::{Job, JobId, Output, Scheduler, Step};
+use super::wire::{self, Encoding};
+
+/// How long a step takes.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub(crate) struct Pace {
+    /// Microseconds of any step.
+    #[arg(long, default_value_t = 4800.0)]
+    pub(crate) step_us: f64,
+    /// Microseconds per prompt token computed in a step.
+    #[arg(long, default_value_t = 70.0)]
+    pub(crate) prefill_us_per_token: f64,
+    /// Microseconds per sequence that decodes in a step.
+    #[arg(long, default_value_t = 150.0)]
+    pub(crate) decode_us_per_seq: f64,
+    /// Everything that many times faster.
+    #[arg(long, default_value_t = 1.0)]
+    pub(crate) speed: f64,
+}
+
+impl Pace {
+    fn of(&self, step: &Step) -> Duration {
+        let prefill = self.prefill_us_per_token * step.prefill_tokens as f64;
+        let decode = self.decode_us_per_seq * step.decoding as f64;
+        Duration::from_secs_f64(((self.step_us + prefill + decode) / self.speed / 1e6).max(0.0))
+    }
+}
+
+/// A step that ends later than this after its time is not made up for by the following ones.
+const MOST_LAG: Duration = Duration::from_millis(20);
+
+/// One request's place in the rank.
+#[derive(Debug)]
+struct Outlet {
+    tokens: mpsc::UnboundedSender<Output>,
+    arrived: Instant,
+    last_token: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Work {
+    scheduler: Scheduler,
+    outlets: HashMap<JobId, Outlet>,
+    next_job: u64,
+    durations: Durations,
+}
+
+/// The rank: see the module.
+#[derive(Debug)]
+pub(crate) struct Rank {
+    pub(crate) number: u32,
+    pub(crate) publisher: Publisher,
+    work: Mutex<Work>,
+    wake: Notify,
+    pace: Pace,
+    encoding: Encoding,
+}
+
+impl Rank {
+    pub(crate) fn new(
+        number: u32,
+        scheduler: Scheduler,
+        publisher: Publisher,
+        (pace, encoding): (Pace, Encoding),
+    ) -> Self {
+        let work = Work { scheduler, outlets: HashMap::new(), next_job: 0, durations: Durations::default() };
+        Self { number, publisher, work: Mutex::new(work), wake: Notify::new(), pace, encoding }
+    }
+
+    /// Queues a sequence that will generate `answer`.
+    pub(crate) fn submit(self: &Arc<Self>, sequence: Sequence, answer: Vec<u32>) -> Ticket {
+        let (sender, tokens) = mpsc::unbounded_channel();
+        let mut work = self.work.lock();
+        let job = JobId(work.next_job);
+        work.next_job += 1;
+        work.outlets.insert(job, Outlet { tokens: sender, arrived: Instant::now(), last_token: None });
+        work.scheduler.submit(Job::new(job, sequence, answer));
+        drop(work);
+        self.wake.notify_one();
+        Ticket { rank: self.clone(), job, tokens }
+    }
+
+    fn abort(&self, job: JobId) {
+        let mut work = self.work.lock();
+        if work.outlets.remove(&job).is_some() {
+            work.scheduler.abort(job);
+        }
+    }
+
+    /// Forgets the cache if no request holds a block; the event leaves with the next step.
+    pub(crate) fn reset(&self) -> bool {
+        self.work.lock().scheduler.cache.reset()
+    }
+
+    /// Works for ever.
+    pub(crate) async fn drive(self: Arc<Self>, mood: Arc<Mood>) {
+        // Steps follow one another on an ideal clock: a timer that fires late by a millisecond must not slow the engine.
+        let mut clock = Instant::now();
+        loop {
+            let Some(step) = self.plan() else {
+                self.wake.notified().await;
+                clock = Instant::now();
+                continue;
+            };
+            mood.crash_if_due();
+            clock = clock.max(Instant::now() - MOST_LAG) + self.pace.of(&step);
+            tokio::time::sleep_until(clock).await;
+            self.complete(&step);
+        }
+    }
+
+    fn plan(&self) -> Option<Step> {
+        let now = Instant::now();
+        let mut work = self.work.lock();
+        let step = work.scheduler.plan()?;
+        for job in &step.admitted {
+            if let Some(arrived) = work.outlets.get(job).map(|outlet| outlet.arrived) {
+                work.durations.queue.observe((now - arrived).as_secs_f64());
+            }
+        }
+        Some(step)
+    }
+
+    fn complete(&self, step: &Step) {
+        let now = Instant::now();
+        let mut guard = self.work.lock();
+        let work = &mut *guard;
+        let outputs = work.scheduler.complete(step);
+        let events = work.scheduler.cache.take_events();
+        if !events.is_empty() {
+            let ts = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
+            let block_size = work.scheduler.cache.block_size();
+            self.publisher.publish(wire::encode(self.encoding, ts, &events, block_size, self.number));
+        }
+        for output in outputs {
+            let Some(outlet) = work.outlets.get_mut(&output.job) else { continue };
+            let durations = &mut work.durations;
+            let since_arrival = (now - outlet.arrived).as_secs_f64();
+            match outlet.last_token.replace(now) {
+                None => durations.first_token.observe(since_arrival),
+                Some(last) => durations.between_tokens.observe((now - last).as_secs_f64()),
+            }
+            if output.is_last {
+                durations.whole_request.observe(since_arrival);
+            }
+            // A receiver that is gone aborts by its ticket.
+            outlet.tokens.send(output).ok();
+            if output.is_last {
+                work.outlets.remove(&output.job);
+            }
+        }
+    }
+
+    pub(crate) fn sample(&self) -> Sample {
+        let work = self.work.lock();
+        let Work { scheduler, durations, .. } = &*work;
+        Sample {
+            rank: self.number,
+            running: scheduler.running(),
+            waiting: scheduler.waiting(),
+            used_blocks: scheduler.cache.used_blocks(),
+            num_blocks: scheduler.cache.num_blocks(),
+            block_size: scheduler.cache.block_size(),
+            totals: scheduler.totals(),
+            durations: durations.clone(),
+        }
+    }
+
+    /// Everything a test wants to compare with what it learnt from outside.
+    pub(crate) fn state(&self) -> Value {
+        let work = self.work.lock();
+        let (scheduler, cache) = (&work.scheduler, &work.scheduler.cache);
+        let content: Vec<_> =
+            cache.content().into_iter().map(|(hash, copies)| json!({"hash": hash, "copies": copies})).collect();
+        json!({
+            "rank": self.number,
+            "block_size": cache.block_size(),
+            "blocks": {
+                "total": cache.num_blocks(),
+                "used": cache.used_blocks(),
+                "free": cache.num_blocks() - cache.used_blocks(),
+                "cached": cache.cached_blocks(),
+            },
+            "running": scheduler.running(),
+            "waiting": scheduler.waiting(),
+            "last_seq": self.publisher.last_number(),
+            "cached": content,
+        })
+    }
+}
+
+/// A submitted sequence; its tokens arrive here.
+#[derive(Debug)]
+pub(crate) struct Ticket {
+    rank: Arc<Rank>,
+    job: JobId,
+    tokens: mpsc::UnboundedReceiver<Output>,
+}
+
+impl Ticket {
+    /// The next token; `None` after the last.
+    pub(crate) async fn next(&mut self) -> Option<Output> {
+        self.tokens.recv().await
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        self.rank.abort(self.job);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::cache::{Cache, Keys};
+    use super::super::publisher::Sockets;
+    use super::super::scheduler::Limits;
+    use super::*;
+
+    const PACE: Pace = Pace { step_us: 4800.0, prefill_us_per_token: 70.0, decode_us_per_seq: 150.0, speed: 1.0 };
+    const FAST: Pace = Pace { speed: 20.0, ..PACE };
+
+    fn scheduler(num_blocks: usize) -> Scheduler {
+        let limits = Limits { max_num_batched_tokens: 2048, max_num_seqs: 1 };
+        Scheduler::new(Cache::new(16, num_blocks), limits)
+    }
+
+    async fn rank(num_blocks: usize, pace: Pace) -> Arc<Rank> {
+        let sockets = Sockets { topic: String::new(), events: None, replay: None, buffered_batches: 10 };
+        let publisher = Publisher::open(sockets).await.unwrap();
+        let rank = Arc::new(Rank::new(0, scheduler(num_blocks), publisher, (pace, Encoding::Map)));
+        tokio::spawn(rank.clone().drive(Arc::default()));
+        rank
+    }
+
+    fn prompt(len: u32) -> Sequence {
+        Sequence::new((0..len).collect(), Keys::default())
+    }
+
+    #[test]
+    fn a_cold_4k_prompt_takes_about_300_ms_a_warm_one_a_step_and_a_token_5_ms() {
+        let mut scheduler = scheduler(1024);
+        let mut times = Vec::new();
+        for id in 0..2 {
+            scheduler.submit(Job::new(JobId(id), prompt(4096), vec![1; 11]));
+            let (mut first, mut total) = (None, Duration::ZERO);
+            while let Some(step) = scheduler.plan() {
+                total += PACE.of(&step);
+                if scheduler.complete(&step).iter().any(|output| output.is_first) {
+                    first = Some(total);
+                }
+            }
+            times.push((first.unwrap().as_millis(), (total - first.unwrap()).as_millis() / 10));
+        }
+        let [(cold, decode), (warm, _)] = times[..] else { panic!("{times:?}") };
+        assert!((280..320).contains(&cold), "{cold} ms");
+        assert!((5..=8).contains(&warm), "{warm} ms");
+        assert!((4..=6).contains(&decode), "{decode} ms");
+        assert_eq!(Pace { speed: 10.0, ..PACE }.of(&Step::default()), PACE.of(&Step::default()) / 10);
+    }
+
+    #[tokio::test]
+    async fn steps_keep_the_ideal_pace_although_timers_fire_late() {
+        let rank = rank(64, PACE).await;
+        let start = Instant::now();
+        let mut ticket = rank.submit(prompt(10), vec![1; 100]);
+        while ticket.next().await.is_some() {}
+        // 100 steps of 4.8 to 5.5 ms; never faster, whatever else the machine does.
+        assert!(start.elapsed() >= Duration::from_millis(450), "{:?}", start.elapsed());
+    }
+
+    #[tokio::test]
+    async fn a_dropped_ticket_frees_the_blocks_and_the_next_in_line_runs() {
+        let rank = rank(64, FAST).await;
+        let mut first = rank.submit(prompt(100), vec![1; 500]);
+        let mut second = rank.submit(prompt(100), vec![2; 2]);
+        first.next().await.unwrap();
+        assert_eq!((rank.sample().running, rank.sample().waiting), (1, 1));
+        drop(first);
+        assert_eq!(second.next().await.unwrap().cached, 96);
+        while second.next().await.is_some() {}
+        assert_eq!((rank.sample().used_blocks, rank.sample().totals.aborted), (0, 1));
+    }
+
+    #[tokio::test]
+    async fn a_reset_is_numbered_with_the_next_step_and_not_before() {
+        let rank = rank(64, FAST).await;
+        let mut ticket = rank.submit(prompt(40), vec![1]);
+        while ticket.next().await.is_some() {}
+        assert_eq!(rank.publisher.last_number(), Some(0));
+        assert!(rank.reset());
+        assert_eq!(rank.publisher.last_number(), Some(0));
+        let mut ticket = rank.submit(prompt(40), vec![1]);
+        assert_eq!(ticket.next().await.unwrap().cached, 0);
+        assert_eq!(rank.publisher.last_number(), Some(1));
+        assert_eq!(rank.state()["cached"].as_array().unwrap().len(), 2);
+    }
+}

@@ -1,0 +1,138 @@
+//! Step by step, without a clock.
+
+use super::super::cache::{CacheEvent, Keys};
+use super::*;
+
+const BLOCK: usize = 4;
+
+fn scheduler(num_blocks: usize, max_num_batched_tokens: usize, max_num_seqs: usize) -> Scheduler {
+    Scheduler::new(Cache::new(BLOCK, num_blocks), Limits { max_num_batched_tokens, max_num_seqs })
+}
+
+fn job(id: u64, prompt: std::ops::Range<u32>, answer: u32) -> Job {
+    let sequence = Sequence::new(prompt.collect(), Keys::default());
+    Job::new(JobId(id), sequence, (0..answer).map(|at| 1000 * id as u32 + at).collect())
+}
+
+/// Runs to the end; returns each step with its outputs.
+fn run(scheduler: &mut Scheduler) -> Vec<(Step, Vec<Output>)> {
+    let mut steps = Vec::new();
+    while let Some(step) = scheduler.plan() {
+        let outputs = scheduler.complete(&step);
+        steps.push((step, outputs));
+        assert!(steps.len() < 10_000, "no progress");
+    }
+    steps
+}
+
+fn tokens_of(steps: &[(Step, Vec<Output>)], id: u64) -> Vec<u32> {
+    steps.iter().flat_map(|(_, outputs)| outputs).filter(|output| output.job == JobId(id)).map(|o| o.token).collect()
+}
+
+#[test]
+fn a_long_prompt_is_prefilled_in_chunks_and_then_decoded() {
+    let mut scheduler = scheduler(32, 8, 4);
+    scheduler.submit(job(1, 0..20, 3));
+    let steps = run(&mut scheduler);
+    let work: Vec<_> =
+        steps.iter().map(|(step, outputs)| (step.prefill_tokens, step.decoding, outputs.len())).collect();
+    assert_eq!(work, [(8, 0, 0), (8, 0, 0), (4, 0, 1), (0, 1, 1), (0, 1, 1)]);
+    assert_eq!(tokens_of(&steps, 1), [1000, 1001, 1002]);
+    assert_eq!(scheduler.cache.used_blocks(), 0);
+}
+
+#[test]
+fn each_chunk_is_one_stored_event_and_the_last_token_is_never_computed() {
+    let mut scheduler = scheduler(32, 8, 4);
+    scheduler.submit(job(1, 0..20, 5));
+    let mut stored = Vec::new();
+    while let Some(step) = scheduler.plan() {
+        scheduler.complete(&step);
+        for event in scheduler.cache.take_events() {
+            let CacheEvent::Stored(event) = event else { panic!("{event:?}") };
+            stored.push(event.hashes.len());
+        }
+    }
+    // 20 + 5 tokens, of which 24 are computed: six blocks.
+    assert_eq!(stored, [2, 2, 1, 1]);
+}
+
+#[test]
+fn decodes_come_before_new_prefills_in_one_budget() {
+    let mut scheduler = scheduler(64, 10, 4);
+    scheduler.submit(job(1, 0..9, 4));
+    let first = scheduler.plan().unwrap();
+    scheduler.complete(&first);
+    scheduler.submit(job(2, 100..120, 1));
+    let second = scheduler.plan().unwrap();
+    assert_eq!((second.decoding, second.prefill_tokens), (1, 9));
+    assert_eq!(second.jobs, [JobId(1), JobId(2)]);
+}
+
+#[test]
+fn requests_beyond_the_limit_wait_for_their_turn_in_order() {
+    let mut scheduler = scheduler(64, 64, 2);
+    (1..=3).for_each(|id| scheduler.submit(job(id, 0..9, 2)));
+    let step = scheduler.plan().unwrap();
+    assert_eq!(step.admitted, [JobId(1), JobId(2)]);
+    assert_eq!((scheduler.running(), scheduler.waiting()), (2, 1));
+    scheduler.complete(&step);
+    let steps = run(&mut scheduler);
+    assert!(steps.iter().any(|(step, _)| step.admitted == [JobId(3)]));
+}
+
+#[test]
+fn twins_admitted_in_one_step_hit_the_first_ones_blocks() {
+    let mut scheduler = scheduler(64, 64, 4);
+    (1..=3).for_each(|id| scheduler.submit(job(id, 0..10, 1)));
+    let step = scheduler.plan().unwrap();
+    let cached: Vec<_> = scheduler.complete(&step).iter().map(|output| output.cached).collect();
+    assert_eq!(cached, [0, 8, 8]);
+    let totals = scheduler.totals();
+    assert_eq!((totals.prefix_queries, totals.prefix_hits, totals.prompt_tokens), (30, 16, 30));
+}
+
+#[test]
+fn a_full_cache_preempts_the_youngest_who_resumes_from_its_cached_blocks_without_losing_a_token() {
+    let mut scheduler = scheduler(6, 64, 4);
+    scheduler.submit(job(1, 0..8, 10));
+    scheduler.submit(job(2, 100..108, 10));
+    let steps = run(&mut scheduler);
+    assert!(scheduler.totals().preemptions > 0);
+    for id in [1, 2] {
+        let expected: Vec<u32> = (0..10).map(|at| 1000 * id as u32 + at).collect();
+        assert_eq!(tokens_of(&steps, id), expected, "job {id}");
+    }
+    let admitted: Vec<_> = steps.iter().flat_map(|(step, _)| step.admitted.clone()).collect();
+    assert_eq!(admitted, [JobId(1), JobId(2)], "a preempted job is not admitted as if new");
+    let totals = scheduler.totals();
+    assert_eq!((totals.prefix_queries, totals.prompt_tokens, totals.finished), (16, 16, 2));
+    assert_eq!(scheduler.cache.used_blocks(), 0);
+}
+
+#[test]
+fn the_queue_waits_while_no_block_is_free() {
+    let mut scheduler = scheduler(4, 64, 4);
+    scheduler.submit(job(1, 0..12, 2));
+    scheduler.submit(job(2, 100..112, 1));
+    let step = scheduler.plan().unwrap();
+    assert_eq!((scheduler.running(), scheduler.waiting()), (1, 1));
+    scheduler.complete(&step);
+    let steps = run(&mut scheduler);
+    assert_eq!(tokens_of(&steps, 2), [2000]);
+}
+
+#[test]
+fn an_abort_frees_the_blocks_but_keeps_them_cached() {
+    let mut scheduler = scheduler(32, 64, 1);
+    scheduler.submit(job(1, 0..12, 50));
+    scheduler.submit(job(2, 0..12, 50));
+    let step = scheduler.plan().unwrap();
+    scheduler.abort(JobId(1));
+    scheduler.abort(JobId(2));
+    scheduler.abort(JobId(99));
+    assert_eq!(scheduler.complete(&step), []);
+    assert_eq!((scheduler.running(), scheduler.waiting(), scheduler.cache.used_blocks()), (0, 0, 0));
+    assert_eq!((scheduler.cache.cached_blocks(), scheduler.totals().aborted), (3, 2));
+    assert_eq!(scheduler.plan(), None);
+}

@@ -1,0 +1,43 @@
+//! The engine simulator as a process: `cargo run --example engine_sim -- --tokenizer
+//! examples/models/qwen2.5/tokenizer.json.gz --listen 127.0.0.1:8000`.
+
+mod engine;
+
+use std::net::SocketAddr;
+
+use anyhow::Context as _;
+use clap::Parser;
+use tokio::io::AsyncReadExt as _;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+
+#[derive(Debug, Parser)]
+struct Cli {
+    #[command(flatten)]
+    engine: engine::EngineConfig,
+    /// Where HTTP is served; port 0 takes any.
+    #[arg(long, default_value = "127.0.0.1:8000")]
+    listen: SocketAddr,
+    /// End when standard input does, so that no engine outlives the test that started it.
+    #[arg(long)]
+    exit_on_stdin_eof: bool,
+}
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_writer(std::io::stderr).init();
+    let cli = Cli::parse();
+    let listener = TcpListener::bind(cli.listen).await.with_context(|| format!("cannot listen on {}", cli.listen))?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    tokio::select! {
+        ended = engine::run(cli.engine, listener) => ended,
+        _ = terminate.recv() => Ok(()),
+        interrupted = tokio::signal::ctrl_c() => Ok(interrupted?),
+        () = stdin_eof(), if cli.exit_on_stdin_eof => std::process::exit(0), // A blocked read would keep the runtime.
+    }
+}
+
+async fn stdin_eof() {
+    let mut stdin = tokio::io::stdin();
+    while let Ok(1..) = stdin.read(&mut [0; 256]).await {}
+}
