@@ -134,6 +134,7 @@ impl App {
             body_limit: limit,
             mode_header: config.response.mode_header,
             worker_header: config.response.worker_header,
+            prediction_header: config.response.prediction_header,
         };
         let pipeline = Pipeline::new(models, router.clone(), metrics.clone(), config.limits.clone());
         // tonic's own limit of 4 MiB would refuse bodies that the configuration allows, and with failure_mode_allow the

@@ -54,7 +54,7 @@ mod tests {
         assert!(Cli::try_parse_from(["warmroute", "check"]).is_err());
         assert!(Cli::try_parse_from(["warmroute"]).is_err());
         let cli = Cli::try_parse_from(["warmroute", "check", "--config", "w.yaml"]).unwrap();
-        let Command::Check(args) = cli.command;
+        let Command::Check(args) = cli.command else { panic!("another command") };
         assert_eq!(args.config, PathBuf::from("w.yaml"));
     }
 }

@@ -7,11 +7,22 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
+use crate::cli::{Cli, Command};
 use crate::config::Config;
 use crate::prompt::LoadError;
 
 /// Exit code of a configuration that cannot work.
 pub const MISCONFIGURED: u8 = 2;
+
+/// Carries out the command line; the exit code of the process.
+pub fn main(cli: Cli) -> ExitCode {
+    let (mut out, mut err) = (io::stdout().lock(), io::stderr());
+    let ended = match cli.command {
+        Command::Check(args) => check::run(&args.config, &mut out, &mut err),
+        Command::Serve(args) => serve::run(&args.config, &mut err),
+    };
+    ended.map_or_else(|error| failed(&error, &mut err), ExitCode::from)
+}
 
 /// Loads a configuration for a command; the mistakes go to `err`, one per line, and the command ends with
 /// [`MISCONFIGURED`].
@@ -28,7 +39,7 @@ pub fn load(path: &Path, err: &mut impl Write) -> io::Result<Option<Config>> {
 }
 
 /// Says why a command failed: misconfiguration where a file that the configuration names cannot be used, else 1.
-pub fn failed(error: &anyhow::Error, err: &mut impl Write) -> ExitCode {
+fn failed(error: &anyhow::Error, err: &mut impl Write) -> ExitCode {
     // Nothing can be done when even standard error is gone.
     let _written = writeln!(err, "warmroute: {error:#}");
     let misconfigured = error.downcast_ref::<LoadError>().is_some();

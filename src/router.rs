@@ -139,6 +139,8 @@ pub struct Steer {
     pub to: Option<Destination>,
     /// The step of the ladder.
     pub mode: Mode,
+    /// Cached prompt tokens the engine is expected to report, where that is known.
+    pub predicted_cached_tokens: Option<u64>,
 }
 
 /// The answer to one request, and why.
@@ -185,6 +187,11 @@ pub enum RouteError {
     NoCandidate,
 }
 
+impl Steer {
+    /// The choice is Envoy's.
+    pub const PASSTHROUGH: Steer = Steer { to: None, mode: Mode::Passthrough, predicted_cached_tokens: None };
+}
+
 impl RouteError {
     /// The reason as metrics name it.
     pub fn reason(self) -> Reason {
@@ -207,6 +214,13 @@ pub struct Router {
 }
 
 impl Route {
+    /// What Envoy is told of it.
+    pub fn steer(&self) -> Steer {
+        let exact = self.mode == Mode::Exact;
+        let predicted_cached_tokens = exact.then_some(self.predicted_cached_tokens);
+        Steer { to: Some(self.to), mode: self.mode, predicted_cached_tokens }
+    }
+
     /// Share of the prompt's blocks that the chosen worker rank holds.
     pub fn hit_rate(&self) -> f64 {
         if self.prompt_blocks == 0 { 0.0 } else { f64::from(self.overlap.total()) / self.prompt_blocks as f64 }

@@ -69,7 +69,8 @@ impl Default for LimitsConfig {
             body: Size::mib(32),
             tokenize_inline: Size::kib(16),
             tokenize_queue: 256,
-            exchange_deadline: Period::seconds(2),
+            // Below Envoy's usual message_timeout of 1s, so that a slow prompt still goes by load.
+            exchange_deadline: Period::millis(800),
         }
     }
 }
@@ -82,7 +83,7 @@ impl LimitsConfig {
             problems.push(Problem::of("body", "no request would fit a limit of 0; the default is 32MiB"));
         }
         if self.exchange_deadline.get().is_zero() {
-            let text = "no request could be routed within 0s; the default is 2s";
+            let text = "no request could be routed within 0s; the default is 800ms";
             problems.push(Problem::of("exchange_deadline", text));
         }
         problems
@@ -97,10 +98,12 @@ pub struct ResponseConfig {
     pub mode_header: bool,
     /// Say which worker rank was chosen. Off by default: it tells clients how the fleet is laid out.
     pub worker_header: bool,
+    /// Say how many cached prompt tokens the engine is expected to report. Off by default, for the same reason.
+    pub prediction_header: bool,
 }
 
 impl Default for ResponseConfig {
     fn default() -> Self {
-        Self { mode_header: true, worker_header: false }
+        Self { mode_header: true, worker_header: false, prediction_header: false }
     }
 }

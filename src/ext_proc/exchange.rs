@@ -62,6 +62,8 @@ pub struct Options {
     pub mode_header: bool,
     /// Whether the response names the chosen worker rank.
     pub worker_header: bool,
+    /// Whether the response tells the prediction.
+    pub prediction_header: bool,
 }
 
 /// One HTTP exchange.
@@ -306,6 +308,10 @@ impl Exchange {
         if let Some(to) = destination.filter(|_| self.options.worker_header) {
             changes.set(headers::WORKER_ID, to.rank.worker.to_string());
             changes.set(headers::DP_RANK, to.rank.rank.to_string());
+        }
+        let predicted = self.steered.and_then(|steer| steer.predicted_cached_tokens);
+        if let Some(tokens) = predicted.filter(|_| self.options.prediction_header) {
+            changes.set(headers::PREDICTED, tokens.to_string());
         }
         let answer = mutation::go_on(To::ResponseHeaders, changes);
         if end {

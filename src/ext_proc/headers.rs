@@ -13,6 +13,9 @@ pub const ENDPOINT: &str = "x-gateway-destination-endpoint";
 /// Response header that names the step of the degradation ladder.
 pub const MODE: &str = "x-warmroute-mode";
 
+/// Response header with the cached prompt tokens that the engine is expected to report.
+pub const PREDICTED: &str = "x-warmroute-predicted-cached-tokens";
+
 /// Headers that decide where a request goes. A client's own copies are removed, or anybody could choose a worker.
 pub const ROUTING: [&str; 14] = [
     WORKER_ID,

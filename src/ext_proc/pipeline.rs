@@ -19,7 +19,7 @@ use crate::load::Reservation;
 use crate::metrics::{Metrics, ModelLabel, ReasonLabel, RequestLabels};
 use crate::openai::{self, Api};
 use crate::prompt::{EncodeError, Encoder};
-use crate::router::{Mode, Prompt, Reason, Route, RouteRequest, Router, Steer};
+use crate::router::{Prompt, Reason, Route, RouteRequest, Router, Steer};
 use crate::worker::{BlockSize, ModelName};
 
 /// Bytes of a body per token where nothing better is known; English and code lie between 3 and 5.
@@ -109,13 +109,12 @@ impl Pipeline {
                 debug!(request_id = inbound.head.request_id, worker = %route.to.rank, endpoint = %route.to.endpoint,
                     mode = route.mode.as_str(), predicted_cached_tokens = route.predicted_cached_tokens,
                     prompt_tokens = route.prompt_tokens, cost = route.choice.cost.total, "routed");
-                let steer = Steer { to: Some(route.to), mode: route.mode };
-                Routed { steer, booked: Some((route, reservation)) }
+                Routed { steer: route.steer(), booked: Some((route, reservation)) }
             }
             Err(error) => {
                 self.degraded(error.reason());
                 debug!(request_id = inbound.head.request_id, %error, "left to Envoy");
-                Routed { steer: Steer { to: None, mode: Mode::Passthrough }, booked: None }
+                Routed { steer: Steer::PASSTHROUGH, booked: None }
             }
         };
         self.count(&routed, &request);

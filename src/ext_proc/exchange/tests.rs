@@ -12,7 +12,7 @@ use crate::worker::{DpRank, WorkerId, WorkerRank};
 const CHAT: &str = "/v1/chat/completions";
 
 fn exchange(request: BodyMode, response: BodyMode) -> Exchange {
-    let options = Options { body_limit: 200_000, mode_header: true, worker_header: false };
+    let options = Options { body_limit: 200_000, mode_header: true, worker_header: false, prediction_header: false };
     let mut exchange = Exchange::new(Arc::new(options));
     exchange.configure(Modes { request, response });
     exchange
@@ -43,11 +43,15 @@ fn answer(bytes: &[u8], end: bool) -> Message {
 fn to_worker() -> Steer {
     let rank = WorkerRank { worker: WorkerId(u64::MAX), rank: DpRank(3) };
     let endpoint = "10.0.0.1:8000".parse().unwrap();
-    Steer { to: Some(Destination { rank, endpoint, several_ranks: false }), mode: Mode::Exact }
+    Steer {
+        to: Some(Destination { rank, endpoint, several_ranks: false }),
+        mode: Mode::Exact,
+        predicted_cached_tokens: Some(32),
+    }
 }
 
 fn to_nobody() -> Steer {
-    Steer { to: None, mode: Mode::Passthrough }
+    Steer::PASSTHROUGH
 }
 
 fn short(effects: Vec<Effect>) -> Vec<String> {

@@ -1,0 +1,283 @@
+//! The main job in one command: four simulated engines, a real Envoy, and a multi-turn chat workload with real tokens;
+//! first balanced by Envoy's round robin alone, then routed by warmroute. Prints what a user would notice.
+//!
+//! The engines and warmroute run as processes of their own: this program starts itself again under another first
+//! argument, so that nothing but Cargo, Python and what Cargo builds is needed.
+
+#[path = "engine_sim/engine.rs"]
+mod engine;
+#[path = "support/mod.rs"]
+mod support;
+
+use std::ffi::OsString;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use clap::Parser;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+use serde_json::{Value, json};
+use tokio::signal::unix::{SignalKind, signal};
+
+use support::envoy;
+use support::replay::{self, Figures, Prediction, Sample};
+use support::stack::{EngineSpec, MODEL, Programs, Stack};
+use support::workload::{Shape, Workload};
+
+/// Instance ids of the engines; the last one shows that an id may be any u64.
+const ENGINES: [u64; 4] = [1, 2, 3, u64::MAX];
+
+/// Compares Envoy's round robin with warmroute on one workload.
+#[derive(Debug, Parser)]
+struct Cli {
+    /// Print one JSON object instead of the table
+    #[arg(long)]
+    json: bool,
+    /// Leave everything running afterwards and print a request to try; Ctrl-C ends it
+    #[arg(long)]
+    keep: bool,
+    /// Groups of users; each shares a system prompt
+    #[arg(long, default_value_t = 6)]
+    groups: usize,
+    /// Conversations in each group
+    #[arg(long, default_value_t = 12)]
+    sessions: usize,
+    /// Seed of the workload
+    #[arg(long, default_value_t = 7)]
+    seed: u64,
+}
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Report {
+    envoy_version: String,
+    /// In each of the two runs.
+    requests: usize,
+    /// In both runs.
+    errors: usize,
+    round_robin: Figures,
+    warmroute: Figures,
+    prediction: Prediction,
+}
+
+fn main() -> ExitCode {
+    let mut args = std::env::args_os();
+    let (own, first) = (args.next(), args.next());
+    let rest = own.into_iter().chain(args);
+    match first.as_ref().and_then(|first| first.to_str()) {
+        Some(AS_ENGINE) => end(be_engine(rest)),
+        Some(AS_WARMROUTE) => end(be_warmroute(rest)),
+        _ => end(quickstart(Cli::parse())),
+    }
+}
+
+const AS_ENGINE: &str = "as-engine";
+const AS_WARMROUTE: &str = "as-warmroute";
+
+#[expect(clippy::print_stderr, reason = "a program tells on standard error why it failed")]
+fn end(result: anyhow::Result<ExitCode>) -> ExitCode {
+    result.unwrap_or_else(|error| {
+        eprintln!("quickstart: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+#[derive(Debug, Parser)]
+struct EngineCli {
+    #[command(flatten)]
+    engine: engine::EngineConfig,
+    #[arg(long)]
+    listen: SocketAddr,
+}
+
+#[tokio::main]
+async fn be_engine(args: impl Iterator<Item = OsString>) -> anyhow::Result<ExitCode> {
+    let cli = EngineCli::parse_from(args);
+    let listener = tokio::net::TcpListener::bind(cli.listen).await?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    tokio::select! {
+        ended = engine::run(cli.engine, listener) => ended?,
+        _ = terminate.recv() => {}
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn be_warmroute(args: impl Iterator<Item = OsString>) -> anyhow::Result<ExitCode> {
+    Ok(warmroute::cmd::main(warmroute::cli::Cli::parse_from(args)))
+}
+
+#[tokio::main]
+async fn quickstart(cli: Cli) -> anyhow::Result<ExitCode> {
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    // Dropping the run ends its processes, whichever way it ends.
+    tokio::select! {
+        result = run(&cli) => result.map(|()| ExitCode::SUCCESS),
+        _ = interrupt.recv() => Ok(ExitCode::from(130)),
+        _ = terminate.recv() => Ok(ExitCode::from(143)),
+    }
+}
+
+async fn run(cli: &Cli) -> anyhow::Result<()> {
+    let bar = Progress::new(cli.json);
+    bar.say("looking for Envoy");
+    let binary = tokio::task::spawn_blocking(envoy::binary).await??;
+    let envoy_version = envoy::version(&binary)?;
+    let dir = tempfile::Builder::new().prefix("warmroute-").tempdir()?;
+    let own = std::env::current_exe()?.into_os_string();
+    let programs = Programs { warmroute: vec![own.clone(), AS_WARMROUTE.into()], engine: vec![own, AS_ENGINE.into()] };
+    let result = compare(cli, &programs, dir.path(), &bar).await;
+    let Ok((round_robin, routed, stack)) = result else {
+        let logs = dir.keep();
+        return result.map(drop).with_context(|| format!("the logs are in {}", logs.display()));
+    };
+    let report = Report {
+        envoy_version,
+        requests: routed.len(),
+        errors: round_robin.iter().chain(&routed).filter(|sample| sample.error.is_some()).count(),
+        round_robin: replay::figures(&round_robin),
+        warmroute: replay::figures(&routed),
+        prediction: replay::prediction(&routed),
+    };
+    show(cli, &report)?;
+    if let Some(error) = round_robin.iter().chain(&routed).find_map(|sample| sample.error.as_ref()) {
+        anyhow::bail!("{} requests failed, the first with: {error}", report.errors);
+    }
+    if cli.keep {
+        keep(&stack).await;
+    }
+    Ok(())
+}
+
+/// Both runs, each with engines that start cold.
+async fn compare(
+    cli: &Cli,
+    programs: &Programs,
+    dir: &Path,
+    bar: &Progress,
+) -> anyhow::Result<(Vec<Sample>, Vec<Sample>, Stack)> {
+    let shape = Shape { groups: cli.groups, sessions_per_group: cli.sessions, ..Shape::default() };
+    let workload = Workload::new(cli.seed, &shape);
+    let specs: Vec<EngineSpec> = ENGINES.into_iter().map(EngineSpec::new).collect();
+
+    bar.say("starting 4 engines and Envoy");
+    let mut stack = Stack::engines(programs, &specs, &dir.join("round_robin")).await?;
+    let addresses: Vec<SocketAddr> = stack.engines.iter().map(|engine| engine.address).collect();
+    envoy::write_endpoints(&stack.standalone().endpoint_file(), &addresses)?;
+    let config = round_robin(&stack.standalone().config()?)?;
+    stack.start_envoy(&config).await?;
+    let round_robin = replay(&stack, &workload, bar, "round robin").await;
+    drop(stack);
+
+    bar.say("starting 4 engines, warmroute and Envoy");
+    let more = json!({"response": {"prediction_header": true}});
+    let stack = Stack::start(programs, &specs, &dir.join("warmroute"), &more).await?;
+    let routed = replay(&stack, &workload, bar, "warmroute").await;
+    bar.say("done");
+    Ok((round_robin, routed, stack))
+}
+
+async fn replay(stack: &Stack, workload: &Workload, bar: &Progress, name: &'static str) -> Vec<Sample> {
+    let requests: usize = workload.sessions.iter().map(|session| session.turns.len()).sum();
+    let bar = bar.of(name, requests);
+    let step = bar.clone();
+    let samples = replay::run(stack.url("/v1/chat/completions"), workload.clone(), move |_| step.inc(1)).await;
+    bar.finish_and_clear();
+    samples
+}
+
+/// The shipped configuration without warmroute: no external processor, and round robin over the workers.
+fn round_robin(standalone: &str) -> anyhow::Result<String> {
+    let mut config: Value = serde_saphyr::from_str(standalone)?;
+    let manager = config.pointer_mut("/static_resources/listeners/0/filter_chains/0/filters/0/typed_config");
+    let manager = manager.context("the shipped configuration has no connection manager")?;
+    let filters = manager["http_filters"].as_array_mut().context("the shipped configuration has no HTTP filters")?;
+    filters.retain(|filter| filter["name"] != "envoy.filters.http.ext_proc");
+    ensure!(filters.len() == 1, "only the router filter should be left: {filters:?}");
+    let hosts = manager["route_config"]["virtual_hosts"].as_array_mut().into_iter().flatten();
+    for route in hosts.flat_map(|host| host["routes"].as_array_mut().into_iter().flatten()) {
+        route.as_object_mut().map(|route| route.remove("typed_per_filter_config"));
+    }
+    let policy = "type.googleapis.com/envoy.extensions.load_balancing_policies.round_robin.v3.RoundRobin";
+    let policies = json!([{"typed_extension_config": {
+        "name": "envoy.load_balancing_policies.round_robin",
+        "typed_config": {"@type": policy},
+    }}]);
+    let clusters = config["static_resources"]["clusters"].as_array_mut().into_iter().flatten();
+    for cluster in clusters.filter(|cluster| cluster["name"] == "workers") {
+        cluster["load_balancing_policy"]["policies"] = policies.clone();
+    }
+    Ok(config.to_string())
+}
+
+#[expect(clippy::print_stdout, reason = "this is what the command is for")]
+fn show(cli: &Cli, report: &Report) -> anyhow::Result<()> {
+    if cli.json {
+        println!("{}", serde_json::to_string(report)?);
+        return Ok(());
+    }
+    let Report { round_robin, warmroute, prediction, .. } = report;
+    let row = |name: &str, left: String, right: String| println!("{name:<28}{left:>16}{right:>16}");
+    println!("Envoy {}, {} requests each, {} errors\n", report.envoy_version, report.requests, report.errors);
+    row("", "round robin".into(), "warmroute".into());
+    let percent = |figures: &Figures| format!("{:.1} %", figures.hit_rate * 100.0);
+    row("prefix hit rate", percent(round_robin), percent(warmroute));
+    for (name, at) in [
+        ("time to first token p50", (|figures| figures.ttft_ms.p50) as fn(&Figures) -> f64),
+        ("                    p95", |figures| figures.ttft_ms.p95),
+        ("                    p99", |figures| figures.ttft_ms.p99),
+    ] {
+        row(name, format!("{:.0} ms", at(round_robin)), format!("{:.0} ms", at(warmroute)));
+    }
+    let balance = |figures: &Figures| {
+        let counts: Vec<String> = figures.requests_per_worker.values().map(ToString::to_string).collect();
+        counts.join("/")
+    };
+    row("requests per worker", balance(round_robin), balance(warmroute));
+    let Prediction { requests, exact, delivered_more, delivered_less, mean_abs_error_tokens } = prediction;
+    let share = if *requests == 0 { 0.0 } else { *exact as f64 / *requests as f64 * 100.0 };
+    println!("\ncached tokens predicted exactly for {exact} of {requests} requests ({share:.1} %),");
+    println!("mean error {mean_abs_error_tokens:.2} tokens; of the others the engine had more for {delivered_more}");
+    println!("(a block was computed after the decision) and less for {delivered_less} (one was evicted after it)");
+    Ok(())
+}
+
+#[expect(clippy::print_stdout, reason = "this is what the option is for")]
+async fn keep(stack: &Stack) {
+    let body = json!({"model": MODEL, "stream": true, "messages": [{"role": "user", "content": "hello"}]});
+    println!("\nEverything is running; Ctrl-C ends it. Try:");
+    println!("  curl -iN {} -H 'content-type: application/json' -d '{body}'", stack.url("/v1/chat/completions"));
+    println!("  curl {}", stack.admin_url("/metrics"));
+    println!("  curl {}", stack.admin_url("/debug/load"));
+    println!("The configuration and the logs are in {}", stack.run_dir.display());
+    std::future::pending().await
+}
+
+/// What is going on, on standard error; nothing where the output is for a program.
+struct Progress {
+    bar: ProgressBar,
+}
+
+impl Progress {
+    fn new(quiet: bool) -> Self {
+        let bar = if quiet { ProgressBar::hidden() } else { ProgressBar::new_spinner() };
+        bar.enable_steady_tick(Duration::from_millis(100));
+        Self { bar }
+    }
+
+    fn say(&self, what: &'static str) {
+        self.bar.set_message(what);
+    }
+
+    fn of(&self, name: &'static str, requests: usize) -> ProgressBar {
+        if self.bar.is_hidden() {
+            return ProgressBar::hidden();
+        }
+        self.bar.set_message("");
+        let style = ProgressStyle::with_template("{msg:<12} {wide_bar} {pos}/{len} requests").ok();
+        let bar = ProgressBar::new(requests as u64).with_message(name);
+        if let Some(style) = style { bar.with_style(style) } else { bar }
+    }
+}

@@ -1,0 +1,178 @@
+//! A client that replays a workload through a gateway and notes what a user would see: time to first token, errors, who
+//! served, and what the engine says it had cached.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::StreamExt as _;
+use serde::Serialize;
+use serde_json::{Value, json};
+use tokio::task::JoinSet;
+use warmroute::openai::usage::UsageScanner;
+
+use super::stack::MODEL;
+use super::workload::{Session, Workload};
+
+/// What became of one request.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Sample {
+    /// Why it counts as an error.
+    pub(crate) error: Option<String>,
+    pub(crate) ttft: Duration,
+    pub(crate) engine: Option<String>,
+    pub(crate) prompt_tokens: u64,
+    /// As the engine delivered.
+    pub(crate) cached_tokens: u64,
+    /// As warmroute predicted, where it answered.
+    pub(crate) predicted_tokens: Option<u64>,
+    pub(crate) mode: Option<String>,
+    /// The text of the answer.
+    pub(crate) answer: String,
+}
+
+/// Replays every session at its time and reports each finished request.
+pub(crate) async fn run(
+    url: String,
+    workload: Workload,
+    on_request: impl Fn(&Sample) + Send + Sync + 'static,
+) -> Vec<Sample> {
+    let client = reqwest::Client::builder().timeout(Duration::from_secs(120)).build().unwrap_or_default();
+    let (began, on_request) = (Instant::now(), Arc::new(on_request));
+    let mut sessions = JoinSet::new();
+    for session in workload.sessions {
+        let (client, url, on_request) = (client.clone(), url.clone(), on_request.clone());
+        sessions.spawn(async move {
+            tokio::time::sleep(session.arrives.saturating_sub(began.elapsed())).await;
+            converse(&client, &url, &session, |sample| on_request(sample)).await
+        });
+    }
+    sessions.join_all().await.into_iter().flatten().collect()
+}
+
+async fn converse(client: &reqwest::Client, url: &str, session: &Session, on_request: impl Fn(&Sample)) -> Vec<Sample> {
+    let mut samples = Vec::new();
+    let mut answers = Vec::new();
+    for turn in &session.turns {
+        tokio::time::sleep(turn.think).await;
+        let mut body = session.request(MODEL, &answers);
+        body["stream"] = json!(true);
+        body["stream_options"] = json!({"include_usage": true});
+        let sample = chat(client, url, &body).await;
+        on_request(&sample);
+        let failed = sample.error.is_some();
+        answers.push(sample.answer.clone());
+        samples.push(sample);
+        if failed {
+            break;
+        }
+    }
+    samples
+}
+
+/// Sends one streaming chat request.
+pub(crate) async fn chat(client: &reqwest::Client, url: &str, body: &Value) -> Sample {
+    let mut sample = Sample::default();
+    if let Err(error) = stream(client, url, body, &mut sample).await {
+        sample.error = Some(format!("{error:#}"));
+    }
+    sample
+}
+
+async fn stream(client: &reqwest::Client, url: &str, body: &Value, sample: &mut Sample) -> anyhow::Result<()> {
+    let sent = Instant::now();
+    let response = client.post(url).json(body).send().await?;
+    let header = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
+    sample.engine = header("x-engine-id");
+    sample.mode = header("x-warmroute-mode");
+    sample.predicted_tokens = header("x-warmroute-predicted-cached-tokens").and_then(|tokens| tokens.parse().ok());
+    anyhow::ensure!(response.status().is_success(), "status {}", response.status());
+    let mut usage = UsageScanner::default();
+    let (mut text, mut chunks) = (Vec::new(), response.bytes_stream());
+    while let Some(chunk) = chunks.next().await {
+        let chunk = chunk?;
+        usage.push(&chunk);
+        if usage.content_events() > 0 && sample.ttft.is_zero() {
+            sample.ttft = sent.elapsed();
+        }
+        text.extend_from_slice(&chunk);
+    }
+    usage.finish();
+    anyhow::ensure!(usage.is_done(), "the stream ended before its end");
+    let told = usage.usage().ok_or_else(|| anyhow::anyhow!("the answer tells no usage"))?;
+    sample.prompt_tokens = told.prompt_tokens;
+    sample.cached_tokens = told.cached_tokens.unwrap_or(0);
+    sample.answer = content(&text);
+    Ok(())
+}
+
+/// The text that the events of a chat stream add up to.
+fn content(stream: &[u8]) -> String {
+    let text = String::from_utf8_lossy(stream);
+    let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line.strip_prefix("data: ")?).ok());
+    events.filter_map(|event| Some(event.pointer("/choices/0/delta/content")?.as_str()?.to_owned())).collect()
+}
+
+/// The figures of one run.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Figures {
+    /// Share of all prompt tokens that the engines had cached.
+    pub(crate) hit_rate: f64,
+    pub(crate) ttft_ms: Percentiles,
+    pub(crate) requests_per_worker: BTreeMap<String, usize>,
+}
+
+/// Of a distribution.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Percentiles {
+    pub(crate) p50: f64,
+    pub(crate) p95: f64,
+    pub(crate) p99: f64,
+}
+
+/// How the predictions came out.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Prediction {
+    /// Requests with a prediction and a delivery.
+    pub(crate) requests: usize,
+    /// Of those: predicted and delivered are equal.
+    pub(crate) exact: usize,
+    /// Of the others: the engine delivered more, because a block was computed between the decision and the schedule.
+    pub(crate) delivered_more: usize,
+    /// Of the others: the engine delivered less, because a block was evicted in between.
+    pub(crate) delivered_less: usize,
+    pub(crate) mean_abs_error_tokens: f64,
+}
+
+pub(crate) fn figures(samples: &[Sample]) -> Figures {
+    let good = || samples.iter().filter(|sample| sample.error.is_none());
+    let (prompt, cached) =
+        good().fold((0, 0), |(prompt, cached), sample| (prompt + sample.prompt_tokens, cached + sample.cached_tokens));
+    let mut ttft: Vec<f64> = good().map(|sample| sample.ttft.as_secs_f64() * 1e3).collect();
+    ttft.sort_by(f64::total_cmp);
+    let at =
+        |share: f64| ttft.get(((ttft.len() as f64 * share).ceil() as usize).saturating_sub(1)).copied().unwrap_or(0.0);
+    let mut requests_per_worker = BTreeMap::new();
+    for engine in good().filter_map(|sample| sample.engine.clone()) {
+        *requests_per_worker.entry(engine).or_default() += 1;
+    }
+    Figures {
+        hit_rate: if prompt == 0 { 0.0 } else { cached as f64 / prompt as f64 },
+        ttft_ms: Percentiles { p50: at(0.50), p95: at(0.95), p99: at(0.99) },
+        requests_per_worker,
+    }
+}
+
+pub(crate) fn prediction(samples: &[Sample]) -> Prediction {
+    let pairs = samples.iter().filter(|sample| sample.error.is_none());
+    let errors: Vec<i64> =
+        pairs.filter_map(|sample| Some(sample.cached_tokens as i64 - sample.predicted_tokens? as i64)).collect();
+    let sum: u64 = errors.iter().map(|error| error.unsigned_abs()).sum();
+    Prediction {
+        requests: errors.len(),
+        exact: errors.iter().filter(|error| **error == 0).count(),
+        delivered_more: errors.iter().filter(|error| **error > 0).count(),
+        delivered_less: errors.iter().filter(|error| **error < 0).count(),
+        mean_abs_error_tokens: if errors.is_empty() { 0.0 } else { sum as f64 / errors.len() as f64 },
+    }
+}
