@@ -5,7 +5,6 @@
 mod check;
 mod log;
 mod model;
-mod weights;
 
 use std::path::{Path, PathBuf};
 
@@ -16,13 +15,13 @@ use crate::discovery::config::{DiscoveryConfig, WorkerConfig};
 use crate::discovery::{self, ServedModel};
 use crate::ext_proc::config::{LimitsConfig, ListenConfig, ResponseConfig};
 use crate::lifecycle::config::{DrainConfig, ReadinessConfig};
+use crate::schedule::Weights;
 use crate::settings::{ConfigError, Document, Problem};
 use crate::worker::Worker;
 use crate::xds::config::EnvoyConfig;
 
 pub use log::{LogConfig, LogFormat, LogLevel};
 pub use model::ModelConfig;
-pub use weights::Weights;
 
 /// Everything one process is told.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -82,8 +81,7 @@ impl Config {
     pub fn load(path: &Path) -> Result<Self, Vec<ConfigError>> {
         let bytes = std::fs::read(path)
             .map_err(|error| vec![ConfigError::of_file(path, format!("the file cannot be read: {error}"))])?;
-        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-        let config = Self::parse(&path, &bytes)?;
+        let config = Self::parse(path, &bytes)?;
         match &config.workers_file {
             Some(file) => config.check_workers_file(file).map(|()| config),
             None => Ok(config),
@@ -94,7 +92,9 @@ impl Config {
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, Vec<ConfigError>> {
         let document = Document::parse(path, bytes).map_err(|error| vec![error])?;
         let mut config: Self = document.read()?;
-        config.resolve(path.parent().unwrap_or(Path::new("")));
+        // Where the working directory is gone, relative names stay relative and are reported as missing below.
+        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        config.resolve(absolute.parent().unwrap_or(Path::new("")));
         let problems = check::problems(&config);
         if problems.is_empty() { Ok(config) } else { Err(document.locate(problems)) }
     }
