@@ -11,6 +11,9 @@ use serde::forward_to_deserialize_any;
 
 use super::{Place, Tree, Value, nearest};
 
+/// Mistakes after which reading ends: each costs a reading, and nobody mends more in one go.
+const MOST_MISTAKES: usize = 100;
+
 /// Positions of entries and elements from the root.
 type Path = Vec<usize>;
 
@@ -29,7 +32,7 @@ pub(super) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<T, Vec<(Place, St
             mistakes.push((mistake.place, mistake.sentence()));
         }
         // Each turn cuts one value that was still there, so the loop ends; the root cannot be cut.
-        if mistake.path.is_empty() || !cuts.add(&mistake, tree) {
+        if mistake.path.is_empty() || mistakes.len() == MOST_MISTAKES || !cuts.add(&mistake, tree) {
             return Err(mistakes);
         }
     }

@@ -105,6 +105,16 @@ fn a_text_that_is_no_yaml_is_told_with_its_place() {
 }
 
 #[test]
+fn a_hostile_text_is_refused_in_time() {
+    let nested = |depth| "[".repeat(depth) + &"]".repeat(depth);
+    for text in [nested(65), nested(1_900), nested(100_000), format!("name: {}", nested(10_000))] {
+        assert_eq!(read(&text).unwrap_err().len(), 1);
+    }
+    let wrong: String = (0..5_000).map(|n| format!("key{n}: {n}\n")).collect();
+    assert_eq!(read(&wrong).unwrap_err().len(), 100);
+}
+
+#[test]
 fn a_problem_gets_the_line_of_the_nearest_value_the_text_has() {
     let document = Document::parse(Path::new("s"), b"name: a\nshelves:\n  - id: 1\n    colour: red\n").unwrap();
     let trail = |steps: &[Step]| document.tree().place_of(steps).line;
