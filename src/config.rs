@@ -81,8 +81,7 @@ impl Config {
     pub fn load(path: &Path) -> Result<Self, Vec<ConfigError>> {
         let bytes = std::fs::read(path)
             .map_err(|error| vec![ConfigError::of_file(path, format!("the file cannot be read: {error}"))])?;
-        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-        let config = Self::parse(&path, &bytes)?;
+        let config = Self::parse(path, &bytes)?;
         match &config.workers_file {
             Some(file) => config.check_workers_file(file).map(|()| config),
             None => Ok(config),
@@ -93,7 +92,9 @@ impl Config {
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, Vec<ConfigError>> {
         let document = Document::parse(path, bytes).map_err(|error| vec![error])?;
         let mut config: Self = document.read()?;
-        config.resolve(path.parent().unwrap_or(Path::new("")));
+        // Where the working directory is gone, relative names stay relative and are reported as missing below.
+        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        config.resolve(absolute.parent().unwrap_or(Path::new("")));
         let problems = check::problems(&config);
         if problems.is_empty() { Ok(config) } else { Err(document.locate(problems)) }
     }

@@ -32,3 +32,6 @@ pub fn parse(path: &Path, bytes: &[u8], models: &[ServedModel]) -> Result<Vec<Wo
     let list: Vec<config::WorkerConfig> = document.read()?;
     resolve(&list, models).map_err(|problems| document.locate(problems))
 }
+
+#[cfg(test)]
+mod tests;

@@ -57,10 +57,16 @@ impl fmt::Display for ConfigError {
 pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     known
         .into_iter()
-        .map(|name| (strsim::jaro_winkler(word, name), name))
+        .map(|name| (likeness(word, name), name))
         .filter(|(likeness, _)| *likeness > 0.8)
         .max_by(|a, b| a.0.total_cmp(&b.0))
         .map(|(_, name)| name)
+}
+
+fn likeness(a: &str, b: &str) -> f64 {
+    // Two letters swapped in a short word are one slip of the finger, yet far apart by the share of equal letters.
+    let slip = if strsim::osa_distance(a, b) == 1 { 0.9 } else { 0.0 };
+    strsim::jaro_winkler(a, b).max(slip)
 }
 
 /// A parsed settings file that still knows where everything stands.
@@ -88,7 +94,7 @@ impl Document {
 
     /// Reads the content as a `T`; all mistakes of form, in the order of the file.
     pub fn read<T: DeserializeOwned>(&self) -> Result<T, Vec<ConfigError>> {
-        reader::read(self.tree.clone()).map_err(|mistakes| {
+        reader::read(&self.tree).map_err(|mistakes| {
             self.in_order(mistakes.into_iter().map(|(place, problem)| ConfigError::at(&self.path, place, problem)))
         })
     }

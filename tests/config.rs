@@ -1,6 +1,8 @@
 //! The configuration as its author meets it: broken files and what is said about them, the examples, the command, and a
 //! workers file that changes on a real file system.
 
+#![expect(clippy::unwrap_used, reason = "a step that fails while setting the scene fails the test")]
+
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -209,8 +211,9 @@ impl Followed {
     }
 
     async fn fleet_is(&mut self, ids: &[u64]) {
-        let reached = tokio::time::timeout(DEADLINE, self.fleet.wait_for(|fleet| fleet == ids)).await;
-        assert!(matches!(reached, Ok(Ok(_))), "the fleet is {:?}, not {ids:?}", *self.fleet.borrow());
+        let waiting = tokio::time::timeout(DEADLINE, self.fleet.wait_for(|fleet| fleet == ids));
+        let reached = matches!(waiting.await, Ok(Ok(_)));
+        assert!(reached, "the fleet is {:?}, not {ids:?}", *self.fleet.borrow());
     }
 
     fn reloads(&self, outcome: &'static str) -> u64 {

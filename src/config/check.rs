@@ -5,7 +5,6 @@ use std::net::SocketAddr;
 
 use super::model::missing;
 use super::{Config, ModelConfig};
-use crate::schedule::Weights;
 use crate::settings::{Problem, Step};
 
 /// Every mistake of meaning.
@@ -14,7 +13,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("listen", config.listen.problems()),
         ("limits", config.limits.problems()),
         ("discovery", config.discovery.problems()),
-        ("schedule", weights(&config.schedule)),
+        ("schedule", weights(config).into_iter().collect()),
         ("envoy", config.envoy.as_ref().map(|envoy| envoy.problems()).unwrap_or_default()),
     ];
     let mut problems: Vec<_> = sections
@@ -28,18 +27,15 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
     problems
 }
 
-fn weights(weights: &Weights) -> Vec<Problem> {
-    weights.validate().err().map(|(key, text)| Problem::of(key, text)).into_iter().collect()
-}
-
-fn trail<const N: usize>(steps: [Step; N]) -> [Step; N] {
-    steps
+fn weights(config: &Config) -> Option<Problem> {
+    let (name, text) = config.schedule.validate().err()?;
+    Some(Problem::of(name, format!("`{name}` {text}")))
 }
 
 fn addresses(config: &Config) -> Option<Problem> {
     let tcp = config.listen.tcp.filter(|tcp| collide(*tcp, config.admin.listen))?;
     let text = format!("{} is taken by `listen.tcp` ({tcp}) already; choose another port", config.admin.listen);
-    Some(Problem::at(trail(["admin".into(), "listen".into()]), text))
+    Some(Problem::at([Step::from("admin"), "listen".into()], text))
 }
 
 /// Whether two listeners would fight for a port. Port 0 asks the system for a free one.
@@ -88,13 +84,17 @@ fn workers(config: &Config) -> Vec<Problem> {
         }
         (None, Some(list)) if list.len() < config.readiness.min_initial_workers as usize => {
             let text = format!(
-                "readiness waits for {} workers but only {} are listed, so it would never come",
+                "readiness waits for {} workers but the list has {}, so it would never come; lower this or list more",
                 config.readiness.min_initial_workers,
                 list.len()
             );
-            problems.push(Problem::at(trail(["readiness".into(), "min_initial_workers".into()]), text));
+            problems.push(Problem::at([Step::from("readiness"), "min_initial_workers".into()], text));
         }
         _ => {}
+    }
+    if config.models.is_empty() {
+        // Whatever the workers say of their model would be wrong only because of that.
+        return problems;
     }
     let found = config.fixed_workers().err().unwrap_or_default();
     problems.extend(found.into_iter().map(|problem| problem.within("workers")));
@@ -109,7 +109,7 @@ fn files(config: &Config) -> Vec<Problem> {
         }
         if config.envoy.as_ref().is_some_and(|envoy| envoy.endpoints_file == *file) {
             let text = "this is the `workers_file`, which would be overwritten; choose another name";
-            problems.push(Problem::at(trail(["envoy".into(), "endpoints_file".into()]), text));
+            problems.push(Problem::at([Step::from("envoy"), "endpoints_file".into()], text));
         }
     }
     problems

@@ -129,7 +129,8 @@ fn event_sources(events: &KvEventsConfig, ranks: Ranks) -> Result<Vec<EventSourc
             return Err(vec![Problem::of("endpoint", text)]);
         }
         (None, list) if list.len() != ranks.size.get() as usize => {
-            let text = format!("{} sources for {} data-parallel ranks; give one per rank", list.len(), ranks.size);
+            let text =
+                format!("there are {} data-parallel ranks but {} sources; give one per rank", ranks.size, list.len());
             return Err(vec![Problem::of("ranks", text)]);
         }
         (None, list) => list.to_vec(),
@@ -225,25 +226,37 @@ fn repeated<T: Eq + Hash + Copy>(
     problems
 }
 
-/// Two ranks that listen to one endpoint would credit each other's blocks.
+/// Two ranks that listen to one endpoint would credit each other's blocks, and two that ask one replay endpoint would be
+/// told each other's past.
 fn shared_sources(list: &[WorkerConfig], workers: &[Worker]) -> Vec<Problem> {
+    let mut problems = shared(list, workers, "endpoint", |source| Some(&source.endpoint));
+    problems.extend(shared(list, workers, "replay", |source| source.replay.as_deref()));
+    problems
+}
+
+fn shared(
+    list: &[WorkerConfig],
+    workers: &[Worker],
+    key: &str,
+    endpoint: impl Fn(&EventSource) -> Option<&str>,
+) -> Vec<Problem> {
     let mut owners: HashMap<&str, String> = HashMap::new();
     let mut problems = Vec::new();
     for (at, worker) in workers.iter().enumerate() {
         for (nth, (rank, source)) in worker.ranks.iter().zip(&worker.event_sources).enumerate() {
             let owner = format!("{}/{rank}", worker.id);
-            if let Some(taken) = owners.get(source.endpoint.as_str()) {
+            let Some(endpoint) = endpoint(source) else { continue };
+            if let Some(taken) = owners.get(endpoint) {
                 let text = format!(
-                    "the events of {owner} come from {}, which is the source of {taken} already; each rank needs its own",
-                    source.endpoint
+                    "rank {owner} would use {endpoint}, which is the source of {taken} already; each rank needs its own"
                 );
                 let listed = list[at].kv_events.as_ref().is_some_and(|events| !events.ranks.is_empty());
                 let inner = if listed { vec!["ranks".into(), nth.into()] } else { Vec::new() };
                 let outer: [Step; 2] = [at.into(), "kv_events".into()];
-                problems.push(Problem::at(outer.into_iter().chain(inner).chain(["endpoint".into()]), text));
+                problems.push(Problem::at(outer.into_iter().chain(inner).chain([key.into()]), text));
                 break;
             }
-            owners.insert(&source.endpoint, owner);
+            owners.insert(endpoint, owner);
         }
     }
     problems

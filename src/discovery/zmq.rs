@@ -110,6 +110,20 @@ impl Serialize for ZmqEndpoint {
 
 impl<'de> Deserialize<'de> for ZmqEndpoint {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+        struct Text;
+
+        // A visitor, so that a refusal is tied to this text and not to the section around it.
+        impl de::Visitor<'_> for Text {
+            type Value = ZmqEndpoint;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a ZMQ endpoint, for example tcp://127.0.0.1:5557")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<ZmqEndpoint, E> {
+                text.parse().map_err(E::custom)
+            }
+        }
+        deserializer.deserialize_str(Text)
     }
 }

@@ -11,15 +11,18 @@ use serde::forward_to_deserialize_any;
 
 use super::{Place, Tree, Value, nearest};
 
+/// Mistakes after which reading ends: each costs a reading, and nobody mends more in one go.
+const MOST_MISTAKES: usize = 100;
+
 /// Positions of entries and elements from the root.
 type Path = Vec<usize>;
 
 /// Reads the tree, or tells every mistake found.
-pub(super) fn read<T: DeserializeOwned>(tree: Tree) -> Result<T, Vec<(Place, String)>> {
+pub(super) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<T, Vec<(Place, String)>> {
     let mut cuts = Cuts::default();
     let mut mistakes = Vec::new();
     loop {
-        let reader = Reader { tree: &tree, path: Path::new(), name: String::new(), cuts: &cuts };
+        let reader = Reader { tree, path: Path::new(), name: String::new(), cuts: &cuts };
         let mistake = match T::deserialize(reader) {
             Ok(value) if mistakes.is_empty() => return Ok(value),
             Ok(_) => return Err(mistakes),
@@ -29,7 +32,7 @@ pub(super) fn read<T: DeserializeOwned>(tree: Tree) -> Result<T, Vec<(Place, Str
             mistakes.push((mistake.place, mistake.sentence()));
         }
         // Each turn cuts one value that was still there, so the loop ends; the root cannot be cut.
-        if mistake.path.is_empty() || !cuts.add(&mistake, &tree) {
+        if mistake.path.is_empty() || mistakes.len() == MOST_MISTAKES || !cuts.add(&mistake, tree) {
             return Err(mistakes);
         }
     }
@@ -80,7 +83,7 @@ struct Mistake {
     located: bool,
     place: Place,
     path: Path,
-    name: String,
+    name: Box<str>,
 }
 
 #[derive(Debug)]
@@ -88,7 +91,7 @@ enum Kind {
     /// A key that must be given.
     Missing(&'static str),
     /// A key nobody reads.
-    Unknown { key: String, known: String, meant: Option<&'static str> },
+    Unknown { key: Box<str>, known: &'static [&'static str], meant: Option<&'static str> },
     /// A value of the wrong kind: continues "`key` ...".
     Wrong(String),
     /// A value whose own reader says what is wrong with it.
@@ -97,7 +100,7 @@ enum Kind {
 
 impl Mistake {
     fn new(kind: Kind) -> Self {
-        Self { kind, located: false, place: Place::default(), path: Path::new(), name: String::new() }
+        Self { kind, located: false, place: Place::default(), path: Path::new(), name: Box::default() }
     }
 
     fn sentence(&self) -> String {
@@ -106,7 +109,9 @@ impl Mistake {
             Kind::Missing(key) if self.name.is_empty() => format!("`{key}` is missing; it must be given"),
             Kind::Missing(key) => format!("`{key}` is missing in {name}; it must be given"),
             Kind::Unknown { key, meant: Some(meant), .. } => format!("unknown key `{key}`; did you mean `{meant}`?"),
-            Kind::Unknown { key, known, meant: None } => format!("unknown key `{key}`; {name} takes {known}"),
+            Kind::Unknown { key, known, meant: None } => {
+                format!("unknown key `{key}`; {name} takes {}", known.join(", "))
+            }
             Kind::Wrong(text) => format!("{name} {text}"),
             Kind::Refused(text) => format!("{name}: {text}"),
         }
@@ -144,7 +149,7 @@ impl de::Error for Mistake {
 
     fn unknown_field(key: &str, expected: &'static [&'static str]) -> Self {
         let meant = nearest(key, expected.iter().copied());
-        Self::new(Kind::Unknown { key: key.to_owned(), known: expected.join(", "), meant })
+        Self::new(Kind::Unknown { key: key.into(), known: expected, meant })
     }
 
     fn missing_field(key: &'static str) -> Self {
@@ -155,15 +160,10 @@ impl de::Error for Mistake {
 /// Serde's names of what it expects, as the author of a settings file would say it.
 fn wording(expected: &str) -> String {
     match expected {
-        "u8" | "u16" | "u32" | "u64" | "usize" => {
-            "a whole number from 0".to_owned()
-                + match expected {
-                    "u8" => " to 255",
-                    "u16" => " to 65535",
-                    "u32" => " to 4294967295",
-                    _ => "",
-                }
-        }
+        "u8" => format!("a whole number from 0 to {}", u8::MAX),
+        "u16" => format!("a whole number from 0 to {}", u16::MAX),
+        "u32" => format!("a whole number from 0 to {}", u32::MAX),
+        "u64" | "usize" => format!("a whole number from 0 to {}", u64::MAX),
         "a string" | "path string" | "socket address" => "text".to_owned(),
         "f64" | "f32" => "a number".to_owned(),
         "a boolean" => "true or false".to_owned(),
@@ -213,7 +213,7 @@ impl<'a> Reader<'a> {
             mistake.located = true;
             mistake.place = self.tree.place;
             mistake.path.clone_from(&self.path);
-            mistake.name.clone_from(&self.name);
+            mistake.name = self.name.as_str().into();
             if let (Kind::Refused(text), Value::Text(given)) = (&mut mistake.kind, &self.tree.value)
                 && text == "invalid socket address syntax"
             {

@@ -79,7 +79,7 @@ shelves:
         "s:4:24: `room`: `3 elephants` is not a size; write for example 16KiB, 32MiB or a plain number of bytes",
         "s:4:37: unknown key `colour`; `rest` takes pause, room",
         "s:6:13: unknown key `color`; did you mean `colour`?",
-        "s:7:10: `id` must be a whole number from 0, not -1",
+        "s:7:10: `id` must be a whole number from 0 to 18446744073709551615, not -1",
         "s:7:22: `colour` must be one of red, green, not `gren`; did you mean `green`?",
         "s:8:5: `colour` is missing in `shelves[2]`; it must be given",
         "s:9:5: `shelves[3]` must be a map of keys, not 5",
@@ -94,7 +94,7 @@ fn a_text_that_is_no_yaml_is_told_with_its_place() {
         ("name: a\n  b: c\n", "s:2:"),
         ("name: a\nname: b\n", "s:2:1: this is not valid YAML: "),
         ("a: *nobody\n", "s:1:"),
-        ("name: a\n---\nname: b\n", "s:2:"),
+        ("name: a\n---\nname: b\n", "s:3:"),
     ] {
         let errors = read(text).unwrap_err();
         assert!(errors.len() == 1 && errors[0].starts_with(start), "{text:?}: {errors:?}");
@@ -102,6 +102,16 @@ fn a_text_that_is_no_yaml_is_told_with_its_place() {
     }
     let error = Document::parse(Path::new("s"), b"name: a\nopen: \xff\n").map(drop).unwrap_err();
     assert_eq!(error.to_string(), "s:2: this is not UTF-8 text; save the file as UTF-8");
+}
+
+#[test]
+fn a_hostile_text_is_refused_in_time() {
+    let nested = |depth| "[".repeat(depth) + &"]".repeat(depth);
+    for text in [nested(65), nested(1_900), nested(100_000), format!("name: {}", nested(10_000))] {
+        assert_eq!(read(&text).unwrap_err().len(), 1);
+    }
+    let wrong: String = (0..5_000).map(|n| format!("key{n}: {n}\n")).collect();
+    assert_eq!(read(&wrong).unwrap_err().len(), 100);
 }
 
 #[test]
@@ -133,6 +143,7 @@ fn periods_and_sizes_print_what_they_read() {
 #[test]
 fn the_nearest_word_is_offered_only_when_it_is_near() {
     assert_eq!(nearest("endpont", ["endpoint", "model"]), Some("endpoint"));
+    assert_eq!(nearest("tpc", ["unix", "tcp"]), Some("tcp"));
     assert_eq!(nearest("colour", ["endpoint", "model"]), None);
 }
 

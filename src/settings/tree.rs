@@ -69,7 +69,14 @@ impl Tree {
 
 /// Parses one document. A mistake carries its place.
 pub(super) fn parse(text: &str) -> Result<Tree, (Place, String)> {
-    let options = serde_saphyr::options! { with_snippet: false, strict_booleans: true };
+    // Numbers that are not finite pass, so that the check of the value they are given to can refuse them in its own words.
+    let options = serde_saphyr::options! {
+        with_snippet: false,
+        strict_booleans: true,
+        // Settings are shallow; the limit keeps a hostile file from exhausting the stack.
+        budget: serde_saphyr::budget! { max_depth: 64 },
+        non_finite_float_policy: serde_saphyr::NonFiniteFloatPolicy::PassThrough,
+    };
     serde_saphyr::from_str_with_options(text, options).map_err(|error| {
         let place = error.location().map(place).unwrap_or_default();
         let formatter = serde_saphyr::UserMessageFormatter;

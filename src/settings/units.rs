@@ -52,7 +52,7 @@ impl fmt::Display for Period {
         if nanos == 0 {
             return f.write_str("0s");
         }
-        let (unit, name) = UNITS.into_iter().find(|(unit, _)| nanos % unit == 0).unwrap_or((1, "ns"));
+        let (unit, name) = UNITS.into_iter().find(|(unit, _)| nanos.is_multiple_of(*unit)).unwrap_or((1, "ns"));
         write!(f, "{}{name}", nanos / unit)
     }
 }
@@ -98,7 +98,7 @@ impl fmt::Display for Size {
             (1_000_000, "MB"),
             (1_000, "KB"),
         ];
-        match UNITS.into_iter().find(|(unit, _)| self.0 >= *unit && self.0 % unit == 0) {
+        match UNITS.into_iter().find(|(unit, _)| self.0 >= *unit && self.0.is_multiple_of(*unit)) {
             Some((unit, name)) => write!(f, "{}{name}", self.0 / unit),
             None => write!(f, "{}B", self.0),
         }

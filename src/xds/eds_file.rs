@@ -104,7 +104,9 @@ pub fn render<'w>(
             endpoints: [LocalityLbEndpoints { lb_endpoints: lb_endpoints.collect() }],
         }],
     };
-    serde_saphyr::to_string_with_options(&response, serde_saphyr::ser_options! { no_lang_directive: true })
+    // Envoy's parser is of YAML 1.1, where more plain words than in ours mean something else than text.
+    let options = serde_saphyr::ser_options! { no_lang_directive: true, quote_all: true };
+    serde_saphyr::to_string_with_options(&response, options)
 }
 
 /// Puts the text into place by a rename, unless it is there already. Makes the folder where it is missing.

@@ -27,42 +27,42 @@ fn the_file_has_one_endpoint_per_address_with_text_ids() {
         worker(7, "[2001:db8::1]:8000", Role::Decode),
     ];
     let expected = r#"resources:
-- "@type": type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment
-  cluster_name: workers
+- "@type": 'type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment'
+  cluster_name: 'workers'
   endpoints:
   - lb_endpoints:
     - endpoint:
         address:
           socket_address:
-            address: 10.0.0.1
+            address: '10.0.0.1'
             port_value: 8000
       metadata:
         filter_metadata:
           envoy.lb:
             worker_id:
-            - "1"
-            - "1001"
-            role: aggregated
+            - '1'
+            - '1001'
+            role: 'aggregated'
     - endpoint:
         address:
           socket_address:
-            address: 10.0.0.2
+            address: '10.0.0.2'
             port_value: 8000
       metadata:
         filter_metadata:
           envoy.lb:
-            worker_id: "18446744073709551615"
-            role: prefill
+            worker_id: '18446744073709551615'
+            role: 'prefill'
     - endpoint:
         address:
           socket_address:
-            address: "2001:db8::1"
+            address: '2001:db8::1'
             port_value: 8000
       metadata:
         filter_metadata:
           envoy.lb:
-            worker_id: "7"
-            role: decode
+            worker_id: '7'
+            role: 'decode'
 "#;
     assert_eq!(render(&fleet, "workers").unwrap(), expected);
 }
