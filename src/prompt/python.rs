@@ -104,6 +104,33 @@ pub(super) fn list(values: Vec<Value>) -> Value {
     Value::from_object(List(values))
 }
 
+/// A Python `tuple`: a list that prints in round brackets.
+#[derive(Debug)]
+struct Tuple(Vec<Value>);
+
+impl Object for Tuple {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Seq
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.0.get(key.as_usize()?).cloned()
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Seq(self.0.len())
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&repr(&Value::from_dyn_object(Arc::clone(self))))
+    }
+}
+
+/// A tuple of two or more values.
+pub(super) fn tuple(values: Vec<Value>) -> Value {
+    Value::from_object(Tuple(values))
+}
+
 /// JSON as Python reads it.
 pub(super) fn value(json: &Json) -> Result<Value, EncodeError> {
     Ok(match json {
@@ -158,12 +185,13 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) {
 }
 
 fn write_items(out: &mut String, value: &Value, depth: usize) {
-    out.push('[');
+    let (open, close) = if value.downcast_object_ref::<Tuple>().is_some() { ('(', ')') } else { ('[', ']') };
+    out.push(open);
     for (place, item) in value.try_iter().into_iter().flatten().enumerate() {
         out.push_str(if place > 0 { ", " } else { "" });
         write_repr(out, &item, depth + 1);
     }
-    out.push(']');
+    out.push(close);
 }
 
 fn write_pairs(out: &mut String, value: &Value, depth: usize) {
