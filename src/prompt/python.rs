@@ -284,8 +284,8 @@ impl Layout {
             ValueKind::Number => out.push_str(&number_text(value)),
             ValueKind::String => self.write_string(out, value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
-                let items: Vec<Value> = value.try_iter()?.collect();
-                self.write_all(out, ('[', ']'), depth, &items, |out, item| self.write(out, item, depth + 1))?;
+                let items: Vec<_> = value.try_iter()?.map(|item| (None, item)).collect();
+                self.write_all(out, ('[', ']'), depth, &items)?;
             }
             ValueKind::Map => {
                 let mut keys: Vec<Value> = value.try_iter()?.collect();
@@ -295,11 +295,9 @@ impl Layout {
                 if self.sort_keys {
                     keys.sort_by(|a, b| a.as_str().cmp(&b.as_str()));
                 }
-                self.write_all(out, ('{', '}'), depth, &keys, |out, key| {
-                    self.write_string(out, key.as_str().unwrap_or_default());
-                    out.push_str(&self.key);
-                    self.write(out, &value.get_item(key)?, depth + 1)
-                })?;
+                let item = |key: Value| value.get_item(&key).map(|item| (Some(key), item));
+                let items: Vec<_> = keys.into_iter().map(item).collect::<Result<_, _>>()?;
+                self.write_all(out, ('{', '}'), depth, &items)?;
             }
             kind => return refused(format!("{kind} is not JSON")),
         }
@@ -311,20 +309,23 @@ impl Layout {
         out: &mut String,
         (open, close): (char, char),
         depth: usize,
-        entries: &[Value],
-        mut write: impl FnMut(&mut String, &Value) -> Result<(), Error>,
+        items: &[(Option<Value>, Value)],
     ) -> Result<(), Error> {
         let newline = |out: &mut String, depth: usize| {
-            if let (Some(indent), false) = (&self.indent, entries.is_empty()) {
+            if let (Some(indent), false) = (&self.indent, items.is_empty()) {
                 out.push('\n');
                 out.push_str(&indent.repeat(depth));
             }
         };
         out.push(open);
-        for (place, entry) in entries.iter().enumerate() {
+        for (place, (key, item)) in items.iter().enumerate() {
             out.push_str(if place > 0 { &self.item } else { "" });
             newline(out, depth + 1);
-            write(out, entry)?;
+            if let Some(key) = key {
+                self.write_string(out, key.as_str().unwrap_or_default());
+                out.push_str(&self.key);
+            }
+            self.write(out, item, depth + 1)?;
         }
         newline(out, depth);
         out.push(close);
