@@ -167,9 +167,9 @@ impl Site {
         };
         let (sender, state) = watch::channel(SourceState::default());
         let metrics = Arc::new(Metrics::new());
-        let task = tokio::spawn(run(spec, sink, metrics.clone(), sender));
+        let listening = run(spec, sink, metrics.clone(), sender);
         let task = tokio::spawn(async move {
-            task.await.unwrap();
+            let _ = listening.await;
         });
         Subscriber { held, metrics, state, task }
     }
@@ -186,7 +186,7 @@ impl Held {
     fn apply(&mut self, event: &KvEvent) -> Outcome {
         match event {
             KvEvent::Stored { blocks, .. } => self.blocks.extend(blocks.iter().map(|block| block.engine.0)),
-            KvEvent::Removed { blocks, .. } => blocks.iter().for_each(|block| drop(self.blocks.remove(&block.0))),
+            KvEvent::Removed { blocks, .. } => self.blocks.retain(|held| !blocks.iter().any(|block| block.0 == *held)),
             KvEvent::Cleared => {
                 self.blocks.clear();
                 self.clears += 1;
@@ -397,6 +397,49 @@ async fn messages_of_another_shape_are_counted_and_skipped() {
     engine.publish(payload(1)).await;
     subscriber.holds([0, 1]).await;
     assert_eq!(subscriber.batches("malformed_frames"), 3);
+}
+
+#[tokio::test]
+async fn batches_of_another_rank_are_dropped() {
+    let site = Site::new(Attach::Connect, true);
+    let other = rmp_serde::to_vec(&(1.5, [("BlockStored", [9u64], None::<u64>, [1u32, 2], 2u32)], 1)).unwrap();
+    let _engine = Engine::start(&site, vec![payload(1), other, payload(2)]).await;
+    let subscriber = site.subscribe();
+    subscriber.holds([1, 2]).await;
+    assert_eq!(subscriber.batches("other_rank"), 1);
+}
+
+#[tokio::test]
+async fn a_silent_replay_endpoint_does_not_keep_the_live_feed_away() {
+    let site = Site::new(Attach::Connect, true);
+    let mute = Site { replay: None, ..site.clone() };
+    // Nobody answers at the replay endpoint.
+    let mut engine = Engine::start(&mute, vec![]).await;
+    let subscriber = site.subscribe();
+    subscriber.is(SourceState::Live).await;
+    subscriber.hears(&mut engine, [1]).await;
+    engine.lose(payload(2));
+    engine.publish(payload(3)).await;
+    subscriber.holds([0, 1, 3]).await;
+    assert!(subscriber.gaps("lost") >= 1);
+    assert!(subscriber.held.lock().doubts >= 1);
+}
+
+#[tokio::test]
+async fn the_gauge_follows_the_source_and_leaves_with_it() {
+    let site = Site::new(Attach::Connect, false);
+    let subscriber = site.subscribe();
+    let shown = |value: &str| {
+        let line = format!("warmroute_kv_event_source_live{{worker_id=\"7\",dp_rank=\"0\"}} {value}");
+        subscriber.metrics.page().unwrap().contains(&line)
+    };
+    until("shown as away", || shown("0")).await;
+    let engine = Engine::start(&site, vec![]).await;
+    until("shown as live", || shown("1")).await;
+    drop(engine);
+    until("shown as away again", || shown("0")).await;
+    subscriber.task.abort();
+    until("gone", || !shown("")).await;
 }
 
 #[tokio::test]

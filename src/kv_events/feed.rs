@@ -114,8 +114,8 @@ impl Feed {
     }
 
     /// Judges a replay without a single batch; true if the rank was cleared, because the engine is a new one.
-    pub(super) fn repeated_nothing(&mut self, holds_others: bool) -> bool {
-        let restarted = self.sequencer.repeated_nothing(holds_others);
+    pub(super) fn repeated_nothing(&mut self) -> bool {
+        let restarted = self.sequencer.repeated_nothing();
         if restarted {
             self.restarted("it no longer holds the batch last applied");
         }

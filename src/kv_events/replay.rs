@@ -71,7 +71,8 @@ async fn round(
         let (seq, payload) = match engine.next().await {
             Reply::Batch(seq, payload) => (seq, payload),
             Reply::End if replies > 0 => return Round::Complete,
-            Reply::End => return silent(engine, feed, asked).await,
+            Reply::End if feed.repeated_nothing() => return Round::Restarted,
+            Reply::End => return Round::Incomplete(Incomplete::Empty),
             Reply::Silence => return Round::Incomplete(Incomplete::EndedBeforeTarget),
         };
         replies += 1;
@@ -92,18 +93,6 @@ async fn round(
             tokio::task::yield_now().await;
         }
     }
-}
-
-/// Nothing came back, not even the batch last applied. Whether the engine holds others tells a new life from one that
-/// repeats nothing.
-async fn silent(engine: &mut impl Repeater, feed: &mut Feed, asked: u64) -> Round {
-    let mut holds_others = false;
-    if asked > 0 {
-        engine.hang_up();
-        engine.ask(0).await;
-        holds_others = matches!(engine.next().await, Reply::Batch(..));
-    }
-    if feed.repeated_nothing(holds_others) { Round::Restarted } else { Round::Incomplete(Incomplete::Empty) }
 }
 
 #[cfg(test)]

@@ -90,8 +90,6 @@ impl Incomplete {
 pub struct Sequencer {
     applied: Option<Mark>,
     last_live: Option<u64>,
-    /// Whether this endpoint has ever repeated a batch, so that silence means something.
-    repeats: bool,
 }
 
 impl Sequencer {
@@ -131,7 +129,6 @@ impl Sequencer {
 
     /// Judges one batch of a replay.
     pub fn repeated(&mut self, seq: u64, digest: Digest) -> Repeated {
-        self.repeats = true;
         match self.applied {
             Some(mark) if seq == mark.seq && digest != mark.digest => {
                 self.forget();
@@ -143,10 +140,10 @@ impl Sequencer {
         }
     }
 
-    /// Judges a replay that ended without a single batch. An engine that is still alive holds at least its newest
-    /// batch; one that repeats others, or has repeated batches before, and lacks ours is a new one. True: forget the rank.
-    pub fn repeated_nothing(&mut self, holds_others: bool) -> bool {
-        let restarted = (self.repeats || holds_others) && self.applied.is_some();
+    /// Judges a replay that ended without a single batch. An engine that is still the same holds at least its newest
+    /// batch, so one without has started over. True: forget the rank.
+    pub fn repeated_nothing(&mut self) -> bool {
+        let restarted = self.applied.is_some();
         if restarted {
             self.forget();
         }

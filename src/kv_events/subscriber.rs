@@ -202,15 +202,14 @@ impl Listener {
 
     /// An engine is there: find out what was missed before.
     async fn attached(&mut self) {
-        let joined_late = !self.feed.is_fresh();
         match self.catch_up().await {
             Some(Ok(())) => {}
-            // Nothing was missed, and an engine without history has nothing to repeat.
-            Some(Err(Incomplete::Empty)) | None if !joined_late => {}
+            // Nothing is known that could be out of date, and an engine without history has nothing to repeat.
+            Some(Err(Incomplete::Empty)) | None if self.feed.is_fresh() => {}
             missed => {
                 let why = missed.and_then(Result::err).map_or("no replay endpoint", Incomplete::as_str);
                 tracing::warn!(rank = %self.view.rank, why, "what happened while detached is not wholly known");
-                if joined_late {
+                if !self.feed.is_fresh() {
                     self.feed.doubt();
                 }
             }

@@ -7,7 +7,7 @@ fn digest(life: u8) -> Digest {
 /// A sequencer that has seen live batches up to `live` and applied up to `applied` in life 1.
 fn at(applied: Option<u64>, live: Option<u64>) -> Sequencer {
     let applied = applied.map(|seq| Mark { seq, digest: digest(1) });
-    Sequencer { applied, last_live: live, repeats: false }
+    Sequencer { applied, last_live: live }
 }
 
 #[test]
@@ -58,11 +58,8 @@ fn a_new_life_starts_without_marks() {
 }
 
 #[test]
-fn silence_means_a_restart_only_of_an_engine_that_repeats() {
-    assert!(!at(Some(4), Some(4)).repeated_nothing(false));
-    assert!(at(Some(4), Some(4)).repeated_nothing(true));
+fn an_engine_without_the_batch_last_applied_has_started_over() {
     let mut sequencer = at(Some(4), Some(4));
-    sequencer.repeated(4, digest(1));
-    assert!(sequencer.repeated_nothing(false));
-    assert!(!sequencer.repeated_nothing(true), "there is nothing left to forget");
+    assert!(sequencer.repeated_nothing());
+    assert!(!sequencer.repeated_nothing(), "there is nothing left to forget");
 }
