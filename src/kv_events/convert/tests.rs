@@ -44,7 +44,8 @@ fn expected(lora: Option<&str>, cache: Option<&str>, media: &[u64]) -> Result<Lo
 #[test]
 fn the_first_block_names_the_salt_bare_or_marked() {
     let tail = format!("00000000000000ab{}", "0".repeat(48));
-    let cases: [(&[ExtraKey], bool, Option<&str>, &[u64]); 8] = [
+    type Case<'a> = (&'a [ExtraKey], bool, Option<&'a str>, &'a [u64]);
+    let cases: [Case<'_>; 8] = [
         (&[text("tenant")], true, Some("tenant"), &[]),
         (&[text("dynamo-cache-salt:tenant")], true, Some("tenant"), &[]),
         (
