@@ -3,6 +3,7 @@
 //! worker rank's sink and its measures, and [`run`] is the only part that touches the network.
 
 pub mod convert;
+mod dealer;
 mod feed;
 pub mod media;
 mod replay;

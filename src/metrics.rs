@@ -152,7 +152,7 @@ metrics! {
     endpoint_file_writes: Family<OutcomeLabel, Counter> = Family::default();
     /// KV events by kind and outcome
     kv_events: Family<EventLabels, Counter> = Family::default();
-    /// Event batches by outcome: applied, stale, undecodable, malformed_frames
+    /// Event batches by outcome: applied, stale, undecodable, malformed_frames, other_rank
     kv_event_batches: Family<OutcomeLabel, Counter> = Family::default();
     /// Gaps in an engine's batch numbers, by outcome: replayed, partly_replayed, lost
     kv_event_gaps: Family<OutcomeLabel, Counter> = Family::default();

@@ -131,7 +131,8 @@ mod tests {
         let image_only = MediaTokens { image: Some(9), video: None };
         let video = MediaTokens { image: Some(9), video: Some(8) };
         let (a, b) = (pad_token(1), pad_token(2));
-        let cases: [(&[u32], &[&[u64]], MediaTokens, Option<Vec<u32>>); 7] = [
+        type Case<'a> = (&'a [u32], &'a [&'a [u64]], MediaTokens, Option<Vec<u32>>);
+        let cases: [Case<'_>; 7] = [
             (&[5, 9, 9, 5], &[&[1]], image_only, Some(vec![5, a, a, 5])),
             (&[9, 5, 9, 5], &[&[1, 2]], image_only, Some(vec![a, 5, b, 5])),
             (&[9, 5, 9, 5], &[&[1]], image_only, Some(vec![a, 5, a, 5])),

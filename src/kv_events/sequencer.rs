@@ -90,24 +90,21 @@ impl Incomplete {
 pub struct Sequencer {
     applied: Option<Mark>,
     last_live: Option<u64>,
-    /// Whether this endpoint has ever repeated a batch, so that silence means something.
-    repeats: bool,
 }
 
 impl Sequencer {
     /// Takes note of a live batch and says what to do with it.
     pub fn live(&mut self, seq: u64) -> Live {
-        let went_back = self.last_live.is_some_and(|last| seq <= last);
-        self.last_live = Some(seq);
-        if went_back {
-            self.applied = None;
+        if self.last_live.is_some_and(|last| seq <= last) {
+            self.forget();
             return Live::Restart;
         }
         self.place(seq)
     }
 
     /// Where a live batch belongs, given what has been applied since it arrived.
-    pub fn place(&self, seq: u64) -> Live {
+    pub fn place(&mut self, seq: u64) -> Live {
+        self.last_live = Some(seq);
         match self.applied {
             Some(mark) if seq <= mark.seq => Live::Stale,
             _ if seq == self.expected() => Live::Apply,
@@ -132,10 +129,9 @@ impl Sequencer {
 
     /// Judges one batch of a replay.
     pub fn repeated(&mut self, seq: u64, digest: Digest) -> Repeated {
-        self.repeats = true;
         match self.applied {
             Some(mark) if seq == mark.seq && digest != mark.digest => {
-                self.applied = None;
+                self.forget();
                 Repeated::Restart
             }
             Some(mark) if seq <= mark.seq => Repeated::Known,
@@ -144,14 +140,20 @@ impl Sequencer {
         }
     }
 
-    /// Judges a replay that ended without a single batch. An engine that is still alive holds at least its newest
-    /// batch; one that has repeated batches before and holds none now is a new one. True: forget the rank.
+    /// Judges a replay that ended without a single batch. An engine that is still the same holds at least its newest
+    /// batch, so one without has started over. True: forget the rank.
     pub fn repeated_nothing(&mut self) -> bool {
-        let restarted = self.repeats && self.applied.is_some();
+        let restarted = self.applied.is_some();
         if restarted {
-            self.applied = None;
+            self.forget();
         }
         restarted
+    }
+
+    /// Both marks belong to a life of the engine that has ended.
+    fn forget(&mut self) {
+        self.applied = None;
+        self.last_live = None;
     }
 
     /// Moves the mark: the batch was applied, or given up for good.

@@ -16,8 +16,9 @@ use tokio::time::{Instant, sleep, sleep_until};
 use zeromq::util::PeerIdentity;
 use zeromq::{Socket, SocketEvent, SocketOptions, SocketRecv, SubSocket, ZmqError, ZmqMessage};
 
+use super::dealer::{Dealer, Events, PAUSE as UNANSWERED};
 use super::feed::Feed;
-use super::replay::{BURST, Events, Replay};
+use super::replay::{self, BURST};
 use super::sequencer::Incomplete;
 use super::{RankSink, SourceSpec, SourceState};
 use crate::metrics::{Metrics, RankLabels};
@@ -33,6 +34,23 @@ const SETTLED: Duration = Duration::from_secs(1);
 /// vanished without a word looks like an idle one.
 const IDLE: Duration = Duration::from_secs(30);
 
+/// When and why to ask an engine for batches that should have arrived.
+#[derive(Clone, Copy)]
+enum Check {
+    /// The subscription has taken effect by now.
+    Settled(Instant),
+    /// Nothing has come for long.
+    Idle(Instant),
+}
+
+impl Check {
+    fn at(self) -> Instant {
+        match self {
+            Check::Settled(at) | Check::Idle(at) => at,
+        }
+    }
+}
+
 /// Listens to one event source and applies what it says, for ever; ends by being dropped.
 pub async fn run(
     spec: SourceSpec,
@@ -44,10 +62,10 @@ pub async fn run(
     view.set(SourceState::Connecting);
     let mut listener = Listener {
         feed: Feed::new(&spec, sink, metrics),
-        replay: spec.source.replay.as_deref().map(Replay::new),
+        replay: spec.source.replay.as_deref().map(Dealer::new),
         view,
         source: spec.source,
-        check_at: None,
+        check: None,
     };
     let mut pause = PAUSE.0;
     let mut complained = String::new();
@@ -112,9 +130,9 @@ impl Drop for View {
 struct Listener {
     source: EventSource,
     feed: Feed,
-    replay: Option<Replay>,
+    replay: Option<Dealer>,
     view: View,
-    check_at: Option<Instant>,
+    check: Option<Check>,
 }
 
 impl Listener {
@@ -122,16 +140,16 @@ impl Listener {
     async fn session(&mut self) -> Result<Infallible, Detached> {
         let (mut socket, mut events) = open(&self.source).await?;
         let mut publishers = HashSet::new();
-        self.check_at = None;
+        self.check = None;
         if self.source.attach == Attach::Connect {
             self.attached().await;
         }
         let mut burst = 0;
         loop {
-            let check_at = self.check_at;
-            let idle = async move {
-                match check_at {
-                    Some(at) => sleep_until(at).await,
+            let check = self.check;
+            let due = async move {
+                match check {
+                    Some(check) => sleep_until(check.at()).await,
                     None => std::future::pending().await,
                 }
             };
@@ -150,7 +168,7 @@ impl Listener {
                         tokio::task::yield_now().await;
                     }
                 }
-                () = idle => self.check().await?,
+                () = due => self.check().await?,
             }
         }
     }
@@ -171,7 +189,7 @@ impl Listener {
                 Attach::Bind => {
                     publishers.remove(&publisher);
                     if publishers.is_empty() {
-                        self.check_at = None;
+                        self.check = None;
                         self.view.set(SourceState::Connecting);
                     }
                 }
@@ -184,27 +202,27 @@ impl Listener {
 
     /// An engine is there: find out what was missed before.
     async fn attached(&mut self) {
-        let joined_late = !self.feed.is_fresh();
-        let caught_up = self.catch_up().await;
-        if caught_up.is_none() && joined_late {
-            tracing::info!(rank = %self.view.rank, "no replay endpoint: what happened while detached stays unknown");
-            self.feed.doubt();
+        match self.catch_up().await {
+            Some(Ok(())) => {}
+            // Nothing is known that could be out of date, and an engine without history has nothing to repeat.
+            Some(Err(Incomplete::Empty)) | None if self.feed.is_fresh() => {}
+            missed => {
+                let why = missed.and_then(Result::err).map_or("no replay endpoint", Incomplete::as_str);
+                tracing::warn!(rank = %self.view.rank, why, "what happened while detached is not wholly known");
+                if !self.feed.is_fresh() {
+                    self.feed.doubt();
+                }
+            }
         }
-        if let Some(Err(why)) = caught_up
-            && joined_late
-        {
-            tracing::warn!(rank = %self.view.rank, why = why.as_str(), "what happened while detached could not be replayed");
-            self.feed.doubt();
-        }
-        self.check_at = self.replay.is_some().then(|| Instant::now() + SETTLED);
+        self.check = self.replay.is_some().then(|| Check::Settled(Instant::now() + SETTLED));
     }
 
     /// Replays what the engine still holds; `None` without a replay endpoint.
     async fn catch_up(&mut self) -> Option<Result<(), Incomplete>> {
         let mut outcome = None;
-        if let Some(replay) = &mut self.replay {
+        if let Some(engine) = &mut self.replay {
             self.view.set(SourceState::Replaying);
-            outcome = Some(replay.catch_up(&mut self.feed).await);
+            outcome = Some(replay::catch_up(engine, &mut self.feed).await);
         }
         self.view.set(SourceState::Live);
         outcome
@@ -213,7 +231,7 @@ impl Listener {
     /// Takes one live message.
     async fn message(&mut self, message: ZmqMessage) {
         if self.replay.is_some() {
-            self.check_at = Some(Instant::now() + IDLE);
+            self.check = Some(Check::Idle(Instant::now() + IDLE));
         }
         let (seq, payload) = match frames(&message) {
             Ok(batch) => batch,
@@ -229,15 +247,17 @@ impl Listener {
 
     /// Asks a silent engine whether there is anything that should have arrived.
     async fn check(&mut self) -> Result<(), Detached> {
-        let Some(replay) = &mut self.replay else { return Ok(()) };
-        self.check_at = Some(Instant::now() + IDLE);
+        let (Some(engine), Some(check)) = (&mut self.replay, self.check) else { return Ok(()) };
         let known = self.feed.expected();
-        // Incomplete says nothing here: an engine without history has nothing to repeat.
-        let _ = replay.catch_up(&mut self.feed).await;
-        if self.feed.expected() == known {
-            return Ok(());
+        let outcome = replay::catch_up(engine, &mut self.feed).await;
+        self.check = Some(match outcome {
+            Err(Incomplete::EndedBeforeTarget) => Check::Settled(Instant::now() + UNANSWERED + SETTLED),
+            _ => Check::Idle(Instant::now() + IDLE),
+        });
+        match check {
+            Check::Idle(_) if self.feed.expected() != known => Err(Detached::Silent(self.source.topic.clone())),
+            _ => Ok(()),
         }
-        Err(Detached::Silent(self.source.topic.clone()))
     }
 }
 

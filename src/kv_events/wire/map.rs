@@ -7,6 +7,7 @@ use super::value::{self, BlockMedia, Hash, Hashes, List, Word};
 use super::{Event, ExtraKey, Origin, Stored, Tokens};
 
 /// A field's name.
+#[derive(Clone, Copy)]
 enum Field {
     Type,
     Hashes,

@@ -1,1 +1,120 @@
+use proptest::prelude::*;
+use serde_bytes::Bytes;
+use serde_json::{Value, json};
 
+use super::*;
+
+fn pack(batch: &impl serde::Serialize) -> Vec<u8> {
+    rmp_serde::to_vec(batch).unwrap()
+}
+
+fn stored(event: &Event) -> &Stored {
+    match event {
+        Event::Stored(stored) => stored,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_hash_of_bytes_is_its_last_eight() {
+    let digest: Vec<u8> = (0..32).collect();
+    let event = ("BlockStored", [Bytes::new(&digest)], Some(Bytes::new(&digest[..8])), [1u32, 2], 2u32);
+    let batch = decode(&pack(&(1.0, [event], Some(0)))).unwrap();
+    let stored = stored(&batch.events[0]);
+    assert_eq!(stored.hashes, [EngineHash(0x18191a1b_1c1d1e1f)]);
+    assert_eq!(stored.parent, Some(EngineHash(0x0001_0203_0405_0607)));
+    let short = ("BlockStored", [Bytes::new(&digest[..7])], None::<u64>, [1u32], 1u32);
+    assert!(decode(&pack(&(1.0, [short], Some(0)))).is_err());
+}
+
+#[test]
+fn a_batch_has_two_or_three_elements_and_a_sound_rank() {
+    let none: [Value; 0] = [];
+    let rank = |payload: Vec<u8>| decode(&payload).map(|batch| batch.rank).ok();
+    assert_eq!(rank(pack(&(1, &none))), Some(None));
+    assert_eq!(rank(pack(&(1, &none, None::<u32>))), Some(None));
+    assert_eq!(rank(pack(&(1, &none, 7))), Some(Some(7)));
+    assert_eq!(rank(pack(&(1, &none, -1))), None);
+    assert_eq!(rank(pack(&(1, &none, 1u64 << 32))), None);
+    assert_eq!(rank(pack(&(1, &none, 7, 7))), None);
+    assert_eq!(rank(pack(&(1,))), None);
+    assert_eq!(rank([pack(&(1, &none, 7)), vec![0xc1, 0xff]].concat()), Some(Some(7)));
+}
+
+#[test]
+fn fields_of_a_map_come_in_any_order_and_unknown_ones_are_skipped() {
+    let event = json!({
+        "future": { "nested": [1, { "deep": null }] }, "group_idx": 1, "token_ids": [[1, 2], [2, 3]], "block_size": 2,
+        "kv_cache_spec_kind": "sliding_window", "medium": "DISK", "locality": null, "extra_keys": [["s", ["id", -3]], null],
+        "block_hashes": [5], "lora_id": 3, "lora_name": "a", "session_id": "x", "ownership": "framework", "type": "BlockStored",
+    });
+    let batch = decode(&pack(&json!([1.5, [event], null]))).unwrap();
+    let expected = Stored {
+        hashes: vec![EngineHash(5)],
+        tokens: Tokens { ids: vec![1, 2, 3], bigrams: true },
+        block_size: 2,
+        lora: Some("a".to_owned()),
+        extra_keys: vec![vec![ExtraKey::Text("s".to_owned()), ExtraKey::Media("id".to_owned())], vec![]],
+        keys_are_pairs: true,
+        origin: Origin {
+            medium: Medium::Tier(Tier::Disk),
+            group: Some(1),
+            kind: Some(Kind::Partial),
+            ..Origin::default()
+        },
+        ..Stored::default()
+    };
+    assert_eq!(*stored(&batch.events[0]), expected);
+}
+
+#[test]
+fn the_tail_of_an_array_is_read_by_place_or_by_type() {
+    let full = Origin { group: Some(2), kind: Some(Kind::Main), ..Origin::default() };
+    let cases = [
+        (json!([2, "full_attention", 64]), full),
+        (json!(["full_attention", 2]), full),
+        (json!([2, "full_attention", null, null]), full),
+        (json!([2, "full_attention", null, "LOCAL", "framework", "more", 7]), full),
+        (json!([null, null, null, "REMOTE"]), Origin { locality: Locality::Elsewhere, ..Origin::default() }),
+        (json!([null, null, null, null, "kvcr"]), Origin { ownership: Ownership::Kvcr, ..Origin::default() }),
+    ];
+    for (tail, origin) in cases {
+        let mut event = vec![json!("BlockRemoved"), json!([1]), json!("GPU")];
+        event.extend(tail.as_array().unwrap().iter().cloned());
+        let batch = decode(&pack(&json!([1, [event], 0]))).unwrap();
+        assert_eq!(batch.events, [Event::Removed { hashes: vec![EngineHash(1)], origin }], "{tail}");
+    }
+}
+
+#[test]
+fn a_claimed_length_reserves_no_memory_and_depth_is_bounded() {
+    // Four thousand million tokens in a payload of a few bytes.
+    let mut claims = vec![0x93, 0x01, 0x91, 0x95, 0xab];
+    claims.extend(b"BlockStored");
+    claims.extend([0x91, 0x01, 0xc0, 0xdd, 0xff, 0xff, 0xff, 0xff, 0x01]);
+    assert!(decode(&claims).is_err());
+    let mut deep = vec![0x93, 0x01, 0x91, 0x82];
+    deep.extend(b"\xa1x");
+    deep.extend([0x91; 100_000]);
+    assert!(decode(&deep).is_err());
+}
+
+proptest! {
+    #[test]
+    fn decoding_never_panics(payload in prop::collection::vec(any::<u8>(), 0..200)) {
+        let _ = decode(&payload);
+    }
+
+    #[test]
+    fn decoding_a_damaged_batch_never_panics(damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
+        let event = json!({ "type": "BlockStored", "block_hashes": [1, -2], "parent_block_hash": null, "block_size": 2,
+            "token_ids": [1, 2, 300, 70000], "extra_keys": [["salt"], [["id", 3]]], "block_mm_infos": [null, { "mm_objects": [] }] });
+        let array = json!(["BlockStored", [1], 2, [[1, 2]], 1, null, "GPU", { "cache_salt": "x" }, [["a"]], 1, "mamba", 3, null]);
+        let mut payload = pack(&json!([1.5, [event, array, { "type": "Ignored" }], 0]));
+        for (at, byte) in damage {
+            let at = at.index(payload.len());
+            payload[at] = byte;
+        }
+        let _ = decode(&payload);
+    }
+}

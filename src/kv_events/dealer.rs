@@ -1,0 +1,143 @@
+//! The replay endpoint over ZMQ: DEALER to the engine's ROUTER. The request is an empty frame and the first number
+//! wanted; every reply carries one batch, and an empty payload or the number -1 ends the conversation.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::StreamExt;
+use futures_util::stream::BoxStream;
+use tokio::time::{Instant, timeout_at};
+use zeromq::{DealerSocket, Socket, SocketEvent, SocketOptions, SocketRecv, SocketSend, ZmqMessage};
+
+use super::replay::{Repeater, Reply};
+
+/// Longest wait for a connection.
+const CONNECT: Duration = Duration::from_secs(3);
+/// Longest silence between two replies.
+const SILENCE: Duration = Duration::from_secs(5);
+/// Longest conversation.
+const CONVERSATION: Duration = Duration::from_secs(60);
+/// After an unanswered request the endpoint is left alone for this long, so that gaps do not stall the live feed.
+pub(super) const PAUSE: Duration = Duration::from_secs(5);
+
+/// What the crate reports of a socket's connections.
+pub(super) type Events = BoxStream<'static, SocketEvent>;
+
+/// The replay endpoint of one engine.
+pub(super) struct Dealer {
+    endpoint: String,
+    paused_until: Option<Instant>,
+    talk: Option<Talk>,
+}
+
+impl Dealer {
+    pub(super) fn new(endpoint: &str) -> Self {
+        Self { endpoint: endpoint.to_owned(), paused_until: None, talk: None }
+    }
+}
+
+impl Repeater for Dealer {
+    async fn ask(&mut self, from: u64) {
+        let paused = self.paused_until.is_some_and(|until| Instant::now() < until);
+        self.talk = if paused { None } else { Talk::open(&self.endpoint, from).await };
+    }
+
+    async fn next(&mut self) -> Reply {
+        let reply = match &mut self.talk {
+            Some(talk) => talk.next().await,
+            None => Reply::Silence,
+        };
+        if reply == Reply::Silence && self.talk.take().is_some() {
+            self.paused_until = Some(Instant::now() + PAUSE);
+        }
+        reply
+    }
+
+    fn hang_up(&mut self) {
+        self.talk = None;
+    }
+}
+
+/// One question and its answers.
+struct Talk {
+    socket: DealerSocket,
+    /// Tells when the engine hangs up, which receiving does not.
+    events: Events,
+    deadline: Instant,
+}
+
+impl Talk {
+    async fn open(endpoint: &str, from: u64) -> Option<Self> {
+        let mut options = SocketOptions::default();
+        options.connect_timeout(CONNECT);
+        let mut socket = DealerSocket::with_options(options);
+        let events = socket.monitor().boxed();
+        socket.connect(endpoint).await.ok()?;
+        let mut request = ZmqMessage::from(Bytes::new());
+        request.push_back(Bytes::copy_from_slice(&from.to_be_bytes()));
+        socket.send(request).await.ok()?;
+        Some(Self { socket, events, deadline: Instant::now() + CONVERSATION })
+    }
+
+    async fn next(&mut self) -> Reply {
+        let deadline = self.deadline.min(Instant::now() + SILENCE);
+        timeout_at(deadline, self.receive()).await.unwrap_or(Reply::Silence)
+    }
+
+    async fn receive(&mut self) -> Reply {
+        loop {
+            tokio::select! {
+                // What was received counts before the news that the engine has gone.
+                biased;
+                message = self.socket.recv() => match message {
+                    Ok(message) => if let Some(reply) = reply(&message.into_vec()) {
+                        return reply;
+                    },
+                    Err(_) => return Reply::Silence,
+                },
+                event = self.events.next() => if !matches!(event, Some(SocketEvent::Connected(..))) {
+                    return Reply::Silence;
+                },
+            }
+        }
+    }
+}
+
+/// Reads one reply. Number and payload come last in every form: `[empty, seq, payload]` and
+/// `[empty, topic, seq, payload]`. The end is an empty payload, or the number -1. `None` is skipped.
+fn reply(frames: &[Bytes]) -> Option<Reply> {
+    let [.., seq, payload] = frames else { return None };
+    if payload.is_empty() {
+        return Some(Reply::End);
+    }
+    match u64::from_be_bytes(seq.as_ref().try_into().ok()?) {
+        u64::MAX => Some(Reply::End),
+        seq => Some(Reply::Batch(seq, payload.clone())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replies_are_read_in_all_their_forms() {
+        let frames = |frames: &[&[u8]]| frames.iter().map(|frame| Bytes::copy_from_slice(frame)).collect::<Vec<_>>();
+        let seven = 7u64.to_be_bytes();
+        let minus_one = (-1i64).to_be_bytes();
+        let batch = || Some(Reply::Batch(7, Bytes::from_static(b"x")));
+        let cases: [(&[&[u8]], Option<Reply>); 8] = [
+            (&[b"", &seven, b"x"], batch()),
+            (&[b"", b"topic", &seven, b"x"], batch()),
+            (&[b"", &seven, b""], Some(Reply::End)),
+            (&[b"", b"", &minus_one, b""], Some(Reply::End)),
+            (&[b"", &minus_one, b"x"], Some(Reply::End)),
+            (&[b"", b"", b""], Some(Reply::End)),
+            (&[b"x"], None),
+            (&[b"", b"short", b"x"], None),
+        ];
+        for (given, expected) in cases {
+            assert_eq!(reply(&frames(given)), expected, "{given:?}");
+        }
+    }
+}
