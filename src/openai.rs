@@ -91,6 +91,9 @@ pub enum ParseError {
     /// Not text.
     #[error("the request body is not UTF-8 (byte {0})")]
     NotUtf8(usize),
+    /// A list or a bare value.
+    #[error("the request body is not a JSON object")]
+    NotAnObject,
     /// Not JSON, or JSON of another shape.
     #[error("the request body is not understood: {0}")]
     Json(#[from] serde_json::Error),
@@ -105,6 +108,10 @@ pub enum ParseError {
 /// Reads a request body. Nesting deeper than 128 levels is refused, so that a body cannot exhaust the stack.
 pub fn parse(api: Api, body: &[u8]) -> Result<Request, ParseError> {
     let text = std::str::from_utf8(body).map_err(|error| ParseError::NotUtf8(error.valid_up_to()))?;
+    // The derived readers would take a list for the fields in their order.
+    if text.trim_start().starts_with(|c| c != '{') {
+        return Err(ParseError::NotAnObject);
+    }
     match api {
         Api::ChatCompletions => chat::parse(text),
         Api::Completions => completion::parse(text),

@@ -207,7 +207,7 @@ impl Encoder {
     fn tokens_of(&self, text: &str, special: bool, keep: Option<usize>, side: Side) -> Result<Vec<u32>, EncodeError> {
         let failed = |error: tokenizers::Error| EncodeError::Tokenize(error.to_string());
         let Some(keep) = keep else {
-            return self.tokenizer.encode_fast(text, special).map(ids).map_err(failed);
+            return self.tokenizer.encode_fast(text, special).map(|encoding| ids(&encoding)).map_err(failed);
         };
         // Special tokens are counted but never cut off, so the text gives way to them.
         let mut bare = self.tokenizer.encode_fast(text, false).map_err(failed)?;
@@ -221,11 +221,11 @@ impl Encoder {
         };
         bare.truncate(room, 0, direction);
         bare.take_overflowing();
-        self.tokenizer.post_process(bare, None, special).map(ids).map_err(failed)
+        self.tokenizer.post_process(bare, None, special).map(|encoding| ids(&encoding)).map_err(failed)
     }
 }
 
-fn ids(encoding: Encoding) -> Vec<u32> {
+fn ids(encoding: &Encoding) -> Vec<u32> {
     encoding.get_ids().to_vec()
 }
 

@@ -71,7 +71,7 @@ impl UsageScanner {
 
     /// Reads the next bytes of a stream.
     pub fn push(&mut self, mut chunk: &[u8]) {
-        if std::mem::take(&mut self.line.after_return) && !chunk.is_empty() {
+        if !chunk.is_empty() && std::mem::take(&mut self.line.after_return) {
             chunk = chunk.strip_prefix(b"\n").unwrap_or(chunk);
         }
         while let Some(end) = chunk.iter().position(|byte| matches!(byte, b'\n' | b'\r')) {

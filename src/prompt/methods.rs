@@ -117,6 +117,10 @@ pub(super) fn install(env: &mut Environment<'_>) {
         strip_with(&python::text(value), chars, true, true).to_owned()
     });
     env.add_filter("join", join);
+    env.add_filter("items", |value: &Value| minijinja::filters::items(value).and_then(|pairs| tuples(&pairs)));
+    env.add_filter("dictsort", |value: &Value, options: minijinja::value::Kwargs| {
+        minijinja::filters::dictsort(value, options).and_then(|pairs| tuples(&pairs))
+    });
     env.add_filter("tojson", |value: &Value, ascii: Option<bool>, options: minijinja::value::Kwargs| {
         python::tojson(value, ascii, &options)
     });
@@ -132,12 +136,19 @@ fn join(value: &Value, separator: Option<&str>) -> Result<String, Error> {
     Ok(items.join(separator.unwrap_or_default()))
 }
 
+/// Pairs print as tuples.
+fn tuples(pairs: &Value) -> Result<Value, Error> {
+    let tuple = |pair: Value| Ok(python::tuple(pair.try_iter()?.collect()));
+    Ok(python::list(pairs.try_iter()?.map(tuple).collect::<Result<_, Error>>()?))
+}
+
 fn method(state: &State<'_, '_>, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     if !METHODS.contains(&method) {
         return Err(Error::from(ErrorKind::UnknownMethod));
     }
     let Some(text) = value.as_str() else {
-        return pycompat::unknown_method_callback(state, value, method, args);
+        let result = pycompat::unknown_method_callback(state, value, method, args)?;
+        return if method == "items" { tuples(&result) } else { Ok(result) };
     };
     let arg = |place: usize| args.get(place).filter(|value| !value.is_none());
     let chars = || arg(0).map(text_arg).transpose();

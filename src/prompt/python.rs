@@ -104,6 +104,33 @@ pub(super) fn list(values: Vec<Value>) -> Value {
     Value::from_object(List(values))
 }
 
+/// A Python `tuple`: a list that prints in round brackets.
+#[derive(Debug)]
+struct Tuple(Vec<Value>);
+
+impl Object for Tuple {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Seq
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.0.get(key.as_usize()?).cloned()
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Seq(self.0.len())
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&repr(&Value::from_dyn_object(Arc::clone(self))))
+    }
+}
+
+/// A tuple of two or more values.
+pub(super) fn tuple(values: Vec<Value>) -> Value {
+    Value::from_object(Tuple(values))
+}
+
 /// JSON as Python reads it.
 pub(super) fn value(json: &Json) -> Result<Value, EncodeError> {
     Ok(match json {
@@ -158,12 +185,13 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) {
 }
 
 fn write_items(out: &mut String, value: &Value, depth: usize) {
-    out.push('[');
+    let (open, close) = if value.downcast_object_ref::<Tuple>().is_some() { ('(', ')') } else { ('[', ']') };
+    out.push(open);
     for (place, item) in value.try_iter().into_iter().flatten().enumerate() {
         out.push_str(if place > 0 { ", " } else { "" });
         write_repr(out, &item, depth + 1);
     }
-    out.push(']');
+    out.push(close);
 }
 
 fn write_pairs(out: &mut String, value: &Value, depth: usize) {
@@ -256,8 +284,8 @@ impl Layout {
             ValueKind::Number => out.push_str(&number_text(value)),
             ValueKind::String => self.write_string(out, value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
-                let items: Vec<Value> = value.try_iter()?.collect();
-                self.write_all(out, ('[', ']'), depth, &items, |out, item| self.write(out, item, depth + 1))?;
+                let items: Vec<_> = value.try_iter()?.map(|item| (None, item)).collect();
+                self.write_all(out, ('[', ']'), depth, &items)?;
             }
             ValueKind::Map => {
                 let mut keys: Vec<Value> = value.try_iter()?.collect();
@@ -267,11 +295,9 @@ impl Layout {
                 if self.sort_keys {
                     keys.sort_by(|a, b| a.as_str().cmp(&b.as_str()));
                 }
-                self.write_all(out, ('{', '}'), depth, &keys, |out, key| {
-                    self.write_string(out, key.as_str().unwrap_or_default());
-                    out.push_str(&self.key);
-                    self.write(out, &value.get_item(key)?, depth + 1)
-                })?;
+                let item = |key: Value| value.get_item(&key).map(|item| (Some(key), item));
+                let items: Vec<_> = keys.into_iter().map(item).collect::<Result<_, _>>()?;
+                self.write_all(out, ('{', '}'), depth, &items)?;
             }
             kind => return refused(format!("{kind} is not JSON")),
         }
@@ -283,20 +309,23 @@ impl Layout {
         out: &mut String,
         (open, close): (char, char),
         depth: usize,
-        entries: &[Value],
-        mut write: impl FnMut(&mut String, &Value) -> Result<(), Error>,
+        items: &[(Option<Value>, Value)],
     ) -> Result<(), Error> {
         let newline = |out: &mut String, depth: usize| {
-            if let (Some(indent), false) = (&self.indent, entries.is_empty()) {
+            if let (Some(indent), false) = (&self.indent, items.is_empty()) {
                 out.push('\n');
                 out.push_str(&indent.repeat(depth));
             }
         };
         out.push(open);
-        for (place, entry) in entries.iter().enumerate() {
+        for (place, (key, item)) in items.iter().enumerate() {
             out.push_str(if place > 0 { &self.item } else { "" });
             newline(out, depth + 1);
-            write(out, entry)?;
+            if let Some(key) = key {
+                self.write_string(out, key.as_str().unwrap_or_default());
+                out.push_str(&self.key);
+            }
+            self.write(out, item, depth + 1)?;
         }
         newline(out, depth);
         out.push(close);

@@ -30,11 +30,11 @@ pub(super) fn check(template: &Stmt<'_>) -> Result<(), String> {
         let problem = match node {
             Node::Stmt(stmt) => statement(stmt),
             Node::Expr(Expr::Call(node)) => {
-                called.push(&raw const node.expr);
+                called.push(std::ptr::from_ref(&node.expr));
                 call(node, &macros)
             }
             Node::Expr(expr @ Expr::GetAttr(node)) => {
-                let method = called.contains(&&raw const *expr);
+                let method = called.contains(&std::ptr::from_ref(expr));
                 (!method && DICT_METHODS.contains(&node.name))
                     .then(|| format!("the attribute `.{}`, which Python takes for the method", node.name))
             }
@@ -77,8 +77,16 @@ fn expression(expr: &Expr<'_>) -> Option<String> {
         Expr::Filter(node) if !FILTERS.contains(&node.name) => Some(format!("the filter `{}`", node.name)),
         Expr::Test(node) if !TESTS.contains(&node.name) => Some(format!("the test `{}`", node.name)),
         Expr::BinOp(node) => binary(node),
+        Expr::GetItem(node) => method_item(&node.subscript_expr),
         _ => None,
     }
+}
+
+/// Where a dict lacks the item, Jinja2 falls back to the attribute, and so to the method.
+fn method_item(subscript: &Expr<'_>) -> Option<String> {
+    let Expr::Const(key) = subscript else { return None };
+    let key = key.value.as_str().filter(|key| DICT_METHODS.contains(key))?;
+    Some(format!("the item `['{key}']`, which Python takes for the method where it is missing"))
 }
 
 fn binary(node: &BinOp<'_>) -> Option<String> {

@@ -6,7 +6,6 @@ use std::fmt;
 use std::sync::Arc;
 
 use minijinja::machinery::{WhitespaceConfig, parse};
-use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, Value};
 
 use super::conversation::{self, Turn};
@@ -149,7 +148,7 @@ impl Template {
     fn compile(source: &str, now: &Clock) -> Result<Self, String> {
         let source = without_generation_tags(source);
         let whitespace = WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true };
-        let tree = parse(&source, NAME, SyntaxConfig::default(), whitespace).map_err(|error| error.to_string())?;
+        let tree = parse(&source, NAME, Default::default(), whitespace).map_err(|error| error.to_string())?;
         support::check(&tree)?;
         let format = detect::content_format(&tree);
         let mut env = environment(now);

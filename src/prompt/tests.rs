@@ -1,1 +1,132 @@
+use serde::Deserialize;
+use serde_json::{Value as Json, json};
 
+use super::files::Sources;
+use super::template::Templates;
+use super::{EncodeError, Exactness};
+use crate::openai::{self, Api, Chat, Prompt};
+
+fn chat(request: &Json) -> Chat {
+    let body = serde_json::to_vec(request).unwrap();
+    match openai::parse(Api::ChatCompletions, &body).unwrap().prompt {
+        Prompt::Chat(chat) => *chat,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn compile(named: &[(&str, &str)]) -> Templates {
+    let named = named.iter().map(|(name, source)| ((*name).to_owned(), (*source).to_owned())).collect();
+    let tokens = vec![("bos_token", "<s>".to_owned()), ("eos_token", "</s>".to_owned())];
+    let now = || jiff::civil::date(2026, 3, 5).at(7, 8, 9, 0).to_zoned(jiff::tz::TimeZone::UTC).unwrap();
+    Templates::compile(Sources { path: "test".into(), named }, tokens, now).unwrap()
+}
+
+fn render(template: &str, request: &Json) -> Result<String, EncodeError> {
+    compile(&[("default", template)]).render(&chat(request)).map(|(text, _)| text)
+}
+
+fn user() -> Json {
+    json!({"messages": [{"role": "user", "content": "hello"}]})
+}
+
+#[derive(Deserialize)]
+struct Case {
+    name: String,
+    template: String,
+    request: Json,
+    expect: String,
+}
+
+#[test]
+fn templates_render_as_transformers_renders_them() {
+    let cases: Vec<Case> = serde_json::from_str(include_str!("../../tests/data/tokens/templates.json")).unwrap();
+    let wrong: Vec<_> = cases
+        .iter()
+        .filter_map(|case| {
+            let ours = render(&case.template, &case.request);
+            (ours.as_deref() != Ok(&case.expect))
+                .then(|| format!("{}\n  ours:   {ours:?}\n  theirs: {:?}\n", case.name, case.expect))
+        })
+        .collect();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(cases.len() > 20);
+}
+
+#[test]
+fn the_content_format_is_told_from_loops_over_the_content() {
+    let request = json!({"messages": [{"role": "user", "content": "x"}]});
+    let shows_parts = |template: &str| {
+        let probe = format!("{template}{{{{ messages[0].content is string }}}}");
+        render(&probe, &request).unwrap().ends_with("False")
+    };
+    for template in [
+        "{% for m in messages %}{% for p in m.content %}{% endfor %}{% endfor %}",
+        "{% for m in messages[1:] %}{% for p in m['content'] | list %}{% endfor %}{% endfor %}",
+        "{% set l = messages %}{% set k = l[:1] %}{% for m in k %}{% for p in m.content %}{% endfor %}{% endfor %}",
+        "{% macro f(content) %}{% for p in content %}{% endfor %}{% endmacro %}",
+    ] {
+        assert!(shows_parts(template), "{template}");
+    }
+    for template in [
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% for p in m.other %}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% set c = m.content %}{% for p in c %}{% endfor %}{% endfor %}",
+    ] {
+        assert!(!shows_parts(template), "{template}");
+    }
+}
+
+#[test]
+fn the_template_for_tools_is_taken_only_when_tools_are_sent() {
+    let templates = compile(&[("default", "plain"), ("tool_use", "tools"), ("rag", "rag")]);
+    let with = json!({"messages": user()["messages"], "tools": [{"type": "function", "function": {"name": "f"}}]});
+    assert_eq!(templates.render(&chat(&user())).unwrap().0, "plain");
+    assert_eq!(templates.render(&chat(&with)).unwrap().0, "tools");
+    let only_tools = compile(&[("tool_use", "tools")]);
+    assert_eq!(only_tools.render(&chat(&user())), Err(EncodeError::NoTemplate));
+}
+
+#[test]
+fn a_template_that_reads_the_clock_says_so() {
+    let templates = compile(&[("default", "{{ strftime_now('%Y') }}")]);
+    assert_eq!(templates.render(&chat(&user())), Ok(("2026".to_owned(), Exactness::Clock)));
+}
+
+#[test]
+fn a_template_cannot_run_for_ever() {
+    let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
+    let Err(EncodeError::Render(text)) = render(endless, &user()) else { panic!() };
+    assert!(text.contains("fuel"), "{text}");
+}
+
+#[test]
+fn a_template_that_refuses_the_conversation_is_an_error_with_its_words() {
+    let Err(EncodeError::Render(text)) = render("{{ raise_exception('no system here') }}", &user()) else { panic!() };
+    assert!(text.contains("no system here"), "{text}");
+}
+
+#[test]
+fn printing_what_only_python_can_print_is_an_error() {
+    let request = json!({"messages": [{"role": "user", "content": "\u{200b}"}]});
+    assert_eq!(render("{{ messages[0].content }}", &request), Ok("\u{200b}".to_owned()));
+    for template in ["{{ messages }}", "{{ 'x' ~ messages }}", "{{ messages | string }}", "{{ [messages] | join }}"] {
+        assert!(matches!(render(template, &request), Err(EncodeError::Uncertain(_))), "{template}");
+    }
+}
+
+#[test]
+fn variables_of_the_request_override_those_of_its_kwargs() {
+    let request = json!({"messages": user()["messages"], "chat_template_kwargs": {"add_generation_prompt": false,
+        "reasoning_effort": "high", "documents": [1], "bos_token": "B"}, "reasoning_effort": "none"});
+    let template =
+        "{{ add_generation_prompt }} {{ reasoning_effort }} {{ enable_thinking }} {{ documents }} {{ bos_token }}";
+    assert_eq!(render(template, &request), Ok("True none False [1] B".to_owned()));
+}
+
+#[test]
+fn thoughts_under_a_name_that_depends_on_the_version_are_uncertain() {
+    let request = json!({"messages": [{"role": "assistant", "content": "x", "reasoning_content": "y"}]});
+    assert_eq!(render("{{ messages[0].reasoning }}", &request), Ok("y".to_owned()));
+    assert!(matches!(render("{{ messages[0].thinking }}", &request), Err(EncodeError::Uncertain(_))));
+    assert_eq!(render("{{ messages[0].thinking }}", &user()), Ok(String::new()));
+}

@@ -1,0 +1,280 @@
+//! Requests to tokens, held against what vLLM 0.32 made of the same requests (`tests/data/tokens`).
+
+#![expect(clippy::unwrap_used, reason = "in a test a failed step is a failed test")]
+
+use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+use warmroute::openai::{self, Api};
+use warmroute::prompt::{Config, EncodeError, Encoder, Exactness, LoadError};
+
+static QWEN: LazyLock<Encoder> = LazyLock::new(|| load("qwen2.5"));
+static TINYLLAMA: LazyLock<Encoder> = LazyLock::new(|| load("tinyllama"));
+
+fn model(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models").join(name)
+}
+
+fn load(name: &str) -> Encoder {
+    let config =
+        Config { tokenizer: model(name).join("tokenizer.json.gz"), tokenizer_config: None, chat_template: None };
+    Encoder::load(&config).unwrap()
+}
+
+fn data<T: for<'de> Deserialize<'de>>(name: &str) -> T {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens").join(name);
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+fn encode(encoder: &Encoder, api: Api, request: &Value) -> Result<Vec<Vec<u32>>, EncodeError> {
+    let request = openai::parse(api, &serde_json::to_vec(request).unwrap()).unwrap();
+    let encoded = encoder.encode(&request)?;
+    assert_eq!(encoded.exact, Exactness::Exact);
+    Ok(encoded.prompts)
+}
+
+fn chat(encoder: &Encoder, request: &Value) -> Result<Vec<u32>, EncodeError> {
+    encode(encoder, Api::ChatCompletions, request).map(|mut prompts| prompts.remove(0))
+}
+
+fn completion(encoder: &Encoder, request: &Value) -> Result<Vec<Vec<u32>>, EncodeError> {
+    encode(encoder, Api::Completions, request)
+}
+
+#[derive(Deserialize)]
+struct Case {
+    case: String,
+    request: Value,
+    tokenize: Vec<u32>,
+    /// The engine's tokens, or the answer with which it refused.
+    engine: Value,
+}
+
+#[test]
+fn every_captured_chat_request_becomes_the_engines_tokens() {
+    let cases: Vec<Case> = data("qwen2_5-cases.json");
+    assert_eq!(cases.len(), 14);
+    for case in cases {
+        // The only refused one lacks a server flag (`--enable-auto-tool-choice`); with the flag its tokens are these.
+        let engine = serde_json::from_value(case.engine).unwrap_or(case.tokenize);
+        assert_eq!(chat(&QWEN, &case.request), Ok(engine), "{}", case.case);
+    }
+}
+
+#[derive(Deserialize)]
+struct Step {
+    scenario: String,
+    path: String,
+    request: Value,
+    engine: Option<Vec<u32>>,
+    images: bool,
+    usage: Option<usize>,
+}
+
+#[test]
+fn every_captured_scenario_becomes_the_engines_tokens() {
+    let steps: Vec<Step> = data("scenarios.json");
+    assert!(steps.len() > 20);
+    for step in steps {
+        let api = Api::of_path(&step.path).unwrap();
+        let prompts = encode(&QWEN, api, &step.request);
+        match (step.engine, step.usage) {
+            _ if step.images => assert_eq!(prompts, Err(EncodeError::Multimodal("image_url".to_owned()))),
+            (Some(engine), _) => assert_eq!(prompts, Ok(vec![engine]), "{}", step.scenario),
+            (None, usage) => {
+                let tokens = prompts.unwrap().iter().map(Vec::len).sum::<usize>();
+                assert_eq!(Some(tokens), usage, "{}", step.scenario);
+            }
+        }
+    }
+}
+
+#[test]
+fn completions_begin_with_the_tokenizers_special_tokens_unless_told_not_to() {
+    for (prompt, tokens) in [
+        (json!({"prompt": "hello"}), vec![1, 22172]),
+        (json!({"prompt": "<s>hello"}), vec![1, 1, 22172]),
+        (json!({"prompt": "hello", "add_special_tokens": false}), vec![22172]),
+        (json!({"prompt": [15, 16]}), vec![15, 16]),
+        (json!({"prompt": [15, 16], "add_special_tokens": true}), vec![15, 16]),
+    ] {
+        let encoded = completion(&TINYLLAMA, &prompt).unwrap();
+        assert_eq!(encoded, [tokens], "{prompt}");
+    }
+    assert_eq!(completion(&QWEN, &json!({"prompt": "hello"})), Ok(vec![vec![14990]]));
+}
+
+#[test]
+fn chats_begin_with_special_tokens_only_when_told_to() {
+    let mut request = json!({"messages": [{"role": "user", "content": "hello"}]});
+    let without = chat(&TINYLLAMA, &request).unwrap();
+    request["add_special_tokens"] = json!(true);
+    let with = chat(&TINYLLAMA, &request).unwrap();
+    assert_ne!(without[0], 1);
+    assert_eq!(with, [&[1], without.as_slice()].concat());
+}
+
+#[test]
+fn one_encoder_serves_many_threads() {
+    let expected = completion(&TINYLLAMA, &json!({"prompt": "hello"})).unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| assert_eq!(completion(&TINYLLAMA, &json!({"prompt": "hello"})).as_ref(), Ok(&expected)));
+        }
+    });
+}
+
+#[test]
+fn several_prompts_are_encoded_each_for_itself() {
+    let texts = completion(&TINYLLAMA, &json!({"prompt": ["hello", "hello hello"]})).unwrap();
+    assert_eq!(texts, [vec![1, 22172], vec![1, 22172, 22172]]);
+    let tokens = completion(&TINYLLAMA, &json!({"prompt": [[1, 2], [3]]})).unwrap();
+    assert_eq!(tokens, [vec![1, 2], vec![3]]);
+}
+
+#[test]
+fn truncation_counts_special_tokens_and_never_cuts_them_off() {
+    let text = "one two three four five six seven eight";
+    let full = completion(&TINYLLAMA, &json!({"prompt": text})).unwrap().remove(0);
+    assert!(full.len() > 5);
+    let cut = |side: Value, keep: usize| {
+        let request = json!({"prompt": text, "truncate_prompt_tokens": keep, "truncation_side": side});
+        completion(&TINYLLAMA, &request).unwrap().remove(0)
+    };
+    let left = [&[1], &full[full.len() - 3..]].concat();
+    assert_eq!(cut(Value::Null, 4), left, "the left side is cut off by default");
+    assert_eq!(cut(json!("left"), 4), left);
+    assert_eq!(cut(json!("right"), 4), full[..4]);
+    assert_eq!(cut(json!("left"), 1000), full);
+    let tokens = json!({"prompt": [1, 2, 3, 4], "truncate_prompt_tokens": 3});
+    assert_eq!(completion(&TINYLLAMA, &tokens), Ok(vec![vec![2, 3, 4]]));
+    for keep in [-1, 0] {
+        let request = json!({"prompt": text, "truncate_prompt_tokens": keep});
+        assert!(matches!(completion(&TINYLLAMA, &request), Err(EncodeError::Uncertain(_))), "{keep}");
+    }
+}
+
+#[test]
+fn developers_become_systems_and_only_then_systems_are_merged() {
+    let merged = json!({"messages": [
+        {"role": "system", "content": "A"}, {"role": "user", "content": "hi"}, {"role": "developer", "content": "B"}]});
+    let alone = json!({"messages": [{"role": "system", "content": "A\n\nB"}, {"role": "user", "content": "hi"}]});
+    assert_eq!(chat(&QWEN, &merged), chat(&QWEN, &alone));
+    let two = json!({"messages": [
+        {"role": "system", "content": "A"}, {"role": "system", "content": "B"}, {"role": "user", "content": "hi"}]});
+    assert_ne!(chat(&QWEN, &two), chat(&QWEN, &alone));
+}
+
+#[test]
+fn parts_are_joined_and_null_content_is_empty() {
+    let parts = json!({"messages": [{"role": "user", "content": [
+        {"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}, {"type": "refusal", "refusal": "c"},
+        {"type": "text", "text": null}]}]});
+    let plain = json!({"messages": [{"role": "user", "content": "a\nb\nc"}]});
+    assert_eq!(chat(&QWEN, &parts), chat(&QWEN, &plain));
+    let null = json!({"messages": [{"role": "user", "content": null}]});
+    let empty = json!({"messages": [{"role": "user", "content": ""}]});
+    assert_eq!(chat(&QWEN, &null), chat(&QWEN, &empty));
+}
+
+#[test]
+fn what_the_engine_refuses_or_cannot_be_known_is_an_error() {
+    let user = json!([{"role": "user", "content": "hello"}]);
+    let messages = |content: Value| json!({"messages": [{"role": "user", "content": content}]});
+    let call = |call: Value| json!({"messages": [{"role": "assistant", "tool_calls": [call]}]});
+    for request in [
+        json!({"messages": user, "chat_template": "x"}),
+        json!({"messages": user, "continue_final_message": true}),
+        json!({"messages": user, "chat_template_kwargs": {"tools": []}}),
+        json!({"messages": user, "chat_template_kwargs": {"tokenize": true}}),
+        json!({"messages": user, "kv_transfer_params": {"prompt_token_ids": [1]}}),
+        json!({"messages": user, "tools": [{"type": "function"}]}),
+        json!({"messages": user, "tools": [{"type": "custom", "custom": {}}]}),
+        json!({"messages": user, "tools": [{"type": "function", "function": {"name": "f", "new": 1}}]}),
+        messages(json!([{"type": "audio_url", "audio_url": {"url": "x"}}])),
+        messages(json!([{"type": "text", "text": "a", "uuid": "u"}])),
+        messages(json!([{"text": "a"}])),
+        call(json!({"type": "function", "function": {"name": "f", "arguments": "{}"}})),
+        call(json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": NaN}"}})),
+        call(json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1e400}"}})),
+        call(
+            json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 99999999999999999999}"}}),
+        ),
+    ] {
+        assert!(chat(&QWEN, &request).is_err(), "{request}");
+    }
+    assert_eq!(completion(&QWEN, &json!({"prompt_embeds": "AA=="})), Err(EncodeError::Embeddings));
+}
+
+#[test]
+fn arguments_that_are_not_json_become_an_empty_object() {
+    let call = |arguments: &str| {
+        json!({"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}]}]})
+    };
+    let empty = chat(&QWEN, &call("{}")).unwrap();
+    for broken in ["", " ", "{", "{'a': 1}", "\u{feff}{}"] {
+        assert_eq!(chat(&QWEN, &call(broken)).as_ref(), Ok(&empty), "{broken:?}");
+    }
+    assert_ne!(chat(&QWEN, &call("{\"a\": 1}")).unwrap(), empty);
+}
+
+#[test]
+fn files_that_cannot_be_used_are_named_with_the_problem() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    };
+    let tokenizer = model("tinyllama").join("tokenizer.json.gz");
+    let check = |config: Config, words: [&str; 2]| {
+        let error: LoadError = Encoder::load(&config).unwrap_err();
+        let text = error.to_string();
+        assert!(words.iter().all(|word| text.contains(word)), "{text}");
+    };
+    let none = Config { tokenizer: folder.path().join("no.json"), tokenizer_config: None, chat_template: None };
+    check(none, ["no.json", "No such file"]);
+    let bad = Config { tokenizer: write("bad.json", "{}"), tokenizer_config: None, chat_template: None };
+    check(bad, ["bad.json", "missing"]);
+    let template = |source: &str| Config {
+        tokenizer: tokenizer.clone(),
+        tokenizer_config: None,
+        chat_template: Some(write("t.jinja", source)),
+    };
+    for (source, feature) in [
+        ("{% include 'x' %}", "`include`"),
+        ("{{ x | urlencode }}", "`urlencode`"),
+        ("{{ x is escaped }}", "`escaped`"),
+        ("{{ cycler('a') }}", "`cycler`"),
+        ("{{ x.encode() }}", "`encode`"),
+        ("{{ tool.items }}", "`.items`"),
+        ("{{ tool['items'] }}", "`['items']`"),
+        ("{% if %}", "syntax error"),
+    ] {
+        check(template(source), ["t.jinja", feature]);
+    }
+    let config = write("tokenizer_config.json", r#"{"added_tokens_decoder": {"7": {"content": "<new>"}}}"#);
+    let added = Config { tokenizer: tokenizer.clone(), tokenizer_config: Some(config), chat_template: None };
+    check(added, ["tokenizer_config.json", "<new>"]);
+}
+
+#[test]
+fn a_bos_token_that_the_files_disagree_on_makes_special_tokens_uncertain() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("tokenizer_config.json");
+    std::fs::write(&config, r#"{"add_bos_token": false, "bos_token": "<s>"}"#).unwrap();
+    let config = Config {
+        tokenizer: model("tinyllama").join("tokenizer.json.gz"),
+        tokenizer_config: Some(config),
+        chat_template: None,
+    };
+    let encoder = Encoder::load(&config).unwrap();
+    assert!(matches!(completion(&encoder, &json!({"prompt": "hello"})), Err(EncodeError::Uncertain(_))));
+    let without = json!({"prompt": "hello", "add_special_tokens": false});
+    assert_eq!(completion(&encoder, &without), Ok(vec![vec![22172]]));
+    let chat_request = json!({"messages": [{"role": "user", "content": "hello"}]});
+    assert_eq!(chat(&encoder, &chat_request), Err(EncodeError::NoTemplate));
+}
