@@ -1,6 +1,8 @@
 //! The engine simulator as a process, over real HTTP and ZeroMQ: what it says in its answers, its events and its state
 //! must be one and the same, or no benchmark built on it means anything.
 
+#![expect(clippy::unwrap_used, reason = "in a test, and in what helps it, a failure is a failed test")]
+
 #[path = "../examples/support/workload.rs"]
 mod workload;
 
