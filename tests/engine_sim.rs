@@ -1,6 +1,8 @@
 //! The engine simulator as a process, over real HTTP and ZeroMQ: what it says in its answers, its events and its state
 //! must be one and the same, or no benchmark built on it means anything.
 
+#![expect(clippy::unwrap_used, reason = "in a test, and in what helps it, a failure is a failed test")]
+
 #[path = "../examples/support/workload.rs"]
 mod workload;
 
@@ -8,6 +10,7 @@ use std::collections::BTreeMap;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use futures_util::StreamExt as _;
 use reqwest::{Response, StatusCode};
 use rustix::process::{Pid, Signal, kill_process};
@@ -53,8 +56,9 @@ impl Engine {
     }
 
     async fn with_events(more: &[&str]) -> Self {
-        let sockets = ["--events-endpoint", "tcp://127.0.0.1:0", "--replay-endpoint", "tcp://127.0.0.1:0"];
-        Self::start(&[&sockets, &["--topic", "kv@sim"], more].concat()).await
+        let any = "tcp://127.0.0.1:0";
+        let sockets: &[&str] = &["--events-endpoint", any, "--replay-endpoint", any, "--topic", "kv@sim"];
+        Self::start(&[sockets, more].concat()).await
     }
 
     async fn post(&self, path: &str, body: Value) -> Response {
@@ -103,7 +107,7 @@ impl Engine {
     async fn replay(&self, rank: usize, start: u64) -> Vec<Batch> {
         let mut socket = DealerSocket::new();
         socket.connect(self.sources[rank]["replay_endpoint"].as_str().unwrap()).await.unwrap();
-        let request = vec![Vec::new().into(), start.to_be_bytes().to_vec().into()];
+        let request = vec![Bytes::new(), Bytes::copy_from_slice(&start.to_be_bytes())];
         socket.send(ZmqMessage::try_from(request).unwrap()).await.unwrap();
         let mut batches = Vec::new();
         loop {
@@ -219,7 +223,9 @@ async fn a_repeated_prompt_is_answered_out_of_the_cache_and_signed_by_its_engine
 async fn the_stream_says_what_the_document_says_and_ends_in_usage() {
     let engine = Engine::start(&[]).await;
     let mut ask = json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5});
+    engine.post("/v1/chat/completions", ask.clone()).await;
     let document: Value = engine.post("/v1/chat/completions", ask.clone()).await.json().await.unwrap();
+    assert_eq!(cached_tokens(&document), 16);
     for include_usage in [true, false] {
         ask["stream"] = json!(true);
         ask["stream_options"] = json!({"include_usage": include_usage});

@@ -10,6 +10,9 @@ mod answer;
 mod ask;
 #[path = "engine/cache.rs"]
 mod cache;
+#[cfg(test)]
+#[path = "engine/captured.rs"]
+mod captured;
 #[path = "engine/config.rs"]
 mod config;
 #[path = "engine/faults.rs"]

@@ -7,7 +7,6 @@ use std::net::SocketAddr;
 
 use anyhow::Context as _;
 use clap::Parser;
-use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -33,11 +32,17 @@ async fn main() -> anyhow::Result<()> {
         ended = engine::run(cli.engine, listener) => ended,
         _ = terminate.recv() => Ok(()),
         interrupted = tokio::signal::ctrl_c() => Ok(interrupted?),
-        () = stdin_eof(), if cli.exit_on_stdin_eof => std::process::exit(0), // A blocked read would keep the runtime.
+        () = stdin_eof(), if cli.exit_on_stdin_eof => Ok(()),
     }
 }
 
+/// Reads on a thread of its own: tokio's would keep the runtime from ending while a read is blocked.
 async fn stdin_eof() {
-    let mut stdin = tokio::io::stdin();
-    while let Ok(1..) = stdin.read(&mut [0; 256]).await {}
+    let (ended, end) = tokio::sync::oneshot::channel();
+    std::thread::spawn(move || {
+        std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink()).ok();
+        // Nobody waits any more when another reason ends the process.
+        ended.send(()).ok();
+    });
+    end.await.ok();
 }

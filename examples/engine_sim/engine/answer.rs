@@ -88,7 +88,7 @@ impl Answer {
         })
     }
 
-    fn envelope(&self, object: &str, choices: Value) -> Value {
+    fn envelope(&self, object: &str, choices: &Value) -> Value {
         json!({"id": self.id, "object": object, "created": self.created, "model": self.model, "choices": choices})
     }
 
@@ -99,7 +99,7 @@ impl Answer {
             Api::ChatCompletions => "chat.completion",
             Api::Completions => "text_completion",
         };
-        let mut document = self.envelope(object, Value::Array(choices));
+        let mut document = self.envelope(object, &Value::Array(choices));
         document["usage"] = self.usage();
         if self.wants_token_ids && self.api == Api::ChatCompletions {
             document["prompt_token_ids"] = json!(self.prompts.first());
@@ -133,7 +133,7 @@ impl Answer {
                 if output.is_first {
                     let role = json!({"role": "assistant", "content": ""});
                     let opening = json!([{"index": at, "delta": role, "logprobs": null, "finish_reason": null}]);
-                    events += &event(&self.envelope("chat.completion.chunk", opening));
+                    events += &event(&self.envelope("chat.completion.chunk", &opening));
                 }
                 value["delta"] = json!({"content": text});
                 "chat.completion.chunk"
@@ -146,7 +146,7 @@ impl Answer {
         if self.wants_token_ids {
             value["token_ids"] = json!([output.token]);
         }
-        events + &event(&self.envelope(object, json!([value])))
+        events + &event(&self.envelope(object, &json!([value])))
     }
 
     /// The end of the stream.
@@ -157,7 +157,7 @@ impl Answer {
         };
         let mut events = String::new();
         if self.wants_usage {
-            let mut last = self.envelope(object, json!([]));
+            let mut last = self.envelope(object, &json!([]));
             last["usage"] = self.usage();
             events = event(&last);
         }

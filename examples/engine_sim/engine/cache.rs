@@ -123,7 +123,7 @@ struct Block {
     hash: Option<EngineHash>,
     refs: u32,
     /// Place in the free list; meaningful only while `refs` is 0.
-    freed_at: u64,
+    place: i64,
 }
 
 /// The cache: see the module.
@@ -131,24 +131,32 @@ struct Block {
 pub(crate) struct Cache {
     block_size: usize,
     blocks: Vec<Block>,
-    /// Free blocks by the time they were freed: the first is the next to be reused.
-    free: BTreeMap<u64, BlockId>,
+    /// Free blocks by place: the first is the next to be reused.
+    free: BTreeMap<i64, BlockId>,
     /// Physical copies of every cached block, oldest first.
     cached: HashMap<EngineHash, Vec<BlockId>>,
     events: Vec<CacheEvent>,
-    clock: u64,
+    /// Places taken at either end of the free list so far.
+    front: i64,
+    back: i64,
 }
 
 impl Cache {
     pub(crate) fn new(block_size: usize, num_blocks: usize) -> Self {
-        Self {
+        let mut cache = Self {
             block_size,
-            blocks: (0..num_blocks).map(|at| Block { freed_at: at as u64, ..Block::default() }).collect(),
-            free: (0..num_blocks).map(|at| (at as u64, at)).collect(),
+            blocks: (0..num_blocks).map(|_| Block::default()).collect(),
+            free: BTreeMap::new(),
             cached: HashMap::new(),
             events: Vec::new(),
-            clock: num_blocks as u64,
+            front: 0,
+            back: 0,
+        };
+        for id in 0..num_blocks {
+            cache.back += 1;
+            cache.put_free(id, cache.back);
         }
+        cache
     }
 
     pub(crate) fn block_size(&self) -> usize {
@@ -179,7 +187,7 @@ impl Cache {
         for &id in &hit.0 {
             let block = &mut self.blocks[id];
             if block.refs == 0 {
-                self.free.remove(&block.freed_at);
+                self.free.remove(&block.place);
             }
             block.refs += 1;
         }
@@ -209,18 +217,30 @@ impl Cache {
         Ok(())
     }
 
-    /// Gives all blocks back, the tail first, so that the tail of a prefix is evicted before its head.
+    /// Gives all blocks back, the tail first, so that the tail of a prefix is evicted before its head. A block that was
+    /// never filled is of use to nobody and goes before all others.
     pub(crate) fn release(&mut self, sequence: &mut Sequence) {
         sequence.computed = 0;
         for id in std::mem::take(&mut sequence.blocks).into_iter().rev() {
             let block = &mut self.blocks[id];
             block.refs -= 1;
-            if block.refs == 0 {
-                block.freed_at = self.clock;
-                self.free.insert(self.clock, id);
-                self.clock += 1;
+            match (block.refs, block.hash) {
+                (0, Some(_)) => {
+                    self.back += 1;
+                    self.put_free(id, self.back);
+                }
+                (0, None) => {
+                    self.front -= 1;
+                    self.put_free(id, self.front);
+                }
+                _ => {}
             }
         }
+    }
+
+    fn put_free(&mut self, id: BlockId, place: i64) {
+        self.blocks[id].place = place;
+        self.free.insert(place, id);
     }
 
     /// Forgets every cached block; refused while a request holds any, as vLLM does.

@@ -191,7 +191,9 @@ mod tests {
 
     fn sample(rank: u32) -> Sample {
         let mut durations = Durations::default();
-        [0.001, 0.015, 9000.0].map(|seconds| durations.first_token.observe(seconds));
+        for seconds in [0.001, 0.015, 9000.0] {
+            durations.first_token.observe(seconds);
+        }
         let totals = Totals { prefix_queries: 40, prefix_hits: 16, prompt_tokens: 40, ..Totals::default() };
         Sample { rank, running: 2, waiting: 1, used_blocks: 8, num_blocks: 32, block_size: 16, totals, durations }
     }

@@ -96,11 +96,10 @@ fn eviction_takes_the_least_recently_used_prefix_from_its_tail() {
     once(&mut cache, plain(0..5));
     once(&mut cache, plain(200..208));
     let events = cache.take_events();
-    // The repeat reused its head and the block that was never cached; then its tail went before the other prompt.
-    let first = stored_hashes(&old[0]);
-    assert_eq!(shape(&events), ["removed", "removed", "stored 2"]);
-    assert_eq!(events[..2], [CacheEvent::Removed(first[2]), CacheEvent::Removed(first[1])]);
-    assert_eq!(once(&mut cache, plain(0..13)), 4, "what was hit last stays longest");
+    // One of the two came from the block that the repeat left unfilled, the other from the old tail.
+    assert_eq!(shape(&events), ["removed", "stored 2"]);
+    assert_eq!(events[0], CacheEvent::Removed(stored_hashes(&old[0])[2]));
+    assert_eq!(once(&mut cache, plain(0..13)), 8, "what was hit last stays longest");
 }
 
 #[test]
