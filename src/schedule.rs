@@ -77,8 +77,10 @@ pub struct Choice {
     pub ties: usize,
     /// Prompt tokens the chosen candidate is expected not to compute.
     pub cached_tokens: u64,
-    /// The most that any candidate had cached.
-    pub best_cached_tokens: u64,
+    /// Prompt tokens the chosen candidate has cached, all tiers alike.
+    pub raw_cached_tokens: u64,
+    /// The most that any candidate has cached, all tiers alike.
+    pub best_raw_cached_tokens: u64,
     /// Cached blocks, lower tiers by their weights.
     pub effective_overlap_blocks: f64,
     /// Blocks that the prompt takes, the partial tail included.
@@ -96,14 +98,16 @@ pub fn choose(question: &Question, candidates: &[Candidate], weights: &Weights, 
         cheapest(candidates, &scale, rng)?
     };
     let chosen = &candidates[index];
-    let best_cached_tokens = candidates.iter().map(|candidate| scale.cached_tokens(candidate)).max()?;
+    let block_size = question.block_size.tokens() as u64;
+    let raw_cached_tokens = |candidate: &Candidate| u64::from(candidate.overlap.total()) * block_size;
     let required_blocks = question.required_blocks();
     Some(Choice {
         index,
         cost: scale.cost(chosen),
         ties,
         cached_tokens: scale.cached_tokens(chosen),
-        best_cached_tokens,
+        raw_cached_tokens: raw_cached_tokens(chosen),
+        best_raw_cached_tokens: candidates.iter().map(raw_cached_tokens).max()?,
         effective_overlap_blocks: scale.effective(chosen),
         required_blocks,
         potential_decode_blocks: chosen.load.active_blocks

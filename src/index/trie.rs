@@ -11,7 +11,7 @@ use crate::block::LocalHash;
 use crate::tier::Tier;
 
 /// Longest run. Bounds what one split or join copies while readers wait.
-const MAX_RUN: usize = 1024;
+const LONGEST_RUN: usize = 1024;
 /// No run: the parent of the first runs, and the home of an id that is not in use.
 const NOWHERE: u32 = u32::MAX;
 
@@ -56,13 +56,27 @@ pub(super) struct Hold {
 }
 
 /// The trie.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Trie {
+    longest: usize,
     runs: Vec<Run>,
     free_runs: Vec<u32>,
     homes: Vec<Home>,
     free_blocks: Vec<BlockId>,
     roots: Children,
+}
+
+impl Default for Trie {
+    fn default() -> Self {
+        Self {
+            longest: LONGEST_RUN,
+            runs: Vec::new(),
+            free_runs: Vec::new(),
+            homes: Vec::new(),
+            free_blocks: Vec::new(),
+            roots: Children::default(),
+        }
+    }
 }
 
 impl Trie {
@@ -131,7 +145,7 @@ impl Trie {
                 }
                 None => self.sprout(NOWHERE, 0, rest[0], hold),
             };
-            let room = MAX_RUN - self.runs[run as usize].locals.len();
+            let room = self.longest - self.runs[run as usize].locals.len();
             let (now, later) = rest.split_at(room.min(rest.len()));
             for &local in now {
                 let block = self.settle(run);
@@ -202,7 +216,7 @@ impl Trie {
         let run = &self.runs[run as usize];
         depth + 1 == run.end()
             && run.children.is_empty()
-            && run.locals.len() < MAX_RUN
+            && run.locals.len() < self.longest
             && run.owners.is_just(hold.seat, hold.tier)
     }
 
@@ -291,7 +305,7 @@ impl Trie {
     fn join(&mut self, upper: u32) -> u32 {
         let Some(lower) = self.runs[upper as usize].children.only() else { return upper };
         let (above, below) = (&self.runs[upper as usize], &self.runs[lower as usize]);
-        if above.owners != below.owners || above.locals.len() + below.locals.len() > MAX_RUN {
+        if above.owners != below.owners || above.locals.len() + below.locals.len() > self.longest {
             return upper;
         }
         let upper_stays = above.blocks.len() >= below.blocks.len() + below.children.len();
@@ -362,3 +376,6 @@ fn common(run: &[LocalHash], prompt: &[LocalHash]) -> usize {
     }
     run.iter().zip(prompt).take_while(|(a, b)| a == b).count()
 }
+
+#[cfg(test)]
+pub(super) mod tests;

@@ -53,7 +53,8 @@ impl Table {
 
     pub(super) fn matched(&self, slot: Slot, sequences: &[SequenceHash]) -> u64 {
         let Some(row) = self.rows.get(slot.at()).and_then(Option::as_ref) else { return 0 };
-        sequences.iter().take_while(|sequence| row.holders.contains_key(sequence)).count() as u64
+        // A sequence hash names all blocks before it, so who holds one holds those as well: the end can be searched for.
+        sequences.partition_point(|sequence| row.holders.contains_key(sequence)) as u64
     }
 
     pub(super) fn book(&mut self, booking: &Booking) -> Option<Share> {

@@ -1,1 +1,141 @@
+use rand::SeedableRng;
+use rand::rngs::StdRng;
 
+use super::*;
+use crate::worker::{DpRank, WorkerId};
+
+fn candidate(slot: u32) -> Candidate {
+    Candidate {
+        slot: Slot(slot),
+        rank: WorkerRank { worker: WorkerId(u64::from(slot)), rank: DpRank(0) },
+        overlap: TierBlocks::default(),
+        load: Load::default(),
+        additional_blocks: 4,
+        preference: 0.0,
+    }
+}
+
+fn question() -> Question {
+    Question::new(64, BlockSize::new(16).unwrap())
+}
+
+/// How often each candidate is chosen.
+fn counts(candidates: &[Candidate], weights: &Weights, draws: usize) -> Vec<usize> {
+    let mut rng = StdRng::seed_from_u64(7);
+    let mut counts = vec![0; candidates.len()];
+    for _ in 0..draws {
+        counts[choose(&question(), candidates, weights, &mut rng).unwrap().index] += 1;
+    }
+    counts
+}
+
+fn with_requests(requests: [u64; 4]) -> Vec<Candidate> {
+    let loaded = |(slot, active_requests): (usize, u64)| Candidate {
+        load: Load { active_requests, ..Load::default() },
+        ..candidate(slot as u32)
+    };
+    requests.into_iter().enumerate().map(loaded).collect()
+}
+
+#[test]
+fn nobody_to_choose_from_is_none() {
+    let mut rng = StdRng::seed_from_u64(1);
+    for router_temperature in [0.0, 1.0] {
+        let weights = Weights { router_temperature, ..Weights::default() };
+        assert_eq!(choose(&question(), &[], &weights, &mut rng), None);
+    }
+}
+
+#[test]
+fn exact_ties_are_shared_evenly() {
+    let mut candidates: Vec<_> = (0..4).map(candidate).collect();
+    candidates[1].additional_blocks = 5;
+    let counts = counts(&candidates, &Weights::default(), 3000);
+    assert_eq!(counts[1], 0);
+    assert!(counts.iter().enumerate().all(|(at, count)| at == 1 || (900..1100).contains(count)), "{counts:?}");
+    let choice = choose(&question(), &candidates, &Weights::default(), &mut StdRng::seed_from_u64(1)).unwrap();
+    assert_eq!(choice.ties, 3);
+}
+
+#[test]
+fn a_temperature_samples_by_relative_cost_and_ignores_the_scale() {
+    let candidates = with_requests([0, 1, 2, 4]);
+    let share = |cost: f64| (-cost / 4.0).exp();
+    let sum: f64 = [0.0, 1.0, 2.0, 4.0].map(share).iter().sum();
+    for scale in [1.0, 1e6, 1e300] {
+        let weights = Weights { router_temperature: 1.0, decode_active_request_weight: scale, ..Weights::default() };
+        let counts = counts(&candidates, &weights, 20_000);
+        for (cost, count) in [0.0, 1.0, 2.0, 4.0].into_iter().zip(counts) {
+            let expected = 20_000.0 * share(cost) / sum;
+            assert!((count as f64 - expected).abs() < 400.0, "scale {scale} cost {cost}: {count} against {expected}");
+        }
+    }
+}
+
+#[test]
+fn a_temperature_over_equal_costs_is_uniform() {
+    let candidates: Vec<_> = (0..4).map(candidate).collect();
+    let weights = Weights { router_temperature: 0.5, ..Weights::default() };
+    let counts = counts(&candidates, &weights, 4000);
+    assert!(counts.iter().all(|count| (850..1150).contains(count)), "{counts:?}");
+}
+
+#[test]
+fn costs_too_large_to_subtract_still_order_the_candidates() {
+    let mut candidates = with_requests([0, 1, 0, 0]);
+    candidates[0].preference = -1000.0;
+    let weights = Weights { router_temperature: 0.01, decode_active_request_weight: f64::MAX, ..Weights::default() };
+    let counts = counts(&candidates, &weights, 100);
+    assert_eq!((counts[1], counts.iter().sum::<usize>()), (0, 100));
+}
+
+#[test]
+fn the_terms_of_a_cost_add_up_to_its_total() {
+    let weights = Weights { decode_active_request_weight: 0.5, shared_cache_multiplier: 0.5, ..Weights::default() };
+    let mut question = question();
+    question.shared = vec![0..1, 2..4];
+    let candidates = [Candidate {
+        overlap: TierBlocks { device: 1, host: 1, disk: 1, external: 0 },
+        load: Load { active_blocks: 7, active_prefill_tokens: 160, active_requests: 3 },
+        preference: 0.5,
+        ..candidate(0)
+    }];
+    let choice = choose(&question, &candidates, &weights, &mut StdRng::seed_from_u64(1)).unwrap();
+    let cost = choice.cost;
+    let credit = cost.device_credit + cost.host_credit + cost.disk_credit + cost.shared_credit;
+    assert_eq!(credit, 1.0 + 0.75 + 0.25 + 1.0);
+    assert_eq!(cost.prefill_cost, cost.prefill_blocks - credit);
+    assert_eq!((cost.decode_cost, cost.request_cost), (11.0, 1.5));
+    assert_eq!(cost.taint_factor, (-0.5f64.tanh()).exp());
+    assert_eq!(cost.total, (cost.prefill_cost + cost.decode_cost + cost.request_cost) * cost.taint_factor);
+    assert_eq!((choice.cached_tokens, choice.required_blocks, choice.potential_decode_blocks), (32, 4, 11));
+}
+
+#[test]
+fn weights_outside_their_range_are_refused_by_name() {
+    type Change = fn(&mut Weights);
+    let wrong: [(&str, Change); 8] = [
+        ("overlap_score_credit", |w| w.overlap_score_credit = -0.1),
+        ("overlap_score_credit_decay", |w| w.overlap_score_credit_decay = f64::NAN),
+        ("prefill_load_scale", |w| w.prefill_load_scale = f64::INFINITY),
+        ("decode_active_request_weight", |w| w.decode_active_request_weight = -1.0),
+        ("host_cache_hit_weight", |w| w.host_cache_hit_weight = 1.1),
+        ("disk_cache_hit_weight", |w| w.disk_cache_hit_weight = -0.1),
+        ("shared_cache_multiplier", |w| w.shared_cache_multiplier = 2.0),
+        ("router_temperature", |w| w.router_temperature = -1.0),
+    ];
+    assert_eq!(Weights::default().validate(), Ok(()));
+    for (name, change) in wrong {
+        let mut weights = Weights::default();
+        change(&mut weights);
+        assert_eq!(weights.validate().unwrap_err().0, name);
+    }
+}
+
+#[test]
+fn an_unknown_weight_is_refused_and_a_missing_one_is_the_default() {
+    let read = |text: &str| serde_json::from_str::<Weights>(text);
+    assert_eq!(read("{}").unwrap(), Weights::default());
+    assert_eq!(read(r#"{"router_temperature": 2}"#).unwrap().router_temperature, 2.0);
+    assert!(read(r#"{"overlap_weight": 1}"#).is_err());
+}

@@ -1,0 +1,298 @@
+//! The choice among candidates, as the reference selector makes it.
+
+use std::collections::BTreeSet;
+
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use serde::Deserialize;
+use serde_json::Value;
+use warmroute::index::TierBlocks;
+use warmroute::load::Load;
+use warmroute::schedule::{Candidate, Question, Weights, choose};
+use warmroute::worker::{BlockSize, DpRank, Role, Slot, WorkerId, WorkerRank};
+
+const ELIGIBILITY: &str = "who is a candidate is decided before the choice, by the router";
+
+/// Cases that are not about the choice.
+const NOT_RUN: &[(&str, &str)] = &[
+    ("pinned worker overrides better candidate", ELIGIBILITY),
+    ("pinned worker overloaded", ELIGIBILITY),
+    ("pinned dp rank out of range", ELIGIBILITY),
+    ("pinned worker missing required taint", ELIGIBILITY),
+    ("allowed set with unknown ids only", ELIGIBILITY),
+    ("overloaded worker skipped", ELIGIBILITY),
+    ("all overloaded", ELIGIBILITY),
+    ("required taint filters", ELIGIBILITY),
+    ("required taint satisfied by none", ELIGIBILITY),
+    ("required taint only on overloaded worker", ELIGIBILITY),
+];
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Case {
+    description: String,
+    worker_type: String,
+    workers: Vec<Worker>,
+    config: Config,
+    request_override: Option<Override>,
+    isl_tokens: u64,
+    block_size: u32,
+    track_prefill_tokens: bool,
+    tracked_request_blocks: Option<u64>,
+    shared_cache_hit_ranges: Option<Vec<[u32; 2]>>,
+    preferred_taints: Vec<(String, f64)>,
+    required_taints: Vec<String>,
+    allowed_worker_ids: Option<Vec<u64>>,
+    overloaded_worker_ids: Option<Vec<u64>>,
+    pinned_worker: Option<(u64, u32)>,
+    computed: Computed,
+    result: Outcome,
+    /// What another policy of the original makes of it; we follow the reference selector.
+    #[serde(rename = "production_default_policy")]
+    _production: Value,
+    #[serde(rename = "production_default_policy_with_conditional_disagg")]
+    _production_with_disagg: Value,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Worker {
+    worker_id: u64,
+    dp_start: u32,
+    dp_size: u32,
+    taints: BTreeSet<String>,
+    loads: Vec<RankLoad>,
+    overlap: Overlap,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RankLoad {
+    dp_rank: u32,
+    active_decode_blocks: u64,
+    active_prefill_tokens: u64,
+    active_requests: u64,
+    additional_active_blocks: u64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Overlap {
+    device: Vec<(u32, u32)>,
+    host_pinned_extension: Vec<(u32, u32)>,
+    disk_extension: Vec<(u32, u32)>,
+    external_extension: Vec<(u32, u32)>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Config {
+    overlap_score_credit: f64,
+    overlap_score_credit_decay: f64,
+    prefill_load_scale: f64,
+    decode_active_request_weight: f64,
+    host_cache_hit_weight: f64,
+    disk_cache_hit_weight: f64,
+    shared_cache_multiplier: Option<f64>,
+    shared_cache_type: String,
+    router_temperature: f64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Override {
+    overlap_score_credit: Option<f64>,
+    prefill_load_scale: Option<f64>,
+    router_temperature: Option<f64>,
+    shared_cache_multiplier: Option<f64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Computed {
+    base_logit_3dp: Option<Vec<Logit>>,
+    #[serde(rename = "effective_overlap")]
+    _effective_overlap: Option<Value>,
+    final_cost_full_precision: Option<Vec<FullCost>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Logit {
+    worker_id: u64,
+    dp_rank: u32,
+    logit: f64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FullCost {
+    worker_id: u64,
+    dp_rank: u32,
+    cost: f64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Outcome {
+    chosen_workers: Option<Vec<Rank>>,
+    required_blocks: Option<u64>,
+    max_raw_cached_tokens: Option<u64>,
+    tie: Option<bool>,
+    selected: Option<Selected>,
+    error: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Rank {
+    worker_id: u64,
+    dp_rank: u32,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Selected {
+    cached_tokens: u64,
+    effective_overlap_blocks: f64,
+    potential_decode_blocks: u64,
+    selected_raw_cached_tokens: u64,
+}
+
+impl Case {
+    fn weights(&self) -> Weights {
+        let config = &self.config;
+        let set = self.request_override.as_ref();
+        let shared = match config.shared_cache_type.as_str() {
+            "none" => 0.0,
+            "hicache" => 0.5,
+            other => panic!("shared cache {other}"),
+        };
+        let or = |set: Option<f64>, configured: f64| set.unwrap_or(configured);
+        Weights {
+            overlap_score_credit: or(set.and_then(|set| set.overlap_score_credit), config.overlap_score_credit),
+            overlap_score_credit_decay: config.overlap_score_credit_decay,
+            prefill_load_scale: or(set.and_then(|set| set.prefill_load_scale), config.prefill_load_scale),
+            decode_active_request_weight: config.decode_active_request_weight,
+            host_cache_hit_weight: config.host_cache_hit_weight,
+            disk_cache_hit_weight: config.disk_cache_hit_weight,
+            shared_cache_multiplier: or(
+                set.and_then(|set| set.shared_cache_multiplier),
+                or(config.shared_cache_multiplier, shared),
+            ),
+            router_temperature: or(set.and_then(|set| set.router_temperature), config.router_temperature),
+        }
+    }
+
+    fn question(&self) -> Question {
+        let role = match self.worker_type.as_str() {
+            "aggregated" => Role::Aggregated,
+            "prefill" => Role::Prefill,
+            "decode" => Role::Decode,
+            other => panic!("worker type {other}"),
+        };
+        let shared = self.shared_cache_hit_ranges.iter().flatten().map(|[start, end]| *start..*end).collect();
+        Question {
+            track_prefill: self.track_prefill_tokens,
+            role,
+            tracked_blocks: self.tracked_request_blocks.unwrap_or(0),
+            shared,
+            ..Question::new(self.isl_tokens, BlockSize::new(self.block_size).unwrap())
+        }
+    }
+
+    fn candidates(&self) -> Vec<Candidate> {
+        let ranks = self.workers.iter().flat_map(|worker| {
+            (worker.dp_start..worker.dp_start + worker.dp_size).map(move |dp_rank| (worker, dp_rank))
+        });
+        ranks.enumerate().map(|(slot, (worker, dp_rank))| self.candidate(slot as u32, worker, dp_rank)).collect()
+    }
+
+    fn candidate(&self, slot: u32, worker: &Worker, dp_rank: u32) -> Candidate {
+        let of = |pairs: &[(u32, u32)]| pairs.iter().find(|(rank, _)| *rank == dp_rank).map_or(0, |pair| pair.1);
+        let load = worker.loads.iter().find(|load| load.dp_rank == dp_rank);
+        let preferred = self.preferred_taints.iter().filter(|(taint, _)| worker.taints.contains(taint));
+        Candidate {
+            slot: Slot(slot),
+            rank: WorkerRank { worker: WorkerId(worker.worker_id), rank: DpRank(dp_rank) },
+            overlap: TierBlocks {
+                device: of(&worker.overlap.device),
+                host: of(&worker.overlap.host_pinned_extension),
+                disk: of(&worker.overlap.disk_extension),
+                external: of(&worker.overlap.external_extension),
+            },
+            load: load.map_or(Load::default(), |load| Load {
+                active_blocks: load.active_decode_blocks,
+                active_prefill_tokens: load.active_prefill_tokens,
+                active_requests: load.active_requests,
+            }),
+            additional_blocks: load.map_or(0, |load| load.additional_active_blocks),
+            preference: preferred.map(|(_, weight)| weight).sum(),
+        }
+    }
+
+    fn needs_eligibility(&self) -> bool {
+        self.pinned_worker.is_some()
+            || self.allowed_worker_ids.is_some()
+            || self.overloaded_worker_ids.is_some()
+            || !self.required_taints.is_empty()
+            || self.result.error.is_some()
+    }
+}
+
+fn check_costs(case: &Case, candidates: &[Candidate]) {
+    let mut rng = StdRng::seed_from_u64(1);
+    for expected in case.computed.final_cost_full_precision.iter().flatten() {
+        let name = (WorkerId(expected.worker_id), DpRank(expected.dp_rank));
+        let alone = candidates.iter().find(|one| (one.rank.worker, one.rank.rank) == name).unwrap();
+        let choice = choose(&case.question(), std::slice::from_ref(alone), &case.weights(), &mut rng).unwrap();
+        let near = (choice.cost.total - expected.cost).abs() <= 1e-12 * expected.cost.abs().max(1.0);
+        assert!(near, "{}: {} against {}", case.description, choice.cost.total, expected.cost);
+    }
+}
+
+fn check_choice(case: &Case, candidates: &[Candidate]) {
+    let name = &case.description;
+    let (question, weights) = (case.question(), case.weights());
+    let mut rng = StdRng::seed_from_u64(2);
+    let mut seen = BTreeSet::new();
+    for _ in 0..300 {
+        let choice = choose(&question, candidates, &weights, &mut rng).unwrap();
+        let rank = candidates[choice.index].rank;
+        seen.insert((rank.worker.0, rank.rank.0));
+        if weights.router_temperature == 0.0 {
+            assert_eq!(Some(choice.ties > 1), case.result.tie, "{name}");
+        }
+        assert_eq!(Some(choice.required_blocks), case.result.required_blocks, "{name}");
+        assert_eq!(Some(choice.best_raw_cached_tokens), case.result.max_raw_cached_tokens, "{name}");
+        if let Some(selected) = &case.result.selected {
+            assert_eq!(choice.cached_tokens, selected.cached_tokens, "{name}");
+            assert_eq!(choice.raw_cached_tokens, selected.selected_raw_cached_tokens, "{name}");
+            assert_eq!(choice.effective_overlap_blocks, selected.effective_overlap_blocks, "{name}");
+            assert_eq!(choice.potential_decode_blocks, selected.potential_decode_blocks, "{name}");
+        }
+        let logits = case.computed.base_logit_3dp.iter().flatten();
+        for logit in logits.filter(|logit| (logit.worker_id, logit.dp_rank) == (rank.worker.0, rank.rank.0)) {
+            let ours = choice.cost.prefill_cost + choice.cost.decode_cost + choice.cost.request_cost;
+            assert!((ours - logit.logit).abs() <= 0.000_501, "{name}: {ours} against {}", logit.logit);
+        }
+    }
+    let chosen = case.result.chosen_workers.iter().flatten();
+    let chosen: BTreeSet<_> = chosen.map(|rank| (rank.worker_id, rank.dp_rank)).collect();
+    assert_eq!(seen, chosen, "{name}");
+}
+
+#[test]
+fn the_choice_is_that_of_the_reference_selector() {
+    let cases = super::cases::<Case>(include_str!("selection.json"));
+    super::check_table(NOT_RUN, cases.iter().map(|case| case.description.as_str()));
+    for case in cases {
+        let excused = super::excused(NOT_RUN, &case.description).is_some();
+        assert_eq!(case.needs_eligibility(), excused, "{}", case.description);
+        if !excused {
+            let candidates = case.candidates();
+            check_costs(&case, &candidates);
+            check_choice(&case, &candidates);
+        }
+    }
+}
