@@ -62,7 +62,7 @@ impl App {
         let metrics = Arc::new(Metrics::new());
         let readiness = Readiness::default();
         let seed = rand::random();
-        let router = Arc::new(Router::new(PrefixIndex::new(), LoadTracker::new(), config.schedule.clone(), seed));
+        let router = Arc::new(Router::new(PrefixIndex::new(), LoadTracker::new(), config.schedule, seed));
         let admin_listener = tokio::net::TcpListener::bind(config.admin.listen)
             .await
             .with_context(|| format!("the admin address {} cannot be bound", config.admin.listen))?;
@@ -88,7 +88,7 @@ impl App {
         }
         let pages = Admin { router: router.clone(), metrics: metrics.clone(), readiness: app.readiness.clone() };
         app.servers.spawn(sockets::serve_admin(admin_listener, admin::routes(pages), app.stop.clone()));
-        app.feed(config, router, metrics);
+        app.feed(&config, router, metrics);
         app.follow_readiness();
         Ok(app)
     }
@@ -145,9 +145,9 @@ impl App {
     }
 
     /// Starts what feeds the fleet.
-    fn feed(&mut self, config: Config, router: Arc<Router>, metrics: Arc<Metrics>) {
+    fn feed(&mut self, config: &Config, router: Arc<Router>, metrics: Arc<Metrics>) {
         let (desired, sets) = mpsc::unbounded_channel::<Vec<Worker>>();
-        let keeper = Keeper::new(&config, router, metrics.clone(), self.readiness.clone());
+        let keeper = Keeper::new(config, router, metrics.clone(), self.readiness.clone());
         self.background.spawn(keeper.run(sets, self.stop.clone()));
         match config.worker_source() {
             WorkerSource::Fixed(workers) => {
