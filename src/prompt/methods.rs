@@ -116,6 +116,7 @@ pub(super) fn install(env: &mut Environment<'_>) {
     env.add_filter("trim", |value: &Value, chars: Option<&str>| {
         strip_with(&python::text(value), chars, true, true).to_owned()
     });
+    env.add_filter("capitalize", |value: &Value| capitalize(&python::text(value)));
     env.add_filter("join", join);
     env.add_filter("items", |value: &Value| minijinja::filters::items(value).and_then(|pairs| tuples(&pairs)));
     env.add_filter("dictsort", |value: &Value, options: minijinja::value::Kwargs| {
@@ -164,9 +165,10 @@ fn method(state: &State<'_, '_>, value: &Value, method: &str, args: &[Value]) ->
         ("count", 1) => Value::from(count(text, text_arg(&args[0])?)),
         ("removeprefix", 1) => Value::from(text.strip_prefix(text_arg(&args[0])?).unwrap_or(text)),
         ("removesuffix", 1) => Value::from(text.strip_suffix(text_arg(&args[0])?).unwrap_or(text)),
+        ("capitalize", 0) => Value::from(capitalize(text)),
         ("title", 0) => Value::from(title(text)),
         ("isdigit" | "isalpha" | "isalnum" | "isspace" | "islower" | "isupper", 0) => Value::from(all(text, method)?),
-        ("upper" | "lower" | "capitalize", 0) | ("replace", 2..=3) | ("startswith" | "endswith" | "join", 1) => {
+        ("upper" | "lower", 0) | ("replace", 2..=3) | ("startswith" | "endswith" | "join", 1) => {
             return pycompat::unknown_method_callback(state, value, method, args);
         }
         _ => return Err(Error::new(ErrorKind::UnknownMethod, format!("str.{method} with these arguments"))),
@@ -231,6 +233,18 @@ fn position(text: &str, byte: Option<usize>) -> Value {
 
 fn count(text: &str, what: &str) -> usize {
     if what.is_empty() { text.chars().count() + 1 } else { text.matches(what).count() }
+}
+
+/// Python gives a first letter beyond ASCII its title case, and a sigma the form of its place in the word.
+fn capitalize(text: &str) -> String {
+    let mut chars = text.chars();
+    match chars.next() {
+        None => String::new(),
+        Some(first) if first.is_ascii() && !text.contains('Σ') => {
+            format!("{}{}", first.to_ascii_uppercase(), chars.as_str().to_lowercase())
+        }
+        Some(_) => DOUBT.to_owned(),
+    }
 }
 
 fn title(text: &str) -> String {

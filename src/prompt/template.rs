@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use minijinja::machinery::{WhitespaceConfig, parse};
@@ -172,8 +173,11 @@ impl Template {
     }
 
     fn render(&self, variables: Value) -> Result<(String, Exactness), EncodeError> {
-        let render = |error: Error| EncodeError::Render(error.to_string());
-        let text = self.env.get_template(NAME).and_then(|template| template.render(variables)).map_err(render)?;
+        let render = || self.env.get_template(NAME).and_then(|template| template.render(variables));
+        // minijinja 2.24 panics on some slices (`''[::-1]`), and the text that is sliced comes from the client.
+        let text = catch_unwind(AssertUnwindSafe(render))
+            .map_err(|_| EncodeError::Render("the template engine panicked".to_owned()))?
+            .map_err(|error| EncodeError::Render(error.to_string()))?;
         if text.contains(DOUBT) {
             return Err(EncodeError::uncertain("a value that only Python prints exactly"));
         }

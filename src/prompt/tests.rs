@@ -100,6 +100,14 @@ fn a_template_cannot_run_for_ever() {
 }
 
 #[test]
+fn a_panic_of_the_template_engine_is_an_error_and_the_next_request_goes_on() {
+    let templates = compile(&[("default", "{{ messages[0].content[::-1] }}")]);
+    let empty = json!({"messages": [{"role": "user", "content": ""}]});
+    assert!(matches!(templates.render(&chat(&empty)), Err(EncodeError::Render(_))));
+    assert_eq!(templates.render(&chat(&user())).unwrap().0, "olleh");
+}
+
+#[test]
 fn a_template_that_refuses_the_conversation_is_an_error_with_its_words() {
     let Err(EncodeError::Render(text)) = render("{{ raise_exception('no system here') }}", &user()) else { panic!() };
     assert!(text.contains("no system here"), "{text}");
