@@ -1,5 +1,7 @@
 //! Event batches as the field's reference router decodes and converts them, and batches captured from a real engine.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};

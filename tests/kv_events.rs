@@ -1,6 +1,8 @@
 //! The subscriber on real ZMQ sockets against an engine that speaks like the captured one: PUB for live batches, ROUTER for
 //! the replay, numbers from zero in every life.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;

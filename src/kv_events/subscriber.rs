@@ -307,3 +307,89 @@ fn free_stale_path(endpoint: &str) {
         let _ = std::fs::remove_file(path);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use zeromq::{RouterSocket, SocketSend};
+
+    use super::*;
+    use crate::index::Outcome;
+    use crate::kv_events::MediaTokens;
+    use crate::worker::{BlockSize, DpRank, WorkerId};
+
+    fn listener(replay: &str) -> Listener {
+        let source = EventSource {
+            endpoint: String::new(),
+            topic: "topic".to_owned(),
+            attach: Attach::Connect,
+            replay: Some(replay.to_owned()),
+        };
+        let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
+        let spec = SourceSpec { rank, source, block_size: BlockSize::new(2).unwrap(), media: MediaTokens::default() };
+        let sink = RankSink { apply: Box::new(|_| Outcome::Ok), doubt: Box::new(|| {}) };
+        let metrics = Arc::new(Metrics::new());
+        let (state, _) = watch::channel(SourceState::default());
+        Listener {
+            feed: Feed::new(&spec, sink, metrics.clone()),
+            replay: Some(Dealer::new(replay)),
+            view: View { rank, metrics, state },
+            source: spec.source,
+            check: None,
+        }
+    }
+
+    /// An engine that holds two batches.
+    async fn engine() -> (String, tokio::task::JoinHandle<()>) {
+        let mut router = RouterSocket::new();
+        let endpoint = router.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
+        let answering = tokio::spawn(async move {
+            while let Ok(request) = router.recv().await {
+                let [client, _, from] = &request.into_vec()[..] else { panic!("not a request") };
+                let from = u64::from_be_bytes(from.as_ref().try_into().unwrap());
+                let batch = Bytes::from_static(&[0x92, 0x01, 0x90]);
+                let held = (from..2).map(|seq| (seq, batch.clone())).chain([(u64::MAX, Bytes::new())]);
+                for (seq, payload) in held {
+                    let seq = Bytes::copy_from_slice(&seq.to_be_bytes());
+                    let reply = vec![client.clone(), Bytes::new(), seq, payload];
+                    router.send(reply.try_into().unwrap()).await.unwrap();
+                }
+            }
+        });
+        (endpoint, answering)
+    }
+
+    #[tokio::test]
+    async fn a_feed_that_stays_silent_while_the_engine_publishes_is_attached_anew() {
+        let (endpoint, answering) = engine().await;
+        let mut listener = listener(&endpoint);
+        listener.check = Some(Check::Idle(Instant::now()));
+        assert!(matches!(listener.check().await, Err(Detached::Silent(_))));
+        assert_eq!(listener.feed.expected(), 2, "what was found is applied");
+        assert!(listener.check().await.is_ok(), "nothing new since");
+        answering.abort();
+    }
+
+    #[tokio::test]
+    async fn what_fell_between_attach_and_subscription_is_no_reason_to_attach_anew() {
+        let (endpoint, answering) = engine().await;
+        let mut listener = listener(&endpoint);
+        listener.check = Some(Check::Settled(Instant::now()));
+        assert!(listener.check().await.is_ok());
+        assert_eq!(listener.feed.expected(), 2);
+        answering.abort();
+    }
+
+    #[test]
+    fn endpoints_are_put_into_the_form_the_crate_can_bind() {
+        let cases = [
+            ("tcp://*:5557", Some("tcp://0.0.0.0:5557")),
+            ("tcp://127.0.0.1:5557", Some("tcp://127.0.0.1:5557")),
+            ("ipc:///run/events", Some("ipc:///run/events")),
+            ("ipc://*", None),
+        ];
+        for (given, expected) in cases {
+            assert_eq!(bindable(given).ok().as_deref(), expected, "{given}");
+        }
+    }
+}
