@@ -3,6 +3,10 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, and in what helps it, a failure is a failed test")]
 
+// Included so that their unit tests run too. Setting `test = true` for the example would do that as well, but then cargo
+// no longer builds the example itself, which these tests start.
+#[path = "../examples/engine_sim/engine.rs"]
+mod simulator;
 #[path = "../examples/support/workload.rs"]
 mod workload;
 
@@ -11,11 +15,13 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use clap::Parser as _;
 use futures_util::StreamExt as _;
 use reqwest::{Response, StatusCode};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
+use tokio::net::TcpListener;
 use tokio::process::{Child, ChildStdin, Command};
 use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqMessage};
 
@@ -36,6 +42,7 @@ impl Engine {
     async fn start(more: &[&str]) -> Self {
         let tests = std::env::current_exe().unwrap();
         let binary = tests.parent().unwrap().with_file_name("examples").join("engine_sim");
+        // A whole `cargo test` builds it first; a run of this test alone does not.
         assert!(binary.exists(), "{} is missing: cargo build --example engine_sim", binary.display());
         let mut child = Command::new(binary)
             .args(["--listen", "127.0.0.1:0", "--exit-on-stdin-eof", "--id", "7", "--speed", "20"])
@@ -120,6 +127,20 @@ impl Engine {
             batches.push(Batch::of(&answer[1..]));
         }
     }
+}
+
+#[tokio::test]
+async fn an_engine_runs_inside_another_program() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let tokenizer = "examples/models/tinyllama/tokenizer.json.gz";
+    let config = simulator::EngineConfig::parse_from(["engine", "--quiet", "--id", "3", "--tokenizer", tokenizer]);
+    let engine = tokio::spawn(simulator::run(config, listener));
+    let request = reqwest::Client::new().post(format!("http://{address}/v1/completions")).json(&ids(0..20, 2));
+    let response = request.send().await.unwrap();
+    assert_eq!((response.status(), &response.headers()["x-engine-id"]), (StatusCode::OK, &"3".parse().unwrap()));
+    engine.abort();
+    assert!(engine.await.unwrap_err().is_cancelled());
 }
 
 /// A decoded batch of events.
@@ -382,6 +403,10 @@ async fn a_request_beyond_the_batch_waits_and_a_lost_client_frees_its_blocks() {
     engine.eventually("the second runs", |s| s["running"] == 1 && s["waiting"] == 0).await;
     drop(second);
     engine.eventually("all is free", |s| s["running"] == 0 && s["blocks"]["used"] == 0).await;
+    let unary = tokio::time::timeout(Duration::from_millis(300), engine.post("/v1/completions", ids(0..100, 100_000)));
+    assert!(unary.await.is_err(), "100,000 tokens take longer");
+    engine.eventually("all is free", |s| s["running"] == 0 && s["blocks"]["used"] == 0).await;
+    assert!(engine.get("/metrics").await.contains("finished_reason=\"abort\"} 3.0"));
 }
 
 #[tokio::test]

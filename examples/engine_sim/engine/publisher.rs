@@ -172,6 +172,7 @@ async fn send_connected(endpoint: String, topic: Bytes, mut batches: Batches) {
             tokio::time::sleep(Duration::from_millis(100)).await;
             continue;
         }
+        while batches.try_recv().is_ok() {}
         loop {
             tokio::select! {
                 event = monitor.next() => match event {

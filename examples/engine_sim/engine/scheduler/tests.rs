@@ -1,5 +1,9 @@
 //! Step by step, without a clock.
 
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
 use super::super::cache::{CacheEvent, Keys};
 use super::*;
 
@@ -135,4 +139,62 @@ fn an_abort_frees_the_blocks_but_keeps_them_cached() {
     assert_eq!((scheduler.running(), scheduler.waiting(), scheduler.cache.used_blocks()), (0, 0, 0));
     assert_eq!((scheduler.cache.cached_blocks(), scheduler.totals().aborted), (3, 2));
     assert_eq!(scheduler.plan(), None);
+}
+
+/// What the events leave behind.
+fn replay(content: &mut BTreeMap<u64, usize>, events: Vec<CacheEvent>) {
+    for event in events {
+        match event {
+            CacheEvent::Stored(stored) => stored.hashes.iter().for_each(|&hash| *content.entry(hash).or_default() += 1),
+            CacheEvent::Removed(hash) => *content.get_mut(&hash).expect("stored before") -= 1,
+            CacheEvent::Cleared => content.clear(),
+        }
+    }
+    content.retain(|_, copies| *copies > 0);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(200) })]
+    #[test]
+    fn whatever_arrives_everybody_gets_exactly_their_answer_and_every_block_comes_back(
+        jobs in prop::collection::vec((0..3u32, 1..50u32, 1..14u32, 0..6usize, any::<bool>()), 1..12),
+        num_blocks in 16usize..40, budget in 1usize..40, seqs in 1usize..5,
+    ) {
+        let mut scheduler = scheduler(num_blocks, budget, seqs);
+        let (mut content, mut got) = (BTreeMap::new(), BTreeMap::<u64, Vec<u32>>::new());
+        let mut arrivals: VecDeque<_> = jobs.iter().enumerate().collect();
+        let mut pause = 0;
+        for round in 0.. {
+            prop_assert!(round < 20_000, "no progress");
+            if pause == 0 && let Some((id, &(trunk, prompt, answer, wait, _))) = arrivals.pop_front() {
+                scheduler.submit(job(id as u64, trunk * 10..trunk * 10 + prompt, answer));
+                pause = wait;
+            }
+            pause = pause.saturating_sub(1);
+            let Some(step) = scheduler.plan() else {
+                if arrivals.is_empty() { break } else { continue }
+            };
+            prop_assert!(step.prefill_tokens + step.decoding <= budget);
+            prop_assert!(scheduler.running() <= seqs);
+            for output in scheduler.complete(&step) {
+                let id = output.job.0;
+                let prompt = jobs[id as usize].1 as usize;
+                prop_assert!(output.cached < prompt && output.cached.is_multiple_of(BLOCK));
+                let tokens = got.entry(id).or_default();
+                tokens.push(output.token);
+                // The client of every other job leaves after its third token.
+                if jobs[id as usize].4 && tokens.len() == 3 && !output.is_last {
+                    scheduler.abort(output.job);
+                }
+            }
+            replay(&mut content, scheduler.cache.take_events());
+            prop_assert_eq!(&content, &scheduler.cache.content());
+        }
+        prop_assert_eq!((scheduler.running(), scheduler.waiting(), scheduler.cache.used_blocks()), (0, 0, 0));
+        for (id, &(_, _, answer, _, leaves)) in jobs.iter().enumerate() {
+            let wanted = if leaves { answer.min(3) } else { answer };
+            let expected: Vec<u32> = (0..wanted).map(|at| 1000 * id as u32 + at).collect();
+            prop_assert_eq!(got.get(&(id as u64)).cloned().unwrap_or_default(), expected);
+        }
+    }
 }
