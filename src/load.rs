@@ -2,6 +2,7 @@
 //! `Reservation`, and ends when it is dropped, so that no path through the program can forget to release it. Costing and
 //! booking happen under one lock: two requests at the same instant cannot both see the same idle worker.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -73,6 +74,8 @@ pub struct LoadTracker {
 /// The load at one instant; nothing is booked or released while it is read.
 pub struct LoadView<'a> {
     table: &'a Table,
+    /// The last answer of `additional_blocks`, as a first guess for the next slot.
+    near: Cell<usize>,
 }
 
 /// The booking of one request. Dropping it releases everything; when the rank is gone there is nothing to release.
@@ -106,7 +109,7 @@ impl LoadTracker {
         decide: impl FnOnce(&LoadView<'_>) -> Result<Booking, E>,
     ) -> Result<Reservation, E> {
         let mut table = self.table.lock();
-        let booking = decide(&LoadView { table: &table })?;
+        let booking = decide(&LoadView { table: &table, near: Cell::new(0) })?;
         let share = table.book(&booking);
         drop(table);
         Ok(Reservation { tracker: self.clone(), booking, share })
@@ -126,7 +129,9 @@ impl LoadView<'_> {
 
     /// Blocks of a prompt that are not already held by live requests on this slot.
     pub fn additional_blocks(&self, slot: Slot, sequences: &[SequenceHash]) -> u64 {
-        sequences.len() as u64 - self.table.matched(slot, sequences)
+        let matched = self.table.matched(slot, sequences, self.near.get());
+        self.near.set(matched);
+        (sequences.len() - matched) as u64
     }
 }
 

@@ -1,6 +1,7 @@
 //! The load table: a row per slot.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 
 use super::{Booking, Load, RankLoad};
 use crate::block::SequenceHash;
@@ -21,7 +22,7 @@ struct Row {
     term: u64,
     load: Load,
     /// How many live requests hold a block.
-    holders: HashMap<SequenceHash, u32>,
+    holders: HashMap<SequenceHash, u32, BuildHasherDefault<AsIs>>,
 }
 
 /// What a reservation holds in a row.
@@ -37,7 +38,7 @@ impl Table {
             self.rows.resize_with(slot.at() + 1, || None);
         }
         self.terms += 1;
-        self.rows[slot.at()] = Some(Row { rank, term: self.terms, load: Load::default(), holders: HashMap::new() });
+        self.rows[slot.at()] = Some(Row { rank, term: self.terms, load: Load::default(), holders: HashMap::default() });
     }
 
     pub(super) fn close(&mut self, slot: Slot) {
@@ -51,10 +52,20 @@ impl Table {
         (row.rank == rank).then_some(row.load)
     }
 
-    pub(super) fn matched(&self, slot: Slot, sequences: &[SequenceHash]) -> u64 {
+    /// Leading blocks of a prompt that are held on a slot. `near` is a guess, usually the answer for another slot: the
+    /// prompts that workers have in common end at the same block, and then two look-ups do.
+    pub(super) fn matched(&self, slot: Slot, sequences: &[SequenceHash], near: usize) -> usize {
         let Some(row) = self.rows.get(slot.at()).and_then(Option::as_ref) else { return 0 };
+        let held = |sequence: &SequenceHash| row.holders.contains_key(sequence);
+        let (before, after) = sequences.split_at(near.min(sequences.len()));
         // A sequence hash names all blocks before it, so who holds one holds those as well: the end can be searched for.
-        sequences.partition_point(|sequence| row.holders.contains_key(sequence)) as u64
+        if before.last().is_some_and(|last| !held(last)) {
+            before.partition_point(held)
+        } else if after.first().is_some_and(held) {
+            before.len() + after.partition_point(held)
+        } else {
+            before.len()
+        }
     }
 
     pub(super) fn book(&mut self, booking: &Booking) -> Option<Share> {
@@ -104,5 +115,25 @@ impl Table {
 
     fn row_of(&mut self, slot: Slot, share: &Share) -> Option<&mut Row> {
         self.rows.get_mut(slot.at())?.as_mut().filter(|row| row.term == share.term)
+    }
+}
+
+/// The hasher of keys that are good hashes already.
+#[derive(Debug, Default)]
+struct AsIs(u64);
+
+impl Hasher for AsIs {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(byte);
+        }
+    }
+
+    fn write_u64(&mut self, value: u64) {
+        self.0 = value;
     }
 }

@@ -54,20 +54,57 @@ struct Step {
 }
 
 #[derive(Deserialize)]
-#[serde(tag = "op", rename_all = "snake_case")]
+#[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
 enum Op {
-    Stored { worker_id: u64, dp_rank: u32, parent_block_hash: Option<u64>, blocks: Vec<Block>, tier: Tier },
-    Removed { worker_id: u64, dp_rank: u32, block_hashes: Vec<u64>, tier: Tier },
-    Cleared { worker_id: u64, dp_rank: u32 },
-    RemoveWorker { worker_id: u64 },
-    RemoveWorkerDpRank { worker_id: u64, dp_rank: u32 },
-    ClearAllBlocks { worker_id: u64 },
-    Query { local_hashes: Vec<u64> },
-    QueryEarlyExit { local_hashes: Vec<u64> },
-    QueryAllTiers { local_hashes: Vec<u64> },
-    Size,
-    DumpAsStoreEvents,
-    KnownWorkers,
+    Stored {
+        worker_id: u64,
+        dp_rank: u32,
+        parent_block_hash: Option<u64>,
+        blocks: Vec<Block>,
+        tier: Tier,
+    },
+    Removed {
+        worker_id: u64,
+        dp_rank: u32,
+        block_hashes: Vec<u64>,
+        tier: Tier,
+    },
+    Cleared {
+        worker_id: u64,
+        dp_rank: u32,
+        #[serde(rename = "applied_to")]
+        _applied_to: String,
+    },
+    RemoveWorker {
+        worker_id: u64,
+    },
+    RemoveWorkerDpRank {
+        worker_id: u64,
+        dp_rank: u32,
+    },
+    ClearAllBlocks {
+        worker_id: u64,
+        #[serde(rename = "note")]
+        _note: String,
+    },
+    Query {
+        local_hashes: Vec<u64>,
+    },
+    QueryEarlyExit {
+        local_hashes: Vec<u64>,
+    },
+    QueryAllTiers {
+        local_hashes: Vec<u64>,
+    },
+    Size {
+        #[serde(rename = "note")]
+        _note: String,
+    },
+    DumpAsStoreEvents {
+        #[serde(rename = "note")]
+        _note: String,
+    },
+    KnownWorkers {},
 }
 
 #[derive(Deserialize)]
@@ -78,6 +115,14 @@ struct Block {
 }
 
 type Rank = (u64, u32);
+type OfTier = fn(&TierBlocks) -> u32;
+
+/// Rows of an expected answer, by rank; ranks with nothing are the same as absent ones.
+fn by_rank(rows: &Value, key: &str) -> BTreeMap<Rank, f64> {
+    let rank = |row: &Value| (row["worker_id"].as_u64().unwrap(), row["dp_rank"].as_u64().unwrap() as u32);
+    let rows = rows.as_array().into_iter().flatten();
+    rows.map(|row| (rank(row), row[key].as_f64().unwrap())).filter(|(_, value)| *value > 0.0).collect()
+}
 
 struct Bench {
     index: Arc<PrefixIndex>,
@@ -103,13 +148,7 @@ impl Bench {
         overlaps.iter().map(|(slot, blocks)| (self.slots[slot.at()], blocks)).collect()
     }
 
-    /// `false` when the step has no counterpart.
     fn run(&mut self, step: &Step, case: &str) {
-        let rank_of = |row: &Value| (row["worker_id"].as_u64().unwrap(), row["dp_rank"].as_u64().unwrap() as u32);
-        let by_rank = |rows: &Value, key: &str| -> BTreeMap<Rank, f64> {
-            let rows = rows.as_array().into_iter().flatten();
-            rows.map(|row| (rank_of(row), row[key].as_f64().unwrap())).filter(|(_, value)| *value > 0.0).collect()
-        };
         match &step.step {
             Op::Stored { worker_id, dp_rank, parent_block_hash, blocks, tier } => {
                 let block = |block: &Block| StoredBlock {
@@ -128,14 +167,14 @@ impl Bench {
                 let event = KvEvent::Removed { blocks, tier: *tier };
                 check_outcome(self.apply((*worker_id, *dp_rank), &event), &step.result, case);
             }
-            Op::Cleared { worker_id, dp_rank } => {
+            Op::Cleared { worker_id, dp_rank, .. } => {
                 check_outcome(self.apply((*worker_id, *dp_rank), &KvEvent::Cleared), &step.result, case);
             }
             Op::RemoveWorker { worker_id } => self.writers.retain(|rank, _| rank.0 != *worker_id),
             Op::RemoveWorkerDpRank { worker_id, dp_rank } => {
                 self.writers.remove(&(*worker_id, *dp_rank));
             }
-            Op::ClearAllBlocks { worker_id } => {
+            Op::ClearAllBlocks { worker_id, .. } => {
                 let writers = self.writers.iter_mut().filter(|(rank, _)| rank.0 == *worker_id);
                 writers.for_each(|(_, writer)| assert_eq!(writer.apply(&KvEvent::Cleared), Outcome::Ok));
             }
@@ -144,28 +183,32 @@ impl Bench {
                 let ours: BTreeMap<_, _> = ours.filter(|(_, blocks)| *blocks > 0.0).collect();
                 assert_eq!(ours, by_rank(&step.result["overlap"], "blocks"), "{case}");
             }
-            Op::QueryAllTiers { local_hashes } => {
-                let ours = self.query(local_hashes);
-                let tiers: [(&Value, fn(&TierBlocks) -> u32); 4] = [
-                    (&step.result["device"], |blocks| blocks.device),
-                    (&step.result["lower_tiers"]["host_pinned"], |blocks| blocks.host),
-                    (&step.result["lower_tiers"]["disk"], |blocks| blocks.disk),
-                    (&step.result["lower_tiers"]["external"], |blocks| blocks.external),
-                ];
-                for (at, (rows, get)) in tiers.into_iter().enumerate() {
-                    let mine = ours.iter().map(|(rank, blocks)| (*rank, f64::from(get(blocks))));
-                    let mine: BTreeMap<_, _> = mine.filter(|(_, blocks)| *blocks > 0.0).collect();
-                    assert_eq!(mine, by_rank(rows, if at == 0 { "blocks" } else { "extension_blocks" }), "{case}");
-                }
-                let effective = &step.result["effective_overlap_blocks_default_weights"];
-                let mine: BTreeMap<_, _> =
-                    ours.iter().map(|(rank, blocks)| (*rank, blocks.effective(0.75, 0.25))).collect();
-                assert_eq!(mine, by_rank(effective, "effective_blocks"), "{case}");
-            }
-            Op::Size => assert_eq!(self.index.stats().total.device, step.result.as_u64().unwrap(), "{case}"),
-            Op::DumpAsStoreEvents => assert!(super::excused(NO_COUNTERPART, "dump_as_store_events").is_some()),
-            Op::KnownWorkers => assert!(super::excused(NO_COUNTERPART, "known_workers").is_some()),
+            Op::QueryAllTiers { local_hashes } => self.check_tiers(local_hashes, &step.result, case),
+            Op::Size { .. } => assert_eq!(self.index.stats().total.device, step.result.as_u64().unwrap(), "{case}"),
+            Op::DumpAsStoreEvents { .. } => assert!(super::excused(NO_COUNTERPART, "dump_as_store_events").is_some()),
+            Op::KnownWorkers {} => assert!(super::excused(NO_COUNTERPART, "known_workers").is_some()),
         }
+    }
+}
+
+impl Bench {
+    fn check_tiers(&self, local_hashes: &[u64], expected: &Value, case: &str) {
+        let ours = self.query(local_hashes);
+        let lower = &expected["lower_tiers"];
+        let tiers: [(&Value, &str, OfTier); 4] = [
+            (&expected["device"], "blocks", |blocks| blocks.device),
+            (&lower["host_pinned"], "extension_blocks", |blocks| blocks.host),
+            (&lower["disk"], "extension_blocks", |blocks| blocks.disk),
+            (&lower["external"], "extension_blocks", |blocks| blocks.external),
+        ];
+        for (rows, key, of_tier) in tiers {
+            let mine = ours.iter().map(|(rank, blocks)| (*rank, f64::from(of_tier(blocks))));
+            let mine: BTreeMap<_, _> = mine.filter(|(_, blocks)| *blocks > 0.0).collect();
+            assert_eq!(mine, by_rank(rows, key), "{case}");
+        }
+        let effective = &expected["effective_overlap_blocks_default_weights"];
+        let mine: BTreeMap<_, _> = ours.iter().map(|(rank, blocks)| (*rank, blocks.effective(0.75, 0.25))).collect();
+        assert_eq!(mine, by_rank(effective, "effective_blocks"), "{case}");
     }
 }
 

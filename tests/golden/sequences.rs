@@ -32,6 +32,21 @@ const NOT_RUN: &[(&str, &str)] = &[
     ("register/upsert/reconcile topology", "membership is the fleet's, and tested there"),
 ];
 
+/// All fields of the steps that are run; a flattened struct cannot refuse others itself.
+const FIELDS: &[&str] = &[
+    "op",
+    "request_id",
+    "worker_id",
+    "dp_rank",
+    "prompt_sequence_hashes",
+    "effective_prefill_tokens",
+    "track_prefill_tokens",
+    "expected_output_tokens",
+    "expected_prefill_duration_ms",
+    "lora_name",
+    "query_sequence_hashes",
+];
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Case {
@@ -77,27 +92,18 @@ struct State {
 }
 
 #[derive(Deserialize)]
-#[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
+#[serde(tag = "op", rename_all = "snake_case")]
 enum Op {
     AddRequest {
-        request_id: String,
-        worker_id: u64,
-        dp_rank: u32,
-        prompt_sequence_hashes: Option<Vec<u64>>,
-        effective_prefill_tokens: u64,
+        #[serde(flatten)]
+        request: Request,
         track_prefill_tokens: bool,
         expected_output_tokens: Option<u64>,
         expected_prefill_duration_ms: Option<u64>,
         #[serde(rename = "lora_name")]
         _lora_name: Option<String>,
     },
-    AddRequestIfRegistered {
-        request_id: String,
-        worker_id: u64,
-        dp_rank: u32,
-        prompt_sequence_hashes: Option<Vec<u64>>,
-        effective_prefill_tokens: u64,
-    },
+    AddRequestIfRegistered(Request),
     MarkPrefillCompleted {
         request_id: String,
     },
@@ -107,6 +113,29 @@ enum Op {
     ProjectWorkerLoads {
         query_sequence_hashes: Vec<u64>,
     },
+}
+
+#[derive(Deserialize)]
+struct Request {
+    request_id: String,
+    worker_id: u64,
+    dp_rank: u32,
+    prompt_sequence_hashes: Option<Vec<u64>>,
+    effective_prefill_tokens: u64,
+}
+
+impl Request {
+    /// Its booking, but for the slot.
+    fn booking(&self) -> Booking {
+        Booking {
+            slot: Slot(0),
+            rank: rank(self.worker_id, self.dp_rank),
+            sequences: chained(self.prompt_sequence_hashes.as_deref().unwrap_or(&[])).into(),
+            prompt_tokens: self.effective_prefill_tokens,
+            cached_tokens: 0,
+            track_prefill: true,
+        }
+    }
 }
 
 fn rank(worker: u64, rank: u32) -> WorkerRank {
@@ -138,23 +167,9 @@ impl Bench {
     }
 
     /// Books; `false` if the rank is not there.
-    fn book(
-        &mut self,
-        id: &str,
-        rank: WorkerRank,
-        sequences: Option<&[u64]>,
-        tokens: u64,
-        track_prefill: bool,
-    ) -> bool {
-        let Some(slot) = self.slots.iter().position(|known| *known == rank) else { return false };
-        let booking = Booking {
-            slot: Slot(slot as u32),
-            rank,
-            sequences: chained(sequences.unwrap_or(&[])).into(),
-            prompt_tokens: tokens,
-            cached_tokens: 0,
-            track_prefill,
-        };
+    fn book(&mut self, id: &str, booking: Booking) -> bool {
+        let Some(slot) = self.slots.iter().position(|known| *known == booking.rank) else { return false };
+        let booking = Booking { slot: Slot(slot as u32), ..booking };
         let reservation = self.tracker.book_with(|_| Ok::<_, ()>(booking)).unwrap();
         assert!(self.live.insert(id.into(), reservation).is_none());
         true
@@ -162,26 +177,19 @@ impl Bench {
 
     fn run(&mut self, step: &Step, case: &str) {
         match &step.step {
-            Op::AddRequest { request_id, worker_id, dp_rank, prompt_sequence_hashes, .. } => {
-                let Op::AddRequest { effective_prefill_tokens, track_prefill_tokens, .. } = step.step else { return };
-                let Op::AddRequest { expected_output_tokens, expected_prefill_duration_ms, .. } = step.step else {
-                    return;
-                };
-                assert_eq!((expected_output_tokens, expected_prefill_duration_ms), (None, None), "{case}");
-                let sequences = prompt_sequence_hashes.as_deref();
-                let rank = rank(*worker_id, *dp_rank);
-                assert!(self.book(request_id, rank, sequences, effective_prefill_tokens, track_prefill_tokens));
-            }
-            Op::AddRequestIfRegistered {
-                request_id,
-                worker_id,
-                dp_rank,
-                prompt_sequence_hashes,
-                effective_prefill_tokens,
+            Op::AddRequest {
+                request,
+                track_prefill_tokens,
+                expected_output_tokens,
+                expected_prefill_duration_ms,
+                ..
             } => {
-                let sequences = prompt_sequence_hashes.as_deref();
-                let rank = rank(*worker_id, *dp_rank);
-                let booked = self.book(request_id, rank, sequences, *effective_prefill_tokens, true);
+                assert_eq!((*expected_output_tokens, *expected_prefill_duration_ms), (None, None), "{case}");
+                let booking = Booking { track_prefill: *track_prefill_tokens, ..request.booking() };
+                assert!(self.book(&request.request_id, booking), "{case}");
+            }
+            Op::AddRequestIfRegistered(request) => {
+                let booked = self.book(&request.request_id, request.booking());
                 assert_eq!(booked, step.result == "ok", "{case}");
             }
             Op::MarkPrefillCompleted { request_id } => {
@@ -236,6 +244,8 @@ fn the_load_is_counted_as_the_field_counts_it() {
         let mut bench = Bench::new(&case.initial_workers);
         for step in case.steps {
             let shown = step.to_string();
+            let fields = step["step"].as_object().unwrap().keys();
+            fields.for_each(|field| assert!(FIELDS.contains(&field.as_str()), "unknown field {field} in {shown}"));
             let step: Step = serde_json::from_value(step).unwrap_or_else(|problem| panic!("{problem} in {shown}"));
             bench.run(&step, &case.description);
         }
