@@ -30,6 +30,9 @@ use support::workload::{Shape, Workload};
 /// Instance ids of the engines; the last one shows that an id may be any u64.
 const ENGINES: [u64; 4] = [1, 2, 3, u64::MAX];
 
+/// KV blocks of each engine: about 32,000 tokens, some ten conversations.
+const ENGINE_BLOCKS: usize = 2_000;
+
 /// Compares Envoy's round robin with warmroute on one workload.
 #[derive(Debug, Parser)]
 struct Cli {
@@ -40,10 +43,10 @@ struct Cli {
     #[arg(long)]
     keep: bool,
     /// Groups of users; each shares a system prompt
-    #[arg(long, default_value_t = 6)]
+    #[arg(long, default_value_t = 32)]
     groups: usize,
     /// Conversations in each group
-    #[arg(long, default_value_t = 12)]
+    #[arg(long, default_value_t = 2)]
     sessions: usize,
     /// Seed of the workload
     #[arg(long, default_value_t = 7)]
@@ -70,7 +73,7 @@ fn main() -> ExitCode {
     match first.as_ref().and_then(|first| first.to_str()) {
         Some(AS_ENGINE) => end(be_engine(rest)),
         Some(AS_WARMROUTE) => end(be_warmroute(rest)),
-        _ => end(quickstart(Cli::parse())),
+        _ => end(quickstart(&Cli::parse())),
     }
 }
 
@@ -110,11 +113,11 @@ fn be_warmroute(args: impl Iterator<Item = OsString>) -> anyhow::Result<ExitCode
 }
 
 #[tokio::main]
-async fn quickstart(cli: Cli) -> anyhow::Result<ExitCode> {
+async fn quickstart(cli: &Cli) -> anyhow::Result<ExitCode> {
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     // Dropping the run ends its processes, whichever way it ends.
     tokio::select! {
-        result = run(&cli) => result.map(|()| ExitCode::SUCCESS),
+        result = run(cli) => result.map(|()| ExitCode::SUCCESS),
         _ = interrupt.recv() => Ok(ExitCode::from(130)),
         _ = terminate.recv() => Ok(ExitCode::from(143)),
     }
@@ -158,9 +161,10 @@ async fn compare(
     dir: &Path,
     bar: &Progress,
 ) -> anyhow::Result<(Vec<Sample>, Vec<Sample>, Stack)> {
-    let shape = Shape { groups: cli.groups, sessions_per_group: cli.sessions, ..Shape::default() };
-    let workload = Workload::new(cli.seed, &shape);
-    let specs: Vec<EngineSpec> = ENGINES.into_iter().map(EngineSpec::new).collect();
+    let workload = Workload::new(cli.seed, &shape(cli));
+    let blocks = ENGINE_BLOCKS.to_string();
+    let spec = |id| EngineSpec::new(id).with(&["--num-blocks", &blocks]);
+    let specs: Vec<EngineSpec> = ENGINES.into_iter().map(spec).collect();
 
     bar.say("starting 4 engines and Envoy");
     let mut stack = Stack::engines(programs, &specs, &dir.join("round_robin")).await?;
@@ -177,6 +181,21 @@ async fn compare(
     let routed = replay(&stack, &workload, bar, "warmroute").await;
     bar.say("done");
     Ok((round_robin, routed, stack))
+}
+
+/// Assistants with a system prompt each, and conversations in which users paste text: what a chat product sees. All of it
+/// together is several times what one engine can keep.
+fn shape(cli: &Cli) -> Shape {
+    Shape {
+        groups: cli.groups,
+        sessions_per_group: cli.sessions,
+        turns: 5..=9,
+        system_words: 100..=500,
+        user_words: 100..=300,
+        max_tokens: 16..=64,
+        think: Duration::from_millis(300)..=Duration::from_millis(1500),
+        sessions_per_second: 4.0,
+    }
 }
 
 async fn replay(stack: &Stack, workload: &Workload, bar: &Progress, name: &'static str) -> Vec<Sample> {
