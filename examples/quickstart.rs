@@ -43,10 +43,10 @@ struct Cli {
     #[arg(long)]
     keep: bool,
     /// Groups of users; each shares a system prompt
-    #[arg(long, default_value_t = 32)]
+    #[arg(long, default_value_t = 60)]
     groups: usize,
     /// Conversations in each group
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 1)]
     sessions: usize,
     /// Seed of the workload
     #[arg(long, default_value_t = 7)]
@@ -189,12 +189,12 @@ fn shape(cli: &Cli) -> Shape {
     Shape {
         groups: cli.groups,
         sessions_per_group: cli.sessions,
-        turns: 5..=9,
-        system_words: 100..=500,
+        turns: 4..=7,
+        system_words: 100..=300,
         user_words: 100..=300,
-        max_tokens: 16..=64,
+        max_tokens: 8..=32,
         think: Duration::from_millis(300)..=Duration::from_millis(1500),
-        sessions_per_second: 4.0,
+        sessions_per_second: 3.0,
     }
 }
 
