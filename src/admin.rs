@@ -13,8 +13,9 @@ use axum::{Json, Router as Routes};
 use serde_json::json;
 
 use crate::lifecycle::Readiness;
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, RankLabels, RankTierLabels};
 use crate::router::Router;
+use crate::tier::Tier;
 
 /// What the pages show.
 #[derive(Clone)]
@@ -52,11 +53,39 @@ async fn ready(State(admin): State<Admin>) -> Response {
 }
 
 async fn metrics(State(admin): State<Admin>) -> Response {
-    match admin.metrics.page() {
+    match admin.metrics.page(|metrics| gauge_ranks(metrics, &admin.router)) {
         Ok(page) => {
             let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
             ([(header::CONTENT_TYPE, content_type)], page).into_response()
         }
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
     }
+}
+
+/// Sets the gauges of the worker ranks to what the router decides by at this instant; ranks that are gone disappear.
+fn gauge_ranks(metrics: &Metrics, router: &Router) {
+    let (blocks, prefill) = (&metrics.worker_active_decode_blocks, &metrics.worker_active_prefill_tokens);
+    let (requests, cached) = (&metrics.worker_active_requests, &metrics.worker_cached_blocks);
+    for family in [blocks, prefill, requests] {
+        family.clear();
+    }
+    cached.clear();
+    let held = router.index().stats().slots;
+    for load in router.load().snapshot() {
+        let label = RankLabels::from(load.rank);
+        blocks.get_or_create(&label).set(gauge(load.active_blocks));
+        prefill.get_or_create(&label).set(gauge(load.active_prefill_tokens));
+        requests.get_or_create(&label).set(gauge(load.active_requests));
+        // A rank without event source has no seat in the index: unknown is not zero.
+        let Some(held) = held.iter().find(|held| held.slot == load.slot) else { continue };
+        let counts = held.counts;
+        let tiers = [counts.device, counts.host, counts.disk, counts.external];
+        for (tier, count) in Tier::ALL.into_iter().zip(tiers) {
+            cached.get_or_create(&RankTierLabels::new(load.rank, tier)).set(gauge(count));
+        }
+    }
+}
+
+fn gauge(count: u64) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
 }

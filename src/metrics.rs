@@ -4,7 +4,6 @@
 
 use std::sync::Mutex;
 
-use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{EncodeLabelSet, text};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -12,6 +11,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets, linear_buckets};
 use prometheus_client::registry::{Metric, Registry};
 
+use crate::tier::Tier;
 use crate::worker::{ModelName, WorkerRank};
 
 /// One label: the model as the engines serve it.
@@ -81,6 +81,24 @@ impl From<WorkerRank> for RankLabels {
     }
 }
 
+/// A worker rank and a tier of its cache.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RankTierLabels {
+    /// Instance id.
+    pub worker_id: u64,
+    /// Data-parallel rank.
+    pub dp_rank: u32,
+    /// Storage tier.
+    pub tier: &'static str,
+}
+
+impl RankTierLabels {
+    /// The labels of one tier of a worker rank.
+    pub fn new(rank: WorkerRank, tier: Tier) -> Self {
+        Self { worker_id: rank.worker.0, dp_rank: rank.rank.0, tier: tier.as_str() }
+    }
+}
+
 /// A background task.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct TaskLabel {
@@ -116,7 +134,7 @@ metrics! {
     requests: Family<RequestLabels, Counter> = Family::default();
     /// Requests that took a lower step of the ladder than exact, by reason
     degradations: Family<ReasonLabel, Counter> = Family::default();
-    /// Exchanges by how they ended: complete, abandoned (client gone or Envoy closed), drained
+    /// Exchanges by how they ended: complete, closed (the answer had begun; its end was not shown to us), abandoned
     exchanges: Family<OutcomeLabel, Counter> = Family::default();
     /// Exchanges that are open now
     exchanges_open: Gauge = Gauge::default();
@@ -140,6 +158,14 @@ metrics! {
     delivered_cached_tokens: Family<ModelLabel, Counter> = Family::default();
     /// Requests whose chosen worker rank was not the one with most cached blocks
     non_max_overlap_choices: Family<ModelLabel, Counter> = Family::default();
+    /// Distinct blocks that live requests hold on a worker rank
+    worker_active_decode_blocks: Family<RankLabels, Gauge> = Family::default();
+    /// Prompt tokens on a worker rank whose requests have not shown their first token
+    worker_active_prefill_tokens: Family<RankLabels, Gauge> = Family::default();
+    /// Live requests on a worker rank
+    worker_active_requests: Family<RankLabels, Gauge> = Family::default();
+    /// Blocks a worker rank has cached, by tier, as far as its KV events told
+    worker_cached_blocks: Family<RankTierLabels, Gauge> = Family::default();
     /// Workers in the fleet
     workers: Gauge = Gauge::default();
     /// Number of the fleet in use; grows with every change
@@ -173,15 +199,13 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Adds a source of measures that are read when the page is asked for.
-    pub fn collect_from(&self, collector: Box<dyn Collector>) {
-        self.lock().register_collector(collector);
-    }
-
-    /// The whole page in the OpenMetrics text format.
-    pub fn page(&self) -> Result<String, std::fmt::Error> {
+    /// The whole page in the OpenMetrics text format. `refresh` sets what is not measured as it happens but read where it
+    /// lies; no other page is written meanwhile, so that it may clear families first.
+    pub fn page(&self, refresh: impl FnOnce(&Self)) -> Result<String, std::fmt::Error> {
+        let registry = self.lock();
+        refresh(self);
         let mut page = String::new();
-        text::encode(&mut page, &self.lock())?;
+        text::encode(&mut page, &registry)?;
         Ok(page)
     }
 

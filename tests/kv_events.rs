@@ -433,7 +433,7 @@ async fn the_gauge_follows_the_source_and_leaves_with_it() {
     let subscriber = site.subscribe();
     let shown = |value: &str| {
         let line = format!("warmroute_kv_event_source_live{{worker_id=\"7\",dp_rank=\"0\"}} {value}");
-        subscriber.metrics.page().unwrap().contains(&line)
+        subscriber.metrics.page(|_| {}).unwrap().contains(&line)
     };
     until("shown as away", || shown("0")).await;
     let engine = Engine::start(&site, vec![]).await;
