@@ -206,8 +206,9 @@ impl Stack {
         Ok(())
     }
 
-    /// Starts Envoy and waits until it is ready.
+    /// Starts Envoy, again where it runs, and waits until it is ready.
     pub(crate) async fn start_envoy(&mut self, config: &str) -> anyhow::Result<()> {
+        self.envoy = None;
         let envoy = envoy::start(config, &self.run_dir, 1).await?;
         ports::wait_ready(Ready::Tcp(SocketAddr::from((Ipv4Addr::LOCALHOST, self.port))), START, &envoy).await?;
         self.envoy = Some(envoy);

@@ -1,0 +1,213 @@
+//! What operators and probes see.
+
+use std::collections::BTreeMap;
+
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+use tonic::transport::Endpoint;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+
+use crate::deployment::{Answered, Deployment, PATIENCE, chat, essay, fast, programs, telling};
+use crate::openmetrics::Page;
+use crate::support::ports::until;
+use crate::support::stack::MODEL;
+
+const SERVICES: [&str; 2] = ["", "envoy.service.ext_proc.v3.ExternalProcessor"];
+
+async fn readiness(deployment: &Deployment) -> Option<(StatusCode, Value)> {
+    let response = deployment.http.get(deployment.admin_url("/readyz")).send().await.ok()?;
+    let status = response.status();
+    Some((status, response.json().await.ok()?))
+}
+
+/// What gRPC health says of a service at the socket that Envoy uses.
+async fn health(deployment: &Deployment, service: &str) -> ServingStatus {
+    let socket = deployment.standalone().ext_proc_socket();
+    let channel = Endpoint::from_shared(format!("unix://{}", socket.display())).unwrap().connect().await.unwrap();
+    let request = HealthCheckRequest { service: service.to_owned() };
+    HealthClient::new(channel).check(request).await.unwrap().into_inner().status()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn readiness_names_what_is_pending_until_nothing_is() {
+    let mut deployment = Deployment::engines(&[fast(5)]).await;
+    deployment.engines[0].kill9();
+    deployment.write_worker_entries(&json!([])).unwrap();
+    deployment.spawn_router(&telling(json!({"readiness": {"event_sources_deadline": "10m"}}))).unwrap();
+
+    let pending = async |deployment: &Deployment, wanted: &Value| {
+        let shown = until(PATIENCE, async || {
+            let answer = readiness(deployment).await;
+            answer.is_some_and(|(status, page)| status == StatusCode::SERVICE_UNAVAILABLE && page["pending"] == *wanted)
+        });
+        assert!(shown.await, "not {wanted}: {:?}\n{}", readiness(deployment).await, deployment.router_log());
+        for service in SERVICES {
+            let told = until(PATIENCE, async || health(deployment, service).await == ServingStatus::NotServing).await;
+            assert!(told, "gRPC health of {service:?}");
+        }
+    };
+    pending(&deployment, &json!(["initial workers: at least 1"])).await;
+    let alive = deployment.http.get(deployment.admin_url("/healthz")).send().await.unwrap();
+    assert_eq!(alive.status(), StatusCode::OK, "alive before it is ready");
+
+    deployment.write_workers().unwrap();
+    pending(&deployment, &json!(["event source of worker rank 5/0"])).await;
+
+    let run_dir = deployment.run_dir.clone();
+    deployment.engines[0].restart(&programs(), &run_dir).await.unwrap();
+    let ready = until(PATIENCE, async || {
+        readiness(&deployment).await == Some((StatusCode::OK, json!({"ready": true, "pending": []})))
+    });
+    assert!(ready.await, "{:?}\n{}", readiness(&deployment).await, deployment.router_log());
+    for service in SERVICES {
+        let told = until(PATIENCE, async || health(&deployment, service).await == ServingStatus::Serving).await;
+        assert!(told, "gRPC health of {service:?}");
+    }
+}
+
+/// Families that have no member, and so no line, until something is less than perfect.
+const NOTHING_WENT_WRONG: [&str; 4] = [
+    "warmroute_degradations",
+    "warmroute_kv_event_gaps",
+    "warmroute_non_max_overlap_choices",
+    "warmroute_task_restarts",
+];
+
+/// Names and types of all families that `src/metrics.rs` declares.
+fn declared() -> BTreeMap<String, &'static str> {
+    let source = include_str!("../../src/metrics.rs");
+    let (_, list) = source.split_once("\nmetrics! {\n").unwrap();
+    let (list, _) = list.split_once("\n}\n").unwrap();
+    let lines = list.lines().map(str::trim).filter(|line| !line.starts_with("///"));
+    let family = |line: &str| {
+        let (name, kind) = line.split_once(": ").unwrap();
+        let kind = kind.split(" = ").next().unwrap();
+        let kind = if kind.contains("Histogram") {
+            "histogram"
+        } else if kind.contains("Counter") {
+            "counter"
+        } else {
+            assert!(kind.contains("Gauge"), "{line}");
+            "gauge"
+        };
+        (format!("warmroute_{name}"), kind)
+    };
+    lines.map(family).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_metrics_page_is_open_metrics_and_shows_the_traffic() {
+    let deployment = Deployment::start(&[fast(1), fast(2)]).await;
+    let streaming = |question: &str| {
+        let mut body = chat(question);
+        body["stream"] = json!(true);
+        body["stream_options"] = json!({"include_usage": true});
+        body
+    };
+    for round in 0..2 {
+        for topic in 0..6 {
+            let response = deployment.post("/v1/chat/completions", &streaming(&essay(topic))).await;
+            let answered = Answered::read(response).await;
+            answered.assert_exact();
+            if round == 1 {
+                assert!(answered.cached_tokens() > 0, "{answered:?}");
+            }
+            deployment.settle().await;
+        }
+    }
+    deployment.ask("one that does not stream").await.assert_exact();
+
+    let response = deployment.http.get(deployment.admin_url("/metrics")).send().await.unwrap();
+    let content_type = response.headers()["content-type"].to_str().unwrap().to_owned();
+    assert_eq!(content_type, "application/openmetrics-text; version=1.0.0; charset=utf-8");
+
+    deployment.metrics_show("all exchanges have ended", |page| page.sum("exchanges_open", &[]) == 0.0).await;
+    let page = deployment.metrics().await;
+    check_families(&page);
+    check_traffic(&page);
+    deployment.settle().await;
+    let indexed = deployment.metrics().await.sum("worker_cached_blocks", &[("tier", "device")]);
+    assert_eq!(indexed, deployment.cached_blocks().await as f64, "what the engines hold");
+    assert!(indexed > 30.0, "{indexed}");
+    for id in ["1", "2"] {
+        let worker = [("worker_id", id), ("dp_rank", "0")];
+        assert_eq!(page.sum("kv_event_source_live", &worker), 1.0);
+        assert_eq!(page.samples("worker_cached_blocks").count(), 2 * 4, "two engines, four tiers");
+        for family in ["worker_active_requests", "worker_active_decode_blocks", "worker_active_prefill_tokens"] {
+            assert_eq!((page.samples(family).count(), page.sum(family, &worker)), (2, 0.0), "{family} of {id}");
+        }
+    }
+}
+
+/// Nothing on the page is undeclared, and what is declared is on the page.
+fn check_families(page: &Page) {
+    let declared = declared();
+    assert!(declared.len() > 25, "{declared:?}");
+    for (name, kind) in &page.families {
+        assert_eq!(declared.get(name).copied(), Some(kind.as_str()), "{name}");
+    }
+    let absent: Vec<&str> =
+        declared.keys().filter(|name| !page.families.contains_key(*name)).map(String::as_str).collect();
+    assert!(absent.iter().all(|name| NOTHING_WENT_WRONG.contains(name)), "{absent:?} are missing:\n{}", page.text());
+}
+
+/// The measures of 12 streaming requests and one that was not.
+fn check_traffic(page: &Page) {
+    let model = [("model", MODEL)];
+    for name in ["prompt_tokens", "hit_rate", "time_to_first_token_seconds", "request_duration_seconds"] {
+        assert_eq!(page.sum(&format!("{name}_count"), &model), 13.0, "{name}:\n{}", page.text());
+        assert!(page.sum(&format!("{name}_sum"), &model) > 0.0, "{name}");
+    }
+    assert_eq!(page.sum("output_tokens_count", &model), 12.0, "only streams pass through us");
+    assert_eq!(page.sum("output_tokens_sum", &model), 24.0);
+    assert_eq!(page.sum("requests_total", &[("model", MODEL), ("mode", "exact")]), 13.0);
+    assert_eq!(page.sum("exchanges_total", &[]), 13.0);
+    assert_eq!(page.sum("exchanges_total", &[("outcome", "complete")]), 12.0);
+    let cached = |name: &str| page.sum(&format!("{name}_cached_tokens_total"), &model);
+    assert!(cached("delivered") > 600.0 && cached("predicted") >= cached("delivered"), "{}", page.text());
+    assert!(cached("best") >= cached("predicted"), "{}", page.text());
+    for stage in ["parse", "render", "tokenize", "hash", "index", "choose", "total"] {
+        let stage = [("stage", stage)];
+        assert_eq!(page.sum("decision_stage_microseconds_count", &stage), 13.0, "{stage:?}");
+        assert!(page.sum("decision_stage_microseconds_sum", &stage) > 0.0, "{stage:?}");
+    }
+    assert!(page.sum("kv_events_total", &[("kind", "stored"), ("outcome", "ok")]) > 0.0, "{}", page.text());
+    assert!(page.sum("kv_event_batches_total", &[("outcome", "applied")]) > 0.0);
+    assert!(page.sum("endpoint_file_writes_total", &[("outcome", "written")]) > 0.0);
+    assert!(page.sum("fleet_generation", &[]) > 0.0);
+    assert_eq!(page.sum("degradations_total", &[]), 0.0);
+    assert_eq!(page.sum("workers", &[]), 2.0);
+    assert_eq!(page.sum("task_up", &[]), page.samples("task_up").count() as f64, "{}", page.text());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_load_of_a_worker_rank_shows_while_it_lasts_and_is_gone_after() {
+    let deployment = Deployment::start(&[fast(u64::MAX)]).await;
+    let hang = deployment.http.post(deployment.engines[0].url("/sim/misbehave")).json(&json!({"hang": true}));
+    assert_eq!(hang.send().await.unwrap().status(), StatusCode::OK);
+    let url = deployment.url("/v1/chat/completions");
+    let client = deployment.http.clone();
+    let asking = tokio::spawn(async move { client.post(url).json(&chat(&essay(1))).send().await.map(drop) });
+
+    let worker = [("worker_id", "18446744073709551615"), ("dp_rank", "0")];
+    deployment
+        .metrics_show("the request is booked", |page| {
+            page.sum("worker_active_requests", &worker) == 1.0
+                && page.sum("worker_active_decode_blocks", &worker) > 5.0
+                && page.sum("worker_active_prefill_tokens", &worker) > 100.0
+                && page.sum("exchanges_open", &[]) == 1.0
+        })
+        .await;
+    // The client leaves.
+    asking.abort();
+    deployment
+        .metrics_show("nothing is booked", |page| {
+            page.sum("worker_active_requests", &worker) == 0.0
+                && page.sum("worker_active_decode_blocks", &worker) == 0.0
+                && page.sum("worker_active_prefill_tokens", &worker) == 0.0
+                && page.sum("exchanges_total", &[("outcome", "abandoned")]) == 1.0
+        })
+        .await;
+}
