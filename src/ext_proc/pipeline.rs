@@ -261,3 +261,43 @@ impl Stopwatch {
         took
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ext_proc::headers::RequestHead;
+    use crate::index::PrefixIndex;
+    use crate::load::LoadTracker;
+    use crate::prompt;
+    use crate::schedule::Weights;
+    use crate::settings::Period;
+
+    /// A pipeline with the shipped tokenizer and next to no time.
+    fn hurried() -> Arc<Pipeline> {
+        let files = prompt::Config {
+            tokenizer: "examples/models/qwen2.5/tokenizer.json.gz".into(),
+            tokenizer_config: None,
+            chat_template: None,
+        };
+        let encoder = Encoder::load(&files).unwrap();
+        let mut models = Models::default();
+        models.add(Model { name: "m".into(), block_size: BlockSize::new(16).unwrap(), encoder: Some(encoder) }, &[]);
+        let router = Router::new(PrefixIndex::new(), LoadTracker::new(), Weights::default(), 1);
+        let limits = LimitsConfig { exchange_deadline: Period::millis(1), ..LimitsConfig::default() };
+        Pipeline::new(models, Arc::new(router), Arc::new(Metrics::new()), limits)
+    }
+
+    #[tokio::test]
+    async fn an_encoder_that_missed_its_deadline_keeps_its_place_until_it_is_done() {
+        let pipeline = hurried();
+        let places = pipeline.encoders.available_permits();
+        let prompt = "a prompt that takes longer than a millisecond ".repeat(20_000);
+        let body = serde_json::json!({"model": "m", "prompt": prompt}).to_string();
+        let head = RequestHead { path: "/v1/completions".into(), ..RequestHead::default() };
+        let encoded = pipeline.encode(&Inbound { head, body: InboundBody::Whole(body.into()) }).await;
+        assert!(matches!(encoded.prompt, Prompt::Estimated { because: Reason::Deadline, .. }));
+        assert_eq!(pipeline.encoders.available_permits(), places - 1, "the work goes on");
+        let done = tokio::time::timeout(Duration::from_secs(60), pipeline.encoders.acquire_many(places as u32)).await;
+        assert!(done.is_ok(), "the place is given back");
+    }
+}
