@@ -14,6 +14,9 @@ use tracing::{info, warn};
 
 use crate::metrics::{Metrics, TaskLabel};
 
+/// What is pending once the end has begun.
+const DRAINING: &str = "draining";
+
 /// What still has to happen before traffic may come, by name.
 #[derive(Clone)]
 pub struct Readiness {
@@ -29,7 +32,8 @@ pub struct ReadyGuard {
 impl Drop for ReadyGuard {
     fn drop(&mut self) {
         self.readiness.pending.send_modify(|pending| {
-            if pending.remove(&self.name) {
+            // At the end guards are dropped with their owners, and that is no news.
+            if pending.remove(&self.name) && !pending.contains(DRAINING) {
                 info!(step = self.name, "ready");
             }
         });
@@ -65,7 +69,7 @@ impl Readiness {
     /// Says that no new traffic should come, from now on.
     pub fn drain(&self) {
         self.pending.send_modify(|pending| {
-            pending.insert("draining".to_owned());
+            pending.insert(DRAINING.to_owned());
         });
     }
 }

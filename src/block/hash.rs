@@ -6,11 +6,8 @@
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::salt::Salt;
+use super::salt::{SEED, Salt};
 use crate::worker::BlockSize;
-
-/// Base seed of local hashes and the seed of every chain step.
-pub const SEED: u64 = 1337;
 
 /// Hash of one block's tokens (and salt) alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

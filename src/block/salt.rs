@@ -4,7 +4,8 @@
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::hash::SEED;
+/// Base seed of local hashes, and the seed of every chain step.
+pub const SEED: u64 = 1337;
 
 /// The salt of one request or of one stored event.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -55,7 +55,8 @@ impl ListenConfig {
 pub struct LimitsConfig {
     /// Longest request body we take; at least Envoy's `request_body_buffer_limit`.
     pub body: Size,
-    /// Bodies up to this size are tokenised on the stream's own thread, longer ones on the blocking pool.
+    /// Bodies up to this size (about a thousand tokens, a millisecond or two) are tokenised on the stream's own thread,
+    /// longer ones on the blocking pool.
     pub tokenize_inline: Size,
     /// Bodies that may wait for the blocking pool; beyond it a request is routed by load only.
     pub tokenize_queue: u32,
@@ -67,7 +68,7 @@ impl Default for LimitsConfig {
     fn default() -> Self {
         Self {
             body: Size::mib(32),
-            tokenize_inline: Size::kib(16),
+            tokenize_inline: Size::kib(4),
             tokenize_queue: 256,
             // Below Envoy's usual message_timeout of 1s, so that a slow prompt still goes by load.
             exchange_deadline: Period::millis(800),

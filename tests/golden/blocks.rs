@@ -1,8 +1,9 @@
 //! Hashes of blocks and of multimodal objects.
 
 use serde::Deserialize;
-use warmroute::block::hash::{SEED, Windows, locals};
+use warmroute::block::hash::{Windows, locals};
 use warmroute::block::multimodal::{BlockObject, ObjectHash, PromptObject, objects_by_block};
+use warmroute::block::salt::SEED;
 use warmroute::block::{BlockHashes, LocalHash, Salt, SequenceHash};
 use warmroute::worker::BlockSize;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
