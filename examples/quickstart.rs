@@ -10,6 +10,7 @@ mod engine;
 mod support;
 
 use std::ffi::OsString;
+use std::io::{self, Write as _};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::process::ExitCode;
@@ -112,8 +113,23 @@ fn be_warmroute(args: impl Iterator<Item = OsString>) -> anyhow::Result<ExitCode
     Ok(warmroute::cmd::main(warmroute::cli::Cli::parse_from(args)))
 }
 
-#[tokio::main]
-async fn quickstart(cli: &Cli) -> anyhow::Result<ExitCode> {
+fn quickstart(cli: &Cli) -> anyhow::Result<ExitCode> {
+    let runtime = tokio::runtime::Runtime::new()?;
+    let result = runtime.block_on(run_until_signal(cli));
+    // Dropping a runtime waits for blocking tasks without end, and an installation of Envoy may be one.
+    runtime.shutdown_timeout(Duration::from_secs(2));
+    match result {
+        Err(error) if is_broken_pipe(&error) => Ok(ExitCode::from(141)),
+        result => result,
+    }
+}
+
+/// Whether nobody reads standard output any longer, as after `| head -1`: not worth a message.
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+}
+
+async fn run_until_signal(cli: &Cli) -> anyhow::Result<ExitCode> {
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     // Dropping the run ends its processes, whichever way it ends.
     tokio::select! {
@@ -132,9 +148,9 @@ async fn run(cli: &Cli) -> anyhow::Result<()> {
     let own = std::env::current_exe()?.into_os_string();
     let programs = Programs { warmroute: vec![own.clone(), AS_WARMROUTE.into()], engine: vec![own, AS_ENGINE.into()] };
     let result = compare(cli, &programs, dir.path(), &bar).await;
-    let Ok((round_robin, routed, stack)) = result else {
-        let logs = dir.keep();
-        return result.map(drop).with_context(|| format!("the logs are in {}", logs.display()));
+    let (round_robin, routed, stack) = match result {
+        Ok(result) => result,
+        Err(error) => anyhow::bail!("{error:#}\nThe logs are in {}", dir.keep().display()),
     };
     let report = Report {
         envoy_version,
@@ -149,7 +165,8 @@ async fn run(cli: &Cli) -> anyhow::Result<()> {
         anyhow::bail!("{} requests failed, the first with: {error}", report.errors);
     }
     if cli.keep {
-        keep(&stack).await;
+        keep(cli, &stack)?;
+        std::future::pending::<()>().await;
     }
     Ok(())
 }
@@ -231,47 +248,54 @@ fn round_robin(standalone: &str) -> anyhow::Result<String> {
     Ok(config.to_string())
 }
 
-#[expect(clippy::print_stdout, reason = "this is what the command is for")]
-fn show(cli: &Cli, report: &Report) -> anyhow::Result<()> {
+/// Prints the report; an error where nobody reads it, which the macros for printing would panic at.
+fn show(cli: &Cli, report: &Report) -> io::Result<()> {
+    let mut out = io::stdout().lock();
     if cli.json {
-        println!("{}", serde_json::to_string(report)?);
-        return Ok(());
+        return writeln!(out, "{}", serde_json::to_string(report)?);
     }
     let Report { round_robin, warmroute, prediction, .. } = report;
-    let row = |name: &str, left: String, right: String| println!("{name:<28}{left:>16}{right:>16}");
-    println!("Envoy {}, {} requests each, {} errors\n", report.envoy_version, report.requests, report.errors);
-    row("", "round robin".into(), "warmroute".into());
     let percent = |figures: &Figures| format!("{:.1} %", figures.hit_rate * 100.0);
-    row("prefix hit rate", percent(round_robin), percent(warmroute));
+    let balance = |figures: &Figures| {
+        let counts: Vec<String> = figures.requests_per_worker.values().map(ToString::to_string).collect();
+        counts.join("/")
+    };
+    let mut rows = vec![
+        ["".into(), "round robin".into(), "warmroute".into()],
+        ["prefix hit rate".into(), percent(round_robin), percent(warmroute)],
+    ];
     for (name, at) in [
         ("time to first token p50", (|figures| figures.ttft_ms.p50) as fn(&Figures) -> f64),
         ("                    p95", |figures| figures.ttft_ms.p95),
         ("                    p99", |figures| figures.ttft_ms.p99),
     ] {
-        row(name, format!("{:.0} ms", at(round_robin)), format!("{:.0} ms", at(warmroute)));
+        rows.push([name.to_owned(), format!("{:.0} ms", at(round_robin)), format!("{:.0} ms", at(warmroute))]);
     }
-    let balance = |figures: &Figures| {
-        let counts: Vec<String> = figures.requests_per_worker.values().map(ToString::to_string).collect();
-        counts.join("/")
-    };
-    row("requests per worker", balance(round_robin), balance(warmroute));
+    rows.push(["requests per worker".into(), balance(round_robin), balance(warmroute)]);
+    writeln!(out, "Envoy {}, {} requests each, {} errors\n", report.envoy_version, report.requests, report.errors)?;
+    for [name, left, right] in rows {
+        writeln!(out, "{name:<28}{left:>16}{right:>16}")?;
+    }
     let Prediction { requests, exact, delivered_more, delivered_less, mean_abs_error_tokens } = prediction;
     let share = if *requests == 0 { 0.0 } else { *exact as f64 / *requests as f64 * 100.0 };
-    println!("\ncached tokens predicted exactly for {exact} of {requests} requests ({share:.1} %),");
-    println!("mean error {mean_abs_error_tokens:.2} tokens; of the others the engine had more for {delivered_more}");
-    println!("(a block was computed after the decision) and less for {delivered_less} (one was evicted after it)");
-    Ok(())
+    writeln!(out, "\ncached tokens predicted exactly for {exact} of {requests} requests ({share:.1} %),")?;
+    writeln!(
+        out,
+        "mean error {mean_abs_error_tokens:.2} tokens; of the others the engine had more for {delivered_more}"
+    )?;
+    writeln!(out, "(a block was computed after the decision) and less for {delivered_less} (one was evicted after it)")
 }
 
-#[expect(clippy::print_stdout, reason = "this is what the option is for")]
-async fn keep(stack: &Stack) {
+/// Says what can be tried; on standard error where standard output is for a program.
+fn keep(cli: &Cli, stack: &Stack) -> io::Result<()> {
+    let mut out: Box<dyn io::Write> = if cli.json { Box::new(io::stderr()) } else { Box::new(io::stdout()) };
     let body = json!({"model": MODEL, "stream": true, "messages": [{"role": "user", "content": "hello"}]});
-    println!("\nEverything is running; Ctrl-C ends it. Try:");
-    println!("  curl -iN {} -H 'content-type: application/json' -d '{body}'", stack.url("/v1/chat/completions"));
-    println!("  curl {}", stack.admin_url("/metrics"));
-    println!("  curl {}", stack.admin_url("/debug/load"));
-    println!("The configuration and the logs are in {}", stack.run_dir.display());
-    std::future::pending().await
+    let chat = stack.url("/v1/chat/completions");
+    writeln!(out, "\nEverything is running; Ctrl-C ends it. Try:")?;
+    writeln!(out, "  curl -iN {chat} -H 'content-type: application/json' -d '{body}'")?;
+    writeln!(out, "  curl {}", stack.admin_url("/metrics"))?;
+    writeln!(out, "  curl {}", stack.admin_url("/debug/load"))?;
+    writeln!(out, "The configuration and the logs are in {}", stack.run_dir.display())
 }
 
 /// What is going on, on standard error; nothing where the output is for a program.

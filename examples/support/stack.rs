@@ -238,7 +238,8 @@ impl Stack {
 
     /// One of warmroute's debug pages.
     pub(crate) async fn debug(&self, page: &str) -> anyhow::Result<Value> {
-        let response = reqwest::get(self.admin_url(&format!("/debug/{page}"))).await?;
+        let client = reqwest::Client::builder().no_proxy().build()?;
+        let response = client.get(self.admin_url(&format!("/debug/{page}"))).send().await?;
         ensure!(response.status().is_success(), "/debug/{page} answers {}", response.status());
         Ok(response.json().await?)
     }
