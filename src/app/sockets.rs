@@ -1,6 +1,7 @@
 //! The sockets we listen on. A unix socket that a dead process left behind is replaced, one that answers is not.
 
 use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
@@ -19,13 +20,24 @@ pub(super) enum GrpcListener {
     Unix(UnixListener, SocketFile),
 }
 
-/// The file of a unix socket; removed by drop.
-pub(super) struct SocketFile(PathBuf);
+/// The file of a unix socket; removed by drop, unless a successor has put its own in its place while we drained.
+pub(super) struct SocketFile {
+    path: PathBuf,
+    inode: u64,
+}
+
+impl SocketFile {
+    fn of(path: &Path) -> std::io::Result<Self> {
+        Ok(Self { path: path.to_owned(), inode: std::fs::symlink_metadata(path)?.ino() })
+    }
+}
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // Gone already is as good as removed.
-        let _removed = std::fs::remove_file(&self.0);
+        if std::fs::symlink_metadata(&self.path).is_ok_and(|file| file.ino() == self.inode) {
+            // Gone already is as good as removed.
+            let _removed = std::fs::remove_file(&self.path);
+        }
     }
 }
 
@@ -40,7 +52,7 @@ impl GrpcListener {
     pub(super) fn path(&self) -> Option<PathBuf> {
         match self {
             GrpcListener::Tcp(_) => None,
-            GrpcListener::Unix(_, file) => Some(file.0.clone()),
+            GrpcListener::Unix(_, file) => Some(file.path.clone()),
         }
     }
 
@@ -72,7 +84,7 @@ pub(super) async fn bind(listen: &ListenConfig) -> anyhow::Result<Vec<GrpcListen
     if let Some(path) = &listen.unix {
         let listener = bind_unix(path).await;
         let listener = listener.with_context(|| format!("the ext_proc socket {} cannot be bound", path.display()))?;
-        listeners.push(GrpcListener::Unix(listener, SocketFile(path.clone())));
+        listeners.push(GrpcListener::Unix(listener, SocketFile::of(path)?));
     }
     Ok(listeners)
 }
@@ -97,4 +109,27 @@ pub(super) async fn serve_admin(
 ) -> anyhow::Result<()> {
     axum::serve(listener, routes).with_graceful_shutdown(stop.cancelled_owned()).await?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_successor_keeps_its_socket_when_the_predecessor_ends() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ext_proc.sock");
+        let listen = ListenConfig { tcp: None, unix: Some(path.clone()) };
+        let Some(GrpcListener::Unix(listener, old_file)) = bind(&listen).await.unwrap().pop() else {
+            panic!("no socket")
+        };
+        assert!(bind(&listen).await.is_err(), "a socket that answers is not replaced");
+        // Draining: nobody listens any more, but the file is still held.
+        drop(listener);
+        let successor = bind(&listen).await.unwrap();
+        drop(old_file);
+        assert!(UnixStream::connect(&path).await.is_ok(), "the successor's socket is gone");
+        drop(successor);
+        assert!(!path.exists(), "the last one tidies up");
+    }
 }
