@@ -1,7 +1,6 @@
 //! The sockets we listen on. A unix socket that a dead process left behind is replaced, one that answers is not.
 
 use std::net::SocketAddr;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
@@ -20,23 +19,15 @@ pub(super) enum GrpcListener {
     Unix(UnixListener, SocketFile),
 }
 
-/// The file of a unix socket; removed by drop, unless a successor has put its own in its place while we drained.
-pub(super) struct SocketFile {
-    path: PathBuf,
-    inode: u64,
-}
-
-impl SocketFile {
-    fn of(path: &Path) -> std::io::Result<Self> {
-        Ok(Self { path: path.to_owned(), inode: std::fs::symlink_metadata(path)?.ino() })
-    }
-}
+/// The file of a unix socket; removed by drop, unless a successor has put its own in its place while we drained. Dropped
+/// after the listener, so that whoever answers is somebody else. Inodes would not tell: their numbers are used again.
+pub(super) struct SocketFile(PathBuf);
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        if std::fs::symlink_metadata(&self.path).is_ok_and(|file| file.ino() == self.inode) {
+        if std::os::unix::net::UnixStream::connect(&self.0).is_err() {
             // Gone already is as good as removed.
-            let _removed = std::fs::remove_file(&self.path);
+            let _removed = std::fs::remove_file(&self.0);
         }
     }
 }
@@ -52,7 +43,7 @@ impl GrpcListener {
     pub(super) fn path(&self) -> Option<PathBuf> {
         match self {
             GrpcListener::Tcp(_) => None,
-            GrpcListener::Unix(_, file) => Some(file.path.clone()),
+            GrpcListener::Unix(_, file) => Some(file.0.clone()),
         }
     }
 
@@ -84,7 +75,7 @@ pub(super) async fn bind(listen: &ListenConfig) -> anyhow::Result<Vec<GrpcListen
     if let Some(path) = &listen.unix {
         let listener = bind_unix(path).await;
         let listener = listener.with_context(|| format!("the ext_proc socket {} cannot be bound", path.display()))?;
-        listeners.push(GrpcListener::Unix(listener, SocketFile::of(path)?));
+        listeners.push(GrpcListener::Unix(listener, SocketFile(path.clone())));
     }
     Ok(listeners)
 }
