@@ -19,13 +19,16 @@ pub(super) enum GrpcListener {
     Unix(UnixListener, SocketFile),
 }
 
-/// The file of a unix socket; removed by drop.
+/// The file of a unix socket; removed by drop, unless a successor has put its own in its place while we drained. Dropped
+/// after the listener, so that whoever answers is somebody else. Inodes would not tell: their numbers are used again.
 pub(super) struct SocketFile(PathBuf);
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // Gone already is as good as removed.
-        let _removed = std::fs::remove_file(&self.0);
+        if std::os::unix::net::UnixStream::connect(&self.0).is_err() {
+            // Gone already is as good as removed.
+            let _removed = std::fs::remove_file(&self.0);
+        }
     }
 }
 
@@ -97,4 +100,27 @@ pub(super) async fn serve_admin(
 ) -> anyhow::Result<()> {
     axum::serve(listener, routes).with_graceful_shutdown(stop.cancelled_owned()).await?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_successor_keeps_its_socket_when_the_predecessor_ends() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ext_proc.sock");
+        let listen = ListenConfig { tcp: None, unix: Some(path.clone()) };
+        let Some(GrpcListener::Unix(listener, old_file)) = bind(&listen).await.unwrap().pop() else {
+            panic!("no socket")
+        };
+        assert!(bind(&listen).await.is_err(), "a socket that answers is not replaced");
+        // Draining: nobody listens any more, but the file is still held.
+        drop(listener);
+        let successor = bind(&listen).await.unwrap();
+        drop(old_file);
+        assert!(UnixStream::connect(&path).await.is_ok(), "the successor's socket is gone");
+        drop(successor);
+        assert!(!path.exists(), "the last one tidies up");
+    }
 }

@@ -46,7 +46,7 @@ async fn exits_well(bed: &Bed) -> Instant {
 #[tokio::test]
 async fn a_drain_lets_running_streams_finish_and_leaves_new_requests_to_envoy() {
     let bed = Bed::of(&[slow_engine()], Patience::Shipped, json!({})).await;
-    let streams = begin(&bed, 4, 100).await;
+    let streams = begin(&bed, 4, 150).await;
     bed.stack.router().unwrap().terminate();
 
     let mut page = Value::Null;
@@ -62,7 +62,7 @@ async fn a_drain_lets_running_streams_finish_and_leaves_new_requests_to_envoy() 
         assert_eq!(answer.mode, None, "no new exchange is begun while draining");
     }
     assert!(bed.load("active_requests").await > 0, "the streams must still be running for this test to mean anything");
-    end(streams, 100).await;
+    end(streams, 150).await;
     exits_well(&bed).await;
     let log = bed.stack.router().unwrap().log_tail();
     assert!(!log.contains("the drain deadline passed"), "{log}");

@@ -29,7 +29,7 @@ async fn requests_for_the_warm_cache_of_a_killed_engine_are_answered_by_another(
     );
     assert_ne!(crate::bed::whole(response, &body).await.engine, warm);
 
-    let asking = (0..20).map(|at| bed.asking(if at % 2 == 0 { chat("shared", 3) } else { stream("shared", 3) }));
+    let asking = (0..60).map(|at| bed.asking(if at % 2 == 0 { chat("shared", 3) } else { stream("shared", 3) }));
     for answer in all(asking.collect()).await {
         assert_ne!(answer.engine, warm);
     }

@@ -46,9 +46,9 @@ async fn fifteen_hundred_streams_at_once_are_all_answered_and_nothing_stays_book
 #[tokio::test]
 async fn the_prefill_of_a_stream_ends_with_its_first_token_and_its_blocks_with_its_last() {
     let bed = Bed::start(1, &["--step-us", "40000"], Patience::Long).await;
-    bed.misbehave(0, &json!({"slow_first_token_ms": 500})).await;
+    bed.misbehave(0, &json!({"slow_first_token_ms": 3000})).await;
     let mut response = bed.post(&stream("first token", 80)).send().await.unwrap();
-    // The engine sends its headers at once; half a second is left until the first token.
+    // The engine sends its headers at once; three seconds are left until the first token.
     let prefill = bed.load("active_prefill_tokens").await;
     let first = tokio::time::timeout(Duration::from_millis(1), response.chunk()).await;
     assert!(first.is_err(), "the first token was there already: the machine is too busy for this test");

@@ -35,7 +35,7 @@ async fn no_request_is_lost_when_warmroute_is_killed_while_it_holds_them() {
 
 #[tokio::test]
 async fn no_request_is_lost_when_warmroute_is_killed_between_request_and_response() {
-    let mut bed = Bed::start(2, &[], Patience::Shipped).await;
+    let mut bed = Bed::start(2, &[], Patience::Long).await;
     for engine in 0..2 {
         bed.misbehave(engine, &serde_json::json!({"slow_first_token_ms": 4000})).await;
     }
