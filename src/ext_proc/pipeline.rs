@@ -71,7 +71,7 @@ pub struct Pipeline {
     models: Models,
     router: Arc<Router>,
     metrics: Arc<Metrics>,
-    encoders: Semaphore,
+    encoders: Arc<Semaphore>,
     queued: AtomicUsize,
     limits: LimitsConfig,
 }
@@ -88,7 +88,7 @@ impl Pipeline {
     pub fn new(models: Models, router: Arc<Router>, metrics: Arc<Metrics>, limits: LimitsConfig) -> Arc<Self> {
         // One encoder per core: more would only share the cores, and delay the async threads beside them.
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        let encoders = Semaphore::new(cores);
+        let encoders = Arc::new(Semaphore::new(cores));
         Arc::new(Self { models, router, metrics, encoders, queued: AtomicUsize::new(0), limits })
     }
 
@@ -147,9 +147,14 @@ impl Pipeline {
     async fn encode_queued(self: &Arc<Self>, api: Api, body: Bytes) -> Option<Encoded> {
         let _place = Place::take(&self.queued, self.limits.tokenize_queue as usize)?;
         // The semaphore is never closed, and a lost blocking task is a panic already turned into an error.
-        let _permit = self.encoders.acquire().await.ok()?;
+        let permit = self.encoders.clone().acquire_owned().await.ok()?;
         let pipeline = self.clone();
-        tokio::task::spawn_blocking(move || pipeline.encode_now(api, &body)).await.ok()
+        let encode = move || {
+            // Nobody may be waiting any longer, but the core is taken until this ends.
+            let _permit = permit;
+            pipeline.encode_now(api, &body)
+        };
+        tokio::task::spawn_blocking(encode).await.ok()
     }
 
     fn encode_now(&self, api: Api, body: &[u8]) -> Encoded {
