@@ -19,6 +19,9 @@ use crate::load::{Booking, LoadTracker, LoadView, Reservation};
 use crate::schedule::{self, Candidate, Choice, Question, Weights};
 use crate::worker::{BlockSize, Endpoint, ModelName, Role, WorkerRank};
 
+/// Tables of overlaps that are kept to be used again.
+const MOST_SCRATCH: usize = 64;
+
 /// Step of the degradation ladder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -299,7 +302,11 @@ impl Router {
             route.choose_time = choose_time;
             (route, reservation)
         });
-        self.scratch.lock().extend(overlaps.into_iter().map(|looked| looked.table));
+        let mut scratch = self.scratch.lock();
+        scratch.extend(overlaps.into_iter().map(|looked| looked.table));
+        // A request may hold thousands of prompts; their tables are not kept for ever.
+        scratch.truncate(MOST_SCRATCH);
+        drop(scratch);
         result
     }
 

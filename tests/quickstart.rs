@@ -166,7 +166,7 @@ fn it_prints_one_json_object_in_which_warmroute_is_not_worse() {
     assert!(number("/prediction/exact") >= 0.95 * number("/prediction/requests"), "{report}");
     assert!(number("/prediction/mean_abs_error_tokens") >= 0.0);
     run.assert_nothing_left();
-    assert_eq!(run.temporary_files(), [PathBuf::new(); 0]);
+    assert_eq!(run.temporary_files(), Vec::<PathBuf>::new());
 }
 
 /// Waits for a stage of the run.
@@ -187,7 +187,7 @@ fn interrupted_in_any_stage_it_ends_at_once_and_leaves_nothing() {
         let status = run.wait(END);
         assert_eq!(status.code(), Some(130), "in stage {stage}");
         run.assert_nothing_left();
-        assert_eq!(run.temporary_files(), [PathBuf::new(); 0], "in stage {stage}");
+        assert_eq!(run.temporary_files(), Vec::<PathBuf>::new(), "in stage {stage}");
     }
 }
 
@@ -220,7 +220,7 @@ fn kept_running_it_answers_the_printed_command_until_it_is_interrupted() {
     run.signal(Signal::INT);
     assert_eq!(run.wait(END).code(), Some(130));
     run.assert_nothing_left();
-    assert_eq!(run.temporary_files(), [PathBuf::new(); 0]);
+    assert_eq!(run.temporary_files(), Vec::<PathBuf>::new());
 }
 
 #[test]
@@ -232,7 +232,7 @@ fn a_reader_that_leaves_early_ends_it_without_a_panic() {
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(!errors.contains("panicked"), "{errors}");
     run.assert_nothing_left();
-    assert_eq!(run.temporary_files(), [PathBuf::new(); 0]);
+    assert_eq!(run.temporary_files(), Vec::<PathBuf>::new());
 }
 
 #[test]

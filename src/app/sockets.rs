@@ -1,6 +1,7 @@
 //! The sockets we listen on. A unix socket that a dead process left behind is replaced, one that answers is not.
 
 use std::net::SocketAddr;
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
@@ -87,7 +88,10 @@ async fn bind_unix(path: &Path) -> anyhow::Result<UnixListener> {
     if UnixStream::connect(path).await.is_ok() {
         bail!("another process answers on it");
     }
-    if path.exists() {
+    if let Ok(found) = std::fs::symlink_metadata(path) {
+        if !found.file_type().is_socket() {
+            bail!("there is a file that is not a socket");
+        }
         std::fs::remove_file(path)?;
     }
     Ok(UnixListener::bind(path)?)
