@@ -66,13 +66,11 @@ impl App {
         let admin_listener = tokio::net::TcpListener::bind(config.admin.listen)
             .await
             .with_context(|| format!("the admin address {} cannot be bound", config.admin.listen))?;
-        let grpc = sockets::bind(&config.listen).await?;
-        let models = load_models(&config).await?;
         let (health, health_service) = tonic_health::server::health_reporter();
         let mut app = Self {
             admin_address: admin_listener.local_addr()?,
-            ext_proc_address: grpc.iter().find_map(GrpcListener::address),
-            ext_proc_socket: grpc.iter().find_map(GrpcListener::path),
+            ext_proc_address: None,
+            ext_proc_socket: None,
             readiness,
             health,
             drain_deadline: config.drain.deadline.get(),
@@ -81,15 +79,24 @@ impl App {
             servers: JoinSet::new(),
             background: JoinSet::new(),
         };
+        // The pages come first, so that they can say what the rest is waiting for.
+        let loading = app.readiness.wait_for("tokenizers");
+        let pages = Admin { router: router.clone(), metrics: metrics.clone(), readiness: app.readiness.clone() };
+        app.servers.spawn(sockets::serve_admin(admin_listener, admin::routes(pages), app.stop.clone()));
+        app.follow_readiness();
+        app.feed(&config, router.clone(), metrics.clone());
+        let models = load_models(&config).await?;
+        // Bound only now: a socket that accepts and does not answer would hold every request until Envoy gives up on it,
+        // while one that refuses lets Envoy go on at once.
+        let grpc = sockets::bind(&config.listen).await?;
+        app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
+        app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
         let service = app.ext_proc(&config, models, &router, &metrics);
         for listener in grpc {
             let routes = tonic::service::Routes::new(health_service.clone()).add_service(service.clone());
             app.servers.spawn(listener.serve(routes, app.closing.clone()));
         }
-        let pages = Admin { router: router.clone(), metrics: metrics.clone(), readiness: app.readiness.clone() };
-        app.servers.spawn(sockets::serve_admin(admin_listener, admin::routes(pages), app.stop.clone()));
-        app.feed(&config, router, metrics);
-        app.follow_readiness();
+        drop(loading);
         Ok(app)
     }
 

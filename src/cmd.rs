@@ -16,9 +16,9 @@ pub const MISCONFIGURED: u8 = 2;
 
 /// Carries out the command line; the exit code of the process.
 pub fn main(cli: Cli) -> ExitCode {
-    let (mut out, mut err) = (io::stdout().lock(), io::stderr());
+    let mut err = io::stderr();
     let ended = match cli.command {
-        Command::Check(args) => check::run(&args.config, &mut out, &mut err),
+        Command::Check(args) => check::run(&args.config, &mut io::stdout(), &mut err),
         Command::Serve(args) => serve::run(&args.config, &mut err),
     };
     ended.map_or_else(|error| failed(&error, &mut err), ExitCode::from)

@@ -6,8 +6,10 @@ pub mod config;
 
 use std::collections::BTreeSet;
 use std::future::Future;
+use std::panic::AssertUnwindSafe;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -89,7 +91,7 @@ where
         let began = tokio::time::Instant::now();
         let ended = tokio::select! {
             () = stop.cancelled() => break,
-            ended = task() => ended,
+            ended = AssertUnwindSafe(task()).catch_unwind() => ended.unwrap_or_else(|_| Err(anyhow::anyhow!("it panicked"))),
         };
         up.set(0);
         if began.elapsed() > Backoff::MOST {
@@ -107,6 +109,13 @@ where
         }
     }
     up.set(0);
+}
+
+/// Drops the measures of a task that will not come back under this name.
+pub fn forget(name: &str, metrics: &Metrics) {
+    let label = TaskLabel { task: name.to_owned() };
+    metrics.task_up.remove(&label);
+    metrics.task_restarts.remove(&label);
 }
 
 /// Exponential back-off with full jitter.
@@ -171,7 +180,11 @@ mod tests {
             if tries == 3 {
                 inner.cancel();
             }
-            async { Err(anyhow::anyhow!("no")) }
+            let panics = tries == 1;
+            async move {
+                assert!(!panics, "a panic is a failure like another");
+                Err(anyhow::anyhow!("no"))
+            }
         })
         .await;
         assert_eq!(tries, 3);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessor;
-use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, ProcessingResponse};
+use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, ProcessingResponse, processing_request};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -55,6 +55,9 @@ impl ExternalProcessor for Service {
     }
 }
 
+/// Messages that are read ahead while a route is looked for; beyond it Envoy has to wait.
+const EARLY: usize = 64;
+
 /// One HTTP exchange.
 struct Stream {
     service: Service,
@@ -84,28 +87,12 @@ impl Stream {
         loop {
             let next = match early.pop_front() {
                 Some(message) => Ok(message),
-                None => self.receive().await,
+                None => receive(&mut self.incoming, &self.replies).await,
             };
             let Ok(message) = next else { return };
             if self.take(message, &mut early).await.is_err() {
                 return;
             }
-        }
-    }
-
-    /// The next message. A stream that ends, fails or is no longer listened to is over: Envoy closes in any of these
-    /// ways when the response has ended or the client has gone, so none of them is an error.
-    async fn receive(&mut self) -> Result<ProcessingRequest, Closed> {
-        tokio::select! {
-            () = self.replies.closed() => Err(Closed),
-            message = self.incoming.message() => match message {
-                Ok(Some(message)) => Ok(message),
-                Ok(None) => Err(Closed),
-                Err(status) => {
-                    trace!(%status, "stream closed");
-                    Err(Closed)
-                }
-            },
         }
     }
 
@@ -120,7 +107,7 @@ impl Stream {
             match effect {
                 Effect::Reply(reply) => self.replies.send(Ok(*reply)).await.map_err(|_| Closed)?,
                 Effect::Route(inbound) => {
-                    let routed = self.route(inbound, early).await?;
+                    let Some(routed) = self.route(inbound, early).await? else { continue };
                     effects.extend(self.exchange.on_route(&routed.steer));
                     self.record.routed(routed);
                 }
@@ -133,19 +120,51 @@ impl Stream {
         Ok(())
     }
 
-    /// Looks for a route while watching the stream: a client that leaves meanwhile leaves nothing booked.
-    async fn route(&mut self, inbound: Inbound, early: &mut VecDeque<ProcessingRequest>) -> Result<Routed, Closed> {
+    /// Looks for a route while watching the stream: a client that leaves meanwhile leaves nothing booked. `None` when
+    /// Envoy began to answer by itself meanwhile, so that no route is wanted any longer.
+    async fn route(
+        &mut self,
+        inbound: Inbound,
+        early: &mut VecDeque<ProcessingRequest>,
+    ) -> Result<Option<Routed>, Closed> {
         let pipeline = self.service.pipeline.clone();
         let route = pipeline.route(inbound);
         tokio::pin!(route);
         loop {
+            let room = early.len() < EARLY;
             tokio::select! {
                 biased;
-                routed = &mut route => return Ok(routed),
-                message = self.receive() => early.push_back(message?),
+                routed = &mut route => return Ok(Some(routed)),
+                () = self.replies.closed(), if !room => return Err(Closed),
+                message = receive(&mut self.incoming, &self.replies), if room => {
+                    early.push_back(message?);
+                    if early.back().is_some_and(begins_response) {
+                        return Ok(None);
+                    }
+                }
             }
         }
     }
+}
+
+/// The next message. A stream that ends, fails or is no longer listened to is over: Envoy closes in any of these ways when
+/// the response has ended or the client has gone, so none of them is an error.
+async fn receive(incoming: &mut Streaming<ProcessingRequest>, replies: &Replies) -> Result<ProcessingRequest, Closed> {
+    tokio::select! {
+        () = replies.closed() => Err(Closed),
+        message = incoming.message() => match message {
+            Ok(Some(message)) => Ok(message),
+            Ok(None) => Err(Closed),
+            Err(status) => {
+                trace!(%status, "stream closed");
+                Err(Closed)
+            }
+        },
+    }
+}
+
+fn begins_response(wire: &ProcessingRequest) -> bool {
+    matches!(wire.request, Some(processing_request::Request::ResponseHeaders(_)))
 }
 
 /// What one exchange holds and what is noted of it when it ends.
