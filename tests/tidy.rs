@@ -189,3 +189,47 @@ fn files_are_short_open_with_a_paragraph_and_leave_nothing_unfinished() {
     }
     assert!(broken.is_empty(), "{}", broken.join("\n"));
 }
+
+/// Words that say nothing, or say two things. `Service` is tonic's word and stays where tonic is.
+const BANNED: &[&str] =
+    &["Manager", "Helper", "Util", "Info", "Data", "Handler", "Processor", "Service", "Base", "Impl", "V2", "Inner"];
+
+#[test]
+fn type_names_avoid_words_that_say_nothing() {
+    let mut broken = Vec::new();
+    let mut seen = 0;
+    for source in sources() {
+        for (at, line) in code(&source) {
+            let Some(name) = declared_type(line) else { continue };
+            seen += 1;
+            // The field's own term, and the only sense in which the word says something.
+            let name = name.replace("DataParallel", "Dp");
+            let found = words(&name).into_iter().find(|word| BANNED.contains(&word.as_str()));
+            if let Some(word) = found.filter(|word| word != "Service" || source.module != "ext_proc") {
+                broken.push(format!("{}:{at}: `{name}` says `{word}`", source.path.display()));
+            }
+        }
+    }
+    assert!(seen > 100, "only {seen} type names found");
+    assert!(broken.is_empty(), "{}", broken.join("\n"));
+}
+
+/// The name in a line that declares a type.
+fn declared_type(line: &str) -> Option<String> {
+    let mut words = line.split_whitespace().skip_while(|word| word.starts_with("pub"));
+    let declares = matches!(words.next()?, "struct" | "enum" | "trait" | "type");
+    let name: String = words.next()?.chars().take_while(|c| c.is_alphanumeric()).collect();
+    (declares && !name.is_empty()).then_some(name)
+}
+
+/// The words of a name in camel case.
+fn words(name: &str) -> Vec<String> {
+    let mut words: Vec<String> = Vec::new();
+    for letter in name.chars() {
+        match words.last_mut() {
+            Some(word) if !letter.is_uppercase() => word.push(letter),
+            _ => words.push(letter.to_string()),
+        }
+    }
+    words
+}
