@@ -15,6 +15,10 @@ mod table;
 
 use table::{Share, Table};
 
+/// Most prefill tokens that one request counts for. Lengths may be guesses from what a client says of itself, and no guess
+/// may make the sum over all live requests overflow.
+const MOST_PREFILL: u64 = 1 << 40;
+
 /// Load of one worker rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Load {
@@ -61,7 +65,8 @@ pub struct Booking {
 impl Booking {
     /// Tokens that the rank will have to prefill.
     fn prefill_tokens(&self) -> u64 {
-        if self.track_prefill { self.prompt_tokens.saturating_sub(self.cached_tokens) } else { 0 }
+        let tokens = if self.track_prefill { self.prompt_tokens.saturating_sub(self.cached_tokens) } else { 0 };
+        tokens.min(MOST_PREFILL)
     }
 }
 
