@@ -132,7 +132,8 @@ impl LoadView<'_> {
         self.table.load(slot, rank)
     }
 
-    /// Blocks of a prompt that are not already held by live requests on this slot.
+    /// Blocks of one prompt, in order, that are not already held by live requests on this slot. Where a request has several
+    /// prompts, each is asked for by itself.
     pub fn additional_blocks(&self, slot: Slot, sequences: &[SequenceHash]) -> u64 {
         let matched = self.table.matched(slot, sequences, self.near.get());
         self.near.set(matched);
