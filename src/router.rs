@@ -25,6 +25,10 @@ use crate::worker::{BlockSize, Endpoint, ModelName, Role, WorkerRank};
 /// Tables of overlaps that are kept to be used again.
 const MOST_SCRATCH: usize = 64;
 
+/// Prompts of one request whose blocks are looked for among the live requests' blocks. That happens for every candidate
+/// while nobody else can book; the blocks of further prompts count as new.
+const MOST_SEARCHED: usize = 256;
+
 /// Step of the degradation ladder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -416,7 +420,8 @@ impl<'a> Decision<'a> {
 
     fn additional_blocks(&self, view: &LoadView<'_>, member: &Member) -> u64 {
         let of_stretch = |stretch: &Range<usize>| view.additional_blocks(member.slot, &self.sequences[stretch.clone()]);
-        self.stretches.iter().map(of_stretch).sum()
+        let (searched, others) = self.stretches.split_at(self.stretches.len().min(MOST_SEARCHED));
+        searched.iter().map(of_stretch).sum::<u64>() + others.iter().map(|stretch| stretch.len() as u64).sum::<u64>()
     }
 
     fn overlap(&self, member: &Member) -> TierBlocks {

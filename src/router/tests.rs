@@ -64,3 +64,14 @@ proptest! {
         prop_assert_eq!((idle.active_blocks, idle.active_prefill_tokens, idle.active_requests), (0, 0, 0));
     }
 }
+
+#[test]
+fn of_very_many_prompts_only_the_first_are_searched_for() {
+    let router = router();
+    let prompts: Vec<_> = (0..1000).map(|prompt| vec![prompt]).collect();
+    let (first, _held) = router.route(&request(&prompts)).unwrap();
+    assert_eq!(first.choice.cost.decode_cost, 1000.0);
+    let (second, _also) = router.route(&request(&prompts)).unwrap();
+    assert_eq!(second.choice.cost.decode_cost, 1000.0 + (1000 - MOST_SEARCHED) as f64);
+    assert_eq!(router.load().snapshot()[0].active_blocks, 1000);
+}
