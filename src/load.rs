@@ -15,6 +15,10 @@ mod table;
 
 use table::{Share, Table};
 
+/// Most prefill tokens that one request counts for. Lengths may be guesses from what a client says of itself, and no guess
+/// may make the sum over all live requests overflow.
+const MOST_PREFILL: u64 = 1 << 40;
+
 /// Load of one worker rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Load {
@@ -61,7 +65,8 @@ pub struct Booking {
 impl Booking {
     /// Tokens that the rank will have to prefill.
     fn prefill_tokens(&self) -> u64 {
-        if self.track_prefill { self.prompt_tokens.saturating_sub(self.cached_tokens) } else { 0 }
+        let tokens = if self.track_prefill { self.prompt_tokens.saturating_sub(self.cached_tokens) } else { 0 };
+        tokens.min(MOST_PREFILL)
     }
 }
 
@@ -127,7 +132,8 @@ impl LoadView<'_> {
         self.table.load(slot, rank)
     }
 
-    /// Blocks of a prompt that are not already held by live requests on this slot.
+    /// Blocks of one prompt, in order, that are not already held by live requests on this slot. Where a request has several
+    /// prompts, each is asked for by itself.
     pub fn additional_blocks(&self, slot: Slot, sequences: &[SequenceHash]) -> u64 {
         let matched = self.table.matched(slot, sequences, self.near.get());
         self.near.set(matched);

@@ -16,11 +16,12 @@ mod template;
 mod tests;
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use tokenizers::{Encoding, Tokenizer, TruncationDirection};
+use tokenizers::{Encoding, Tokenizer};
 
 use crate::openai::{Prompt, Request, Side, Tokenization};
 
@@ -210,17 +211,12 @@ impl Encoder {
             return self.tokenizer.encode_fast(text, special).map(|encoding| ids(&encoding)).map_err(failed);
         };
         // Special tokens are counted but never cut off, so the text gives way to them.
-        let mut bare = self.tokenizer.encode_fast(text, false).map_err(failed)?;
+        let bare = self.tokenizer.encode_fast(text, false).map_err(failed)?;
         let added = if special { self.tokenizer.encode_fast("", true).map_err(failed)?.len() } else { 0 };
         let room = keep
             .checked_sub(added)
             .ok_or_else(|| EncodeError::uncertain("truncation leaves no room for the special tokens"))?;
-        let direction = match side {
-            Side::Left => TruncationDirection::Left,
-            Side::Right => TruncationDirection::Right,
-        };
-        bare.truncate(room, 0, direction);
-        bare.take_overflowing();
+        let bare = cut(bare, room, side);
         self.tokenizer.post_process(bare, None, special).map(|encoding| ids(&encoding)).map_err(failed)
     }
 }
@@ -240,9 +236,33 @@ fn kept_tokens(tokenization: Tokenization) -> Result<Option<usize>, EncodeError>
 }
 
 fn truncated(tokens: &[u32], keep: Option<usize>, side: Side) -> &[u32] {
-    let keep = keep.map_or(tokens.len(), |keep| keep.min(tokens.len()));
+    &tokens[kept_range(tokens.len(), keep.unwrap_or(usize::MAX), side)]
+}
+
+/// An encoding without what truncation cuts off. The tokenizer's own truncation would keep that as well, in pieces of the
+/// length of what stays: a request that keeps one token of a long prompt would take gigabytes.
+fn cut(encoding: Encoding, keep: usize, side: Side) -> Encoding {
+    if keep >= encoding.len() {
+        return encoding;
+    }
+    let range = kept_range(encoding.len(), keep, side);
+    Encoding::new(
+        encoding.get_ids()[range.clone()].to_vec(),
+        encoding.get_type_ids()[range.clone()].to_vec(),
+        encoding.get_tokens()[range.clone()].to_vec(),
+        encoding.get_word_ids()[range.clone()].to_vec(),
+        encoding.get_offsets()[range.clone()].to_vec(),
+        encoding.get_special_tokens_mask()[range.clone()].to_vec(),
+        encoding.get_attention_mask()[range].to_vec(),
+        Vec::new(),
+        Default::default(),
+    )
+}
+
+fn kept_range(length: usize, keep: usize, side: Side) -> Range<usize> {
+    let keep = keep.min(length);
     match side {
-        Side::Left => &tokens[tokens.len() - keep..],
-        Side::Right => &tokens[..keep],
+        Side::Left => length - keep..length,
+        Side::Right => 0..keep,
     }
 }

@@ -2,6 +2,9 @@
 //! in one critical section; it never waits and never fails for a reason that Envoy could not route around. What it
 //! returns is a [`Route`] (where to go, and why) and a reservation, whose drop releases the load.
 
+use std::collections::HashSet;
+use std::iter;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -21,6 +24,10 @@ use crate::worker::{BlockSize, Endpoint, ModelName, Role, WorkerRank};
 
 /// Tables of overlaps that are kept to be used again.
 const MOST_SCRATCH: usize = 64;
+
+/// Prompts of one request whose blocks are looked for among the live requests' blocks. That happens for every candidate
+/// while nobody else can book; the blocks of further prompts count as new.
+const MOST_SEARCHED: usize = 256;
 
 /// Step of the degradation ladder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -284,14 +291,14 @@ impl Router {
         let started = Instant::now();
         let overlaps = self.overlaps(&request.prompt);
         let index_time = started.elapsed();
-        let sequences = sequences(&request.prompt);
-        let tracked_blocks = sequences.len() as u64;
+        let Blocks { sequences, stretches, complete } = blocks(&request.prompt);
         let decision = Decision {
             question: Question {
-                tracked_blocks,
+                tracked_blocks: complete,
                 ..Question::new(prompt_tokens(&request.prompt), first.worker.block_size)
             },
             sequences,
+            stretches,
             overlaps: &overlaps,
             members: &members,
         };
@@ -352,7 +359,7 @@ impl Router {
             reason,
             model: member.worker.model.clone(),
             prompt_tokens: decision.question.prompt_tokens,
-            prompt_blocks: decision.sequences.len() as u64,
+            prompt_blocks: decision.question.tracked_blocks,
             overlap: decision.overlap(member),
             predicted_cached_tokens: cached(&member),
             best_cached_tokens: members.iter().map(cached).max().unwrap_or(0),
@@ -388,6 +395,7 @@ struct Looked {
 struct Decision<'a> {
     question: Question,
     sequences: Arc<[SequenceHash]>,
+    stretches: Vec<Range<usize>>,
     overlaps: &'a [Looked],
     members: &'a [&'a Member],
 }
@@ -402,12 +410,18 @@ impl<'a> Decision<'a> {
                 rank: member.rank,
                 overlap: self.overlap(member),
                 load,
-                additional_blocks: view.additional_blocks(member.slot, &self.sequences),
+                additional_blocks: self.additional_blocks(view, member),
                 preference: 0.0,
             };
             Some((member, candidate))
         };
         self.members.iter().copied().filter_map(candidate).unzip()
+    }
+
+    fn additional_blocks(&self, view: &LoadView<'_>, member: &Member) -> u64 {
+        let of_stretch = |stretch: &Range<usize>| view.additional_blocks(member.slot, &self.sequences[stretch.clone()]);
+        let (searched, others) = self.stretches.split_at(self.stretches.len().min(MOST_SEARCHED));
+        searched.iter().map(of_stretch).sum::<u64>() + others.iter().map(|stretch| stretch.len() as u64).sum::<u64>()
     }
 
     fn overlap(&self, member: &Member) -> TierBlocks {
@@ -442,10 +456,38 @@ fn prompt_tokens(prompt: &Prompt) -> u64 {
     }
 }
 
-fn sequences(prompt: &Prompt) -> Arc<[SequenceHash]> {
-    match prompt {
-        Prompt::Hashed(prompts) if prompts.len() == 1 => prompts[0].sequences().into(),
-        Prompt::Hashed(prompts) => prompts.iter().flat_map(|hashes| hashes.sequences().iter().copied()).collect(),
-        Prompt::Estimated { .. } => Arc::from([]),
-    }
+/// The complete blocks of a request.
+struct Blocks {
+    /// Each once, however many of the prompts begin with it.
+    sequences: Arc<[SequenceHash]>,
+    /// Which of them follow one another: what each prompt adds to those before it. Only within such a stretch does
+    /// whoever holds a block hold all before it.
+    stretches: Vec<Range<usize>>,
+    /// How many the prompts have together.
+    complete: u64,
 }
+
+fn blocks(prompt: &Prompt) -> Blocks {
+    let prompts = match prompt {
+        Prompt::Hashed(prompts) => prompts.as_slice(),
+        Prompt::Estimated { .. } => &[],
+    };
+    let complete = prompts.iter().map(|hashes| hashes.len() as u64).sum();
+    if let [only] = prompts {
+        return Blocks { sequences: only.sequences().into(), stretches: iter::once(0..only.len()).collect(), complete };
+    }
+    let mut seen = HashSet::new();
+    let mut sequences = Vec::new();
+    let mut stretches = Vec::new();
+    for hashes in prompts {
+        let start = sequences.len();
+        sequences.extend(hashes.sequences().iter().copied().filter(|sequence| seen.insert(*sequence)));
+        if sequences.len() > start {
+            stretches.push(start..sequences.len());
+        }
+    }
+    Blocks { sequences: sequences.into(), stretches, complete }
+}
+
+#[cfg(test)]
+mod tests;

@@ -148,7 +148,8 @@ fn sample(candidates: &[Candidate], scale: &Scale<'_>, temperature: f64, rng: &m
         (low, high) = bounds(&costs);
     }
     let range = high - low;
-    let likelihood = |cost: f64| if range > 0.0 { (-(cost - low) / (range * temperature)).exp() } else { 1.0 };
+    // The cheapest is certain by definition; its exponent may be 0 / 0 where the temperature is next to nothing.
+    let likelihood = |cost: f64| if cost > low { (-(cost - low) / (range * temperature)).exp() } else { 1.0 };
     let sum: f64 = costs.iter().map(|&cost| likelihood(cost)).sum();
     let draw: f64 = rng.random();
     let mut cumulative = 0.0;

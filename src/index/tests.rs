@@ -323,3 +323,24 @@ fn many_branches_of_one_prefix_are_found_and_removed() {
     }
     assert_eq!(index.stats().distinct_blocks, 1);
 }
+
+#[test]
+fn a_run_cut_short_gives_its_memory_back() {
+    let cases: [(&str, Vec<Vec<u64>>); 3] = [
+        ("one by one from the end", (2..=1000).rev().map(|block| vec![block]).collect()),
+        ("at once", vec![(2..=1000).collect()]),
+        ("from the middle, then the end", vec![(2..=600).collect(), (601..=1000).collect()]),
+    ];
+    for (case, removals) in cases {
+        let index = PrefixIndex::new();
+        let mut writer = index.join(Slot(0));
+        let blocks: Vec<_> = (1..=1000).map(|block| (block, block)).collect();
+        writer.apply(&stored(None, &blocks, Tier::Device));
+        for blocks in removals {
+            assert_eq!(writer.apply(&removed(&blocks)), Outcome::Ok);
+        }
+        assert_eq!(device(&index, Slot(0), &[1, 2]), 1, "{case}");
+        let room: usize = index.shards.iter().map(|shard| trie::tests::room(&shard.read())).sum();
+        assert!(room <= 64, "{case}: {room}");
+    }
+}

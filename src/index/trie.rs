@@ -43,6 +43,14 @@ impl Run {
         self.start + self.locals.len() as u32
     }
 
+    /// Gives memory back after most of a run has gone: a run that is cut short may stay for long.
+    fn fit(&mut self) {
+        if self.locals.capacity() > 64.max(4 * self.locals.len()) {
+            self.locals.shrink_to_fit();
+            self.blocks.shrink_to_fit();
+        }
+    }
+
     fn is_bare(&self) -> bool {
         self.owners.is_empty() && self.children.is_empty()
     }
@@ -266,6 +274,7 @@ impl Trie {
             self.free_blocks.push(block);
         }
         run.locals.truncate(keep);
+        run.fit();
     }
 
     /// Splits a run before a depth inside it; the ids of the part before and the part after. The part that is cheaper
@@ -281,6 +290,7 @@ impl Trie {
             owners: upper.owners.clone(),
             children: std::mem::take(&mut upper.children),
         };
+        upper.fit();
         let boundary = lower.locals[0];
         if at < lower.blocks.len() + lower.children.len() {
             let first = upper.locals[0];

@@ -56,6 +56,19 @@ fn cached_tokens_are_not_prefilled_and_untracked_prefill_counts_nothing() {
 }
 
 #[test]
+fn no_length_makes_the_load_overflow() {
+    let tracker = LoadTracker::new();
+    tracker.open(Slot(0), rank(1));
+    let giants: Vec<_> = (0..3).map(|_| book(&tracker, booking(0, 1, &[1], u64::MAX))).collect();
+    let small = book(&tracker, booking(0, 1, &[1], 16));
+    assert!(loads(&tracker)[0].2 > 16);
+    drop(giants);
+    assert_eq!(loads(&tracker), [(0, 1, 16, 1)]);
+    drop(small);
+    assert_eq!(loads(&tracker), [(0, 0, 0, 0)]);
+}
+
+#[test]
 fn a_late_release_does_not_touch_who_came_after() {
     let tracker = LoadTracker::new();
     tracker.open(Slot(0), rank(1));

@@ -1,10 +1,11 @@
 use serde::Deserialize;
 use serde_json::{Value as Json, json};
+use tokenizers::{Encoding, Token, TruncationDirection};
 
 use super::files::Sources;
 use super::template::Templates;
-use super::{EncodeError, Exactness};
-use crate::openai::{self, Api, Chat, Prompt};
+use super::{EncodeError, Exactness, cut};
+use crate::openai::{self, Api, Chat, Prompt, Side};
 
 fn chat(request: &Json) -> Chat {
     let body = serde_json::to_vec(request).unwrap();
@@ -137,4 +138,22 @@ fn thoughts_under_a_name_that_depends_on_the_version_are_uncertain() {
     assert_eq!(render("{{ messages[0].reasoning }}", &request), Ok("y".to_owned()));
     assert!(matches!(render("{{ messages[0].thinking }}", &request), Err(EncodeError::Uncertain(_))));
     assert_eq!(render("{{ messages[0].thinking }}", &user()), Ok(String::new()));
+}
+
+#[test]
+fn a_cut_encoding_is_what_the_tokenizer_would_keep() {
+    for length in 0..6usize {
+        let tokens = (0..length).map(|at| Token::new(at as u32 + 7, at.to_string(), (at, at + 1)));
+        let whole = Encoding::from_tokens(tokens.collect(), 0);
+        for keep in 0..8 {
+            for (side, direction) in
+                [(Side::Left, TruncationDirection::Left), (Side::Right, TruncationDirection::Right)]
+            {
+                let mut expected = whole.clone();
+                expected.truncate(keep, 0, direction);
+                expected.take_overflowing();
+                assert_eq!(cut(whole.clone(), keep, side), expected, "{keep} of {length} from {side:?}");
+            }
+        }
+    }
 }

@@ -122,7 +122,7 @@ impl<'a> Scale<'a> {
             return 0;
         }
         let cached = self.cached_tokens(candidate);
-        candidate.load.active_prefill_tokens + self.question.prompt_tokens.saturating_sub(cached) + cached
+        candidate.load.active_prefill_tokens.saturating_add(self.question.prompt_tokens.max(cached))
     }
 
     /// Blocks of the shared cache that lie beyond what the device holds.

@@ -47,6 +47,25 @@ fn nobody_to_choose_from_is_none() {
 }
 
 #[test]
+fn next_to_no_temperature_takes_the_cheapest() {
+    let candidates = with_requests([3, 1, 2, 4]);
+    for (router_temperature, weight) in [(f64::MIN_POSITIVE, 1.0), (5e-324, 1.0), (5e-324, 0.1)] {
+        let weights = Weights { router_temperature, decode_active_request_weight: weight, ..Weights::default() };
+        assert_eq!(counts(&candidates, &weights, 50), [0, 50, 0, 0], "{router_temperature:e} {weight}");
+    }
+}
+
+#[test]
+fn a_prompt_of_any_length_has_a_cost() {
+    let question = Question::new(u64::MAX, BlockSize::new(1).unwrap());
+    let mut candidate = candidate(0);
+    candidate.load.active_prefill_tokens = 100;
+    candidate.overlap.device = 10;
+    let choice = choose(&question, &[candidate], &Weights::default(), &mut StdRng::seed_from_u64(1)).unwrap();
+    assert!(choice.cost.total.is_finite());
+}
+
+#[test]
 fn exact_ties_are_shared_evenly() {
     let mut candidates: Vec<_> = (0..4).map(candidate).collect();
     candidates[1].additional_blocks = 5;

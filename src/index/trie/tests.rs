@@ -37,3 +37,8 @@ pub(in crate::index) fn check(trie: &Trie) {
     let unused = trie.homes.iter().filter(|home| home.run == NOWHERE).count();
     assert_eq!(unused, trie.free_blocks.len());
 }
+
+/// Blocks that the runs have room for.
+pub(in crate::index) fn room(trie: &Trie) -> usize {
+    trie.runs.iter().map(|run| run.locals.capacity().max(run.blocks.capacity())).sum()
+}

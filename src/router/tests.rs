@@ -1,0 +1,77 @@
+use std::collections::BTreeSet;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::*;
+use crate::block::LocalHash;
+use crate::worker::{Capacity, Ranks, Worker, WorkerId};
+
+fn worker(id: u64) -> Worker {
+    Worker {
+        id: WorkerId(id),
+        endpoint: "127.0.0.1:8000".parse().unwrap(),
+        model: "m".into(),
+        role: Role::Aggregated,
+        block_size: BlockSize::new(4).unwrap(),
+        ranks: Ranks::ONE,
+        capacity: Capacity::default(),
+        taints: BTreeSet::new(),
+        event_sources: Vec::new(),
+    }
+}
+
+/// A router with one worker rank.
+fn router() -> Router {
+    let router = Router::new(PrefixIndex::new(), LoadTracker::new(), Weights::default(), 1);
+    let fleet = Fleet::empty().reconcile(vec![worker(1)]).fleet;
+    fleet.members().for_each(|member| router.load().open(member.slot, member.rank));
+    router.publish(Arc::new(fleet));
+    router
+}
+
+fn request(prompts: &[Vec<u64>]) -> RouteRequest {
+    let hashed = |locals: &Vec<u64>| {
+        let locals: Vec<_> = locals.iter().copied().map(LocalHash).collect();
+        BlockHashes::chain(locals.len() * 4 + 1, BlockSize::new(4).unwrap(), locals)
+    };
+    RouteRequest { model: None, prompt: Prompt::Hashed(prompts.iter().map(hashed).collect()) }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_forecast_of_busy_blocks_comes_true(
+        requests in vec(vec(vec(0..3u64, 0..6), 0..5), 1..8),
+        leaves in vec(any::<bool>(), 8),
+    ) {
+        let router = router();
+        let mut live = Vec::new();
+        for (prompts, leaves) in requests.iter().zip(leaves) {
+            let (route, reservation) = router.route(&request(prompts)).unwrap();
+            let busy = router.load().snapshot()[0].active_blocks;
+            prop_assert_eq!(route.choice.cost.decode_cost, busy as f64);
+            let complete: usize = prompts.iter().map(Vec::len).sum();
+            prop_assert_eq!(route.prompt_blocks, complete as u64);
+            live.push(reservation);
+            if leaves {
+                drop(live.remove(0));
+            }
+        }
+        live.clear();
+        let idle = router.load().snapshot()[0];
+        prop_assert_eq!((idle.active_blocks, idle.active_prefill_tokens, idle.active_requests), (0, 0, 0));
+    }
+}
+
+#[test]
+fn of_very_many_prompts_only_the_first_are_searched_for() {
+    let router = router();
+    let prompts: Vec<_> = (0..1000).map(|prompt| vec![prompt]).collect();
+    let (first, _held) = router.route(&request(&prompts)).unwrap();
+    assert_eq!(first.choice.cost.decode_cost, 1000.0);
+    let (second, _also) = router.route(&request(&prompts)).unwrap();
+    assert_eq!(second.choice.cost.decode_cost, 1000.0 + (1000 - MOST_SEARCHED) as f64);
+    assert_eq!(router.load().snapshot()[0].active_blocks, 1000);
+}
