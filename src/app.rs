@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessorServer;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -108,6 +108,11 @@ impl App {
             ended = self.servers.join_next() => {
                 // Servers only end by themselves when they fail.
                 ended.context("there is no server")???;
+            }
+            ended = self.background.join_next() => {
+                // Neither do these, and without the keeper the fleet would stay as it is, unnoticed.
+                ended.context("there is no background task")?.context("a background task failed")?;
+                bail!("a background task ended");
             }
         }
         info!(deadline = ?self.drain_deadline, "draining");
@@ -227,4 +232,20 @@ async fn load_models(config: &Config) -> anyhow::Result<Models> {
         models.add(Model { name: model.name.clone(), block_size: model.block_size, encoder }, &model.aliases);
     }
     Ok(models)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_background_task_that_dies_ends_the_process() {
+        let text = "listen: {tcp: '127.0.0.1:0'}\nadmin: {listen: '127.0.0.1:0'}\nmodels: [{name: m, block_size: 16}]\n\
+                    workers: [{id: 1, endpoint: '127.0.0.1:8000'}]\n";
+        let config = Config::parse(std::path::Path::new("warmroute.yaml"), text.as_bytes()).unwrap();
+        let mut app = App::start(config).await.unwrap();
+        app.background.spawn(async { panic!("as the keeper might") });
+        let ended = app.run_until(std::future::pending()).await.unwrap_err();
+        assert!(format!("{ended:#}").contains("a background task failed"), "{ended:#}");
+    }
 }

@@ -146,7 +146,7 @@ metrics! {
     prompt_tokens: Histograms<ModelLabel> = histograms(|| Histogram::new(exponential_buckets(32.0, 2.0, 14)));
     /// Output length in tokens, where the answer passed through us
     output_tokens: Histograms<ModelLabel> = histograms(|| Histogram::new(exponential_buckets(1.0, 2.0, 16)));
-    /// Time from the request's arrival here to the first token of its answer, in seconds
+    /// Time from the request's arrival here to the first token of its answer, in seconds; of an answer that is not a stream, to its headers
     time_to_first_token_seconds: Histograms<ModelLabel> = histograms(seconds);
     /// Time from the request's arrival here to the end of its answer, in seconds
     request_duration_seconds: Histograms<ModelLabel> = histograms(seconds);

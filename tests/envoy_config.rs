@@ -31,24 +31,10 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_stream::{Stream, StreamExt as _};
+use warmroute::ext_proc::headers::ROUTING;
 
 const SOON: Duration = Duration::from_secs(20);
 const MB: usize = 1_000_000;
-
-/// Every header that names a place to go to, of this router and of others.
-const ROUTING_HEADERS: [&str; 11] = [
-    "x-gateway-destination-endpoint",
-    "x-worker-instance-id",
-    "x-dp-rank",
-    "x-data-parallel-rank",
-    "x-prefill-instance-id",
-    "x-prefill-dp-rank",
-    "x-dynamo-worker-instance-id",
-    "x-dynamo-dp-rank",
-    "x-dynamo-prefill-instance-id",
-    "x-dynamo-prefill-dp-rank",
-    "x-warmroute-mode",
-];
 
 /// An HTTP server that answers with what it was sent, and at `/v1/held` with an answer that ends when it is told to.
 struct Worker {
@@ -299,11 +285,11 @@ async fn routing_headers_of_a_client_never_reach_a_worker() {
     let gateway = Gateway::start(&[worker.endpoint]).await;
     for path in ["/v1/completions", "/health"] {
         let mut request = gateway.post(path, 10).header("x-tenant-id", "kept").header("x-dynamo-session-id", "kept");
-        for name in ROUTING_HEADERS {
+        for name in ROUTING {
             request = request.header(name, "1");
         }
         let seen = echo(request).await;
-        for name in ROUTING_HEADERS {
+        for name in ROUTING {
             assert!(seen["headers"][name].is_null(), "{path} {name}");
         }
         assert_eq!(seen["headers"]["x-tenant-id"], "kept");

@@ -123,7 +123,9 @@ impl Keeper {
             block_size: member.worker.block_size,
             media: MediaTokens::default(),
         };
-        let ready = self.readiness.wait_for(format!("event source of worker rank {}", member.rank));
+        // Who joins later is chosen when its events have caught up or by load, and is no reason to take traffic away.
+        let starting = self.initial_workers.is_some();
+        let ready = starting.then(|| self.readiness.wait_for(format!("event source of worker rank {}", member.rank)));
         let stop = CancellationToken::new();
         let followed = Followed {
             spec,
@@ -161,7 +163,7 @@ struct Followed {
 }
 
 impl Followed {
-    async fn run(self, ready: ReadyGuard, stop: CancellationToken) {
+    async fn run(self, ready: Option<ReadyGuard>, stop: CancellationToken) {
         let (state, states) = watch::channel(SourceState::Connecting);
         let name = task_name(self.spec.rank);
         let source = supervise(&name, &self.metrics, stop, || {
@@ -179,8 +181,7 @@ impl Followed {
     }
 
     /// Tells the router whether the source can be believed, and readiness when it can, or when waiting is over.
-    async fn follow(&self, mut states: watch::Receiver<SourceState>, ready: ReadyGuard) {
-        let mut ready = Some(ready);
+    async fn follow(&self, mut states: watch::Receiver<SourceState>, mut ready: Option<ReadyGuard>) {
         loop {
             let live = *states.borrow_and_update() == SourceState::Live;
             self.router.set_live(self.spec.rank, live);

@@ -26,7 +26,8 @@ pub(super) struct SocketFile(PathBuf);
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        if std::os::unix::net::UnixStream::connect(&self.0).is_err() {
+        let is_socket = std::fs::symlink_metadata(&self.0).is_ok_and(|found| found.file_type().is_socket());
+        if is_socket && std::os::unix::net::UnixStream::connect(&self.0).is_err() {
             // Gone already is as good as removed.
             let _removed = std::fs::remove_file(&self.0);
         }

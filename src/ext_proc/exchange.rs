@@ -139,7 +139,10 @@ impl Exchange {
 
     /// Takes over what Envoy says of its configuration, with its first message.
     pub fn configure(&mut self, modes: Modes) {
-        self.modes = modes;
+        // Later on it would change what is owed already.
+        if matches!((&self.request, &self.response), (RequestSide::Start, ResponseSide::Waiting)) {
+            self.modes = modes;
+        }
     }
 
     /// Whether a route was asked for and has not come.
@@ -171,7 +174,8 @@ impl Exchange {
         self.steered = Some(*steer);
         match owed {
             Owed::Headers { head, then } => {
-                if then == Then::Relay {
+                if then != Then::End {
+                    // A spared body comes all the same where `allow_mode_override` is off, and waits for an answer.
                     self.request = RequestSide::Relay;
                 }
                 let reply = header_answer(&head, steer);
@@ -187,7 +191,10 @@ impl Exchange {
             Owed::Duplex { head, body, more, end } => {
                 let mut effects = reply_with(header_answer(&head, steer));
                 let body_ends = end == DuplexEnd::Body;
-                effects.extend(mutation::pieces(To::RequestBody, &body, body_ends && more.is_empty()).map(reply));
+                // Without a single byte before the trailers there may have been no body message to answer.
+                if !body.is_empty() || (body_ends && more.is_empty()) {
+                    effects.extend(mutation::pieces(To::RequestBody, &body, body_ends && more.is_empty()).map(reply));
+                }
                 if !more.is_empty() {
                     effects.extend(mutation::pieces(To::RequestBody, &more, body_ends).map(reply));
                 }
@@ -210,7 +217,12 @@ impl Exchange {
             _ if end => Then::End,
             BodyMode::None => Then::End,
             BodyMode::Streamed => Then::Relay,
-            BodyMode::FullDuplex if !inference => Then::Relay,
+            BodyMode::FullDuplex if !inference => {
+                let (body, more) = (Bytes::new(), BytesMut::new());
+                let owed = Owed::Duplex { head: head.clone(), body, more, end: DuplexEnd::Open };
+                self.request = RequestSide::Routing(owed);
+                return vec![Effect::Route(Inbound { head, body: InboundBody::Unseen })];
+            }
             BodyMode::Buffered | BodyMode::BufferedPartial if !inference => Then::Spare,
             BodyMode::FullDuplex => {
                 self.request = RequestSide::Gather { head, body: BytesMut::new() };
@@ -244,7 +256,8 @@ impl Exchange {
                 }
                 Vec::new()
             }
-            RequestSide::Relay => {
+            // A configuration that skips the request headers lets the exchange begin with the body.
+            RequestSide::Relay | RequestSide::Start => {
                 if end {
                     self.request = RequestSide::Ended;
                 }
@@ -254,7 +267,7 @@ impl Exchange {
                 }
             }
             // A second end of stream, or a body nobody announced.
-            RequestSide::Start | RequestSide::Routing(_) | RequestSide::Ended => Vec::new(),
+            RequestSide::Routing(_) | RequestSide::Ended => Vec::new(),
         }
     }
 
@@ -267,8 +280,9 @@ impl Exchange {
                 *end = DuplexEnd::Trailers;
                 Vec::new()
             }
-            RequestSide::Routing(_) | RequestSide::Gather { .. } => Vec::new(),
-            RequestSide::Start | RequestSide::Relay | RequestSide::Ended => {
+            RequestSide::Routing(_) => Vec::new(),
+            // While a buffered body is waited for, trailers mean that there is none.
+            RequestSide::Gather { .. } | RequestSide::Start | RequestSide::Relay | RequestSide::Ended => {
                 self.request = RequestSide::Ended;
                 reply_with(mutation::request_trailers())
             }

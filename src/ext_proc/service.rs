@@ -221,6 +221,8 @@ impl Record {
     fn finished(&mut self) {
         self.end = End::Complete;
         self.booked = None;
+        // The last event may lack its empty line.
+        self.usage.finish();
     }
 
     fn end_at_least(&self, end: End) -> End {

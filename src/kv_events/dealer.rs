@@ -39,7 +39,14 @@ impl Dealer {
 impl Repeater for Dealer {
     async fn ask(&mut self, from: u64) {
         let paused = self.paused_until.is_some_and(|until| Instant::now() < until);
-        self.talk = if paused { None } else { Talk::open(&self.endpoint, from).await };
+        if paused {
+            return self.talk = None;
+        }
+        self.talk = Talk::open(&self.endpoint, from).await;
+        if self.talk.is_none() {
+            // Connecting tries for a while, so that a port that is not open costs as much time as one that is silent.
+            self.paused_until = Some(Instant::now() + PAUSE);
+        }
     }
 
     async fn next(&mut self) -> Reply {
@@ -119,6 +126,23 @@ fn reply(frames: &[Bytes]) -> Option<Reply> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn an_endpoint_that_cannot_be_reached_is_left_alone_for_a_while() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        let mut engine = Dealer::new(&format!("ipc://{}", file.join("beneath").display()));
+        engine.ask(0).await;
+        assert_eq!(engine.next().await, Reply::Silence);
+        let until = engine.paused_until.expect("it costs time to try");
+        engine.ask(0).await;
+        assert_eq!(engine.next().await, Reply::Silence);
+        assert_eq!(engine.paused_until, Some(until), "not tried again yet");
+        engine.paused_until = Some(Instant::now());
+        engine.ask(0).await;
+        assert!(engine.paused_until > Some(until), "tried again");
+    }
 
     #[test]
     fn replies_are_read_in_all_their_forms() {

@@ -6,6 +6,7 @@
 
 use std::collections::HashSet;
 use std::convert::Infallible;
+use std::os::unix::fs::FileTypeExt as _;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -297,11 +298,14 @@ fn bindable(endpoint: &str) -> Result<String, Detached> {
     }
 }
 
-/// A socket file outlives the process that bound it; one that nobody listens on is in the way.
+/// A socket file outlives the process that bound it; one that nobody listens on is in the way. Connecting to any other
+/// file is refused as well, and that one is somebody's.
 fn free_stale_path(endpoint: &str) {
     let Some(path) = endpoint.strip_prefix("ipc://") else { return };
-    let refused = std::os::unix::net::UnixStream::connect(path)
-        .is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused);
+    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
+    let refused = is_socket
+        && std::os::unix::net::UnixStream::connect(path)
+            .is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused);
     if refused {
         // If it cannot be removed, binding says so.
         let _ = std::fs::remove_file(path);
@@ -378,6 +382,23 @@ mod tests {
         assert!(listener.check().await.is_ok());
         assert_eq!(listener.feed.expected(), 2);
         answering.abort();
+    }
+
+    #[test]
+    fn only_a_socket_that_nobody_listens_on_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("events");
+        let endpoint = format!("ipc://{}", path.display());
+        std::fs::write(&path, "precious").unwrap();
+        free_stale_path(&endpoint);
+        assert!(path.exists(), "not a socket");
+        std::fs::remove_file(&path).unwrap();
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        free_stale_path(&endpoint);
+        assert!(path.exists(), "in use");
+        drop(listener);
+        free_stale_path(&endpoint);
+        assert!(!path.exists(), "left behind");
     }
 
     #[test]

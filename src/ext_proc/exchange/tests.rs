@@ -5,6 +5,8 @@ use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
 use envoy_types::pb::envoy::service::ext_proc::v3::{CommonResponse, HeaderMutation};
 
+mod any_order;
+
 use super::*;
 use crate::router::{Destination, Mode};
 use crate::worker::{DpRank, WorkerId, WorkerRank};
@@ -171,6 +173,8 @@ fn a_path_that_is_not_inference_is_spared_its_body() {
     let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
     assert_eq!(short(buffered.on_message(headers("/v1/files", false))), ["route unseen"]);
     assert_eq!(short(buffered.on_route(&to_worker())), [format!("request headers {STEERED} mode 0/0")]);
+    // Envoy ignores the wish without a word where `allow_mode_override` is off, and then waits for an answer.
+    assert_eq!(short(buffered.on_message(body(b"abc", true))), ["request body"]);
     // Full duplex cannot be switched off: what comes goes back.
     let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
     assert_eq!(short(duplex.on_message(headers("/v1/files", false))), ["route unseen"]);
@@ -205,6 +209,25 @@ fn full_duplex_with_trailers_ends_with_the_trailers() {
     assert_eq!(short(exchange.on_message(Message::RequestTrailers)), ["route whole 3"]);
     let expected = [format!("request headers {STEERED}"), "request body 3".into(), "request trailers".into()];
     assert_eq!(short(exchange.on_route(&to_worker())), expected);
+}
+
+#[test]
+fn trailers_without_a_body_are_answered_and_no_body_is() {
+    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    duplex.on_message(headers(CHAT, false));
+    assert_eq!(short(duplex.on_message(Message::RequestTrailers)), ["route whole 0"]);
+    assert_eq!(short(duplex.on_route(&to_worker())), [format!("request headers {STEERED}"), "request trailers".into()]);
+    let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
+    buffered.on_message(headers(CHAT, false));
+    assert_eq!(short(buffered.on_message(Message::RequestTrailers)), ["request trailers"]);
+}
+
+#[test]
+fn an_exchange_that_begins_with_its_body_is_let_through() {
+    let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
+    assert_eq!(short(buffered.on_message(body(b"{}", true))), ["request body"]);
+    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    assert_eq!(short(duplex.on_message(body(b"{}", true))), ["request body 2 end"]);
 }
 
 #[test]

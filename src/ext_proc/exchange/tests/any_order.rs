@@ -1,0 +1,251 @@
+//! What holds for every order of messages, sensible or not, read from the wire as Envoy's would be.
+
+use std::collections::HashMap;
+
+use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
+use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::BodySendMode;
+use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request;
+use envoy_types::pb::envoy::service::ext_proc::v3::{
+    HttpBody, HttpHeaders, HttpTrailers, ProcessingRequest, ProtocolConfiguration,
+};
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::*;
+
+/// One thing that happens to an exchange.
+#[derive(Clone, Debug)]
+enum Step {
+    Wire(Request),
+    /// The answer to a route that may never have been asked for.
+    Routed(bool),
+}
+
+fn http_headers(pairs: &[(&str, &str)], end_of_stream: bool) -> HttpHeaders {
+    let header = |&(key, value): &(&str, &str)| HeaderValue {
+        key: key.to_owned(),
+        raw_value: value.as_bytes().to_vec(),
+        ..HeaderValue::default()
+    };
+    let headers = Some(HeaderMap { headers: pairs.iter().map(header).collect() });
+    HttpHeaders { headers, end_of_stream, ..HttpHeaders::default() }
+}
+
+fn http_body(body: Vec<u8>, end_of_stream: bool) -> HttpBody {
+    HttpBody { body, end_of_stream, ..HttpBody::default() }
+}
+
+fn request_headers(inference: bool, end: bool) -> Request {
+    let path = if inference { CHAT } else { "/v1/files" };
+    Request::RequestHeaders(http_headers(&[(":method", "POST"), (":path", path), (headers::WORKER_ID, "1")], end))
+}
+
+fn response_headers(stream: bool, end: bool) -> Request {
+    let kind = if stream { "text/event-stream" } else { "application/json" };
+    Request::ResponseHeaders(http_headers(&[(":status", "200"), ("content-type", kind)], end))
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let bytes = || vec(any::<u8>(), 0..6);
+    prop_oneof![
+        3 => any::<(bool, bool)>().prop_map(|(inference, end)| Step::Wire(request_headers(inference, end))),
+        6 => (bytes(), prop::bool::weighted(0.2))
+            .prop_map(|(body, end)| Step::Wire(Request::RequestBody(http_body(body, end)))),
+        1 => Just(Step::Wire(Request::RequestTrailers(HttpTrailers::default()))),
+        2 => any::<(bool, bool)>().prop_map(|(stream, end)| Step::Wire(response_headers(stream, end))),
+        3 => (bytes(), prop::bool::weighted(0.2))
+            .prop_map(|(body, end)| Step::Wire(Request::ResponseBody(http_body(body, end)))),
+        1 => Just(Step::Wire(Request::ResponseTrailers(HttpTrailers::default()))),
+        4 => any::<bool>().prop_map(Step::Routed),
+    ]
+}
+
+/// An exchange and everything that went in and came out.
+struct Seen {
+    exchange: Exchange,
+    duplex: bool,
+    config: Option<ProtocolConfiguration>,
+    sent: HashMap<&'static str, usize>,
+    replied: HashMap<&'static str, usize>,
+    names: Vec<&'static str>,
+    bytes_in: Vec<u8>,
+    bytes_out: Vec<u8>,
+    ends_out: usize,
+    effects: HashMap<&'static str, usize>,
+}
+
+impl Seen {
+    fn new(request: BodySendMode, response: BodySendMode) -> Self {
+        let options = Options { body_limit: 12, mode_header: true, worker_header: true, prediction_header: true };
+        let config = ProtocolConfiguration {
+            request_body_mode: request.into(),
+            response_body_mode: response.into(),
+            ..ProtocolConfiguration::default()
+        };
+        Self {
+            exchange: Exchange::new(Arc::new(options)),
+            duplex: request == BodySendMode::FullDuplexStreamed,
+            config: Some(config),
+            sent: HashMap::new(),
+            replied: HashMap::new(),
+            names: Vec::new(),
+            bytes_in: Vec::new(),
+            bytes_out: Vec::new(),
+            ends_out: 0,
+            effects: HashMap::new(),
+        }
+    }
+
+    fn take(&mut self, step: Step) {
+        let effects = match step {
+            Step::Routed(steered) => self.exchange.on_route(&if steered { to_worker() } else { to_nobody() }),
+            Step::Wire(request) => {
+                *self.sent.entry(name_of(&request)).or_default() += 1;
+                if let Request::RequestBody(body) = &request {
+                    self.bytes_in.extend_from_slice(&body.body);
+                }
+                let protocol_config = self.config.take();
+                let wire =
+                    ProcessingRequest { request: Some(request), protocol_config, ..ProcessingRequest::default() };
+                let (modes, message) = Message::read(wire);
+                if let Some(modes) = modes {
+                    self.exchange.configure(modes);
+                }
+                self.exchange.on_message(message.unwrap())
+            }
+        };
+        for effect in effects {
+            self.note(effect);
+        }
+    }
+
+    fn note(&mut self, effect: Effect) {
+        let name = match effect {
+            Effect::Reply(reply) => return self.note_reply(reply.response.unwrap()),
+            Effect::Route(_) => "route",
+            Effect::Status(_) => "status",
+            Effect::FirstToken => "first token",
+            Effect::Finished => "finished",
+            Effect::Answer(_) => return,
+        };
+        *self.effects.entry(name).or_default() += 1;
+    }
+
+    fn note_reply(&mut self, response: Response) {
+        let name = match response {
+            Response::RequestHeaders(_) => "request headers",
+            Response::RequestBody(body) => {
+                let mutation = body.response.and_then(|common| common.body_mutation).and_then(|body| body.mutation);
+                if let Some(Mutation::StreamedResponse(piece)) = mutation {
+                    self.bytes_out.extend_from_slice(&piece.body);
+                    self.ends_out += usize::from(piece.end_of_stream);
+                }
+                "request body"
+            }
+            Response::RequestTrailers(_) => "request trailers",
+            Response::ResponseHeaders(_) => "response headers",
+            Response::ResponseBody(_) => "response body",
+            Response::ResponseTrailers(_) => "response trailers",
+            other => panic!("unexpected {other:?}"),
+        };
+        *self.replied.entry(name).or_default() += 1;
+        self.names.push(name);
+    }
+
+    /// Nothing is answered that was not sent, and nothing happens twice that can happen once.
+    fn check(&self) {
+        for (name, replied) in &self.replied {
+            let sent = self.sent.get(name).copied().unwrap_or(0);
+            // In full duplex a body may go back in other pieces than it came in.
+            let pieces_differ = self.duplex && *name == "request body" && sent > 0;
+            assert!(*replied <= sent || pieces_differ, "{replied} replies to {sent} {name}");
+        }
+        for (name, times) in &self.effects {
+            assert_eq!(*times, 1, "{name}");
+        }
+        if self.duplex {
+            assert!(self.bytes_in.starts_with(&self.bytes_out), "{:?} of {:?}", self.bytes_out, self.bytes_in);
+        }
+    }
+}
+
+fn name_of(request: &Request) -> &'static str {
+    match request {
+        Request::RequestHeaders(_) => "request headers",
+        Request::RequestBody(_) => "request body",
+        Request::RequestTrailers(_) => "request trailers",
+        Request::ResponseHeaders(_) => "response headers",
+        Request::ResponseBody(_) => "response body",
+        Request::ResponseTrailers(_) => "response trailers",
+    }
+}
+
+const MODES: [BodySendMode; 5] = [
+    BodySendMode::None,
+    BodySendMode::Buffered,
+    BodySendMode::BufferedPartial,
+    BodySendMode::Streamed,
+    BodySendMode::FullDuplexStreamed,
+];
+
+fn body_mode() -> impl Strategy<Value = BodySendMode> {
+    prop::sample::select(&MODES[..])
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_order_of_messages_makes_it_panic_or_answer_what_was_not_sent(
+        request in body_mode(), response in body_mode(), steps in vec(step(), 0..24),
+    ) {
+        let mut seen = Seen::new(request, response);
+        for step in steps {
+            seen.take(step);
+            seen.check();
+        }
+    }
+
+    #[test]
+    fn full_duplex_returns_every_byte_once_and_in_order_whenever_the_route_comes(
+        inference: bool, steered: bool, trailers: bool,
+        chunks in vec(vec(any::<u8>(), 0..8), 0..10), route_after in 0..14usize, answer_after in 0..14usize,
+    ) {
+        let mut seen = Seen::new(BodySendMode::FullDuplexStreamed, BodySendMode::None);
+        let mut messages = vec![request_headers(inference, chunks.is_empty() && !trailers)];
+        let last = chunks.len().saturating_sub(1);
+        let body = |(at, chunk)| Request::RequestBody(http_body(chunk, at == last && !trailers));
+        messages.extend(chunks.into_iter().enumerate().map(body));
+        if trailers {
+            messages.push(Request::RequestTrailers(HttpTrailers::default()));
+        }
+        let (mut waited, mut routed, mut answered) = (0, false, 0);
+        let mut after = |seen: &mut Seen, least| {
+            if seen.exchange.is_routing() {
+                waited += 1;
+                if waited > route_after.min(least) {
+                    seen.take(Step::Routed(steered));
+                    routed = true;
+                }
+            } else if routed {
+                // A worker may answer before the request has ended.
+                answered += 1;
+                if answered == answer_after {
+                    seen.take(Step::Wire(response_headers(true, false)));
+                }
+            }
+        };
+        for message in messages {
+            seen.take(Step::Wire(message));
+            after(&mut seen, usize::MAX);
+        }
+        after(&mut seen, 0);
+        seen.check();
+        prop_assert_eq!(&seen.bytes_out, &seen.bytes_in);
+        prop_assert_eq!(seen.names.first(), Some(&"request headers"));
+        prop_assert_eq!(seen.replied["request headers"], 1);
+        prop_assert_eq!(seen.replied.contains_key("request trailers"), trailers);
+        let ended_by_body = !trailers && seen.sent.contains_key("request body");
+        prop_assert_eq!(seen.ends_out, usize::from(ended_by_body));
+    }
+}
