@@ -59,10 +59,14 @@ impl Keeper {
 
     /// Follows the desired sets until their sender is gone or everything stops; then stops the sources.
     pub(super) async fn run(mut self, mut sets: mpsc::UnboundedReceiver<Vec<Worker>>, stop: CancellationToken) {
-        while let Some(desired) = tokio::select! {
+        while let Some(mut desired) = tokio::select! {
             () = stop.cancelled() => None,
             set = sets.recv() => set,
         } {
+            // Each set is complete, so only the newest counts.
+            while let Ok(newer) = sets.try_recv() {
+                desired = newer;
+            }
             self.apply(desired).await;
         }
         let members: Vec<WorkerRank> = self.sources.keys().copied().collect();
@@ -169,7 +173,9 @@ impl Followed {
         let source = supervise(&name, &self.metrics, stop, || {
             let (spec, metrics, state) = (self.spec.clone(), self.metrics.clone(), state.clone());
             let sink = sink(self.router.index(), self.slot);
+            let detached = Detached(state.clone());
             async move {
+                let _detached = detached;
                 kv_events::run(spec, sink, metrics, state).await;
                 Ok(())
             }
@@ -193,6 +199,15 @@ impl Followed {
                 () = tokio::time::sleep_until(self.deadline), if ready.is_some() => ready = None,
             }
         }
+    }
+}
+
+/// Takes back, by drop, that a source is caught up: when it failed, the index holds nothing of its rank any longer.
+struct Detached(watch::Sender<SourceState>);
+
+impl Drop for Detached {
+    fn drop(&mut self) {
+        self.0.send_replace(SourceState::Connecting);
     }
 }
 
