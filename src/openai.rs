@@ -105,6 +105,16 @@ pub enum ParseError {
     Empty(&'static str),
 }
 
+/// The model that a body names, read without asking more of the body than that: engines take bodies that are refused
+/// here, and such a request should still reach a worker that serves its model.
+pub fn model_of(body: &[u8]) -> Option<String> {
+    #[derive(serde::Deserialize)]
+    struct Named {
+        model: String,
+    }
+    serde_json::from_slice::<Named>(body).ok().map(|named| named.model)
+}
+
 /// Reads a request body. Nesting deeper than 128 levels is refused, so that a body cannot exhaust the stack.
 pub fn parse(api: Api, body: &[u8]) -> Result<Request, ParseError> {
     let text = std::str::from_utf8(body).map_err(|error| ParseError::NotUtf8(error.valid_up_to()))?;

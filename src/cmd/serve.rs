@@ -4,12 +4,13 @@ use std::io::Write;
 use std::path::Path;
 
 use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use crate::app::App;
 use crate::telemetry;
 
-/// Serves until SIGTERM or SIGINT; the exit code of the process.
+/// Serves until SIGTERM or SIGINT, drains, and does not wait for that after a second one; the exit code of the process.
 pub fn run(path: &Path, err: &mut impl Write) -> anyhow::Result<u8> {
     let Some(config) = super::load(path, err)? else { return Ok(super::MISCONFIGURED) };
     telemetry::start(&config.log);
@@ -17,14 +18,29 @@ pub fn run(path: &Path, err: &mut impl Write) -> anyhow::Result<u8> {
         // Before anything else: a signal during start-up must end it cleanly, too.
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
-        let app = App::start(config).await?;
-        app.run_until(async {
+        let mut signalled = async || {
             tokio::select! {
-                _ = terminate.recv() => info!("SIGTERM"),
-                _ = interrupt.recv() => info!("SIGINT"),
+                _ = terminate.recv() => "SIGTERM",
+                _ = interrupt.recv() => "SIGINT",
             }
-        })
-        .await
-    })?;
-    Ok(0)
+        };
+        let app = tokio::select! {
+            app = App::start(config) => app?,
+            signal = signalled() => {
+                info!(signal, "stopped before everything was there");
+                return Ok(0);
+            }
+        };
+        let drain = CancellationToken::new();
+        let running = app.run_until(drain.clone().cancelled_owned());
+        let signals = async {
+            info!(signal = signalled().await, "the end begins");
+            drain.cancel();
+            info!(signal = signalled().await, "the end is now");
+        };
+        tokio::select! {
+            ended = running => ended.map(|()| 0),
+            () = signals => Ok(0),
+        }
+    })
 }

@@ -339,7 +339,7 @@ impl Exchange {
             (false, false) => ResponseSide::Hidden,
             (_, first_token_due) => ResponseSide::Watched { first_token_due },
         };
-        let answer = if stream && !shown { mutation::with_response_body(answer) } else { answer };
+        let answer = if stream && !shown { mutation::with_response_body(answer, self.modes.request) } else { answer };
         let mut effects = vec![reply(answer), Effect::Status(head.status)];
         if !stream {
             effects.push(Effect::FirstToken);

@@ -35,6 +35,18 @@ impl From<BodySendMode> for BodyMode {
     }
 }
 
+impl From<BodyMode> for BodySendMode {
+    fn from(mode: BodyMode) -> Self {
+        match mode {
+            BodyMode::None => BodySendMode::None,
+            BodyMode::Buffered => BodySendMode::Buffered,
+            BodyMode::BufferedPartial => BodySendMode::BufferedPartial,
+            BodyMode::Streamed => BodySendMode::Streamed,
+            BodyMode::FullDuplex => BodySendMode::FullDuplexStreamed,
+        }
+    }
+}
+
 /// How the bodies of one exchange travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Modes {

@@ -17,6 +17,7 @@ use envoy_types::pb::google::protobuf::value::Kind;
 use envoy_types::pb::google::protobuf::{Struct, Value};
 
 use super::headers;
+use super::message::BodyMode;
 use crate::router::Destination;
 
 /// Namespace of the dynamic metadata that Envoy's load balancers read.
@@ -134,9 +135,10 @@ pub fn with_destination(mut reply: ProcessingResponse, to: &Destination) -> Proc
     reply
 }
 
-/// Asks Envoy to show us the response body, chunk by chunk, of this exchange only.
-pub fn with_response_body(mut reply: ProcessingResponse) -> ProcessingResponse {
-    reply.mode_override = Some(modes(BodySendMode::Buffered, BodySendMode::Streamed));
+/// Asks Envoy to show us the response body, chunk by chunk, of this exchange only; the request body, which may still be
+/// on its way, goes on as it did.
+pub fn with_response_body(mut reply: ProcessingResponse, request: BodyMode) -> ProcessingResponse {
+    reply.mode_override = Some(modes(request.into(), BodySendMode::Streamed));
     reply
 }
 

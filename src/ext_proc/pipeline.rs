@@ -182,7 +182,8 @@ impl Pipeline {
             Ok(request) => request,
             Err(error) => {
                 debug!(%error, "unreadable body");
-                return (None, Err(Reason::Unreadable));
+                let model = openai::model_of(body).and_then(|name| self.models.find(Some(&name)));
+                return (model.map(|model| model.name.clone()), Err(Reason::Unreadable));
             }
         };
         times.push(("parse", clock.lap()));

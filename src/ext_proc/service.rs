@@ -221,8 +221,15 @@ impl Record {
     fn finished(&mut self) {
         self.end = End::Complete;
         self.booked = None;
+        self.note_duration();
         // The last event may lack its empty line.
         self.usage.finish();
+    }
+
+    fn note_duration(&self) {
+        let Some(label) = &self.label else { return };
+        let took = self.arrived.elapsed().as_secs_f64();
+        self.metrics.request_duration_seconds.get_or_create(label).observe(took);
     }
 
     fn end_at_least(&self, end: End) -> End {
@@ -240,9 +247,10 @@ impl Drop for Record {
             End::Complete => "complete",
         };
         self.metrics.exchanges.get_or_create(&OutcomeLabel { outcome }).inc();
+        if self.end == End::Closed {
+            self.note_duration();
+        }
         let Some(label) = &self.label else { return };
-        let took = self.arrived.elapsed().as_secs_f64();
-        self.metrics.request_duration_seconds.get_or_create(label).observe(took);
         let usage = self.usage.usage();
         let output = usage.map_or(self.usage.content_events(), |usage| usage.completion_tokens);
         if output > 0 {

@@ -17,8 +17,11 @@ const CONNECT: Duration = Duration::from_secs(3);
 const SILENCE: Duration = Duration::from_secs(5);
 /// Longest conversation.
 const CONVERSATION: Duration = Duration::from_secs(60);
-/// After an unanswered request the endpoint is left alone for this long, so that gaps do not stall the live feed.
+/// After an unanswered request the endpoint is left alone for this long, and twice as long after each further one, so
+/// that neither gaps nor regular checks stall the live feed.
 pub(super) const PAUSE: Duration = Duration::from_secs(5);
+/// Longest time an endpoint is left alone.
+const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 
 /// What the crate reports of a socket's connections.
 pub(super) type Events = BoxStream<'static, SocketEvent>;
@@ -27,12 +30,18 @@ pub(super) type Events = BoxStream<'static, SocketEvent>;
 pub(super) struct Dealer {
     endpoint: String,
     paused_until: Option<Instant>,
+    pause: Duration,
     talk: Option<Talk>,
 }
 
 impl Dealer {
     pub(super) fn new(endpoint: &str) -> Self {
-        Self { endpoint: endpoint.to_owned(), paused_until: None, talk: None }
+        Self { endpoint: endpoint.to_owned(), paused_until: None, pause: PAUSE, talk: None }
+    }
+
+    fn leave_alone(&mut self) {
+        self.paused_until = Some(Instant::now() + self.pause);
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
     }
 }
 
@@ -45,7 +54,7 @@ impl Repeater for Dealer {
         self.talk = Talk::open(&self.endpoint, from).await;
         if self.talk.is_none() {
             // Connecting tries for a while, so that a port that is not open costs as much time as one that is silent.
-            self.paused_until = Some(Instant::now() + PAUSE);
+            self.leave_alone();
         }
     }
 
@@ -54,8 +63,10 @@ impl Repeater for Dealer {
             Some(talk) => talk.next().await,
             None => Reply::Silence,
         };
-        if reply == Reply::Silence && self.talk.take().is_some() {
-            self.paused_until = Some(Instant::now() + PAUSE);
+        if reply != Reply::Silence {
+            self.pause = PAUSE;
+        } else if self.talk.take().is_some() {
+            self.leave_alone();
         }
         reply
     }
@@ -142,6 +153,7 @@ mod tests {
         engine.paused_until = Some(Instant::now());
         engine.ask(0).await;
         assert!(engine.paused_until > Some(until), "tried again");
+        assert_eq!(engine.pause, PAUSE * 4, "and left alone for longer each time");
     }
 
     #[test]

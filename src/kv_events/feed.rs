@@ -57,7 +57,7 @@ impl Feed {
 
     /// Takes one live message. A gap in front of it is handed back, to be closed and then settled.
     pub(super) fn live(&mut self, seq: u64, payload: &[u8]) -> Option<Gap> {
-        let mut verdict = self.sequencer.live(seq);
+        let mut verdict = self.sequencer.live(seq, || Digest::of(payload));
         if verdict == Live::Restart {
             self.restarted("its batch numbers went back");
             verdict = self.sequencer.place(seq);

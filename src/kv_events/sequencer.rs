@@ -94,7 +94,14 @@ pub struct Sequencer {
 
 impl Sequencer {
     /// Takes note of a live batch and says what to do with it.
-    pub fn live(&mut self, seq: u64) -> Live {
+    ///
+    /// Numbers that do not rise are a new life of the engine, but for the very batch that was applied last: two
+    /// connections of one publisher bring it twice.
+    pub fn live(&mut self, seq: u64, digest: impl FnOnce() -> Digest) -> Live {
+        let again = self.applied.filter(|mark| mark.seq == seq && self.last_live == Some(seq));
+        if again.is_some_and(|mark| mark.digest == digest()) {
+            return Live::Stale;
+        }
         if self.last_live.is_some_and(|last| seq <= last) {
             self.forget();
             return Live::Restart;

@@ -28,8 +28,14 @@ fn a_live_batch_is_judged_by_both_marks() {
         (Some(4), Some(5), 6, Live::Gap { from: 5, to: 6 }),
     ];
     for (applied, live, seq, expected) in cases {
-        assert_eq!(at(applied, live).live(seq), expected, "{applied:?} {live:?} {seq}");
+        assert_eq!(at(applied, live).live(seq, || digest(2)), expected, "{applied:?} {live:?} {seq}");
     }
+}
+
+#[test]
+fn the_last_batch_again_is_no_restart() {
+    assert_eq!(at(Some(4), Some(4)).live(4, || digest(1)), Live::Stale);
+    assert_eq!(at(Some(9), Some(7)).live(7, || digest(1)), Live::Restart, "an older number is");
 }
 
 #[test]
@@ -54,7 +60,7 @@ fn a_new_life_starts_without_marks() {
     assert_eq!(sequencer.repeated(4, digest(2)), Repeated::Restart);
     assert_eq!((sequencer.ask_from(), sequencer.expected(), sequencer.is_fresh()), (0, 0, true));
     sequencer.advance(0, digest(2));
-    assert_eq!(sequencer.live(1), Live::Apply, "its numbers are not compared with the old life's");
+    assert_eq!(sequencer.live(1, || digest(2)), Live::Apply, "its numbers are not compared with the old life's");
 }
 
 #[test]
