@@ -260,6 +260,18 @@ async fn a_warm_idle_engine_is_known_before_its_next_event() {
 }
 
 #[tokio::test]
+async fn without_a_replay_endpoint_a_warm_engine_is_known_from_its_next_event_on() {
+    let site = Site::new(Attach::Connect, false);
+    let mut engine = Engine::start(&site, log(1..=40)).await;
+    let subscriber = site.subscribe();
+    subscriber.is(SourceState::Live).await;
+    subscriber.hears(&mut engine, [50, 51]).await;
+    subscriber.holds([0, 50, 51]).await;
+    assert_eq!((subscriber.gaps("lost"), subscriber.held.lock().doubts), (1, 1), "what came before is not known");
+    assert_eq!(subscriber.held.lock().clears, 0);
+}
+
+#[tokio::test]
 async fn a_gap_is_replayed() {
     for attach in [Attach::Connect, Attach::Bind] {
         let site = Site::new(attach, true);
@@ -425,6 +437,26 @@ async fn a_silent_replay_endpoint_does_not_keep_the_live_feed_away() {
     subscriber.holds([0, 1, 3]).await;
     assert!(subscriber.gaps("lost") >= 1);
     assert!(subscriber.held.lock().doubts >= 1);
+}
+
+#[tokio::test]
+async fn a_replay_endpoint_that_is_not_there_does_not_keep_the_live_feed_away() {
+    let heard = Site::new(Attach::Connect, false);
+    // As it is where the engine was started without the endpoint that the configuration names.
+    let site = Site { replay: Site::new(Attach::Connect, true).replay, ..heard.clone() };
+    let mut engine = Engine::start(&heard, vec![]).await;
+    let subscriber = site.subscribe();
+    subscriber.is(SourceState::Live).await;
+    subscriber.hears(&mut engine, []).await;
+    let began = Instant::now();
+    let lost = subscriber.gaps("lost");
+    for block in 1..=5 {
+        engine.lose(payload(100 + block));
+        engine.publish(payload(block)).await;
+    }
+    subscriber.holds(0..=5).await;
+    assert_eq!(subscriber.gaps("lost"), lost + 5);
+    assert!(began.elapsed() < Duration::from_secs(10), "each gap waited for a connection: {:?}", began.elapsed());
 }
 
 #[tokio::test]
