@@ -272,6 +272,22 @@ async fn without_a_replay_endpoint_a_warm_engine_is_known_from_its_next_event_on
 }
 
 #[tokio::test]
+async fn a_publisher_that_appears_late_is_heard_from_its_first_batch() {
+    for (attach, replay) in
+        [(Attach::Connect, true), (Attach::Connect, false), (Attach::Bind, true), (Attach::Bind, false)]
+    {
+        let site = Site::new(attach, replay);
+        let subscriber = site.subscribe();
+        subscriber.is(SourceState::Connecting).await;
+        let mut engine = Engine::start(&site, vec![]).await;
+        subscriber.is(SourceState::Live).await;
+        subscriber.hears(&mut engine, [1, 2]).await;
+        subscriber.holds(0..=2).await;
+        assert_eq!(subscriber.held.lock().doubts, 0, "{attach:?}, replay {replay}");
+    }
+}
+
+#[tokio::test]
 async fn a_gap_is_replayed() {
     for attach in [Attach::Connect, Attach::Bind] {
         let site = Site::new(attach, true);

@@ -4,6 +4,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
+use crate::block::BlockHashes;
 use crate::block::LocalHash;
 use crate::worker::{Capacity, Ranks, Worker, WorkerId};
 
