@@ -205,9 +205,10 @@ fn killed_without_mercy_it_takes_its_processes_along() {
 #[test]
 fn kept_running_it_answers_the_printed_command_until_it_is_interrupted() {
     let mut run = Run::start(&[&SMALL[..], &["--keep"]].concat(), |_| {});
-    let lines = BufReader::new(run.child.stdout.take().unwrap()).lines();
+    // Kept open to the end: a reader that leaves ends the program.
+    let mut lines = BufReader::new(run.child.stdout.take().unwrap()).lines();
     let commands: Vec<String> =
-        lines.map(Result::unwrap).filter(|line| line.trim().starts_with("curl")).take(3).collect();
+        lines.by_ref().map(Result::unwrap).filter(|line| line.trim().starts_with("curl")).take(3).collect();
     let words: Vec<&str> = commands[0].split_whitespace().collect();
     let body = commands[0].split('\'').nth(3).unwrap();
     let (status, answer) = post(words[2], body);
