@@ -154,7 +154,7 @@ impl Exchange {
     pub fn on_message(&mut self, message: Message) -> Vec<Effect> {
         match message {
             Message::RequestHeaders { head, end } => self.on_request_headers(head, end),
-            Message::RequestBody { body, end } => self.on_request_body(&body, end),
+            Message::RequestBody { body, end } => self.on_request_body(body, end),
             Message::RequestTrailers => self.on_request_trailers(),
             Message::ResponseHeaders { head, end } => self.on_response_headers(head, end),
             Message::ResponseBody { body, end } => self.on_response_body(body, end),
@@ -182,11 +182,8 @@ impl Exchange {
                 reply_with(if then == Then::Spare { mutation::without_request_body(reply) } else { reply })
             }
             Owed::Body => {
-                let mut changes = HeaderChanges::default();
-                if let Some(to) = &steer.to {
-                    changes.steer(to);
-                }
-                reply_with(steered(mutation::go_on(To::RequestBody, changes), steer))
+                // What the client forged was removed in the answer to the headers.
+                reply_with(steered(To::RequestBody, HeaderChanges::default(), steer))
             }
             Owed::Duplex { head, body, more, end } => {
                 let mut effects = reply_with(header_answer(&head, steer));
@@ -239,10 +236,15 @@ impl Exchange {
         vec![Effect::Route(Inbound { head, body })]
     }
 
-    fn on_request_body(&mut self, chunk: &[u8], end: bool) -> Vec<Effect> {
+    fn on_request_body(&mut self, chunk: Bytes, end: bool) -> Vec<Effect> {
         match &mut self.request {
             RequestSide::Gather { body, .. } => {
-                body.extend_from_slice(chunk);
+                // A buffered body comes whole, and is not copied.
+                if body.is_empty() {
+                    *body = chunk.into();
+                } else {
+                    body.extend_from_slice(&chunk);
+                }
                 let duplex = self.modes.request == BodyMode::FullDuplex;
                 if !duplex || end || body.len() > self.options.body_limit {
                     return self.route_gathered(if end { DuplexEnd::Body } else { DuplexEnd::Open });
@@ -250,7 +252,7 @@ impl Exchange {
                 Vec::new()
             }
             RequestSide::Routing(Owed::Duplex { more, end: ended @ DuplexEnd::Open, .. }) => {
-                more.extend_from_slice(chunk);
+                more.extend_from_slice(&chunk);
                 if end {
                     *ended = DuplexEnd::Body;
                 }
@@ -262,7 +264,7 @@ impl Exchange {
                     self.request = RequestSide::Ended;
                 }
                 match self.modes.request {
-                    BodyMode::FullDuplex => mutation::pieces(To::RequestBody, chunk, end).map(reply).collect(),
+                    BodyMode::FullDuplex => mutation::pieces(To::RequestBody, &chunk, end).map(reply).collect(),
                     _ => reply_with(mutation::go_on(To::RequestBody, HeaderChanges::default())),
                 }
             }
@@ -382,18 +384,14 @@ impl Exchange {
 }
 
 fn header_answer(head: &RequestHead, steer: &Steer) -> ProcessingResponse {
-    let mut changes = HeaderChanges::removing(&head.forged);
-    if let Some(to) = &steer.to {
-        changes.steer(to);
-    }
-    steered(mutation::go_on(To::RequestHeaders, changes), steer)
+    steered(To::RequestHeaders, HeaderChanges::removing(&head.forged), steer)
 }
 
-fn steered(reply: ProcessingResponse, steer: &Steer) -> ProcessingResponse {
-    match &steer.to {
-        Some(to) => mutation::with_destination(reply, to),
-        None => reply,
-    }
+/// Lets a message go on to where the route leads.
+fn steered(message: To, mut changes: HeaderChanges, steer: &Steer) -> ProcessingResponse {
+    let Some(to) = &steer.to else { return mutation::go_on(message, changes) };
+    changes.steer(to);
+    mutation::with_destination(mutation::go_on(message, changes), to)
 }
 
 fn reply(wire: ProcessingResponse) -> Effect {

@@ -128,13 +128,13 @@ impl Pipeline {
         let body = match &inbound.body {
             InboundBody::Absent => return unread(0, Reason::NoBody),
             InboundBody::Unseen => return unread(0, Reason::BodyNotShown),
-            InboundBody::TooLarge(bytes) => return unread(*bytes as u64 / BYTES_PER_TOKEN, Reason::BodyTooLarge),
+            InboundBody::TooLarge(bytes) => return unread(estimate(*bytes), Reason::BodyTooLarge),
             InboundBody::Whole(body) => body.clone(),
         };
         if body.len() <= self.limits.tokenize_inline.bytes() {
             return self.encode_now(api, &body);
         }
-        let estimate = body.len() as u64 / BYTES_PER_TOKEN;
+        let estimate = estimate(body.len());
         let deadline = self.limits.exchange_deadline.get();
         match tokio::time::timeout(deadline, self.encode_queued(api, body)).await {
             Ok(Some(encoded)) => encoded,
@@ -165,7 +165,7 @@ impl Pipeline {
             warn!("the tokenizer panicked; routing by load");
             (None, Err(Reason::EncodeFailed))
         });
-        let estimated = |because| Prompt::Estimated { tokens: body.len() as u64 / BYTES_PER_TOKEN, because };
+        let estimated = |because| Prompt::Estimated { tokens: estimate(body.len()), because };
         Encoded { model, prompt: prompt.unwrap_or_else(estimated), times }
     }
 
@@ -223,6 +223,11 @@ impl Pipeline {
             self.metrics.non_max_overlap_choices.get_or_create(&label).inc();
         }
     }
+}
+
+/// Tokens in a body of which only the length is known.
+fn estimate(bytes: usize) -> u64 {
+    bytes as u64 / BYTES_PER_TOKEN
 }
 
 fn reason(error: EncodeError) -> Reason {
