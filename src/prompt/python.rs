@@ -77,58 +77,42 @@ impl Object for Dict {
     }
 }
 
-/// A Python `list`.
+/// A Python `list` or `tuple`; they differ in how they print.
 #[derive(Debug)]
-struct List(Vec<Value>);
+struct Sequence {
+    values: Vec<Value>,
+    brackets: (char, char),
+}
 
-impl Object for List {
+impl Object for Sequence {
     fn repr(self: &Arc<Self>) -> ObjectRepr {
         ObjectRepr::Seq
     }
 
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
-        self.0.get(key.as_usize()?).cloned()
+        self.values.get(key.as_usize()?).cloned()
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
-        Enumerator::Seq(self.0.len())
+        Enumerator::Seq(self.values.len())
     }
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&repr(&Value::from_dyn_object(Arc::clone(self))))
     }
 }
+
+/// How a list prints, also one that is not ours.
+const SQUARE: (char, char) = ('[', ']');
 
 /// A list of values.
 pub(super) fn list(values: Vec<Value>) -> Value {
-    Value::from_object(List(values))
-}
-
-/// A Python `tuple`: a list that prints in round brackets.
-#[derive(Debug)]
-struct Tuple(Vec<Value>);
-
-impl Object for Tuple {
-    fn repr(self: &Arc<Self>) -> ObjectRepr {
-        ObjectRepr::Seq
-    }
-
-    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
-        self.0.get(key.as_usize()?).cloned()
-    }
-
-    fn enumerate(self: &Arc<Self>) -> Enumerator {
-        Enumerator::Seq(self.0.len())
-    }
-
-    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&repr(&Value::from_dyn_object(Arc::clone(self))))
-    }
+    Value::from_object(Sequence { values, brackets: SQUARE })
 }
 
 /// A tuple of two or more values.
 pub(super) fn tuple(values: Vec<Value>) -> Value {
-    Value::from_object(Tuple(values))
+    Value::from_object(Sequence { values, brackets: ('(', ')') })
 }
 
 /// JSON as Python reads it.
@@ -185,7 +169,7 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) {
 }
 
 fn write_items(out: &mut String, value: &Value, depth: usize) {
-    let (open, close) = if value.downcast_object_ref::<Tuple>().is_some() { ('(', ')') } else { ('[', ']') };
+    let (open, close) = value.downcast_object_ref::<Sequence>().map_or(SQUARE, |sequence| sequence.brackets);
     out.push(open);
     for (place, item) in value.try_iter().into_iter().flatten().enumerate() {
         out.push_str(if place > 0 { ", " } else { "" });
