@@ -14,6 +14,7 @@ pub mod tier;
 pub mod worker;
 
 // Layer 2: core. No I/O, no tokio; clock and randomness are passed in.
+pub mod disagg;
 pub mod fleet;
 pub mod index;
 pub mod load;

@@ -4,15 +4,20 @@
 
 mod chat;
 mod completion;
+mod extension;
 pub mod usage;
 
 #[cfg(test)]
 mod tests;
 
+use std::borrow::Cow;
+
 use serde::Deserialize;
+use serde_json::value::RawValue;
 use thiserror::Error;
 
 pub use chat::{Chat, Content, Message, Part};
+pub use extension::{AgentHints, Extension, QUERY, RoutingConstraints};
 
 /// The endpoints whose prompts are understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -49,6 +54,8 @@ pub struct Request {
     pub max_output_tokens: Option<u64>,
     /// How text becomes tokens.
     pub tokenization: Tokenization,
+    /// What the body says to routers, where it says anything.
+    pub extension: Option<Box<Extension>>,
 }
 
 /// What the engine is asked to continue.
@@ -113,6 +120,12 @@ pub fn model_of(body: &[u8]) -> Option<String> {
         model: String,
     }
     serde_json::from_slice::<Named>(body).ok().map(|named| named.model)
+}
+
+/// A text at the top level of a body, by a name that only the operator knows.
+pub fn text_of(body: &[u8], field: &str) -> Option<String> {
+    let fields: std::collections::HashMap<Cow<'_, str>, &RawValue> = serde_json::from_slice(body).ok()?;
+    serde_json::from_str(fields.get(field)?.get()).ok()
 }
 
 /// Reads a request body. Nesting deeper than 128 levels is refused, so that a body cannot exhaust the stack.

@@ -12,6 +12,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("worker", 1),
     ("tier", 1),
     ("block", 1),
+    ("disagg", 2),
     ("fleet", 2),
     ("index", 2),
     ("load", 2),

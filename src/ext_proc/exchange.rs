@@ -4,13 +4,14 @@
 //! ended (or grown past the limit), and afterwards every byte goes back; closing earlier would lose the body silently.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 
 use super::headers::{self, RequestHead, ResponseHead};
 use super::message::{BodyMode, Message, Modes};
-use super::mutation::{self, HeaderChanges, To};
+use super::mutation::{self, HeaderChanges, Immediate, To};
 use crate::openai::Api;
 use crate::router::Steer;
 
@@ -21,8 +22,8 @@ pub enum Effect {
     Reply(Box<ProcessingResponse>),
     /// Find a worker and call [`Exchange::on_route`].
     Route(Inbound),
-    /// The answer began with this HTTP status.
-    Status(u16),
+    /// The answer began.
+    Answered(ResponseHead),
     /// The first token of the answer was seen: the prefill is over.
     FirstToken,
     /// A piece of the answer, for whoever counts tokens.
@@ -32,7 +33,7 @@ pub enum Effect {
 }
 
 /// The request as far as it was shown to us.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Inbound {
     /// Its head.
     pub head: RequestHead,
@@ -64,6 +65,8 @@ pub struct Options {
     pub worker_header: bool,
     /// Whether the response tells the prediction.
     pub prediction_header: bool,
+    /// Whether the response says in short why.
+    pub why_header: bool,
 }
 
 /// One HTTP exchange.
@@ -130,6 +133,29 @@ enum ResponseSide {
     Ended,
 }
 
+impl Options {
+    /// What the response says of how the request was routed.
+    fn tell(&self, steer: &Steer, changes: &mut HeaderChanges) {
+        if self.mode_header {
+            changes.set(headers::MODE, steer.mode.as_str().to_owned());
+        }
+        if let Some(to) = steer.to.filter(|_| self.worker_header) {
+            changes.set(headers::WORKER_ID, to.rank.worker.to_string());
+            changes.set(headers::DP_RANK, to.rank.rank.to_string());
+        }
+        if let Some(to) = steer.prefill.filter(|_| self.worker_header) {
+            changes.set(headers::PREFILL_ID, to.rank.worker.to_string());
+            changes.set(headers::PREFILL_RANK, to.rank.rank.to_string());
+        }
+        if let Some(tokens) = steer.predicted_cached_tokens.filter(|_| self.prediction_header) {
+            changes.set(headers::PREDICTED, tokens.to_string());
+        }
+        if let Some(why) = steer.why.as_ref().filter(|_| self.why_header) {
+            changes.set(headers::WHY, why.to_string());
+        }
+    }
+}
+
 impl Exchange {
     /// An exchange of which nothing is known yet.
     pub fn new(options: Arc<Options>) -> Self {
@@ -171,7 +197,7 @@ impl Exchange {
                 return Vec::new();
             }
         };
-        self.steered = Some(*steer);
+        self.steered = Some(steer.clone());
         match owed {
             Owed::Headers { head, then } => {
                 if then != Then::End {
@@ -203,6 +229,26 @@ impl Exchange {
                 effects
             }
         }
+    }
+
+    /// Takes the other answer to [`Effect::Route`]: there will be no worker, the client gets this.
+    pub fn on_immediate(&mut self, answer: &Immediate) -> Vec<Effect> {
+        if !self.is_routing() {
+            return Vec::new();
+        }
+        self.request = RequestSide::Ended;
+        reply_with(mutation::immediate(answer))
+    }
+
+    /// Asks Envoy to wait so long for the route. It listens once only, and where it waits without limit anyway there is
+    /// nothing to ask.
+    pub fn hold(&self, wait: Duration) -> Option<Effect> {
+        let waits = match &self.request {
+            RequestSide::Routing(Owed::Headers { .. } | Owed::Body) => true,
+            RequestSide::Routing(Owed::Duplex { .. }) => false,
+            RequestSide::Start | RequestSide::Gather { .. } | RequestSide::Relay | RequestSide::Ended => false,
+        };
+        waits.then(|| reply(mutation::hold(wait)))
     }
 
     fn on_request_headers(&mut self, head: RequestHead, end: bool) -> Vec<Effect> {
@@ -317,22 +363,14 @@ impl Exchange {
             self.request = RequestSide::Ended;
         }
         let mut changes = HeaderChanges::default();
-        if let Some(steer) = self.steered.filter(|_| self.options.mode_header) {
-            changes.set(headers::MODE, steer.mode.as_str().to_owned());
+        if let Some(steer) = &self.steered {
+            self.options.tell(steer, &mut changes);
         }
-        let destination = self.steered.and_then(|steer| steer.to);
-        if let Some(to) = destination.filter(|_| self.options.worker_header) {
-            changes.set(headers::WORKER_ID, to.rank.worker.to_string());
-            changes.set(headers::DP_RANK, to.rank.rank.to_string());
-        }
-        let predicted = self.steered.and_then(|steer| steer.predicted_cached_tokens);
-        if let Some(tokens) = predicted.filter(|_| self.options.prediction_header) {
-            changes.set(headers::PREDICTED, tokens.to_string());
-        }
+        let destination = self.steered.as_ref().and_then(|steer| steer.to);
         let answer = mutation::go_on(To::ResponseHeaders, changes);
         if end {
             self.response = ResponseSide::Ended;
-            return vec![reply(answer), Effect::Status(head.status), Effect::FirstToken, Effect::Finished];
+            return vec![reply(answer), Effect::Answered(head), Effect::FirstToken, Effect::Finished];
         }
         // Engines send the headers of a stream before they have computed anything, those of a unary answer after all.
         let stream = head.event_stream && destination.is_some();
@@ -342,7 +380,7 @@ impl Exchange {
             (_, first_token_due) => ResponseSide::Watched { first_token_due },
         };
         let answer = if stream && !shown { mutation::with_response_body(answer, self.modes.request) } else { answer };
-        let mut effects = vec![reply(answer), Effect::Status(head.status)];
+        let mut effects = vec![reply(answer), Effect::Answered(head)];
         if !stream {
             effects.push(Effect::FirstToken);
         }
@@ -391,6 +429,9 @@ fn header_answer(head: &RequestHead, steer: &Steer) -> ProcessingResponse {
 fn steered(message: To, mut changes: HeaderChanges, steer: &Steer) -> ProcessingResponse {
     let Some(to) = &steer.to else { return mutation::go_on(message, changes) };
     changes.steer(to);
+    if let Some(prefill) = &steer.prefill {
+        changes.prefill(prefill);
+    }
     mutation::with_destination(mutation::go_on(message, changes), to)
 }
 

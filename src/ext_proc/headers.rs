@@ -1,6 +1,13 @@
 //! Header names: those we set, those only we may set, and the few we read.
 
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
 use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
+use envoy_types::pb::google::protobuf::Struct;
+use envoy_types::pb::google::protobuf::value::Kind;
 
 /// Instance id of the chosen worker, decimal.
 pub const WORKER_ID: &str = "x-worker-instance-id";
@@ -8,6 +15,12 @@ pub const WORKER_ID: &str = "x-worker-instance-id";
 pub const DP_RANK: &str = "x-dp-rank";
 /// The same rank under the name vLLM's own front end reads.
 pub const DATA_PARALLEL_RANK: &str = "x-data-parallel-rank";
+/// Instance id of the chosen prefill worker, decimal.
+pub const PREFILL_ID: &str = "x-prefill-instance-id";
+/// Data-parallel rank of the chosen prefill worker.
+pub const PREFILL_RANK: &str = "x-prefill-dp-rank";
+/// `ip:port` of the chosen prefill worker, where sidecars look for it.
+pub const PREFILL_ENDPOINT: &str = "x-prefiller-host-port";
 /// `ip:port` of the chosen worker; also the key of the dynamic metadata that Envoy's `override_host` reads.
 pub const ENDPOINT: &str = "x-gateway-destination-endpoint";
 /// Response header that names the step of the degradation ladder.
@@ -16,15 +29,18 @@ pub const MODE: &str = "x-warmroute-mode";
 /// Response header with the cached prompt tokens that the engine is expected to report.
 pub const PREDICTED: &str = "x-warmroute-predicted-cached-tokens";
 
+/// Response header that says in short why the worker was chosen.
+pub const WHY: &str = "x-warmroute-why";
+
 /// Headers that decide where a request goes. A client's own copies are removed, or anybody could choose a worker.
 pub const ROUTING: [&str; 14] = [
     WORKER_ID,
     DP_RANK,
     DATA_PARALLEL_RANK,
     ENDPOINT,
-    "x-prefill-instance-id",
-    "x-prefill-dp-rank",
-    "x-prefiller-host-port",
+    PREFILL_ID,
+    PREFILL_RANK,
+    PREFILL_ENDPOINT,
     "x-dynamo-worker-instance-id",
     "x-dynamo-prefill-instance-id",
     "x-dynamo-dp-rank",
@@ -35,7 +51,7 @@ pub const ROUTING: [&str; 14] = [
 ];
 
 /// What we keep of a request's headers.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct RequestHead {
     /// HTTP method.
     pub method: String,
@@ -45,39 +61,61 @@ pub struct RequestHead {
     pub request_id: String,
     /// Routing headers the client sent, to be removed.
     pub forged: Vec<&'static str>,
+    /// Everything, as Envoy sent it.
+    pub all: Arc<HeaderMap>,
 }
 
 impl RequestHead {
     /// Reads the head of a request.
-    pub fn read(headers: Option<&HeaderMap>) -> Self {
+    pub fn read(headers: Option<HeaderMap>) -> Self {
+        let all = Arc::new(headers.unwrap_or_default());
         let mut head = Self::default();
-        for header in headers.iter().flat_map(|map| &map.headers) {
+        for header in &all.headers {
             match header.key.as_str() {
-                ":method" => head.method = text(header),
-                ":path" => head.path = text(header),
-                "x-request-id" => head.request_id = text(header),
+                ":method" => head.method = text(header).into_owned(),
+                ":path" => head.path = text(header).into_owned(),
+                "x-request-id" => head.request_id = text(header).into_owned(),
                 key => head.forged.extend(ROUTING.iter().find(|name| key.eq_ignore_ascii_case(name))),
             }
         }
         head.forged.sort_unstable();
         head.forged.dedup();
-        head
+        Self { all, ..head }
+    }
+
+    /// The last value of a header.
+    pub fn get(&self, name: &str) -> Option<Cow<'_, str>> {
+        self.all.headers.iter().rfind(|header| header.key.eq_ignore_ascii_case(name)).map(text)
     }
 }
 
-/// What we keep of a response's headers.
+/// What we keep of a response's headers, and of what Envoy says beside them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ResponseHead {
     /// HTTP status; 0 where Envoy sent none.
     pub status: u16,
     /// Whether the body is a stream of server-sent events.
     pub event_stream: bool,
+    /// Who answered, where Envoy is configured to say.
+    pub from: AnsweredBy,
+}
+
+/// Who made a response.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AnsweredBy {
+    /// Envoy does not say.
+    #[default]
+    Unknown,
+    /// The worker at this endpoint.
+    Worker(SocketAddr),
+    /// Envoy itself: no worker could be reached.
+    Envoy,
 }
 
 impl ResponseHead {
-    /// Reads the head of a response.
-    pub fn read(headers: Option<&HeaderMap>) -> Self {
-        let mut head = Self::default();
+    /// Reads the head of a response; `attributes` as the configuration asks Envoy to send them.
+    pub fn read(headers: Option<&HeaderMap>, attributes: &HashMap<String, Struct>) -> Self {
+        let mut head = Self { from: answered_by(attributes), ..Self::default() };
         for header in headers.iter().flat_map(|map| &map.headers) {
             match header.key.as_str() {
                 ":status" => head.status = text(header).parse().unwrap_or(0),
@@ -91,11 +129,19 @@ impl ResponseHead {
     }
 }
 
-/// Envoy fills `raw_value`; other gateways still fill the older text field.
-fn text(header: &HeaderValue) -> String {
-    if header.raw_value.is_empty() {
-        header.value.clone()
-    } else {
-        String::from_utf8_lossy(&header.raw_value).into_owned()
+/// `upstream.address` names who was tried last, `response.flags` is not zero where Envoy made the answer itself.
+fn answered_by(attributes: &HashMap<String, Struct>) -> AnsweredBy {
+    let find = |name: &str| attributes.values().find_map(|group| group.fields.get(name)?.kind.as_ref());
+    if matches!(find("response.flags"), Some(Kind::NumberValue(flags)) if *flags != 0.0) {
+        return AnsweredBy::Envoy;
     }
+    match find("upstream.address") {
+        Some(Kind::StringValue(address)) => address.parse().map_or(AnsweredBy::Unknown, AnsweredBy::Worker),
+        _ => AnsweredBy::Unknown,
+    }
+}
+
+/// Envoy fills `raw_value`; other gateways still fill the older text field.
+fn text(header: &HeaderValue) -> Cow<'_, str> {
+    if header.raw_value.is_empty() { Cow::Borrowed(&header.value) } else { String::from_utf8_lossy(&header.raw_value) }
 }

@@ -64,7 +64,7 @@ impl Default for Modes {
 }
 
 /// One message of Envoy.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Message {
     /// The request began.
     RequestHeaders {
@@ -107,17 +107,16 @@ impl Message {
             .protocol_config
             .map(|config| Modes { request: mode(config.request_body_mode), response: mode(config.response_body_mode) });
         let message = wire.request.map(|request| match request {
-            Request::RequestHeaders(headers) => Message::RequestHeaders {
-                head: RequestHead::read(headers.headers.as_ref()),
-                end: headers.end_of_stream,
-            },
+            Request::RequestHeaders(headers) => {
+                Message::RequestHeaders { head: RequestHead::read(headers.headers), end: headers.end_of_stream }
+            }
             Request::RequestBody(body) => {
                 let (body, end) = bytes(body);
                 Message::RequestBody { body, end }
             }
             Request::RequestTrailers(_) => Message::RequestTrailers,
             Request::ResponseHeaders(headers) => Message::ResponseHeaders {
-                head: ResponseHead::read(headers.headers.as_ref()),
+                head: ResponseHead::read(headers.headers.as_ref(), &wire.attributes),
                 end: headers.end_of_stream,
             },
             Request::ResponseBody(body) => {

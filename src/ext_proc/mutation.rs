@@ -2,6 +2,7 @@
 //! metadata as well: `override_host` reads it there, where no client can put it.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use envoy_types::pb::envoy::config::core::v3::header_value_option::HeaderAppendAction;
 use envoy_types::pb::envoy::config::core::v3::{HeaderValue, HeaderValueOption};
@@ -10,9 +11,10 @@ use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_
 use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
-    BodyMutation, BodyResponse, CommonResponse, HeaderMutation, HeadersResponse, ProcessingResponse,
+    BodyMutation, BodyResponse, CommonResponse, HeaderMutation, HeadersResponse, ImmediateResponse, ProcessingResponse,
     StreamedBodyResponse, TrailersResponse,
 };
+use envoy_types::pb::envoy::r#type::v3::HttpStatus;
 use envoy_types::pb::google::protobuf::value::Kind;
 use envoy_types::pb::google::protobuf::{Struct, Value};
 
@@ -69,6 +71,13 @@ impl HeaderChanges {
         }
     }
 
+    /// Sets the headers that name the chosen prefill worker rank.
+    pub fn prefill(&mut self, to: &Destination) {
+        self.set(headers::PREFILL_ID, to.rank.worker.to_string());
+        self.set(headers::PREFILL_RANK, to.rank.rank.to_string());
+        self.set(headers::PREFILL_ENDPOINT, to.endpoint.to_string());
+    }
+
     fn wire(self) -> Option<HeaderMutation> {
         if self.set.is_empty() && self.remove.is_empty() {
             return None;
@@ -83,6 +92,43 @@ impl HeaderChanges {
             remove_headers: self.remove.into_iter().map(str::to_owned).collect(),
         })
     }
+}
+
+/// An answer that we give ourselves, in place of a worker's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Immediate {
+    /// HTTP status.
+    pub status: u16,
+    /// Seconds after which the client may try again.
+    pub retry_after: Option<u64>,
+    /// JSON.
+    pub body: Vec<u8>,
+    /// For Envoy's logs.
+    pub details: &'static str,
+}
+
+/// Ends the exchange with our own answer.
+pub fn immediate(answer: &Immediate) -> ProcessingResponse {
+    let mut changes = HeaderChanges::default();
+    changes.set("content-type", "application/json".to_owned());
+    if let Some(seconds) = answer.retry_after {
+        changes.set("retry-after", seconds.to_string());
+    }
+    let response = ImmediateResponse {
+        status: Some(HttpStatus { code: answer.status.into() }),
+        headers: changes.wire(),
+        body: answer.body.clone(),
+        details: answer.details.to_owned(),
+        ..ImmediateResponse::default()
+    };
+    ProcessingResponse { response: Some(Response::ImmediateResponse(response)), ..ProcessingResponse::default() }
+}
+
+/// Asks Envoy to wait so long for the next answer. It has to come before that answer, alone, and Envoy takes it once.
+pub fn hold(wait: Duration) -> ProcessingResponse {
+    let seconds = i64::try_from(wait.as_secs()).unwrap_or(i64::MAX);
+    let timeout = envoy_types::pb::google::protobuf::Duration { seconds, nanos: wait.subsec_nanos() as i32 };
+    ProcessingResponse { override_message_timeout: Some(timeout), ..ProcessingResponse::default() }
 }
 
 /// Lets one message go on, with changed headers.

@@ -3,9 +3,10 @@
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
+use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
-use super::{ParseError, Prompt, Request, Side, Tokenization};
+use super::{Extension, ParseError, Prompt, Request, Side, Tokenization};
 
 /// A conversation and what its rendering depends on.
 #[derive(Clone, Debug, PartialEq)]
@@ -95,7 +96,7 @@ pub enum Part {
 }
 
 #[derive(Deserialize)]
-struct Body {
+struct Body<'a> {
     #[serde(default)]
     model: Option<String>,
     #[serde(default)]
@@ -128,6 +129,8 @@ struct Body {
     add_special_tokens: Option<bool>,
     #[serde(default)]
     truncate_prompt_tokens: Option<i64>,
+    #[serde(default, borrow)]
+    nvext: Option<&'a RawValue>,
     #[serde(default)]
     truncation_side: Option<Side>,
 }
@@ -139,7 +142,7 @@ struct Forwarded {
 }
 
 pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
-    let body: Body = serde_json::from_str(text)?;
+    let body: Body<'_> = serde_json::from_str(text)?;
     let messages = body.messages.ok_or(ParseError::Missing("messages"))?;
     if messages.is_empty() {
         return Err(ParseError::Empty("messages"));
@@ -166,5 +169,6 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
             truncate_prompt_tokens: body.truncate_prompt_tokens,
             truncation_side: body.truncation_side,
         },
+        extension: body.nvext.map(|raw| Box::new(Extension::read(raw))),
     })
 }

@@ -5,11 +5,12 @@ use std::fmt;
 
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, IgnoredAny, SeqAccess, Visitor};
+use serde_json::value::RawValue;
 
-use super::{ParseError, Prompt, Request, Tokenization};
+use super::{Extension, ParseError, Prompt, Request, Tokenization};
 
 #[derive(Deserialize)]
-struct Body {
+struct Body<'a> {
     #[serde(default)]
     model: Option<String>,
     #[serde(default)]
@@ -26,12 +27,14 @@ struct Body {
     add_special_tokens: Option<bool>,
     #[serde(default)]
     truncate_prompt_tokens: Option<i64>,
+    #[serde(default, borrow)]
+    nvext: Option<&'a RawValue>,
     #[serde(default)]
     truncation_side: Option<super::Side>,
 }
 
 pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
-    let body: Body = serde_json::from_str(text)?;
+    let body: Body<'_> = serde_json::from_str(text)?;
     let prompt = match (body.prompt_embeds, body.prompt) {
         (Some(IgnoredAny), _) => Prompt::Embeddings,
         (None, Some(Prompts(prompt))) => prompt,
@@ -51,6 +54,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
             truncate_prompt_tokens: body.truncate_prompt_tokens,
             truncation_side: body.truncation_side,
         },
+        extension: body.nvext.map(|raw| Box::new(Extension::read(raw))),
     })
 }
 
