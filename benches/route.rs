@@ -84,6 +84,9 @@ fn worker(id: u64) -> Worker {
         ranks: Ranks::ONE,
         capacity: Default::default(),
         taints: Default::default(),
+        adapters: Default::default(),
+        topology: Default::default(),
+        kv_transfer: None,
         event_sources: Vec::new(),
     }
 }

@@ -3,6 +3,7 @@
 
 pub mod config;
 pub mod file;
+mod labels;
 mod resolve;
 pub mod zmq;
 

@@ -10,7 +10,7 @@ use serde::ser::{Serialize, SerializeStruct, Serializer};
 use crate::worker::{ModelName, Slot, Worker, WorkerId, WorkerRank};
 
 /// One worker rank and its slot.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Member {
     /// Its number in the tables of the core.
     pub slot: Slot,
@@ -39,7 +39,7 @@ pub struct Reconciled {
     pub added: Vec<Member>,
     /// Ranks that end, as they were.
     pub removed: Vec<Member>,
-    /// Ranks that stay in their slot with a worker whose role, capacity or taints changed.
+    /// Ranks that stay in their slot with a worker that changed in something that does not make it another worker.
     pub kept_changed: Vec<Member>,
 }
 

@@ -3,6 +3,7 @@
 //! of many costs: the smallest, with exact ties broken uniformly, or a sample when a temperature is set.
 
 mod cost;
+mod eligible;
 mod weights;
 
 use std::ops::Range;
@@ -11,6 +12,7 @@ use rand::{Rng, RngExt};
 
 pub use cost::Cost;
 use cost::Scale;
+pub use eligible::{Constraints, Excluded, Ineligible, Pin, PlaceUnknown, Standing, eligible, preference, verdicts};
 pub use weights::Weights;
 
 use crate::index::TierBlocks;

@@ -1,7 +1,7 @@
 //! Who can serve: workers, their data-parallel ranks, and how Envoy reaches them. Everything here is a plain value;
 //! discovery makes them, the fleet arranges them, and the rest of the program only reads them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
@@ -205,8 +205,27 @@ pub struct Capacity {
     pub total_kv_blocks: Option<u64>,
 }
 
+/// What a prefill worker demands of the decode worker that takes over its KV: to be in the same place of a topology domain.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct KvTransfer {
+    /// The domain, a key of both workers' topology.
+    pub domain: String,
+    /// How much it matters.
+    pub enforcement: Enforcement,
+}
+
+/// How much a demand matters.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Enforcement {
+    /// Nobody else will do.
+    Required,
+    /// Others cost more; the weight is from 0 to 1.
+    Preferred(f64),
+}
+
 /// One serving engine process, as discovery reports it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Worker {
     /// Identity.
     pub id: WorkerId,
@@ -224,11 +243,32 @@ pub struct Worker {
     pub capacity: Capacity,
     /// Labels that requests may require or prefer.
     pub taints: BTreeSet<String>,
+    /// LoRA adapters it has loaded.
+    pub adapters: BTreeSet<String>,
+    /// Where it stands: topology domain to value, such as `zone` to `a`.
+    pub topology: BTreeMap<String, String>,
+    /// What it demands of the decode worker when it does a prefill.
+    pub kv_transfer: Option<KvTransfer>,
     /// Per rank, in rank order: where its KV events come from. Empty: it publishes none.
     pub event_sources: Vec<EventSource>,
 }
 
+/// What a taint begins with that stands for a place in the topology: `dynamo.topology/<domain>=<value>`.
+const TOPOLOGY_TAINT: &str = "dynamo.topology/";
+
+/// The taint that stands for a place in the topology.
+pub fn topology_taint(domain: &str, value: &str) -> String {
+    format!("{TOPOLOGY_TAINT}{domain}={value}")
+}
+
 impl Worker {
+    /// Whether the worker has a taint, by its label or by where it stands.
+    pub fn carries(&self, taint: &str) -> bool {
+        let place = || taint.strip_prefix(TOPOLOGY_TAINT)?.split_once('=');
+        self.taints.contains(taint)
+            || place().is_some_and(|(domain, value)| self.topology.get(domain).is_some_and(|own| own == value))
+    }
+
     /// The event source of one rank, if it has one.
     pub fn event_source(&self, rank: DpRank) -> Option<&EventSource> {
         self.event_sources.get(rank.0.checked_sub(self.ranks.start)? as usize)

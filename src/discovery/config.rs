@@ -1,6 +1,6 @@
 //! Settings of discovery: one worker as its operator writes it, and how the workers file is followed.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use crate::settings::{Period, Problem};
 use crate::worker::{Attach, BlockSize, Endpoint, ModelName, Role, WorkerId};
 
 /// One entry of the list of workers.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WorkerConfig {
     /// Instance id.
@@ -41,6 +41,38 @@ pub struct WorkerConfig {
     /// Labels that requests may require or prefer.
     #[serde(default)]
     pub taints: BTreeSet<String>,
+    /// LoRA adapters it has loaded.
+    #[serde(default)]
+    pub adapters: BTreeSet<String>,
+    /// Where it stands: topology domain to value.
+    #[serde(default)]
+    pub topology: BTreeMap<String, String>,
+    /// What it demands of the decode worker when it does a prefill.
+    #[serde(default)]
+    pub kv_transfer: Option<KvTransferConfig>,
+}
+
+/// That the decode worker which takes over the KV shall stand in the same place.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KvTransferConfig {
+    /// The topology domain whose value both shall have.
+    pub domain: String,
+    /// How much it matters.
+    pub enforcement: EnforcementConfig,
+    /// From 0 to 1, where it is only preferred.
+    #[serde(default)]
+    pub weight: Option<f64>,
+}
+
+/// How much a demand matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EnforcementConfig {
+    /// Nobody else will do.
+    Required,
+    /// Others cost more.
+    Preferred,
 }
 
 /// The data-parallel ranks `start .. start + size`.

@@ -6,6 +6,7 @@ use std::hash::Hash;
 
 use super::ServedModel;
 use super::config::{DataParallel, KvEventsConfig, RankSource, WorkerConfig};
+use super::labels;
 use super::zmq::ZmqEndpoint;
 use crate::settings::{Problem, Step, nearest};
 use crate::worker::{Attach, Capacity, DpRank, EventSource, Ranks, Worker};
@@ -60,6 +61,8 @@ fn worker(config: &WorkerConfig, models: &[ServedModel]) -> Result<Worker, Vec<P
             Vec::new()
         }
     };
+    let kv_transfer = labels::kv_transfer(config).map_err(|problem| problems.push(problem)).unwrap_or_default();
+    problems.extend(labels::problems(config));
     match (model, ranks) {
         (Some(model), Some(ranks)) if problems.is_empty() => Ok(Worker {
             id: config.id,
@@ -73,6 +76,9 @@ fn worker(config: &WorkerConfig, models: &[ServedModel]) -> Result<Worker, Vec<P
                 total_kv_blocks: config.total_kv_blocks,
             },
             taints: config.taints.clone(),
+            adapters: config.adapters.clone(),
+            topology: config.topology.clone(),
+            kv_transfer,
             event_sources,
         }),
         _ => Err(problems),

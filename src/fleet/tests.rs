@@ -13,6 +13,9 @@ fn worker(id: u64, ranks: u32) -> Worker {
         ranks: Ranks { start: 0, size: NonZeroU32::new(ranks).unwrap() },
         capacity: Capacity::default(),
         taints: BTreeSet::new(),
+        adapters: BTreeSet::new(),
+        topology: BTreeMap::new(),
+        kv_transfer: None,
         event_sources: vec![],
     }
 }

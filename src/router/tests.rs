@@ -1,4 +1,4 @@
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -18,6 +18,9 @@ fn worker(id: u64) -> Worker {
         ranks: Ranks::ONE,
         capacity: Capacity::default(),
         taints: BTreeSet::new(),
+        adapters: BTreeSet::new(),
+        topology: BTreeMap::new(),
+        kv_transfer: None,
         event_sources: Vec::new(),
     }
 }

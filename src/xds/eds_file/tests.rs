@@ -1,4 +1,4 @@
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
 use super::*;
@@ -14,6 +14,9 @@ fn worker(id: u64, endpoint: &str, role: Role) -> Worker {
         ranks: Ranks::ONE,
         capacity: Capacity::default(),
         taints: BTreeSet::new(),
+        adapters: BTreeSet::new(),
+        topology: BTreeMap::new(),
+        kv_transfer: None,
         event_sources: Vec::new(),
     }
 }

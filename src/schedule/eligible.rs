@@ -1,0 +1,279 @@
+//! Who may be chosen for a request at all. One function judges every member by the same rules, for the choice and for the
+//! explanation of it, so that the two cannot disagree. Three rules look at all members together and never leave nobody:
+//! an affinity that cannot be kept does not count, an adapter that nobody has does not either, and when nobody is healthy
+//! everybody is: a wrong verdict about health must not be worse than none.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::fleet::Member;
+use crate::worker::{DpRank, Endpoint, Enforcement, Role, Worker, WorkerId, WorkerRank, topology_taint};
+
+/// What a request demands of whoever serves it. The default demands nothing but the role.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Constraints {
+    /// The phases that are to be done: [`Role::Prefill`] takes prefill workers only, the others take everybody else.
+    pub role: Role,
+    /// The only worker that will do.
+    pub pin: Option<Pin>,
+    /// The workers that will do; an empty list is nobody.
+    pub allowed: Option<BTreeSet<WorkerId>>,
+    /// Envoy's subset.
+    pub endpoints: Option<BTreeSet<Endpoint>>,
+    /// Taints without which nobody will do.
+    pub required_taints: BTreeSet<String>,
+    /// Taints that make a worker cheaper, or dearer where the weight is negative.
+    pub preferred_taints: BTreeMap<String, f64>,
+    /// Hard affinity: while this rank is eligible, nobody else is.
+    pub exclusive: Option<WorkerRank>,
+    /// The LoRA adapter that is asked for; who has it goes before who has not.
+    pub adapter: Option<String>,
+}
+
+/// A request's own choice of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Pin {
+    /// The worker.
+    pub worker: WorkerId,
+    /// The rank; may be missing where the worker has only one.
+    pub rank: Option<DpRank>,
+}
+
+/// What the caller knows of a member right now. Where several hold, the last of them counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Standing {
+    /// It takes requests.
+    Ready,
+    /// It has too much to do.
+    Overloaded,
+    /// Its answers were errors.
+    Unhealthy,
+    /// It takes no requests: it drains, or it is not ready yet. Holds for pins as well.
+    Unavailable,
+}
+
+/// Why a member is not a candidate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Excluded<'c> {
+    /// It does not do the phases that are asked for.
+    OtherRole,
+    /// The pin names another worker.
+    NotPinned,
+    /// The pin names another rank of the worker, or none of several.
+    WrongRank,
+    /// It is not in the allow-list.
+    NotAllowed,
+    /// It is not in Envoy's subset.
+    NotInSubset,
+    /// It lacks a taint.
+    MissingTaint(&'c str),
+    /// It takes no requests.
+    Unavailable,
+    /// It has too much to do.
+    Overloaded,
+    /// Its answers were errors, and others are healthy.
+    Unhealthy,
+    /// The session is bound to another.
+    OtherAffinity,
+    /// Others have the adapter.
+    NoAdapter,
+}
+
+impl fmt::Display for Excluded<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Excluded::OtherRole => "does not do this phase",
+            Excluded::NotPinned => "the request is pinned to another worker",
+            Excluded::WrongRank => "is not the rank the request is pinned to",
+            Excluded::NotAllowed => "is not among the allowed workers",
+            Excluded::NotInSubset => "is not in Envoy's subset",
+            Excluded::MissingTaint(taint) => return write!(f, "lacks the required taint `{taint}`"),
+            Excluded::Unavailable => "takes no requests",
+            Excluded::Overloaded => "is overloaded",
+            Excluded::Unhealthy => "is unhealthy",
+            Excluded::OtherAffinity => "the session is bound to another worker rank",
+            Excluded::NoAdapter => "has not loaded the adapter, and others have",
+        })
+    }
+}
+
+/// Why there is no candidate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Ineligible {
+    /// The pinned worker does not exist, or not in this role.
+    #[error("the request is pinned to worker {0}, which is not known to serve this")]
+    PinUnknown(WorkerId),
+    /// The pinned worker does not have that rank.
+    #[error("the request is pinned to rank {rank} of worker {worker}, which has no such rank")]
+    PinRankUnknown {
+        /// The worker.
+        worker: WorkerId,
+        /// The rank it lacks.
+        rank: DpRank,
+    },
+    /// The pin names no rank, and the worker has several.
+    #[error("the request is pinned to worker {worker}, which has {ranks} ranks, but names none of them")]
+    PinRankMissing {
+        /// The worker.
+        worker: WorkerId,
+        /// How many ranks it has.
+        ranks: u32,
+    },
+    /// The pinned worker is not in the allow-list.
+    #[error("the request is pinned to worker {0}, which is not among the allowed workers")]
+    PinnedWorkerNotAllowed(WorkerId),
+    /// The pinned worker has too much to do.
+    #[error("the request is pinned to worker {0}, which is overloaded")]
+    PinnedWorkerOverloaded(WorkerId),
+    /// Somebody would do, but everybody who would has too much to do.
+    #[error("all eligible workers are overloaded")]
+    AllEligibleWorkersOverloaded,
+    /// Nobody will do.
+    #[error("no worker is eligible")]
+    NoEndpoints,
+}
+
+/// The members that may be chosen, in their order. All members that serve the model should be given.
+pub fn eligible<'a>(
+    members: &[&'a Member],
+    constraints: &Constraints,
+    standing: impl Fn(&Member) -> Standing,
+) -> Result<Vec<&'a Member>, Ineligible> {
+    let verdicts = verdicts(members, constraints, standing);
+    let candidates: Vec<_> =
+        members.iter().zip(&verdicts).filter(|(_, verdict)| verdict.is_none()).map(|(member, _)| *member).collect();
+    if candidates.is_empty() { Err(ineligible(members, constraints, &verdicts)) } else { Ok(candidates) }
+}
+
+/// For each member why it may not be chosen, or `None` where it may.
+pub fn verdicts<'c>(
+    members: &[&Member],
+    constraints: &'c Constraints,
+    standing: impl Fn(&Member) -> Standing,
+) -> Vec<Option<Excluded<'c>>> {
+    let mut verdicts: Vec<_> = members.iter().map(|member| constraints.judge(member, &standing)).collect();
+    keep_the_healthy(&mut verdicts);
+    let eligible = |at: usize, verdicts: &[Option<Excluded<'_>>]| verdicts[at].is_none();
+    let narrow = |verdicts: &mut Vec<Option<Excluded<'c>>>, why: Excluded<'c>, keep: &dyn Fn(&Member) -> bool| {
+        if (0..members.len()).any(|at| eligible(at, verdicts) && keep(members[at])) {
+            for (member, verdict) in members.iter().zip(verdicts) {
+                *verdict = verdict.or_else(|| (!keep(member)).then_some(why));
+            }
+        }
+    };
+    if let Some(exclusive) = constraints.exclusive {
+        narrow(&mut verdicts, Excluded::OtherAffinity, &|member| member.rank == exclusive);
+    }
+    if let Some(adapter) = &constraints.adapter {
+        narrow(&mut verdicts, Excluded::NoAdapter, &|member| member.worker.adapters.contains(adapter));
+    }
+    verdicts
+}
+
+/// Sum of the weights of the preferred taints that a worker carries.
+pub fn preference(constraints: &Constraints, worker: &Worker) -> f64 {
+    constraints.preferred_taints.iter().filter(|(taint, _)| worker.carries(taint)).map(|(_, weight)| weight).sum()
+}
+
+/// A prefill worker demands a place that it does not say it has.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the prefill worker {worker} demands a decode worker of its own {domain}, but does not say where it stands")]
+pub struct PlaceUnknown {
+    /// The worker.
+    pub worker: WorkerId,
+    /// The topology domain.
+    pub domain: String,
+}
+
+impl Constraints {
+    /// Adds what the worker that does the prefill demands of the one that decodes.
+    pub fn follow(&mut self, prefill: &Worker) -> Result<(), PlaceUnknown> {
+        let Some(transfer) = &prefill.kv_transfer else { return Ok(()) };
+        let domain = &transfer.domain;
+        let unknown = || PlaceUnknown { worker: prefill.id, domain: domain.clone() };
+        let taint = topology_taint(domain, prefill.topology.get(domain).ok_or_else(unknown)?);
+        match transfer.enforcement {
+            Enforcement::Required => drop(self.required_taints.insert(taint)),
+            Enforcement::Preferred(weight) => *self.preferred_taints.entry(taint).or_insert(0.0) += weight,
+        }
+        Ok(())
+    }
+
+    /// What one member is excluded for, by itself.
+    fn judge(&self, member: &Member, standing: &impl Fn(&Member) -> Standing) -> Option<Excluded<'_>> {
+        let worker = &*member.worker;
+        if (self.role == Role::Prefill) != (worker.role == Role::Prefill) {
+            return Some(Excluded::OtherRole);
+        }
+        if let Some(pin) = self.pin {
+            if pin.worker != worker.id {
+                return Some(Excluded::NotPinned);
+            }
+            if !pin.means(member) {
+                return Some(Excluded::WrongRank);
+            }
+        }
+        if self.allowed.as_ref().is_some_and(|allowed| !allowed.contains(&worker.id)) {
+            return Some(Excluded::NotAllowed);
+        }
+        if self.endpoints.as_ref().is_some_and(|subset| !subset.contains(&worker.endpoint)) {
+            return Some(Excluded::NotInSubset);
+        }
+        if let Some(taint) = self.required_taints.iter().find(|taint| !worker.carries(taint)) {
+            return Some(Excluded::MissingTaint(taint));
+        }
+        match standing(member) {
+            Standing::Ready => None,
+            Standing::Overloaded => Some(Excluded::Overloaded),
+            Standing::Unhealthy => Some(Excluded::Unhealthy),
+            Standing::Unavailable => Some(Excluded::Unavailable),
+        }
+    }
+}
+
+impl Pin {
+    fn means(self, member: &Member) -> bool {
+        self.rank.map_or(member.worker.ranks.size.get() == 1, |rank| rank == member.rank.rank)
+    }
+}
+
+/// Lets the unhealthy in where nobody would serve but for their health. One that is healthy and only overloaded says that
+/// verdicts can be trusted; then it is better to wait for it.
+fn keep_the_healthy(verdicts: &mut [Option<Excluded<'_>>]) {
+    if verdicts.iter().any(|verdict| matches!(verdict, None | Some(Excluded::Overloaded))) {
+        return;
+    }
+    for verdict in verdicts.iter_mut().filter(|verdict| **verdict == Some(Excluded::Unhealthy)) {
+        *verdict = None;
+    }
+}
+
+/// Names what left nobody.
+fn ineligible(members: &[&Member], constraints: &Constraints, verdicts: &[Option<Excluded<'_>>]) -> Ineligible {
+    let overloaded = verdicts.contains(&Some(Excluded::Overloaded));
+    let Some(pin) = constraints.pin else {
+        return if overloaded { Ineligible::AllEligibleWorkersOverloaded } else { Ineligible::NoEndpoints };
+    };
+    let worker = pin.worker;
+    if constraints.allowed.as_ref().is_some_and(|allowed| !allowed.contains(&worker)) {
+        return Ineligible::PinnedWorkerNotAllowed(worker);
+    }
+    if overloaded {
+        return Ineligible::PinnedWorkerOverloaded(worker);
+    }
+    let foreign = |verdict: &Option<Excluded<'_>>| matches!(verdict, Some(Excluded::OtherRole | Excluded::NotPinned));
+    let own = members.iter().zip(verdicts).find(|(_, verdict)| !foreign(verdict));
+    let Some((member, _)) = own else { return Ineligible::PinUnknown(worker) };
+    let ranks = member.worker.ranks;
+    match pin.rank {
+        Some(rank) if !ranks.contains(rank) => Ineligible::PinRankUnknown { worker, rank },
+        None if ranks.size.get() > 1 => Ineligible::PinRankMissing { worker, ranks: ranks.size.get() },
+        _ => Ineligible::NoEndpoints,
+    }
+}
+
+#[cfg(test)]
+mod tests;
