@@ -93,7 +93,7 @@ fn worker(id: u64) -> Worker {
 
 #[divan::bench(args = [8, 64, 512])]
 fn route_and_release(bencher: Bencher<'_, '_>, ranks: u32) {
-    let ((index, _writers), load) = (warm(ranks), LoadTracker::new());
+    let ((index, _writers), load) = (warm(ranks), LoadTracker::new(std::time::Instant::now));
     let fleet = Fleet::empty().reconcile((0..u64::from(ranks)).map(worker).collect());
     for member in &fleet.added {
         load.open(member.slot, member.rank);

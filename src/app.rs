@@ -8,7 +8,7 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessorServer;
@@ -62,7 +62,7 @@ impl App {
         let metrics = Arc::new(Metrics::new());
         let readiness = Readiness::default();
         let seed = rand::random();
-        let router = Arc::new(Router::new(PrefixIndex::new(), LoadTracker::new(), config.schedule, seed));
+        let router = Arc::new(Router::new(PrefixIndex::new(), LoadTracker::new(Instant::now), config.schedule, seed));
         let admin_listener = tokio::net::TcpListener::bind(config.admin.listen)
             .await
             .with_context(|| format!("the admin address {} cannot be bound", config.admin.listen))?;

@@ -3,17 +3,25 @@
 //! booking happen under one lock: two requests at the same instant cannot both see the same idle worker.
 
 use std::cell::Cell;
+use std::fmt;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use serde::Serialize;
 
 use crate::block::SequenceHash;
 use crate::worker::{Slot, WorkerRank};
 
+mod blocks;
+mod prefill;
+mod reservation;
 mod table;
 
-use table::{Share, Table};
+pub use reservation::Reservation;
+
+use reservation::Part;
+use table::Table;
 
 /// Most prefill tokens that one request counts for. Lengths may be guesses from what a client says of itself, and no guess
 /// may make the sum over all live requests overflow.
@@ -22,9 +30,9 @@ const MOST_PREFILL: u64 = 1 << 40;
 /// Load of one worker rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Load {
-    /// Distinct blocks held by live requests.
+    /// Distinct blocks held by live requests: those of their prompts, and those of their answers if these are counted.
     pub active_blocks: u64,
-    /// Prompt tokens of requests that have not shown their first token.
+    /// Prompt tokens that are still to be computed, of requests that have not shown their first token.
     pub active_prefill_tokens: u64,
     /// Live requests.
     pub active_requests: u64,
@@ -39,14 +47,24 @@ pub struct RankLoad {
     pub rank: WorkerRank,
     /// Distinct blocks held by live requests.
     pub active_blocks: u64,
-    /// Prompt tokens of requests that have not shown their first token.
+    /// Prompt tokens that are still to be computed.
     pub active_prefill_tokens: u64,
     /// Live requests.
     pub active_requests: u64,
 }
 
+/// When a booking ends, if it is not dropped before.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Until {
+    /// With the request.
+    #[default]
+    End,
+    /// With the first token: from then on a prefill worker has nothing to do with the request.
+    FirstToken,
+}
+
 /// What a request will occupy, and where.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Booking {
     /// Where.
     pub slot: Slot,
@@ -60,6 +78,10 @@ pub struct Booking {
     pub cached_tokens: u64,
     /// Whether the rank does the prefill.
     pub track_prefill: bool,
+    /// How long the prefill is expected to take. Its tokens then shrink as time goes by.
+    pub prefill_time: Option<Duration>,
+    /// When it ends.
+    pub until: Until,
 }
 
 impl Booking {
@@ -71,65 +93,99 @@ impl Booking {
 }
 
 /// The load of all worker ranks.
-#[derive(Debug, Default)]
 pub struct LoadTracker {
+    clock: Box<dyn Fn() -> Instant + Send + Sync>,
     table: Mutex<Table>,
+    waiting: RwLock<Arc<[Hear]>>,
 }
+
+type Hear = Arc<dyn Fn() + Send + Sync>;
 
 /// The load at one instant; nothing is booked or released while it is read.
 pub struct LoadView<'a> {
     table: &'a Table,
+    now: Instant,
     /// The last answer of `additional_blocks`, as a first guess for the next slot.
     near: Cell<usize>,
 }
 
-/// The booking of one request. Dropping it releases everything; when the rank is gone there is nothing to release.
-#[derive(Debug)]
-#[must_use = "dropping a reservation releases its load"]
-pub struct Reservation {
-    tracker: Arc<LoadTracker>,
-    booking: Booking,
-    share: Option<Share>,
-}
-
 impl LoadTracker {
-    /// No rank, no load.
-    pub fn new() -> Arc<Self> {
-        Arc::default()
+    /// No rank, no load. The clock says what is left of the prefills; it must not come back here.
+    pub fn new(clock: impl Fn() -> Instant + Send + Sync + 'static) -> Arc<Self> {
+        Arc::new(Self { clock: Box::new(clock), table: Mutex::default(), waiting: RwLock::new(Arc::new([])) })
     }
 
     /// Begins to count for a rank. If the slot was open, what was booked there is forgotten.
     pub fn open(&self, slot: Slot, rank: WorkerRank) {
-        self.table.lock().open(slot, rank);
+        self.change(|table, _| table.open(slot, rank));
     }
 
     /// Stops counting for a slot. Its bookings vanish; their later release does nothing, even when the slot is open again.
     pub fn close(&self, slot: Slot) {
-        self.table.lock().close(slot);
+        self.change(|table, _| table.close(slot));
     }
 
-    /// Decides and books in one critical section; `decide` must be quick and must not come back here.
+    /// Calls `hear` whenever a load went down because a prefill or a request ended, or a slot closed. A prefill that only
+    /// shrinks with time says nothing: who waits for that looks again by himself. No lock of ours is held meanwhile.
+    pub fn on_relief(&self, hear: impl Fn() + Send + Sync + 'static) {
+        let mut waiting = self.waiting.write();
+        let known = waiting.iter().cloned();
+        *waiting = known.chain([Arc::new(hear) as Hear]).collect();
+    }
+
+    /// Decides and books in one critical section; `decide` must be quick and must not come back here. All bookings of a
+    /// request are made or, if any of their ranks has gone, none.
     pub fn book_with<E>(
         self: &Arc<Self>,
-        decide: impl FnOnce(&LoadView<'_>) -> Result<Booking, E>,
+        decide: impl FnOnce(&LoadView<'_>) -> Result<Vec<Booking>, E>,
     ) -> Result<Reservation, E> {
         let mut table = self.table.lock();
-        let booking = decide(&LoadView { table: &table, near: Cell::new(0) })?;
-        let share = table.book(&booking);
+        let now = (self.clock)();
+        let bookings = decide(&LoadView { table: &table, now, near: Cell::new(0) })?;
+        let shares = table.book(&bookings, now);
         drop(table);
-        Ok(Reservation { tracker: self.clone(), booking, share })
+        Ok(Reservation::new(self.clone(), bookings, shares))
     }
 
     /// The load of all open ranks, in slot order.
     pub fn snapshot(&self) -> Vec<RankLoad> {
-        self.table.lock().snapshot()
+        let table = self.table.lock();
+        table.snapshot((self.clock)())
+    }
+
+    /// What the clock says.
+    pub fn now(&self) -> Instant {
+        (self.clock)()
+    }
+
+    /// Changes the table, and tells those who wait if a load went down; so says `change`, and so does this.
+    fn change(&self, change: impl FnOnce(&mut Table, Instant) -> bool) -> bool {
+        let mut table = self.table.lock();
+        let relieved = change(&mut table, (self.clock)());
+        drop(table);
+        if relieved {
+            let waiting = self.waiting.read().clone();
+            waiting.iter().for_each(|hear| hear());
+        }
+        relieved
+    }
+}
+
+impl fmt::Debug for LoadTracker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoadTracker").field("table", &self.table).finish_non_exhaustive()
     }
 }
 
 impl LoadView<'_> {
+    /// The instant at which the load is read.
+    pub fn now(&self) -> Instant {
+        self.now
+    }
+
     /// Load of a rank; `None` if the slot is closed or belongs to another rank by now.
     pub fn load(&self, slot: Slot, rank: WorkerRank) -> Option<Load> {
-        self.table.load(slot, rank)
+        self.table.load(slot, rank, self.now)
     }
 
     /// Blocks of one prompt, in order, that are not already held by live requests on this slot. Where a request has several
@@ -138,33 +194,6 @@ impl LoadView<'_> {
         let matched = self.table.matched(slot, sequences, self.near.get());
         self.near.set(matched);
         (sequences.len() - matched) as u64
-    }
-}
-
-impl Reservation {
-    /// Where the request is booked.
-    pub fn slot(&self) -> Slot {
-        self.booking.slot
-    }
-
-    /// For whom.
-    pub fn rank(&self) -> WorkerRank {
-        self.booking.rank
-    }
-
-    /// The prefill is done; its share ends. Calling it again does nothing.
-    pub fn first_token(&mut self) {
-        if let Some(share) = &mut self.share {
-            self.tracker.table.lock().end_prefill(self.booking.slot, share);
-        }
-    }
-}
-
-impl Drop for Reservation {
-    fn drop(&mut self) {
-        if let Some(share) = self.share.take() {
-            self.tracker.table.lock().release(&self.booking, share);
-        }
     }
 }
 

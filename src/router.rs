@@ -21,7 +21,7 @@ pub use answer::{Destination, Mode, Prompt, Reason, Route, RouteError, RouteRequ
 use crate::block::SequenceHash;
 use crate::fleet::{Fleet, Member};
 use crate::index::{Overlaps, PrefixIndex, TierBlocks};
-use crate::load::{Booking, LoadTracker, LoadView, Reservation};
+use crate::load::{Booking, LoadTracker, LoadView, Reservation, Until};
 use crate::schedule::{self, Candidate, Choice, Question, Weights};
 use crate::worker::{BlockSize, ModelName, Role, WorkerRank};
 
@@ -139,9 +139,11 @@ impl Router {
                 prompt_tokens: decision.question.prompt_tokens,
                 cached_tokens: decision.cached_tokens(member, false),
                 track_prefill: decision.question.track_prefill,
+                prefill_time: None,
+                until: Until::End,
             };
             chosen = Some((member, choice));
-            Ok(booking)
+            Ok(vec![booking])
         })?;
         let (member, choice) = chosen.ok_or(RouteError::NoCandidate)?;
         Ok((self.describe(decision, prompt, member, choice), reservation))

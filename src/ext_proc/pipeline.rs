@@ -288,7 +288,7 @@ mod tests {
         let encoder = Encoder::load(&files).unwrap();
         let mut models = Models::default();
         models.add(Model { name: "m".into(), block_size: BlockSize::new(16).unwrap(), encoder: Some(encoder) }, &[]);
-        let router = Router::new(PrefixIndex::new(), LoadTracker::new(), Weights::default(), 1);
+        let router = Router::new(PrefixIndex::new(), LoadTracker::new(std::time::Instant::now), Weights::default(), 1);
         let limits = LimitsConfig { exchange_deadline: Period::millis(1), ..LimitsConfig::default() };
         Pipeline::new(models, Arc::new(router), Arc::new(Metrics::new()), limits)
     }

@@ -1,9 +1,10 @@
-//! The load table: a row per slot.
+//! The load table: a row per slot. What changes it says whether a load went down.
 
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
+use std::time::Instant;
 
-use super::{Booking, Load, RankLoad};
+use super::blocks::{Blocks, Outputs, Weight};
+use super::prefill::{Prefills, Ticket};
+use super::{Booking, Load, Part, RankLoad, Until};
 use crate::block::SequenceHash;
 use crate::worker::{Slot, WorkerRank};
 
@@ -20,43 +21,43 @@ struct Row {
     rank: WorkerRank,
     /// Unlike every other term of every slot: tells a booking whether the row it was made in is still there.
     term: u64,
-    load: Load,
-    /// How many live requests hold a block.
-    holders: HashMap<SequenceHash, u32, BuildHasherDefault<AsIs>>,
+    requests: u64,
+    prefills: Prefills,
+    prompts: Blocks,
+    /// Of the blocks of all answers.
+    outputs: u128,
 }
 
-/// What a reservation holds in a row.
+/// What a booking holds in a row.
 #[derive(Debug)]
 pub(super) struct Share {
     term: u64,
-    prefill_tokens: u64,
+    prefill: Option<Ticket>,
+    outputs: Outputs,
 }
 
 impl Table {
-    pub(super) fn open(&mut self, slot: Slot, rank: WorkerRank) {
+    pub(super) fn open(&mut self, slot: Slot, rank: WorkerRank) -> bool {
         if self.rows.len() <= slot.at() {
             self.rows.resize_with(slot.at() + 1, || None);
         }
         self.terms += 1;
-        self.rows[slot.at()] = Some(Row { rank, term: self.terms, load: Load::default(), holders: HashMap::default() });
+        self.rows[slot.at()].replace(Row::new(rank, self.terms)).is_some()
     }
 
-    pub(super) fn close(&mut self, slot: Slot) {
-        if let Some(row) = self.rows.get_mut(slot.at()) {
-            *row = None;
-        }
+    pub(super) fn close(&mut self, slot: Slot) -> bool {
+        self.rows.get_mut(slot.at()).and_then(Option::take).is_some()
     }
 
-    pub(super) fn load(&self, slot: Slot, rank: WorkerRank) -> Option<Load> {
-        let row = self.rows.get(slot.at())?.as_ref()?;
-        (row.rank == rank).then_some(row.load)
+    pub(super) fn load(&self, slot: Slot, rank: WorkerRank, now: Instant) -> Option<Load> {
+        self.row(slot).filter(|row| row.rank == rank).map(|row| row.load(now))
     }
 
     /// Leading blocks of a prompt that are held on a slot. `near` is a guess, usually the answer for another slot: the
     /// prompts that workers have in common end at the same block, and then two look-ups do.
     pub(super) fn matched(&self, slot: Slot, sequences: &[SequenceHash], near: usize) -> usize {
-        let Some(row) = self.rows.get(slot.at()).and_then(Option::as_ref) else { return 0 };
-        let held = |sequence: &SequenceHash| row.holders.contains_key(sequence);
+        let Some(row) = self.row(slot) else { return 0 };
+        let held = |sequence: &SequenceHash| row.prompts.holds(sequence);
         let (before, after) = sequences.split_at(near.min(sequences.len()));
         // A sequence hash names all blocks before it, so who holds one holds those as well: the end can be searched for.
         if before.last().is_some_and(|last| !held(last)) {
@@ -68,72 +69,99 @@ impl Table {
         }
     }
 
-    pub(super) fn book(&mut self, booking: &Booking) -> Option<Share> {
-        let row = self.rows.get_mut(booking.slot.at())?.as_mut().filter(|row| row.rank == booking.rank)?;
-        for sequence in &*booking.sequences {
-            *row.holders.entry(*sequence).or_insert(0) += 1;
+    /// A share for each, or nothing at all.
+    pub(super) fn book(&mut self, bookings: &[Booking], now: Instant) -> Option<Vec<Share>> {
+        let there = |booking: &Booking| self.row(booking.slot).is_some_and(|row| row.rank == booking.rank);
+        if !bookings.iter().all(there) {
+            return None;
         }
-        row.load.active_blocks = row.holders.len() as u64;
-        row.load.active_prefill_tokens += booking.prefill_tokens();
-        row.load.active_requests += 1;
-        Some(Share { term: row.term, prefill_tokens: booking.prefill_tokens() })
+        let row = |booking: &Booking| Some(self.rows.get_mut(booking.slot.at())?.as_mut()?.book(booking, now));
+        bookings.iter().map(row).collect()
     }
 
-    pub(super) fn end_prefill(&mut self, slot: Slot, share: &mut Share) {
-        if let Some(row) = self.row_of(slot, share) {
-            row.load.active_prefill_tokens -= share.prefill_tokens;
-        }
-        share.prefill_tokens = 0;
+    pub(super) fn counts(&self, part: &Part) -> bool {
+        let held = part.share.as_ref().zip(self.row(part.booking.slot));
+        held.is_some_and(|(share, row)| share.term == row.term)
     }
 
-    pub(super) fn release(&mut self, booking: &Booking, mut share: Share) {
-        self.end_prefill(booking.slot, &mut share);
-        let Some(row) = self.row_of(booking.slot, &share) else { return };
-        for sequence in &*booking.sequences {
-            if let Some(holders) = row.holders.get_mut(sequence) {
-                *holders -= 1;
-                if *holders == 0 {
-                    row.holders.remove(sequence);
-                }
-            }
+    pub(super) fn first_token(&mut self, part: &mut Part, now: Instant) -> bool {
+        if part.booking.until == Until::FirstToken {
+            return self.release(part, now);
         }
-        row.load.active_blocks = row.holders.len() as u64;
-        row.load.active_requests -= 1;
+        let Some(share) = &mut part.share else { return false };
+        self.row_of(&part.booking, share).is_some_and(|row| row.end_prefill(share, now))
     }
 
-    pub(super) fn snapshot(&self) -> Vec<RankLoad> {
+    pub(super) fn output_block(&mut self, part: &mut Part, weight: Option<Weight>) -> bool {
+        let Some(share) = part.share.as_mut().filter(|_| part.booking.until == Until::End) else { return false };
+        let Some(row) = self.row_of(&part.booking, share) else { return false };
+        let before = row.blocks();
+        row.outputs -= share.outputs.weight();
+        share.outputs.add(weight);
+        row.outputs += share.outputs.weight();
+        if let Some(weight) = weight {
+            row.prompts.fade(&part.booking.sequences, weight);
+        }
+        row.blocks() < before
+    }
+
+    pub(super) fn release(&mut self, part: &mut Part, now: Instant) -> bool {
+        let Some(mut share) = part.share.take() else { return false };
+        let Some(row) = self.row_of(&part.booking, &share) else { return false };
+        row.end_prefill(&mut share, now);
+        row.prompts.remove(&part.booking.sequences);
+        row.outputs -= share.outputs.weight();
+        row.requests -= 1;
+        true
+    }
+
+    pub(super) fn snapshot(&self, now: Instant) -> Vec<RankLoad> {
         let open = self.rows.iter().enumerate().filter_map(|(slot, row)| Some((slot, row.as_ref()?)));
-        open.map(|(slot, row)| RankLoad {
-            slot: Slot(slot as u32),
-            rank: row.rank,
-            active_blocks: row.load.active_blocks,
-            active_prefill_tokens: row.load.active_prefill_tokens,
-            active_requests: row.load.active_requests,
+        open.map(|(slot, row)| {
+            let Load { active_blocks, active_prefill_tokens, active_requests } = row.load(now);
+            let slot = Slot(slot as u32);
+            RankLoad { slot, rank: row.rank, active_blocks, active_prefill_tokens, active_requests }
         })
         .collect()
     }
 
-    fn row_of(&mut self, slot: Slot, share: &Share) -> Option<&mut Row> {
-        self.rows.get_mut(slot.at())?.as_mut().filter(|row| row.term == share.term)
+    fn row(&self, slot: Slot) -> Option<&Row> {
+        self.rows.get(slot.at())?.as_ref()
+    }
+
+    /// The row that a booking was made in, if it is still there.
+    fn row_of(&mut self, booking: &Booking, share: &Share) -> Option<&mut Row> {
+        self.rows.get_mut(booking.slot.at())?.as_mut().filter(|row| row.term == share.term)
     }
 }
 
-/// The hasher of keys that are good hashes already.
-#[derive(Debug, Default)]
-struct AsIs(u64);
-
-impl Hasher for AsIs {
-    fn finish(&self) -> u64 {
-        self.0
+impl Row {
+    fn new(rank: WorkerRank, term: u64) -> Self {
+        Self { rank, term, requests: 0, prefills: Prefills::default(), prompts: Blocks::default(), outputs: 0 }
     }
 
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.0 = self.0.rotate_left(8) ^ u64::from(byte);
+    fn blocks(&self) -> u64 {
+        Weight::blocks(self.prompts.weight() + self.outputs)
+    }
+
+    fn load(&self, now: Instant) -> Load {
+        Load {
+            active_blocks: self.blocks(),
+            active_prefill_tokens: self.prefills.remaining(now),
+            active_requests: self.requests,
         }
     }
 
-    fn write_u64(&mut self, value: u64) {
-        self.0 = value;
+    fn book(&mut self, booking: &Booking, now: Instant) -> Share {
+        self.prompts.add(&booking.sequences);
+        self.requests += 1;
+        let prefill = self.prefills.begin(booking.prefill_tokens(), booking.prefill_time, now);
+        Share { term: self.term, prefill, outputs: Outputs::default() }
+    }
+
+    fn end_prefill(&mut self, share: &mut Share, now: Instant) -> bool {
+        let ticket = share.prefill.take();
+        ticket.into_iter().for_each(|ticket| self.prefills.end(ticket, now));
+        ticket.is_some()
     }
 }

@@ -18,11 +18,13 @@ fn booking(slot: u32, worker: u64, sequences: &[u64], tokens: u64) -> Booking {
         prompt_tokens: tokens,
         cached_tokens: 0,
         track_prefill: true,
+        prefill_time: None,
+        until: Until::End,
     }
 }
 
 fn book(tracker: &Arc<LoadTracker>, booking: Booking) -> Reservation {
-    tracker.book_with(|_| Ok::<_, ()>(booking)).unwrap()
+    tracker.book_with(|_| Ok::<_, ()>(vec![booking])).unwrap()
 }
 
 fn loads(tracker: &LoadTracker) -> Vec<(u32, u64, u64, u64)> {
@@ -32,7 +34,7 @@ fn loads(tracker: &LoadTracker) -> Vec<(u32, u64, u64, u64)> {
 
 #[test]
 fn a_dropped_reservation_releases_everything() {
-    let tracker = LoadTracker::new();
+    let tracker = LoadTracker::new(Instant::now);
     tracker.open(Slot(0), rank(1));
     let mut reservation = book(&tracker, booking(0, 1, &[1, 2, 3], 50));
     assert_eq!(loads(&tracker), [(0, 3, 50, 1)]);
@@ -45,7 +47,7 @@ fn a_dropped_reservation_releases_everything() {
 
 #[test]
 fn cached_tokens_are_not_prefilled_and_untracked_prefill_counts_nothing() {
-    let tracker = LoadTracker::new();
+    let tracker = LoadTracker::new(Instant::now);
     tracker.open(Slot(0), rank(1));
     for (cached, track, expected) in [(0, true, 64), (48, true, 16), (100, true, 0), (0, false, 0)] {
         let booking = Booking { cached_tokens: cached, track_prefill: track, ..booking(0, 1, &[1], 64) };
@@ -57,7 +59,7 @@ fn cached_tokens_are_not_prefilled_and_untracked_prefill_counts_nothing() {
 
 #[test]
 fn no_length_makes_the_load_overflow() {
-    let tracker = LoadTracker::new();
+    let tracker = LoadTracker::new(Instant::now);
     tracker.open(Slot(0), rank(1));
     let giants: Vec<_> = (0..3).map(|_| book(&tracker, booking(0, 1, &[1], u64::MAX))).collect();
     let small = book(&tracker, booking(0, 1, &[1], 16));
@@ -70,7 +72,7 @@ fn no_length_makes_the_load_overflow() {
 
 #[test]
 fn a_late_release_does_not_touch_who_came_after() {
-    let tracker = LoadTracker::new();
+    let tracker = LoadTracker::new(Instant::now);
     tracker.open(Slot(0), rank(1));
     let mut late = book(&tracker, booking(0, 1, &[1, 2], 32));
     tracker.close(Slot(0));
@@ -86,7 +88,7 @@ fn a_late_release_does_not_touch_who_came_after() {
 
 #[test]
 fn nothing_is_booked_where_the_slot_is_closed_or_somebody_elses() {
-    let tracker = LoadTracker::new();
+    let tracker = LoadTracker::new(Instant::now);
     tracker.open(Slot(1), rank(1));
     let reservations = [book(&tracker, booking(0, 1, &[1], 16)), book(&tracker, booking(1, 2, &[1], 16))];
     assert_eq!(loads(&tracker), [(1, 0, 0, 0)]);
@@ -105,12 +107,12 @@ fn nothing_is_booked_where_the_slot_is_closed_or_somebody_elses() {
 
 #[test]
 fn simultaneous_bookings_see_one_another() {
-    let tracker = LoadTracker::new();
+    let tracker = LoadTracker::new(Instant::now);
     (0..4).for_each(|slot| tracker.open(Slot(slot), rank(u64::from(slot))));
     let idlest = |view: &LoadView<'_>| {
         let requests = |slot: &u32| view.load(Slot(*slot), rank(u64::from(*slot))).unwrap().active_requests;
         let slot = (0..4).min_by_key(requests).unwrap();
-        Ok::<_, ()>(booking(slot, u64::from(slot), &[1, 2], 32))
+        Ok::<_, ()>(vec![booking(slot, u64::from(slot), &[1, 2], 32)])
     };
     let held: Vec<_> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..4)
@@ -165,7 +167,7 @@ proptest! {
     fn load_is_that_of_the_live_requests(
         script in vec((0..6u8, 0..3u32, vec(0..3u64, 0..7), 0..100u64, any::<u16>()), 1..50),
     ) {
-        let tracker = LoadTracker::new();
+        let tracker = LoadTracker::new(Instant::now);
         (0..3).for_each(|slot| tracker.open(Slot(slot), rank(u64::from(slot))));
         let mut naive = Naive::default();
         let mut live: BTreeMap<usize, Reservation> = BTreeMap::new();
@@ -197,7 +199,7 @@ proptest! {
                 let row = |slot: u32| {
                     (view.load(Slot(slot), rank(u64::from(slot))).unwrap(), view.additional_blocks(Slot(slot), &hashes))
                 };
-                Err::<Booking, _>([row(0), row(1), row(2)])
+                Err::<Vec<Booking>, _>([row(0), row(1), row(2)])
             });
             for slot in 0..3 {
                 let expected = (naive.load(slot), naive.additional(slot, &prompt));

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 use serde_json::Value;
 use warmroute::block::{BlockHashes, LocalHash, SequenceHash};
-use warmroute::load::{Booking, LoadTracker, Reservation};
+use warmroute::load::{Booking, LoadTracker, Reservation, Until};
 use warmroute::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
 
 const OUTPUT: &str = "output blocks are not counted yet";
@@ -134,6 +134,8 @@ impl Request {
             prompt_tokens: self.effective_prefill_tokens,
             cached_tokens: 0,
             track_prefill: true,
+            prefill_time: None,
+            until: Until::End,
         }
     }
 }
@@ -159,7 +161,8 @@ impl Bench {
         let ranks = workers.iter().flat_map(|worker| {
             (worker.dp_start..worker.dp_start + worker.dp_size).map(|number| rank(worker.worker_id, number))
         });
-        let bench = Self { tracker: LoadTracker::new(), slots: ranks.collect(), live: BTreeMap::new() };
+        let bench =
+            Self { tracker: LoadTracker::new(std::time::Instant::now), slots: ranks.collect(), live: BTreeMap::new() };
         for (slot, rank) in bench.slots.iter().enumerate() {
             bench.tracker.open(Slot(slot as u32), *rank);
         }
@@ -170,7 +173,7 @@ impl Bench {
     fn book(&mut self, id: &str, booking: Booking) -> bool {
         let Some(slot) = self.slots.iter().position(|known| *known == booking.rank) else { return false };
         let booking = Booking { slot: Slot(slot as u32), ..booking };
-        let reservation = self.tracker.book_with(|_| Ok::<_, ()>(booking)).unwrap();
+        let reservation = self.tracker.book_with(|_| Ok::<_, ()>(vec![booking])).unwrap();
         assert!(self.live.insert(id.into(), reservation).is_none());
         true
     }
@@ -193,7 +196,7 @@ impl Bench {
                 assert_eq!(booked, step.result == "ok", "{case}");
             }
             Op::MarkPrefillCompleted { request_id } => {
-                self.live.get_mut(request_id).into_iter().for_each(Reservation::first_token);
+                self.live.get_mut(request_id).into_iter().for_each(|held| drop(held.first_token()));
             }
             Op::Free { request_id } => {
                 self.live.remove(request_id);
@@ -227,7 +230,7 @@ impl Bench {
                 assert_eq!(additional, number("additional_active_blocks"), "{case}");
                 assert_eq!(load.active_blocks + additional, number("potential_decode_blocks"), "{case}");
             }
-            Err::<Booking, _>("only looked")
+            Err::<Vec<Booking>, _>("only looked")
         });
         assert!(checked.is_err());
     }

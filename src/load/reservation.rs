@@ -1,0 +1,94 @@
+//! The booking of one request, as a value.
+
+use std::sync::Arc;
+
+use super::blocks::Weight;
+use super::table::Share;
+use super::{Booking, LoadTracker};
+use crate::worker::{Slot, WorkerRank};
+
+/// All bookings of one request. Dropping it releases everything; where a rank is gone there is nothing to release.
+#[derive(Debug)]
+#[must_use = "dropping a reservation releases its load"]
+pub struct Reservation {
+    tracker: Arc<LoadTracker>,
+    parts: Vec<Part>,
+}
+
+/// One booking, and what it holds. Nothing is held where the rank had gone, or once the booking has ended.
+#[derive(Debug)]
+pub(super) struct Part {
+    pub(super) booking: Booking,
+    pub(super) share: Option<Share>,
+}
+
+impl Reservation {
+    pub(super) fn new(tracker: Arc<LoadTracker>, bookings: Vec<Booking>, shares: Option<Vec<Share>>) -> Self {
+        let mut shares = shares.into_iter().flatten();
+        let parts = bookings.into_iter().map(|booking| Part { booking, share: shares.next() }).collect();
+        Self { tracker, parts }
+    }
+
+    /// Where the first booking is; `None` only if nothing was to be booked.
+    pub fn slot(&self) -> Option<Slot> {
+        self.parts.first().map(|part| part.booking.slot)
+    }
+
+    /// For whom the first booking is.
+    pub fn rank(&self) -> Option<WorkerRank> {
+        self.parts.first().map(|part| part.booking.rank)
+    }
+
+    /// Where the bookings are, in their order.
+    pub fn parts(&self) -> impl Iterator<Item = (Slot, WorkerRank)> {
+        self.bookings().map(|booking| (booking.slot, booking.rank))
+    }
+
+    /// The bookings as they were made.
+    pub fn bookings(&self) -> impl Iterator<Item = &Booking> {
+        self.parts.iter().map(|part| &part.booking)
+    }
+
+    /// Whether anything of it still counts as load: it was booked, has not ended, and its rank has not gone.
+    pub fn counts(&self) -> bool {
+        let table = self.tracker.table.lock();
+        self.parts.iter().any(|part| table.counts(part))
+    }
+
+    /// The prefill is done: its share ends, and so do bookings that last until then. Says whether that changed anything;
+    /// a second call does not.
+    pub fn first_token(&mut self) -> bool {
+        let Self { tracker, parts } = self;
+        tracker.change(|table, now| any(parts, |part| table.first_token(part, now)))
+    }
+
+    /// The answer filled another block. If it is known how much of the answer is still to come, as a `fraction`, the blocks
+    /// that only this request holds count for only so much from now on: they will soon be free.
+    pub fn output_block(&mut self, fraction: Option<f64>) {
+        let weight = fraction.and_then(Weight::of);
+        let Self { tracker, parts } = self;
+        tracker.change(|table, _| any(parts, |part| table.output_block(part, weight)));
+    }
+
+    /// Releases everything; says whether anything was still held.
+    pub fn release(mut self) -> bool {
+        self.give_back()
+    }
+
+    fn give_back(&mut self) -> bool {
+        let Self { tracker, parts } = self;
+        let holds = parts.iter().any(|part| part.share.is_some());
+        holds && tracker.change(|table, now| any(parts, |part| table.release(part, now)))
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.give_back();
+    }
+}
+
+/// Does it to all parts; whether it was so for any.
+fn any(parts: &mut [Part], mut change: impl FnMut(&mut Part) -> bool) -> bool {
+    parts.iter_mut().fold(false, |changed, part| change(part) | changed)
+}
