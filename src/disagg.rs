@@ -84,6 +84,8 @@ pub enum Bypass {
     LittleToCompute,
     /// The prefill worker is busy.
     PrefillBusy,
+    /// No decode worker stands where the prefill worker could hand over to.
+    OutOfReach,
 }
 
 impl Bypass {
@@ -92,6 +94,7 @@ impl Bypass {
         match self {
             Bypass::LittleToCompute => "little_to_compute",
             Bypass::PrefillBusy => "prefill_busy",
+            Bypass::OutOfReach => "out_of_reach",
         }
     }
 }

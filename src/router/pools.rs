@@ -1,0 +1,152 @@
+//! Who may do which phase of a request: the pool for the decode (or for both phases), and the pool for the prefill where
+//! there is one. Where prefill workers serve the model the prefill is theirs; while none of them can be chosen the decode
+//! workers do it themselves, unless the operator wants that refused.
+
+use std::collections::BTreeMap;
+
+use super::answer::RouteError;
+use super::question::RouteRequest;
+use super::settings::{RouterSettings, WhenOverloaded};
+use crate::fleet::{Fleet, Member};
+use crate::health::Condition;
+use crate::schedule::{Constraints, Excluded, Ineligible, Overloaded, Standing, eligible, verdicts};
+use crate::worker::{ModelName, Role, WorkerId};
+
+/// What is known right now of workers that are not simply there.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Standings {
+    pub(super) overloaded: Overloaded,
+    pub(super) unwell: BTreeMap<WorkerId, Condition>,
+}
+
+impl Standings {
+    /// One that is due to be tried is let in: the request that chooses it is the probe.
+    pub(super) fn of(&self, member: &Member) -> Standing {
+        match self.unwell.get(&member.rank.worker) {
+            Some(Condition::Out) => Standing::Unhealthy,
+            _ if self.overloaded.contains(member.rank.worker) => Standing::Overloaded,
+            _ => Standing::Ready,
+        }
+    }
+}
+
+/// Who may do what.
+#[derive(Debug)]
+pub(super) struct Pools<'f> {
+    /// Who serves the model, whatever its role.
+    pub(super) members: Vec<&'f Member>,
+    /// Who may decode, or do both phases.
+    pub(super) decode: Pool<'f>,
+    /// Who may do the prefill; none where whoever decodes does it.
+    pub(super) prefill: Option<Pool<'f>>,
+}
+
+/// The candidates of one phase.
+#[derive(Clone, Debug)]
+pub(super) struct Pool<'f> {
+    pub(super) constraints: Constraints,
+    pub(super) members: Vec<&'f Member>,
+}
+
+impl<'f> Pools<'f> {
+    pub(super) fn find(
+        fleet: &'f Fleet,
+        request: &RouteRequest,
+        settings: &RouterSettings,
+        standings: impl FnOnce(&[&'f Member]) -> Standings,
+    ) -> Result<Self, RouteError> {
+        let members = serving(fleet, request.model.as_ref())?;
+        let standings = standings(&members);
+        let rules = Rules { settings, standings: &standings };
+        let prefill = rules.prefill(&members, request)?;
+        let role = if prefill.is_some() { Role::Decode } else { Role::Aggregated };
+        let mut decode = rules.pool(&members, Constraints { role, ..request.constraints.clone() })?;
+        if prefill.is_some() && decode.members.iter().any(|member| member.worker.role == Role::Decode) {
+            decode.members.retain(|member| member.worker.role == Role::Decode);
+        }
+        decode.bind(request);
+        Ok(Self { members, decode, prefill })
+    }
+}
+
+impl Pool<'_> {
+    /// Soft affinity: the session's last worker rank, if it is still a candidate.
+    fn bind(&mut self, request: &RouteRequest) {
+        let Some(bound) = request.affinity else { return };
+        if self.members.iter().any(|member| member.rank == bound) {
+            self.members.retain(|member| member.rank == bound);
+            self.constraints.exclusive = Some(bound);
+        }
+    }
+
+    /// Narrows the pool to who satisfies further demands; none where nobody does.
+    pub(super) fn narrowed(&self, constraints: Constraints) -> Option<Self> {
+        let members = eligible(&self.members, &constraints, |_| Standing::Ready).ok()?;
+        Some(Self { constraints, members })
+    }
+}
+
+struct Rules<'a> {
+    settings: &'a RouterSettings,
+    standings: &'a Standings,
+}
+
+impl Rules<'_> {
+    fn pool<'f>(&self, members: &[&'f Member], constraints: Constraints) -> Result<Pool<'f>, RouteError> {
+        let found = eligible(members, &constraints, |member| self.standings.of(member));
+        let relaxed = |error| match (error, self.settings.when_all_overloaded) {
+            (
+                Ineligible::AllEligibleWorkersOverloaded | Ineligible::PinnedWorkerOverloaded(_),
+                WhenOverloaded::Route,
+            ) => eligible(members, &constraints, |member| match self.standings.of(member) {
+                Standing::Overloaded => Standing::Ready,
+                standing => standing,
+            }),
+            _ => Err(error),
+        };
+        let members = found.or_else(relaxed).map_err(|error| RouteError::of(error, &constraints))?;
+        Ok(Pool { constraints, members })
+    }
+
+    fn prefill<'f>(&self, members: &[&'f Member], request: &RouteRequest) -> Result<Option<Pool<'f>>, RouteError> {
+        let enforce = self.settings.disaggregation.enforce;
+        let exists = members.iter().any(|member| member.worker.role == Role::Prefill);
+        let constraints = Constraints {
+            role: Role::Prefill,
+            pin: request.prefill_pin,
+            required_taints: request.constraints.required_taints.clone(),
+            preferred_taints: request.constraints.preferred_taints.clone(),
+            adapter: request.constraints.adapter.clone(),
+            ..Constraints::default()
+        };
+        match exists.then(|| self.pool(members, constraints)) {
+            Some(Ok(pool)) => Ok(Some(pool)),
+            // A pin that cannot be kept is the client's mistake, whatever else could be done. Where it named a worker for
+            // every phase, it is meant for the others only.
+            Some(Err(error @ RouteError::Pin(_))) if request.prefill_pin != request.constraints.pin => Err(error),
+            _ if enforce => Err(RouteError::NoPrefill),
+            _ => Ok(None),
+        }
+    }
+}
+
+/// For each member why it may not do the phase.
+pub(super) fn excluded<'c>(
+    members: &[&Member],
+    constraints: &'c Constraints,
+    standings: &Standings,
+) -> Vec<Option<Excluded<'c>>> {
+    verdicts(members, constraints, |member| standings.of(member))
+}
+
+fn serving<'f>(fleet: &'f Fleet, model: Option<&ModelName>) -> Result<Vec<&'f Member>, RouteError> {
+    let members: Vec<&Member> = match model {
+        Some(model) => fleet.serving(model).iter().filter_map(|slot| fleet.member(*slot)).collect(),
+        None => fleet.members().collect(),
+    };
+    match (members.is_empty(), fleet.is_empty()) {
+        (false, _) => Ok(members),
+        (true, true) => Err(RouteError::NoFleet),
+        (true, false) => Err(RouteError::NoCandidate),
+    }
+}

@@ -1,0 +1,95 @@
+//! What is asked of the router: a prompt, and what the client or its operator wishes of the choice.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::Reason;
+use crate::block::{BlockHashes, SequenceHash};
+use crate::schedule::{Constraints, Overrides, Pin};
+use crate::worker::{ModelName, WorkerRank};
+
+/// What is known of a request's prompt.
+#[derive(Clone, Debug)]
+pub enum Prompt {
+    /// Its blocks; several prompts where the request holds several.
+    Hashed(Vec<BlockHashes>),
+    /// Only how long it may be.
+    Estimated {
+        /// Tokens, guessed from bytes.
+        tokens: u64,
+        /// Why no more is known.
+        because: Reason,
+    },
+}
+
+impl Prompt {
+    /// Length in tokens, or the estimate.
+    pub fn tokens(&self) -> u64 {
+        match self {
+            Prompt::Hashed(prompts) => prompts.iter().map(|hashes| hashes.tokens() as u64).sum(),
+            Prompt::Estimated { tokens, .. } => *tokens,
+        }
+    }
+
+    /// The blocks of each prompt; none where only an estimate is known.
+    pub fn blocks(&self) -> &[BlockHashes] {
+        match self {
+            Prompt::Hashed(prompts) => prompts,
+            Prompt::Estimated { .. } => &[],
+        }
+    }
+}
+
+/// One request to route.
+#[derive(Clone, Debug)]
+pub struct RouteRequest {
+    /// The model as the engines serve it; `None` takes any worker.
+    pub model: Option<ModelName>,
+    /// Its prompt.
+    pub prompt: Prompt,
+    /// By which names the load tells blocks apart, where not by the sequence hashes; one list per prompt.
+    pub tracked: Option<Vec<Arc<[SequenceHash]>>>,
+    /// Ranges of blocks, sorted and disjoint, that a cache shared by all workers holds.
+    pub shared: Vec<Range<u32>>,
+    /// Whom the request may go to. The role is the router's to fill in.
+    pub constraints: Constraints,
+    /// The only worker that may do the prefill.
+    pub prefill_pin: Option<Pin>,
+    /// Where the session was served last: taken while it may be chosen, and no further demand.
+    pub affinity: Option<WorkerRank>,
+    /// Weights for this request alone.
+    pub overrides: Overrides,
+    /// How long the answer will be, where the client says so.
+    pub expected_output_tokens: Option<u64>,
+    /// Its place among requests that wait.
+    pub priority: Priority,
+}
+
+/// A request's place among others that wait.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Priority {
+    /// Before every request of a lower one.
+    pub strict: u32,
+    /// Seconds the request is treated as having come earlier.
+    pub jump: f64,
+    /// The class or family it asks for.
+    pub class: Option<String>,
+}
+
+impl RouteRequest {
+    /// A request that wishes nothing.
+    pub fn new(model: Option<ModelName>, prompt: Prompt) -> Self {
+        Self {
+            model,
+            prompt,
+            tracked: None,
+            shared: Vec::new(),
+            constraints: Constraints::default(),
+            prefill_pin: None,
+            affinity: None,
+            overrides: Overrides::default(),
+            expected_output_tokens: None,
+            priority: Priority::default(),
+        }
+    }
+}
