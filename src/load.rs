@@ -13,6 +13,9 @@ use serde::Serialize;
 use crate::block::SequenceHash;
 use crate::worker::{Slot, WorkerRank};
 
+pub mod duration;
+pub mod ledger;
+
 mod blocks;
 mod prefill;
 mod reservation;
