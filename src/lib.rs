@@ -21,6 +21,7 @@ pub mod load;
 pub mod schedule;
 
 // Layer 3: application.
+pub mod admission;
 pub mod router;
 
 // Layer 4: adapters.

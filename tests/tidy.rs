@@ -17,6 +17,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("index", 2),
     ("load", 2),
     ("schedule", 2),
+    ("admission", 3),
     ("router", 3),
     ("openai", 4),
     ("prompt", 4),
