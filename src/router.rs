@@ -1,12 +1,18 @@
-//! The answer to one request. [`Router::route`] reads three pieces of state, costs the candidates and books the winner
-//! in one critical section; it never waits and never fails for a reason that Envoy could not route around. What it
-//! returns is a [`Route`] (where to go, and why) and a reservation, whose drop releases the load.
+//! The answer to one request. [`Router::prepare`] finds out what does not change with the load, [`Router::place`] costs
+//! the candidates of each phase and books the winners in one critical section; neither waits, and neither fails for a
+//! reason that Envoy could not route around. What comes of it is a [`Booked`]: where to go and why, and the values whose
+//! drop releases everything that was taken.
 
 mod answer;
+mod explain;
+mod feedback;
+mod leg;
+mod placing;
+mod pools;
+mod prepared;
+mod question;
+mod settings;
 
-use std::collections::HashSet;
-use std::iter;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,45 +22,67 @@ use parking_lot::Mutex;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
-pub use answer::{Destination, Mode, Prompt, Reason, Route, RouteError, RouteRequest, Steer};
+pub use answer::{Destination, Mode, Phases, Prefill, Reason, Route, RouteError, Steer};
+pub use explain::{Explanation, Judged, PhaseExplained};
+pub use feedback::{Answer, AnswerFrom};
+pub use placing::Booked;
+pub use prepared::Prepared;
+pub use question::{Priority, Prompt, RouteRequest};
+pub use settings::{RouterSettings, Tracking, WhenOverloaded};
 
+use crate::admission::{Attempt, Gate};
 use crate::block::SequenceHash;
+use crate::block::tracking::unshared;
 use crate::fleet::{Fleet, Member};
-use crate::index::{Overlaps, PrefixIndex, TierBlocks};
-use crate::load::{Booking, LoadTracker, LoadView, Reservation, Until};
-use crate::schedule::{self, Candidate, Choice, Question, Weights};
-use crate::worker::{BlockSize, ModelName, Role, WorkerRank};
+use crate::health::Health;
+use crate::index::PrefixIndex;
+use crate::load::LoadTracker;
+use crate::predict::Predictor;
+use crate::schedule::{Occupancy, Overload};
+use crate::worker::{Role, WorkerRank};
+use feedback::Durations;
+use leg::{Decision, Legs, Undecided};
+use pools::{Pools, Standings};
+use prepared::{Blocks, Looked, Scratch};
 
-/// Tables of overlaps that are kept to be used again.
-const MOST_SCRATCH: usize = 64;
-
-/// Prompts of one request whose blocks are looked for among the live requests' blocks. That happens for every candidate
-/// while nobody else can book; the blocks of further prompts count as new.
-const MOST_SEARCHED: usize = 256;
-
-/// The three pieces of state and the weights.
+/// The state that decisions read, and the settings they follow.
 pub struct Router {
     fleet: ArcSwap<Fleet>,
     index: Arc<PrefixIndex>,
+    predicted: Option<Arc<Predictor>>,
     load: Arc<LoadTracker>,
-    weights: ArcSwap<Weights>,
+    overload: Overload,
+    health: Arc<Health>,
+    durations: Durations,
+    settings: RouterSettings,
     live: DashSet<WorkerRank>,
     random: Mutex<SmallRng>,
-    scratch: Mutex<Vec<Overlaps>>,
+    scratch: Scratch,
 }
 
 impl Router {
     /// A router with an empty fleet. `seed` makes the choice between ties repeatable.
-    pub fn new(index: Arc<PrefixIndex>, load: Arc<LoadTracker>, weights: Weights, seed: u64) -> Self {
+    pub fn new(index: Arc<PrefixIndex>, load: Arc<LoadTracker>, settings: RouterSettings, seed: u64) -> Self {
         Self {
             fleet: ArcSwap::from_pointee(Fleet::empty()),
             index,
+            predicted: None,
             load,
-            weights: ArcSwap::from_pointee(weights),
+            overload: Overload::new(settings.overload),
+            health: Health::new(settings.health),
+            durations: Durations::default(),
+            settings,
             live: DashSet::new(),
             random: Mutex::new(SmallRng::seed_from_u64(seed)),
-            scratch: Mutex::new(Vec::new()),
+            scratch: Scratch::default(),
         }
+    }
+
+    /// Also believes that routed prompts are cached where they went, as far as `predictor` says.
+    #[must_use]
+    pub fn predicting(mut self, predictor: Arc<Predictor>) -> Self {
+        self.predicted = Some(predictor);
+        self
     }
 
     /// The fleet at this instant.
@@ -64,6 +92,8 @@ impl Router {
 
     /// Puts another fleet in its place.
     pub fn publish(&self, fleet: Arc<Fleet>) {
+        self.overload.retain(|worker| fleet.worker(worker).is_some());
+        self.health.retain(|worker| fleet.worker(worker).is_some());
         self.fleet.store(fleet);
     }
 
@@ -77,6 +107,16 @@ impl Router {
         &self.load
     }
 
+    /// What routed prompts should have left behind, if that is believed.
+    pub fn predicted(&self) -> Option<&Arc<Predictor>> {
+        self.predicted.as_ref()
+    }
+
+    /// How it decides.
+    pub fn settings(&self) -> &RouterSettings {
+        &self.settings
+    }
+
     /// Notes whether the event source of a worker rank has caught up.
     pub fn set_live(&self, rank: WorkerRank, live: bool) {
         if live {
@@ -86,215 +126,175 @@ impl Router {
         }
     }
 
-    /// Chooses a worker rank and books the request there.
-    pub fn route(&self, request: &RouteRequest) -> Result<(Route, Reservation), RouteError> {
-        let fleet = self.fleet.load();
-        if fleet.is_empty() {
-            return Err(RouteError::NoFleet);
+    /// Chooses and books at once.
+    pub fn route(&self, request: RouteRequest) -> Result<Booked, RouteError> {
+        let mut prepared = self.prepare(request);
+        match self.place(&mut prepared, &Gate::default()) {
+            Attempt::Placed(booked) => Ok(booked),
+            Attempt::Refused(error) => Err(error),
+            // Nothing makes a worker busy where there is no threshold.
+            Attempt::Busy => Err(RouteError::NoCandidate),
         }
-        let members = eligible(&fleet, request.model.as_ref());
-        let first = members.first().ok_or(RouteError::NoCandidate)?;
+    }
+
+    /// Finds out everything about a request that does not change with the load.
+    pub fn prepare(&self, request: RouteRequest) -> Prepared {
+        let overrides = &request.overrides;
+        let mut prepared = Prepared {
+            generation: 0,
+            overlaps: Vec::new(),
+            blocks: Blocks::of(&request),
+            weights: overrides.apply(&self.settings.weights),
+            reuse: overrides.assume_kv_reuse.unwrap_or(self.settings.tracking.assume_kv_reuse),
+            track_prefill: overrides.track_prefill_tokens.unwrap_or(self.settings.tracking.prefill_tokens),
+            index_time: Duration::ZERO,
+            scratch: self.scratch.clone(),
+            request,
+        };
+        self.look_up(&mut prepared);
+        prepared
+    }
+
+    /// Looks again what is cached.
+    pub fn look_up(&self, prepared: &mut Prepared) {
         let started = Instant::now();
-        let overlaps = self.overlaps(&request.prompt);
-        let index_time = started.elapsed();
-        let Blocks { sequences, stretches, complete } = blocks(&request.prompt);
-        let decision = Decision {
-            question: Question {
-                tracked_blocks: complete,
-                ..Question::new(prompt_tokens(&request.prompt), first.worker.block_size)
-            },
-            sequences,
-            stretches,
-            overlaps: &overlaps,
-            members: &members,
+        prepared.forget_overlaps();
+        prepared.generation = self.fleet.load().generation();
+        for hashes in prepared.request.prompt.blocks() {
+            let mut table = self.scratch.take();
+            self.index.overlaps(hashes, &mut table);
+            if let Some(predicted) = &self.predicted {
+                let mut other = self.scratch.take();
+                predicted.overlaps(hashes, &mut other);
+                table.raise(&other);
+            }
+            prepared.overlaps.push(Looked { table, tokens: hashes.tokens(), block_size: hashes.block_size() });
+        }
+        prepared.index_time = started.elapsed();
+    }
+
+    /// Chooses and books, unless all who would do are busy by `gate`.
+    pub fn place(&self, prepared: &mut Prepared, gate: &Gate) -> Attempt<Booked, RouteError> {
+        let started = Instant::now();
+        let fleet = self.fleet.load();
+        if prepared.generation != fleet.generation() {
+            // Its slots may be others' by now.
+            self.look_up(prepared);
+        }
+        let pools = match self.pools(&fleet, &prepared.request) {
+            Ok(pools) => pools,
+            Err(error) => return Attempt::Refused(error),
         };
-        let booked = self.choose_and_book(&decision, &request.prompt);
-        let choose_time = started.elapsed().saturating_sub(index_time);
-        let result = booked.map(|(mut route, reservation)| {
-            route.index_time = index_time;
-            route.choose_time = choose_time;
-            (route, reservation)
+        let decision = Decision { prepared, pools: &pools, settings: &self.settings, gate };
+        let mut decided = None;
+        let booked = self.load.book_with(|view| {
+            let mut random = self.random.lock();
+            let legs = decision.decide(view, &mut *random)?;
+            let mut bookings = legs.bookings(prepared, &self.settings, |count| unshared(count, &mut *random));
+            if self.settings.tracking.prefill_durations {
+                self.durations.estimate(&legs, &mut bookings);
+            }
+            decided = Some(legs);
+            Ok(bookings)
         });
-        let mut scratch = self.scratch.lock();
-        scratch.extend(overlaps.into_iter().map(|looked| looked.table));
-        // A request may hold thousands of prompts; their tables are not kept for ever.
-        scratch.truncate(MOST_SCRATCH);
-        drop(scratch);
-        result
-    }
-
-    /// The critical section is only costing and booking; the account of it is written afterwards.
-    fn choose_and_book(&self, decision: &Decision<'_>, prompt: &Prompt) -> Result<(Route, Reservation), RouteError> {
-        let weights = self.weights.load();
-        let mut chosen = None;
-        let reservation = self.load.book_with(|view| {
-            let (members, candidates) = decision.candidates(view);
-            let choice = schedule::choose(&decision.question, &candidates, &weights, &mut *self.random.lock())
-                .ok_or(RouteError::NoCandidate)?;
-            let member = members[choice.index];
-            let booking = Booking {
-                slot: member.slot,
-                rank: member.rank,
-                sequences: decision.sequences.clone(),
-                prompt_tokens: decision.question.prompt_tokens,
-                cached_tokens: decision.cached_tokens(member, false),
-                track_prefill: decision.question.track_prefill,
-                prefill_time: None,
-                until: Until::End,
-            };
-            chosen = Some((member, choice));
-            Ok(vec![booking])
-        })?;
-        let (member, choice) = chosen.ok_or(RouteError::NoCandidate)?;
-        Ok((self.describe(decision, prompt, member, choice), reservation))
-    }
-
-    fn describe(&self, decision: &Decision<'_>, prompt: &Prompt, member: &Member, choice: Choice) -> Route {
-        let members = decision.members;
-        let reason = match prompt {
-            Prompt::Estimated { because, .. } => Some(*because),
-            Prompt::Hashed(_) if members.iter().any(|member| self.live.contains(&member.rank)) => None,
-            Prompt::Hashed(_) => Some(Reason::IndexCold),
+        let (reservation, legs) = match (booked, decided) {
+            (Ok(reservation), Some(legs)) => (reservation, legs),
+            (Err(Undecided::Refused(error)), _) => return Attempt::Refused(error),
+            (Err(Undecided::Busy), _) | (Ok(_), None) => return Attempt::Busy,
         };
-        let cached = |member: &&Member| decision.cached_tokens(member, true);
+        let mut route = self.describe(prepared, &legs);
+        route.index_time = prepared.index_time;
+        route.choose_time = started.elapsed();
+        Attempt::Placed(self.booked(prepared, &legs, route, reservation))
+    }
+
+    /// Chooses without booking.
+    pub fn ask(&self, request: RouteRequest) -> Result<Route, RouteError> {
+        let prepared = self.prepare(request);
+        let fleet = self.fleet.load();
+        let pools = self.pools(&fleet, &prepared.request)?;
+        let legs = self.decide_only(&prepared, &pools)?;
+        Ok(self.describe(&prepared, &legs))
+    }
+
+    fn decide_only<'f>(&self, prepared: &Prepared, pools: &Pools<'f>) -> Result<Legs<'f>, RouteError> {
+        let decision = Decision { prepared, pools, settings: &self.settings, gate: &Gate::default() };
+        let decided = self.load.look(|view| decision.decide(view, &mut *self.random.lock()));
+        decided.map_err(|undecided| match undecided {
+            Undecided::Refused(error) => error,
+            Undecided::Busy => RouteError::NoCandidate,
+        })
+    }
+
+    fn pools<'f>(&self, fleet: &'f Fleet, request: &RouteRequest) -> Result<Pools<'f>, RouteError> {
+        Pools::find(fleet, request, &self.settings, |members| self.standings(members))
+    }
+
+    fn standings(&self, members: &[&Member]) -> Standings {
+        let now = self.load.now();
+        let overloaded = match self.settings.overload.any() {
+            true => self.load.look(|view| {
+                let load = |member: &Member| view.load(member.slot, member.rank).unwrap_or_default();
+                self.overload
+                    .overloaded(members, now, |member| Occupancy { load: load(member), reported_usage: None })
+            }),
+            false => self.overload.overloaded(members, now, |_| Occupancy::default()),
+        };
+        Standings { overloaded, unwell: self.health.unwell(now) }
+    }
+
+    fn describe(&self, prepared: &Prepared, legs: &Legs<'_>) -> Route {
+        let leg = &legs.decode;
+        let (member, members) = (leg.member(), &leg.members);
+        let (mode, reason) = self.mode(prepared, members);
+        let cached = |member: &&Member| prepared.cached_tokens(member, true);
+        let phases = match (&legs.prefill, legs.bypass) {
+            (Some(leg), _) => Phases::Remote(Box::new(Prefill {
+                to: destination(leg.member()),
+                overlap: prepared.overlap(leg.member()),
+                cached_tokens: prepared.cached_tokens(leg.member(), true),
+                choice: leg.choice.clone(),
+            })),
+            (None, Some(bypass)) => Phases::Kept(bypass),
+            (None, None) => Phases::Aggregated,
+        };
         Route {
-            to: Destination {
-                rank: member.rank,
-                endpoint: member.worker.endpoint,
-                several_ranks: member.worker.ranks.size.get() > 1,
-            },
-            mode: if reason.is_none() { Mode::Exact } else { Mode::LoadOnly },
+            to: destination(member),
+            mode,
             reason,
             model: member.worker.model.clone(),
-            prompt_tokens: decision.question.prompt_tokens,
-            prompt_blocks: decision.question.tracked_blocks,
-            overlap: decision.overlap(member),
+            prompt_tokens: leg.question.prompt_tokens,
+            prompt_blocks: prepared.request.prompt.blocks().iter().map(|hashes| hashes.len() as u64).sum(),
+            overlap: prepared.overlap(member),
             predicted_cached_tokens: cached(&member),
             best_cached_tokens: members.iter().map(cached).max().unwrap_or(0),
             candidates: members.len(),
-            choice,
+            choice: leg.choice.clone(),
+            phases,
             index_time: Duration::ZERO,
             choose_time: Duration::ZERO,
         }
     }
 
-    /// One table of overlaps per prompt, in tables that are used again.
-    fn overlaps(&self, prompt: &Prompt) -> Vec<Looked> {
-        let Prompt::Hashed(prompts) = prompt else { return Vec::new() };
-        prompts
-            .iter()
-            .map(|hashes| {
-                let mut table = self.scratch.lock().pop().unwrap_or_default();
-                self.index.overlaps(hashes, &mut table);
-                Looked { table, tokens: hashes.tokens(), block_size: hashes.block_size() }
-            })
-            .collect()
-    }
-}
-
-/// The overlaps of one prompt and what is needed to read them as tokens.
-struct Looked {
-    table: Overlaps,
-    tokens: usize,
-    block_size: BlockSize,
-}
-
-/// Everything one choice looks at, beside the load.
-struct Decision<'a> {
-    question: Question,
-    sequences: Arc<[SequenceHash]>,
-    stretches: Vec<Range<usize>>,
-    overlaps: &'a [Looked],
-    members: &'a [&'a Member],
-}
-
-impl<'a> Decision<'a> {
-    /// The members whose slot is still theirs, with their costs' inputs.
-    fn candidates(&self, view: &LoadView<'_>) -> (Vec<&'a Member>, Vec<Candidate>) {
-        let candidate = |member: &'a Member| {
-            let load = view.load(member.slot, member.rank)?;
-            let candidate = Candidate {
-                slot: member.slot,
-                rank: member.rank,
-                overlap: self.overlap(member),
-                load,
-                additional_blocks: self.additional_blocks(view, member),
-                preference: 0.0,
-            };
-            Some((member, candidate))
-        };
-        self.members.iter().copied().filter_map(candidate).unzip()
-    }
-
-    fn additional_blocks(&self, view: &LoadView<'_>, member: &Member) -> u64 {
-        let of_stretch = |stretch: &Range<usize>| view.additional_blocks(member.slot, &self.sequences[stretch.clone()]);
-        let (searched, others) = self.stretches.split_at(self.stretches.len().min(MOST_SEARCHED));
-        searched.iter().map(of_stretch).sum::<u64>() + others.iter().map(|stretch| stretch.len() as u64).sum::<u64>()
-    }
-
-    fn overlap(&self, member: &Member) -> TierBlocks {
-        self.overlaps.iter().fold(TierBlocks::default(), |sum, looked| sum.plus(looked.table.get(member.slot)))
-    }
-
-    /// Cached prompt tokens on a member; `as_reported` leaves the last token to the engine, which always computes it.
-    fn cached_tokens(&self, member: &Member, as_reported: bool) -> u64 {
-        let of_prompt = |looked: &Looked| {
-            let size = looked.block_size.tokens();
-            let held = looked.table.get(member.slot).total() as usize;
-            let most = if as_reported { looked.tokens.saturating_sub(1) / size } else { usize::MAX };
-            (held.min(most) * size) as u64
-        };
-        self.overlaps.iter().map(of_prompt).sum()
-    }
-}
-
-/// Members that serve the model and decode.
-fn eligible<'a>(fleet: &'a Fleet, model: Option<&ModelName>) -> Vec<&'a Member> {
-    let decodes = |member: &&Member| member.worker.role != Role::Prefill;
-    match model {
-        Some(model) => fleet.serving(model).iter().filter_map(|slot| fleet.member(*slot)).filter(decodes).collect(),
-        None => fleet.members().filter(decodes).collect(),
-    }
-}
-
-fn prompt_tokens(prompt: &Prompt) -> u64 {
-    match prompt {
-        Prompt::Hashed(prompts) => prompts.iter().map(|hashes| hashes.tokens() as u64).sum(),
-        Prompt::Estimated { tokens, .. } => *tokens,
-    }
-}
-
-/// The complete blocks of a request.
-struct Blocks {
-    /// Each once, however many of the prompts begin with it.
-    sequences: Arc<[SequenceHash]>,
-    /// Which of them follow one another: what each prompt adds to those before it. Only within such a stretch does
-    /// whoever holds a block hold all before it.
-    stretches: Vec<Range<usize>>,
-    /// How many the prompts have together.
-    complete: u64,
-}
-
-fn blocks(prompt: &Prompt) -> Blocks {
-    let prompts = match prompt {
-        Prompt::Hashed(prompts) => prompts.as_slice(),
-        Prompt::Estimated { .. } => &[],
-    };
-    let complete = prompts.iter().map(|hashes| hashes.len() as u64).sum();
-    if let [only] = prompts {
-        return Blocks { sequences: only.sequences().into(), stretches: iter::once(0..only.len()).collect(), complete };
-    }
-    let mut seen = HashSet::new();
-    let mut sequences = Vec::new();
-    let mut stretches = Vec::new();
-    for hashes in prompts {
-        let start = sequences.len();
-        sequences.extend(hashes.sequences().iter().copied().filter(|sequence| seen.insert(*sequence)));
-        if sequences.len() > start {
-            stretches.push(start..sequences.len());
+    /// The step of the ladder: what is known of the prompt, and of the candidates' caches.
+    fn mode(&self, prepared: &Prepared, candidates: &[&Member]) -> (Mode, Option<Reason>) {
+        match &prepared.request.prompt {
+            Prompt::Estimated { because, .. } => (Mode::LoadOnly, Some(*because)),
+            Prompt::Hashed(_) if candidates.iter().any(|member| self.live.contains(&member.rank)) => (Mode::Exact, None),
+            Prompt::Hashed(_) if self.predicted.as_ref().is_some_and(|predicted| predicted.stands_in()) => {
+                (Mode::Approximate, None)
+            }
+            Prompt::Hashed(_) => (Mode::LoadOnly, Some(Reason::IndexCold)),
         }
     }
-    Blocks { sequences: sequences.into(), stretches, complete }
+}
+
+fn destination(member: &Member) -> Destination {
+    Destination {
+        rank: member.rank,
+        endpoint: member.worker.endpoint,
+        several_ranks: member.worker.ranks.size.get() > 1,
+    }
 }
 
 #[cfg(test)]

@@ -1,13 +1,14 @@
 //! Question and answer of the router, and the words of the degradation ladder: plain values that the protocol side, the
 //! metrics and the logs share.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::block::BlockHashes;
+use crate::disagg::Bypass;
 use crate::index::TierBlocks;
-use crate::schedule::Choice;
+use crate::schedule::{Choice, Constraints, Ineligible};
 use crate::worker::{Endpoint, ModelName, WorkerRank};
 
 /// Step of the degradation ladder.
@@ -16,6 +17,8 @@ use crate::worker::{Endpoint, ModelName, WorkerRank};
 pub enum Mode {
     /// Chosen by the blocks the engine will see, against what the engines said they hold.
     Exact,
+    /// Chosen by the blocks the engine will see, against what earlier routes should have left there.
+    Approximate,
     /// Chosen by load alone.
     LoadOnly,
     /// Not chosen: Envoy's own load balancer decides.
@@ -27,6 +30,7 @@ impl Mode {
     pub fn as_str(self) -> &'static str {
         match self {
             Mode::Exact => "exact",
+            Mode::Approximate => "approximate",
             Mode::LoadOnly => "load_only",
             Mode::Passthrough => "passthrough",
         }
@@ -65,6 +69,18 @@ pub enum Reason {
     NoFleet,
     /// No known worker serves the model in that role.
     NoCandidate,
+    /// The request is pinned to a worker that will not do.
+    BadPin,
+    /// All eligible workers are overloaded.
+    Overloaded,
+    /// Nobody satisfies what the request demands.
+    Unsatisfied,
+    /// There is no prefill worker, and there has to be one.
+    NoPrefill,
+    /// Too many requests wait already.
+    QueueFull,
+    /// No worker was free in time.
+    QueueDeadline,
 }
 
 impl Reason {
@@ -85,31 +101,14 @@ impl Reason {
             Reason::IndexCold => "index_cold",
             Reason::NoFleet => "no_fleet",
             Reason::NoCandidate => "no_candidate",
+            Reason::BadPin => "bad_pin",
+            Reason::Overloaded => "overloaded",
+            Reason::Unsatisfied => "unsatisfied",
+            Reason::NoPrefill => "no_prefill",
+            Reason::QueueFull => "queue_full",
+            Reason::QueueDeadline => "queue_deadline",
         }
     }
-}
-
-/// What is known of a request's prompt.
-#[derive(Clone, Debug)]
-pub enum Prompt {
-    /// Its blocks; several prompts where the request holds several.
-    Hashed(Vec<BlockHashes>),
-    /// Only how long it may be.
-    Estimated {
-        /// Tokens, guessed from bytes.
-        tokens: u64,
-        /// Why no more is known.
-        because: Reason,
-    },
-}
-
-/// One request to route.
-#[derive(Clone, Debug)]
-pub struct RouteRequest {
-    /// The model as the engines serve it; `None` takes any worker.
-    pub model: Option<ModelName>,
-    /// Its prompt.
-    pub prompt: Prompt,
 }
 
 /// Where Envoy has to send a request.
@@ -124,14 +123,43 @@ pub struct Destination {
 }
 
 /// What Envoy is told.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Steer {
     /// The destination; `None` leaves the choice to Envoy.
     pub to: Option<Destination>,
+    /// Who does the prefill before it.
+    pub prefill: Option<Destination>,
     /// The step of the ladder.
     pub mode: Mode,
     /// Cached prompt tokens the engine is expected to report, where that is known.
     pub predicted_cached_tokens: Option<u64>,
+    /// Why, in short.
+    pub why: Option<Arc<str>>,
+}
+
+/// Which workers do which phase.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phases {
+    /// One worker does both, and there is no other way.
+    Aggregated,
+    /// Another worker does the prefill.
+    Remote(Box<Prefill>),
+    /// One worker does both although prefill workers are there.
+    Kept(Bypass),
+}
+
+/// The worker that does the prefill, and why.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Prefill {
+    /// Where to.
+    pub to: Destination,
+    /// What it holds of the prompt.
+    pub overlap: TierBlocks,
+    /// Prompt tokens it will not compute.
+    pub cached_tokens: u64,
+    /// The choice with its cost.
+    pub choice: Choice,
 }
 
 /// The answer to one request, and why.
@@ -159,6 +187,8 @@ pub struct Route {
     pub candidates: usize,
     /// The choice with its cost.
     pub choice: Choice,
+    /// Which workers do which phase.
+    pub phases: Phases,
     /// Time for the overlaps.
     #[serde(skip)]
     pub index_time: Duration,
@@ -167,28 +197,63 @@ pub struct Route {
     pub choose_time: Duration,
 }
 
-/// Why there is no route. None of these is an error for the client: Envoy chooses.
+/// Why there is no route.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RouteError {
-    /// Nobody is known.
+    /// Nobody is known. Envoy chooses.
     #[error("no worker is known")]
     NoFleet,
-    /// Nobody fits.
+    /// Nobody fits. Envoy chooses.
     #[error("no known worker serves the model in that role")]
     NoCandidate,
+    /// The request names a worker that will not do.
+    #[error("{0}")]
+    Pin(Ineligible),
+    /// Everybody who would do has too much to do, and the operator wants that refused.
+    #[error("{0}")]
+    Overloaded(Ineligible),
+    /// Nobody satisfies what the request demands.
+    #[error("no worker satisfies what the request demands")]
+    Unsatisfied,
+    /// No prefill worker can be chosen, and the operator wants that refused.
+    #[error("no prefill worker can be chosen")]
+    NoPrefill,
 }
 
 impl Steer {
     /// The choice is Envoy's.
-    pub const PASSTHROUGH: Steer = Steer { to: None, mode: Mode::Passthrough, predicted_cached_tokens: None };
+    pub const PASSTHROUGH: Steer =
+        Steer { to: None, prefill: None, mode: Mode::Passthrough, predicted_cached_tokens: None, why: None };
 }
 
 impl RouteError {
+    pub(super) fn of(error: Ineligible, constraints: &Constraints) -> Self {
+        let demands = constraints.allowed.is_some()
+            || constraints.endpoints.is_some()
+            || constraints.pin.is_some()
+            || !constraints.required_taints.is_empty();
+        match error {
+            Ineligible::PinUnknown(_)
+            | Ineligible::PinRankUnknown { .. }
+            | Ineligible::PinRankMissing { .. }
+            | Ineligible::PinnedWorkerNotAllowed(_) => RouteError::Pin(error),
+            Ineligible::PinnedWorkerOverloaded(_) | Ineligible::AllEligibleWorkersOverloaded => {
+                RouteError::Overloaded(error)
+            }
+            Ineligible::NoEndpoints if demands => RouteError::Unsatisfied,
+            Ineligible::NoEndpoints => RouteError::NoCandidate,
+        }
+    }
+
     /// The reason as metrics name it.
     pub fn reason(self) -> Reason {
         match self {
             RouteError::NoFleet => Reason::NoFleet,
             RouteError::NoCandidate => Reason::NoCandidate,
+            RouteError::Pin(_) => Reason::BadPin,
+            RouteError::Overloaded(_) => Reason::Overloaded,
+            RouteError::Unsatisfied => Reason::Unsatisfied,
+            RouteError::NoPrefill => Reason::NoPrefill,
         }
     }
 }
@@ -196,9 +261,48 @@ impl RouteError {
 impl Route {
     /// What Envoy is told of it.
     pub fn steer(&self) -> Steer {
-        let exact = self.mode == Mode::Exact;
-        let predicted_cached_tokens = exact.then_some(self.predicted_cached_tokens);
-        Steer { to: Some(self.to), mode: self.mode, predicted_cached_tokens }
+        let remote = self.prefill().is_some();
+        // What a decode worker reports as cached after a transfer differs from engine to engine.
+        let told = matches!(self.mode, Mode::Exact | Mode::Approximate) && !remote;
+        Steer {
+            to: Some(self.to),
+            prefill: self.prefill().map(|prefill| prefill.to),
+            mode: self.mode,
+            predicted_cached_tokens: told.then_some(self.predicted_cached_tokens),
+            why: None,
+        }
+    }
+
+    /// The prefill worker, if another than the chosen one does the prefill.
+    pub fn prefill(&self) -> Option<&Prefill> {
+        match &self.phases {
+            Phases::Remote(prefill) => Some(prefill),
+            Phases::Aggregated | Phases::Kept(_) => None,
+        }
+    }
+
+    /// Why, in one line of keys and values.
+    pub fn short(&self) -> String {
+        let cost = &self.choice.cost;
+        let mut line = format!(
+            "worker={} cost={:.3} prefill={:.3} decode={:.3} device={} host={} disk={} candidates={} ties={}",
+            self.to.rank,
+            cost.total,
+            cost.prefill_cost,
+            cost.decode_cost,
+            self.overlap.device,
+            self.overlap.host,
+            self.overlap.disk + self.overlap.external,
+            self.candidates,
+            self.choice.ties,
+        );
+        if let Some(prefill) = self.prefill() {
+            line.push_str(&format!(" prefill_worker={} prefill_cost={:.3}", prefill.to.rank, prefill.choice.cost.total));
+        }
+        if let Phases::Kept(bypass) = &self.phases {
+            line.push_str(&format!(" kept={}", bypass.as_str()));
+        }
+        line
     }
 
     /// Share of the prompt's blocks that the chosen worker rank holds.

@@ -1,0 +1,107 @@
+//! What becomes of a routed request, as far as later decisions depend on it: whether the worker answered, and how long its
+//! prefill took.
+
+use std::time::{Duration, Instant};
+
+use dashmap::DashMap;
+
+use super::Router;
+use super::leg::Legs;
+use super::placing::Booked;
+use crate::health::{Change, Outcome};
+use crate::load::{Booking, PrefillTimes};
+use crate::worker::{ModelName, Role, WorkerId};
+
+/// What a request got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// HTTP status.
+    pub status: u16,
+    /// Who gave it.
+    pub from: AnswerFrom,
+}
+
+/// Who gave an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AnswerFrom {
+    /// The chosen worker, or nobody knows better.
+    Chosen,
+    /// Another worker, because the chosen one could not be reached.
+    Other(WorkerId),
+    /// The gateway, because no worker could be reached.
+    Gateway,
+}
+
+/// How long prefills take, per model and role.
+#[derive(Debug, Default)]
+pub(super) struct Durations(DashMap<(ModelName, Role), PrefillTimes>);
+
+impl Durations {
+    /// Enters what each prefill is expected to take.
+    pub(super) fn estimate(&self, legs: &Legs<'_>, bookings: &mut [Booking]) {
+        for (leg, booking) in [Some(&legs.decode), legs.prefill.as_ref()].into_iter().flatten().zip(bookings) {
+            let worker = &leg.member().worker;
+            let tokens = booking.prompt_tokens.saturating_sub(booking.cached_tokens);
+            let key = (worker.model.clone(), worker.role);
+            booking.prefill_time = self.0.get(&key).and_then(|times| times.estimate(tokens));
+        }
+    }
+}
+
+impl Router {
+    /// Takes note of a request's answer; says what it changed about whom, for the log.
+    pub fn answered(&self, booked: &mut Booked, answer: Answer) -> Vec<(WorkerId, Change)> {
+        let now = self.load.now();
+        let chosen = booked.route.to.rank.worker;
+        let outcome = match answer.from {
+            AnswerFrom::Chosen => Outcome::of_status(answer.status),
+            AnswerFrom::Other(_) | AnswerFrom::Gateway => Outcome::Failure,
+        };
+        if outcome == Outcome::Overloaded {
+            self.overload.mark(chosen, now);
+        }
+        let probe = booked.probes.iter().position(|probe| probe.worker() == chosen).map(|at| booked.probes.remove(at));
+        let change = match probe {
+            Some(probe) => probe.report(outcome, now),
+            None => self.health.report(chosen, outcome, now),
+        };
+        let other = match answer.from {
+            AnswerFrom::Other(worker) => self.health.report(worker, Outcome::of_status(answer.status), now),
+            AnswerFrom::Chosen | AnswerFrom::Gateway => None,
+        };
+        let others = match answer.from {
+            AnswerFrom::Other(worker) => other.map(|change| (worker, change)),
+            AnswerFrom::Chosen | AnswerFrom::Gateway => None,
+        };
+        change.map(|change| (chosen, change)).into_iter().chain(others).collect()
+    }
+
+    /// The prefill of a booked request took so long.
+    pub fn prefilled(&self, booked: &Booked, took: Duration) {
+        let fleet = self.fleet.load();
+        let booking = booked.reservation.bookings().find(|booking| booking.track_prefill);
+        let Some((booking, member)) = booking.and_then(|booking| Some((booking, fleet.member(booking.slot)?))) else {
+            return;
+        };
+        if member.rank != booking.rank {
+            return;
+        }
+        let key = (member.worker.model.clone(), member.worker.role);
+        let tokens = booking.prompt_tokens.saturating_sub(booking.cached_tokens);
+        self.durations.0.entry(key).or_default().observe(tokens, took);
+    }
+
+    /// How far the estimates of prefill times are off, relative to the times, per model and role.
+    pub fn prefill_time_errors(&self) -> Vec<(ModelName, Role, f64)> {
+        let error = |entry: dashmap::mapref::multiple::RefMulti<'_, (ModelName, Role), PrefillTimes>| {
+            let (model, role) = entry.key().clone();
+            Some((model, role, entry.relative_error()?))
+        };
+        self.durations.0.iter().filter_map(error).collect()
+    }
+
+    /// Whether a worker rests because it failed.
+    pub fn is_out(&self, worker: WorkerId, now: Instant) -> bool {
+        self.health.unwell(now).contains_key(&worker)
+    }
+}
