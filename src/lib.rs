@@ -15,9 +15,11 @@ pub mod worker;
 
 // Layer 2: core. No I/O, no tokio; clock and randomness are passed in.
 pub mod fleet;
+pub mod health;
 pub mod index;
 pub mod load;
 pub mod schedule;
+pub mod sessions;
 
 // Layer 3: application.
 pub mod router;

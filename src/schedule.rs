@@ -4,6 +4,8 @@
 
 mod cost;
 mod eligible;
+mod overload;
+mod overrides;
 mod weights;
 
 use std::ops::Range;
@@ -13,6 +15,8 @@ use rand::{Rng, RngExt};
 pub use cost::Cost;
 use cost::Scale;
 pub use eligible::{Constraints, Excluded, Ineligible, Pin, PlaceUnknown, Standing, eligible, preference, verdicts};
+pub use overload::{Occupancy, Overload, Overloaded, Thresholds};
+pub use overrides::Overrides;
 pub use weights::Weights;
 
 use crate::index::TierBlocks;
