@@ -3,8 +3,11 @@
 //! the line and the mend, and all mistakes are told at once.
 
 mod check;
+mod health;
 mod log;
 mod model;
+mod overload;
+mod sessions;
 
 use std::path::{Path, PathBuf};
 
@@ -20,8 +23,11 @@ use crate::settings::{ConfigError, Document, Problem};
 use crate::worker::Worker;
 use crate::xds::config::EnvoyConfig;
 
+pub use health::HealthConfig;
 pub use log::{LogConfig, LogFormat, LogLevel};
 pub use model::ModelConfig;
+pub use overload::OverloadConfig;
+pub use sessions::{Affinity, SessionsConfig};
 
 /// Everything one process is told.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -16,9 +16,11 @@ pub mod worker;
 // Layer 2: core. No I/O, no tokio; clock and randomness are passed in.
 pub mod disagg;
 pub mod fleet;
+pub mod health;
 pub mod index;
 pub mod load;
 pub mod schedule;
+pub mod sessions;
 
 // Layer 3: application.
 pub mod admission;
@@ -28,6 +30,7 @@ pub mod router;
 pub mod admin;
 pub mod discovery;
 pub mod ext_proc;
+pub mod intake;
 pub mod kv_events;
 pub mod openai;
 pub mod prompt;

@@ -150,6 +150,12 @@ impl LoadTracker {
         Ok(Reservation::new(self.clone(), bookings, shares))
     }
 
+    /// Reads the load at one instant; `read` must be quick and must not come back here.
+    pub fn look<T>(&self, read: impl FnOnce(&LoadView<'_>) -> T) -> T {
+        let table = self.table.lock();
+        read(&LoadView { table: &table, now: (self.clock)(), near: Cell::new(0) })
+    }
+
     /// The load of all open ranks, in slot order.
     pub fn snapshot(&self) -> Vec<RankLoad> {
         let table = self.table.lock();

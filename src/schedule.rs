@@ -4,6 +4,8 @@
 
 mod cost;
 mod eligible;
+mod overload;
+mod overrides;
 mod weights;
 
 use std::ops::Range;
@@ -13,6 +15,8 @@ use rand::{Rng, RngExt};
 pub use cost::Cost;
 use cost::Scale;
 pub use eligible::{Constraints, Excluded, Ineligible, Pin, PlaceUnknown, Standing, eligible, preference, verdicts};
+pub use overload::{Occupancy, Overload, Overloaded, Thresholds};
+pub use overrides::Overrides;
 pub use weights::Weights;
 
 use crate::index::TierBlocks;
@@ -116,6 +120,12 @@ pub fn choose(question: &Question, candidates: &[Candidate], weights: &Weights, 
             + chosen.additional_blocks
             + required_blocks.saturating_sub(question.tracked_blocks),
     })
+}
+
+/// What each candidate would cost, in their order: the very numbers that [`choose`] compares.
+pub fn costs(question: &Question, candidates: &[Candidate], weights: &Weights) -> Vec<Cost> {
+    let scale = Scale::new(question, candidates, weights);
+    candidates.iter().map(|candidate| scale.cost(candidate)).collect()
 }
 
 /// The smallest cost and how many share it. Among equals each is kept with the same chance, without remembering them.

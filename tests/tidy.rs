@@ -14,11 +14,15 @@ const LAYERS: &[(&str, u8)] = &[
     ("block", 1),
     ("disagg", 2),
     ("fleet", 2),
+    ("health", 2),
     ("index", 2),
     ("load", 2),
     ("schedule", 2),
+    ("predict", 2),
+    ("sessions", 2),
     ("admission", 3),
     ("router", 3),
+    ("intake", 4),
     ("openai", 4),
     ("prompt", 4),
     ("ext_proc", 4),
@@ -39,7 +43,7 @@ const LAYERS: &[(&str, u8)] = &[
 const SIDE: &[&str] = &["metrics", "lifecycle", "settings"];
 
 /// Adapter → adapter, the declared exceptions.
-const EXCEPTIONS: &[(&str, &str)] = &[("ext_proc", "openai"), ("ext_proc", "prompt"), ("prompt", "openai")];
+const EXCEPTIONS: &[(&str, &str)] = &[("ext_proc", "intake"), ("ext_proc", "openai"), ("intake", "openai"), ("intake", "prompt"), ("prompt", "openai")];
 
 /// Text that may appear only in these modules.
 const CONFINED: &[(&str, &[&str])] = &[

@@ -122,7 +122,10 @@ impl<'f> Decision<'_, 'f> {
             Some((member, candidate))
         };
         let (members, candidates): (Vec<_>, Vec<_>) = pool.members.iter().copied().filter_map(candidate).unzip();
-        let busy = |(member, candidate): (&&Member, &Candidate)| self.gate.is_busy(candidate.load, member.worker.capacity);
+        let busy = |(member, candidate): (&&Member, &Candidate)| {
+            let batch = member.worker.capacity.max_num_batched_tokens;
+            self.gate.busy(candidate.load.active_prefill_tokens, batch)
+        };
         if phase != Phase::Decode && !members.is_empty() && members.iter().zip(&candidates).all(busy) {
             return Err(Undecided::Busy);
         }

@@ -53,13 +53,15 @@ impl Weights {
             ("shared_cache_multiplier", self.shared_cache_multiplier, 1.0),
             ("router_temperature", self.router_temperature, unbounded),
         ];
-        for (name, value, most) in rules {
-            if !(value.is_finite() && (0.0..=most).contains(&value)) {
-                let range =
-                    if most == unbounded { "finite and at least 0".into() } else { format!("from 0 to {most}") };
-                return Err((name, format!("is {value}, but must be {range}")));
-            }
-        }
-        Ok(())
+        rules.into_iter().try_for_each(|(name, value, most)| within(name, value, most))
     }
+}
+
+/// Refuses a value that is not a number from 0 to `most`.
+pub(super) fn within(name: &'static str, value: f64, most: f64) -> Result<(), (&'static str, String)> {
+    if value.is_finite() && (0.0..=most).contains(&value) {
+        return Ok(());
+    }
+    let range = if most == f64::INFINITY { "finite and at least 0".into() } else { format!("from 0 to {most}") };
+    Err((name, format!("is {value}, but must be {range}")))
 }

@@ -1,0 +1,311 @@
+//! Which worker rank a session stays with. Requests of one session go where its earlier ones went, as long as the session
+//! is used; its first request decides, and others that come meanwhile wait for that decision instead of making their own.
+//! What holds an entry is always a value: a hold keeps the session alive while a request runs, a binding is the duty to
+//! decide, and both end by drop, so a client that leaves cannot block a session. The clock is given once, because a drop
+//! cannot be told the time.
+
+mod table;
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, MutexGuard};
+use serde::Serialize;
+
+use crate::worker::{WorkerId, WorkerRank};
+use table::{Key, Step, Table};
+
+/// What sessions may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SessionRules {
+    /// How long a session is remembered after its last request ended.
+    pub ttl: Duration,
+    /// How many are remembered at most.
+    pub most_sessions: usize,
+    /// Longest id, in bytes.
+    pub longest_id: usize,
+}
+
+impl SessionRules {
+    /// The shortest and the longest time that can be asked for.
+    pub const TTL: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(31_536_000);
+
+    /// How often [`Sessions::expire`] should be called.
+    pub fn sweep_interval(&self) -> Duration {
+        self.ttl.min(Duration::from_secs(30))
+    }
+
+    /// Refuses values outside their range: the name of the rule and what is wrong with it.
+    pub fn validate(&self) -> Result<(), (&'static str, String)> {
+        if !Self::TTL.contains(&self.ttl) {
+            return Err(("ttl", format!("is {:?}, but must be from 1 s to 31,536,000 s (a year)", self.ttl)));
+        }
+        let positive = [("most_sessions", self.most_sessions), ("longest_id", self.longest_id)];
+        match positive.into_iter().find(|(_, value)| *value == 0) {
+            Some((name, _)) => Err((name, "is 0, but must be at least 1".to_owned())),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Default for SessionRules {
+    fn default() -> Self {
+        Self { ttl: Duration::from_secs(600), most_sessions: 65_536, longest_id: 256 }
+    }
+}
+
+/// What a request says of its session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SessionName<'a> {
+    /// Its id.
+    pub id: &'a str,
+    /// The session it was started by. All that have the same parent are one group and stay together.
+    pub parent: Option<&'a str>,
+}
+
+/// Why a request has no session. It is routed all the same, by cost alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    /// The id is empty or too long.
+    #[error("the session id has {bytes} bytes, but may have 1 to {most}")]
+    IdLength {
+        /// Its length.
+        bytes: usize,
+        /// The limit.
+        most: usize,
+    },
+    /// No more sessions are remembered.
+    #[error("the limit of {most} sessions is reached")]
+    Full {
+        /// The limit.
+        most: usize,
+    },
+}
+
+/// Where a request stands in its session.
+#[derive(Debug)]
+pub enum Entry {
+    /// The session has a worker rank.
+    Bound(Hold),
+    /// This request decides.
+    First(Binding),
+    /// Another request is deciding.
+    Wait(Waiting),
+}
+
+/// How much there is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Counts {
+    /// Sessions that are remembered.
+    pub sessions: usize,
+    /// Requests that keep one alive.
+    pub running: usize,
+    /// Requests that wait for the first of their session.
+    pub waiting: usize,
+}
+
+/// A session that left a worker rank: it ended, or it went to another.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Ended {
+    /// The id, or the parent's where it is a group.
+    pub id: String,
+    /// Whether it is a group.
+    pub group: bool,
+    /// Where it was.
+    pub target: WorkerRank,
+}
+
+type Clock = Box<dyn Fn() -> Instant + Send + Sync>;
+
+/// All sessions.
+pub struct Sessions {
+    clock: Clock,
+    table: Mutex<Table>,
+}
+
+impl fmt::Debug for Sessions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sessions").field("table", &self.table).finish_non_exhaustive()
+    }
+}
+
+/// One place in the table.
+#[derive(Clone, Debug)]
+struct Seat {
+    sessions: Arc<Sessions>,
+    key: Arc<Key>,
+    /// Tells a session from a later one of the same name.
+    number: u64,
+}
+
+/// A request that runs in a session; while it lives, the session is not forgotten.
+#[derive(Debug)]
+#[must_use = "a session whose hold is dropped may expire"]
+pub struct Hold {
+    seat: Seat,
+    target: WorkerRank,
+}
+
+/// The duty to decide where a session goes. When it is dropped undecided, the next request decides.
+#[derive(Debug)]
+#[must_use = "dropping a binding leaves the decision to the next request"]
+pub struct Binding {
+    seat: Seat,
+    decided: bool,
+}
+
+/// A request that waits for the first of its session. As a future it is ready with [`Entry::Bound`], or with
+/// [`Entry::First`] where the first has given up; never with [`Entry::Wait`].
+#[derive(Debug)]
+#[must_use = "waiting does nothing unless it is polled"]
+pub struct Waiting {
+    sessions: Arc<Sessions>,
+    key: Arc<Key>,
+    number: u64,
+}
+
+impl Sessions {
+    /// No session. The clock must not go backwards.
+    pub fn new(rules: SessionRules, clock: impl Fn() -> Instant + Send + Sync + 'static) -> Arc<Self> {
+        Arc::new(Self { clock: Box::new(clock), table: Mutex::new(Table::new(rules)) })
+    }
+
+    /// A request of a session arrives.
+    pub fn enter(self: &Arc<Self>, name: SessionName<'_>) -> Result<Entry, Refused> {
+        let now = (self.clock)();
+        let mut table = self.table.lock();
+        let key = Arc::new(table.key(name)?);
+        let step = table.enter(&key, now)?;
+        let number = if let Step::Wait = step { table.wait() } else { 0 };
+        drop(table);
+        Ok(self.entry(key, step, number))
+    }
+
+    /// Forgets what has not been used for too long, and tells which sessions left their worker rank since the last call.
+    pub fn expire(&self) -> Vec<Ended> {
+        let now = (self.clock)();
+        let mut table = self.table.lock();
+        table.expire(now);
+        table.take_ended()
+    }
+
+    /// Forgets the targets on workers that left; their sessions are decided anew.
+    pub fn retain(&self, known: impl Fn(WorkerId) -> bool) {
+        self.table.lock().retain(known);
+    }
+
+    /// How much there is.
+    pub fn counts(&self) -> Counts {
+        self.table.lock().counts()
+    }
+
+    fn entry(self: &Arc<Self>, key: Arc<Key>, step: Step, waiter: u64) -> Entry {
+        let sessions = self.clone();
+        match step {
+            Step::Bound { number, target } => Entry::Bound(Hold { seat: Seat { sessions, key, number }, target }),
+            Step::First { number } => Entry::First(Binding { seat: Seat { sessions, key, number }, decided: false }),
+            Step::Wait => Entry::Wait(Waiting { sessions, key, number: waiter }),
+        }
+    }
+}
+
+impl Hold {
+    /// The worker rank the session was bound to when this was given out.
+    pub fn target(&self) -> WorkerRank {
+        self.target
+    }
+
+    /// This request goes somewhere else and takes the session with it: soft affinity. While another request decides
+    /// anew, that one's word counts.
+    pub fn rebind(&mut self, target: WorkerRank) {
+        self.seat.table().rebind(&self.seat.key, self.seat.number, target);
+        self.target = target;
+    }
+
+    /// The target is gone or refuses: the session is decided anew, by this request unless another has been quicker.
+    pub fn gone(self) -> Result<Entry, Refused> {
+        let Seat { sessions, key, number } = &self.seat;
+        let now = (sessions.clock)();
+        let mut table = sessions.table.lock();
+        table.loosen(key, *number, self.target);
+        let step = table.enter(key, now)?;
+        let waiter = if let Step::Wait = step { table.wait() } else { 0 };
+        drop(table);
+        // This hold ends only with the function, so the session could not end in between.
+        Ok(sessions.entry(key.clone(), step, waiter))
+    }
+
+    /// This is the last request of the session: it is forgotten as soon as nothing of it runs, unless it is used again.
+    /// A group goes on, because it has other members.
+    pub fn finish(&self) {
+        self.seat.table().finish(&self.seat.key, self.seat.number);
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        let now = (self.seat.sessions.clock)();
+        self.seat.table().release(&self.seat.key, self.seat.number, now);
+    }
+}
+
+impl Binding {
+    /// The session goes there, with all that wait for it.
+    pub fn bind(mut self, target: WorkerRank) -> Hold {
+        self.decided = true;
+        let waiters = self.seat.table().bind(&self.seat.key, self.seat.number, target);
+        waiters.into_iter().for_each(Waker::wake);
+        Hold { seat: self.seat.clone(), target }
+    }
+}
+
+impl Drop for Binding {
+    fn drop(&mut self) {
+        if !self.decided {
+            let waiters = self.seat.table().unbind(&self.seat.key, self.seat.number);
+            waiters.into_iter().for_each(Waker::wake);
+        }
+    }
+}
+
+impl Seat {
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.sessions.table.lock()
+    }
+}
+
+impl Future for Waiting {
+    type Output = Result<Entry, Refused>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let now = (self.sessions.clock)();
+        let mut table = self.sessions.table.lock();
+        let step = match table.enter(&self.key, now) {
+            Ok(Step::Wait) => {
+                let former = table.listen(&self.key, self.number, context.waker());
+                drop(table);
+                drop(former);
+                return Poll::Pending;
+            }
+            Ok(step) => step,
+            Err(refused) => return Poll::Ready(Err(refused)),
+        };
+        drop(table);
+        Poll::Ready(Ok(self.sessions.entry(self.key.clone(), step, 0)))
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        // Whose waker is dropped may come back here, so the table must be free by then.
+        let former = self.sessions.table.lock().leave(&self.key, self.number);
+        drop(former);
+    }
+}
+
+#[cfg(test)]
+mod tests;

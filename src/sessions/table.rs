@@ -1,0 +1,281 @@
+//! The sessions as a table of states: everything that happens to a session, as a function of the time it happens at.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Instant;
+
+use super::{Counts, Ended, Refused, SessionName, SessionRules};
+use crate::worker::{WorkerId, WorkerRank};
+
+/// What names an entry. A group and a session never meet, whatever clients call them.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Key {
+    Session(Box<str>),
+    Group(Box<str>),
+}
+
+/// How a request comes into its session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    Bound { number: u64, target: WorkerRank },
+    First { number: u64 },
+    Wait,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Bond {
+    /// Nobody decides, and somebody should: only while earlier requests of the session still run.
+    Loose,
+    /// A request is deciding.
+    Deciding,
+    Bound(WorkerRank),
+}
+
+#[derive(Debug)]
+struct Session {
+    number: u64,
+    bond: Bond,
+    running: usize,
+    /// When the last request ended, if none runs.
+    idle: Option<Instant>,
+    /// Whether its last request has been seen.
+    ending: bool,
+    waiters: Vec<(u64, Waker)>,
+}
+
+/// All sessions.
+#[derive(Debug)]
+pub(super) struct Table {
+    rules: SessionRules,
+    sessions: HashMap<Arc<Key>, Session>,
+    /// The sessions of which no request runs, in the order of their last use.
+    idle: BTreeMap<(Instant, u64), Arc<Key>>,
+    ended: Vec<Ended>,
+    numbers: u64,
+    running: usize,
+    waiting: usize,
+}
+
+impl Table {
+    pub(super) fn new(rules: SessionRules) -> Self {
+        Self {
+            rules,
+            sessions: HashMap::new(),
+            idle: BTreeMap::new(),
+            ended: Vec::new(),
+            numbers: 0,
+            running: 0,
+            waiting: 0,
+        }
+    }
+
+    pub(super) fn key(&self, name: SessionName<'_>) -> Result<Key, Refused> {
+        let most = self.rules.longest_id;
+        let wrong = |id: &&str| !(1..=most).contains(&id.len());
+        if let Some(id) = [Some(name.id), name.parent].into_iter().flatten().find(wrong) {
+            return Err(Refused::IdLength { bytes: id.len(), most });
+        }
+        Ok(name.parent.map_or_else(|| Key::Session(name.id.into()), |parent| Key::Group(parent.into())))
+    }
+
+    pub(super) fn enter(&mut self, key: &Arc<Key>, now: Instant) -> Result<Step, Refused> {
+        self.expire(now);
+        if let Some(session) = self.sessions.get_mut(key) {
+            let number = session.number;
+            return Ok(match session.bond {
+                Bond::Bound(target) => {
+                    session.running += 1;
+                    session.ending = false;
+                    self.running += 1;
+                    if let Some(since) = session.idle.take() {
+                        self.idle.remove(&(since, number));
+                    }
+                    Step::Bound { number, target }
+                }
+                Bond::Loose => {
+                    session.bond = Bond::Deciding;
+                    session.ending = false;
+                    Step::First { number }
+                }
+                Bond::Deciding => Step::Wait,
+            });
+        }
+        if self.sessions.len() >= self.rules.most_sessions {
+            return Err(Refused::Full { most: self.rules.most_sessions });
+        }
+        let number = self.next_number();
+        let session =
+            Session { number, bond: Bond::Deciding, running: 0, idle: None, ending: false, waiters: Vec::new() };
+        self.sessions.insert(key.clone(), session);
+        Ok(Step::First { number })
+    }
+
+    /// The request that decided runs in the session from now on. Gives out who has to be woken.
+    pub(super) fn bind(&mut self, key: &Arc<Key>, number: u64, target: WorkerRank) -> Vec<Waker> {
+        let Some(session) = self.session(key, number) else { return Vec::new() };
+        session.bond = Bond::Bound(target);
+        session.running += 1;
+        let waiters = session.wakers();
+        self.running += 1;
+        waiters
+    }
+
+    /// The request that should have decided gave up. Gives out who has to be woken.
+    pub(super) fn unbind(&mut self, key: &Arc<Key>, number: u64) -> Vec<Waker> {
+        let Some(session) = self.session(key, number) else { return Vec::new() };
+        session.bond = Bond::Loose;
+        let waiters = session.wakers();
+        if session.running == 0 {
+            self.sessions.remove(key);
+        }
+        waiters
+    }
+
+    /// A request of the session has ended.
+    pub(super) fn release(&mut self, key: &Arc<Key>, number: u64, now: Instant) {
+        let Some(session) = self.session(key, number) else { return };
+        session.running -= 1;
+        let (last, bond, ending) = (session.running == 0, session.bond, session.ending);
+        self.running -= 1;
+        match bond {
+            Bond::Bound(_) if last && !ending => {
+                if let Some(session) = self.session(key, number) {
+                    session.idle = Some(now);
+                }
+                self.idle.insert((now, number), key.clone());
+            }
+            Bond::Deciding => {}
+            Bond::Bound(_) | Bond::Loose if last => self.remove(key),
+            Bond::Bound(_) | Bond::Loose => {}
+        }
+    }
+
+    pub(super) fn rebind(&mut self, key: &Arc<Key>, number: u64, target: WorkerRank) {
+        let Some(session) = self.session(key, number) else { return };
+        match session.bond {
+            Bond::Deciding => {}
+            Bond::Loose => session.bond = Bond::Bound(target),
+            Bond::Bound(left) => {
+                session.bond = Bond::Bound(target);
+                if left != target {
+                    self.end(key, left);
+                }
+            }
+        }
+    }
+
+    /// The session must not go to `gone` any more.
+    pub(super) fn loosen(&mut self, key: &Arc<Key>, number: u64, gone: WorkerRank) {
+        let Some(session) = self.session(key, number).filter(|session| session.bond == Bond::Bound(gone)) else {
+            return;
+        };
+        session.bond = Bond::Loose;
+        self.end(key, gone);
+    }
+
+    pub(super) fn finish(&mut self, key: &Arc<Key>, number: u64) {
+        if let (Key::Session(_), Some(session)) = (&**key, self.session(key, number)) {
+            session.ending = true;
+        }
+    }
+
+    pub(super) fn expire(&mut self, now: Instant) {
+        while let Some(oldest) = self.idle.first_entry() {
+            if now.saturating_duration_since(oldest.key().0) < self.rules.ttl {
+                break;
+            }
+            let key = oldest.remove();
+            self.remove(&key);
+        }
+    }
+
+    pub(super) fn retain(&mut self, known: impl Fn(WorkerId) -> bool) {
+        let lost = |session: &Session| match session.bond {
+            Bond::Bound(target) if !known(target.worker) => Some(target),
+            _ => None,
+        };
+        let lost: Vec<_> = self
+            .sessions
+            .iter()
+            .filter_map(|(key, session)| Some((key.clone(), session.number, session.idle, lost(session)?)))
+            .collect();
+        for (key, number, idle, target) in lost {
+            match idle {
+                Some(since) => {
+                    self.idle.remove(&(since, number));
+                    self.remove(&key);
+                }
+                None => self.loosen(&key, number, target),
+            }
+        }
+    }
+
+    /// A number for one more request that waits.
+    pub(super) fn wait(&mut self) -> u64 {
+        self.waiting += 1;
+        self.next_number()
+    }
+
+    /// Whom to wake for a request that waits; gives out whom it was before.
+    pub(super) fn listen(&mut self, key: &Arc<Key>, waiter: u64, waker: &Waker) -> Option<Waker> {
+        let session = self.sessions.get_mut(key)?;
+        match session.waiters.iter_mut().find(|(number, _)| *number == waiter) {
+            Some((_, known)) => Some(std::mem::replace(known, waker.clone())),
+            None => {
+                session.waiters.push((waiter, waker.clone()));
+                None
+            }
+        }
+    }
+
+    /// A request waits no longer.
+    pub(super) fn leave(&mut self, key: &Arc<Key>, waiter: u64) -> Option<Waker> {
+        self.waiting -= 1;
+        let waiters = &mut self.sessions.get_mut(key)?.waiters;
+        let at = waiters.iter().position(|(number, _)| *number == waiter)?;
+        Some(waiters.swap_remove(at).1)
+    }
+
+    pub(super) fn take_ended(&mut self) -> Vec<Ended> {
+        std::mem::take(&mut self.ended)
+    }
+
+    pub(super) fn counts(&self) -> Counts {
+        Counts { sessions: self.sessions.len(), running: self.running, waiting: self.waiting }
+    }
+
+    fn session(&mut self, key: &Arc<Key>, number: u64) -> Option<&mut Session> {
+        self.sessions.get_mut(key).filter(|session| session.number == number)
+    }
+
+    fn remove(&mut self, key: &Arc<Key>) {
+        if let Some(Session { bond: Bond::Bound(target), .. }) = self.sessions.remove(key) {
+            self.end(key, target);
+        }
+    }
+
+    /// Notes what left its target, unless nobody has asked for so long that the notes have become as many as there can be
+    /// sessions.
+    fn end(&mut self, key: &Key, target: WorkerRank) {
+        if self.ended.len() >= self.rules.most_sessions {
+            return;
+        }
+        let (id, group) = match key {
+            Key::Session(id) => (id, false),
+            Key::Group(id) => (id, true),
+        };
+        self.ended.push(Ended { id: id.to_string(), group, target });
+    }
+
+    fn next_number(&mut self) -> u64 {
+        self.numbers += 1;
+        self.numbers
+    }
+}
+
+impl Session {
+    fn wakers(&mut self) -> Vec<Waker> {
+        self.waiters.drain(..).map(|(_, waker)| waker).collect()
+    }
+}
