@@ -19,11 +19,13 @@ pub mod fleet;
 pub mod health;
 pub mod index;
 pub mod load;
+pub mod predict;
 pub mod schedule;
 pub mod sessions;
 
 // Layer 3: application.
 pub mod admission;
+pub mod entrance;
 pub mod router;
 
 // Layer 4: adapters.

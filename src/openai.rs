@@ -11,6 +11,7 @@ pub mod usage;
 mod tests;
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -122,10 +123,14 @@ pub fn model_of(body: &[u8]) -> Option<String> {
     serde_json::from_slice::<Named>(body).ok().map(|named| named.model)
 }
 
-/// A text at the top level of a body, by a name that only the operator knows.
-pub fn text_of(body: &[u8], field: &str) -> Option<String> {
-    let fields: std::collections::HashMap<Cow<'_, str>, &RawValue> = serde_json::from_slice(body).ok()?;
-    serde_json::from_str(fields.get(field)?.get()).ok()
+/// A text in a body, by a path with dots that only the operator knows.
+pub fn text_of(body: &[u8], path: &str) -> Option<String> {
+    let mut value: &RawValue = serde_json::from_slice(body).ok()?;
+    for step in path.split('.') {
+        let fields: HashMap<Cow<'_, str>, &RawValue> = serde_json::from_str(value.get()).ok()?;
+        value = fields.get(step)?;
+    }
+    serde_json::from_str(value.get()).ok()
 }
 
 /// Reads a request body. Nesting deeper than 128 levels is refused, so that a body cannot exhaust the stack.

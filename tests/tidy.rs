@@ -21,6 +21,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("predict", 2),
     ("sessions", 2),
     ("admission", 3),
+    ("entrance", 3),
     ("router", 3),
     ("intake", 4),
     ("openai", 4),
@@ -43,7 +44,8 @@ const LAYERS: &[(&str, u8)] = &[
 const SIDE: &[&str] = &["metrics", "lifecycle", "settings"];
 
 /// Adapter → adapter, the declared exceptions.
-const EXCEPTIONS: &[(&str, &str)] = &[("ext_proc", "intake"), ("ext_proc", "openai"), ("intake", "openai"), ("intake", "prompt"), ("prompt", "openai")];
+const EXCEPTIONS: &[(&str, &str)] =
+    &[("ext_proc", "intake"), ("ext_proc", "openai"), ("intake", "openai"), ("intake", "prompt"), ("prompt", "openai")];
 
 /// Text that may appear only in these modules.
 const CONFINED: &[(&str, &[&str])] = &[

@@ -12,6 +12,7 @@ use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 use super::headers::{self, RequestHead, ResponseHead};
 use super::message::{BodyMode, Message, Modes};
 use super::mutation::{self, HeaderChanges, Immediate, To};
+use crate::intake::Body;
 use crate::openai::Api;
 use crate::router::Steer;
 
@@ -38,20 +39,7 @@ pub struct Inbound {
     /// Its head.
     pub head: RequestHead,
     /// Its body.
-    pub body: InboundBody,
-}
-
-/// How much of a body we have.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum InboundBody {
-    /// There is none.
-    Absent,
-    /// There may be one, but it was not needed or not shown.
-    Unseen,
-    /// All of it.
-    Whole(Bytes),
-    /// More than the limit; so long it was when we stopped gathering.
-    TooLarge(usize),
+    pub body: Body,
 }
 
 /// What the exchange is allowed to do.
@@ -264,7 +252,7 @@ impl Exchange {
                 let (body, more) = (Bytes::new(), BytesMut::new());
                 let owed = Owed::Duplex { head: head.clone(), body, more, end: DuplexEnd::Open };
                 self.request = RequestSide::Routing(owed);
-                return vec![Effect::Route(Inbound { head, body: InboundBody::Unseen })];
+                return vec![Effect::Route(Inbound { head, body: Body::Unseen })];
             }
             BodyMode::Buffered | BodyMode::BufferedPartial if !inference => Then::Spare,
             BodyMode::FullDuplex => {
@@ -277,7 +265,7 @@ impl Exchange {
                 return reply_with(mutation::go_on(To::RequestHeaders, changes));
             }
         };
-        let body = if end { InboundBody::Absent } else { InboundBody::Unseen };
+        let body = if end { Body::Absent } else { Body::Unseen };
         self.request = RequestSide::Routing(Owed::Headers { head: head.clone(), then });
         vec![Effect::Route(Inbound { head, body })]
     }
@@ -344,8 +332,8 @@ impl Exchange {
         };
         let body = body.freeze();
         let shown = match body.len() {
-            len if len > self.options.body_limit => InboundBody::TooLarge(len),
-            _ => InboundBody::Whole(body.clone()),
+            len if len > self.options.body_limit => Body::TooLarge(len),
+            _ => Body::Whole(body.clone()),
         };
         self.request = RequestSide::Routing(match self.modes.request {
             BodyMode::FullDuplex => Owed::Duplex { head: head.clone(), body, more: BytesMut::new(), end },

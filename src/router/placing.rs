@@ -55,7 +55,11 @@ impl Placing for Router {
     }
 
     fn place(&self, request: &mut Prepared, gate: &Gate) -> Attempt<Booked, RouteError> {
-        Router::place(self, request, gate)
+        match Router::place(self, request, gate) {
+            // Soft affinity waits for nobody.
+            Attempt::Busy if request.request.affinity.take().is_some() => Router::place(self, request, gate),
+            attempt => attempt,
+        }
     }
 
     fn refresh(&self, request: &mut Prepared) {

@@ -139,7 +139,7 @@ pub(super) fn excluded<'c>(
     verdicts(members, constraints, |member| standings.of(member))
 }
 
-fn serving<'f>(fleet: &'f Fleet, model: Option<&ModelName>) -> Result<Vec<&'f Member>, RouteError> {
+pub(super) fn serving<'f>(fleet: &'f Fleet, model: Option<&ModelName>) -> Result<Vec<&'f Member>, RouteError> {
     let members: Vec<&Member> = match model {
         Some(model) => fleet.serving(model).iter().filter_map(|slot| fleet.member(*slot)).collect(),
         None => fleet.members().collect(),

@@ -14,7 +14,7 @@ use crate::worker::{DpRank, WorkerId, WorkerRank};
 const CHAT: &str = "/v1/chat/completions";
 
 fn exchange(request: BodyMode, response: BodyMode) -> Exchange {
-    let options = Options { body_limit: 200_000, mode_header: true, worker_header: false, prediction_header: false };
+    let options = Options { body_limit: 200_000, mode_header: true, worker_header: false, prediction_header: false, why_header: false };
     let mut exchange = Exchange::new(Arc::new(options));
     exchange.configure(Modes { request, response });
     exchange
@@ -35,7 +35,7 @@ fn body(bytes: &[u8], end: bool) -> Message {
 }
 
 fn response(event_stream: bool, end: bool) -> Message {
-    Message::ResponseHeaders { head: ResponseHead { status: 200, event_stream }, end }
+    Message::ResponseHeaders { head: ResponseHead { status: 200, event_stream, ..ResponseHead::default() }, end }
 }
 
 fn answer(bytes: &[u8], end: bool) -> Message {
@@ -47,6 +47,8 @@ fn to_worker() -> Steer {
     let endpoint = "10.0.0.1:8000".parse().unwrap();
     Steer {
         to: Some(Destination { rank, endpoint, several_ranks: false }),
+        prefill: None,
+        why: None,
         mode: Mode::Exact,
         predicted_cached_tokens: Some(32),
     }
@@ -63,14 +65,14 @@ fn short(effects: Vec<Effect>) -> Vec<String> {
 fn short_one(effect: Effect) -> String {
     match effect {
         Effect::Route(Inbound { body, .. }) => match body {
-            InboundBody::Absent => "route absent".into(),
-            InboundBody::Unseen => "route unseen".into(),
-            InboundBody::Whole(bytes) => format!("route whole {}", bytes.len()),
-            InboundBody::TooLarge(len) => format!("route too large {len}"),
+            Body::Absent => "route absent".into(),
+            Body::Unseen => "route unseen".into(),
+            Body::Whole(bytes) => format!("route whole {}", bytes.len()),
+            Body::TooLarge(len) => format!("route too large {len}"),
         },
         Effect::FirstToken => "first token".into(),
         Effect::Answer(bytes) => format!("answer {}", bytes.len()),
-        Effect::Status(status) => format!("status {status}"),
+        Effect::Answered(head) => format!("status {}", head.status),
         Effect::Finished => "finished".into(),
         Effect::Reply(reply) => {
             let (name, common) = match reply.response.clone().unwrap() {

@@ -1,0 +1,214 @@
+//! What every request goes through, wherever it comes from: the session it belongs to, its turn among others, and then
+//! the router. Those who wait here wait as a future; dropping it leaves nothing behind.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::timeout;
+use tracing::debug;
+
+use crate::admission::{Admission, Entered, Lane, Rejected, Turn};
+use crate::router::{Booked, Prepared, Route, RouteError, RouteRequest, Router};
+use crate::worker::WorkerRank;
+use crate::sessions::{Binding, Entry, Hold, SessionName, Sessions};
+
+/// What a request says of its session.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SessionWord {
+    /// Its id.
+    pub id: String,
+    /// The session that started it.
+    pub parent: Option<String>,
+    /// Whether this is its last request.
+    pub last: bool,
+}
+
+/// How strictly sessions stay where they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Affinity {
+    /// Wherever the session is, its requests wait for that worker rank.
+    Hard,
+    /// They go elsewhere when it is busy.
+    Soft,
+}
+
+/// The sessions, and what they mean for routing.
+pub struct Affinities {
+    /// The sessions.
+    pub sessions: Arc<Sessions>,
+    /// How strict they are.
+    pub affinity: Affinity,
+    /// How long a request waits for the first of its session.
+    pub wait: Duration,
+}
+
+/// A request that was let in, and everything it holds.
+#[derive(Debug)]
+pub struct Admitted {
+    /// Where to, and its share of the load.
+    pub booked: Booked,
+    /// Its session.
+    pub session: Option<Hold>,
+}
+
+/// Why a request was not let in.
+pub type Refusal = Rejected<RouteError>;
+
+/// The way to the router.
+pub struct Entrance {
+    router: Arc<Router>,
+    admission: Arc<Admission<Router>>,
+    affinities: Option<Affinities>,
+    queue_deadline: Duration,
+}
+
+/// Where a request stands in its session.
+enum Standing {
+    None,
+    Bound(Hold),
+    First(Binding),
+}
+
+impl Entrance {
+    /// The way to a router. `queue_deadline` is how long a request may wait for its turn.
+    pub fn new(
+        router: Arc<Router>,
+        admission: Arc<Admission<Router>>,
+        affinities: Option<Affinities>,
+        queue_deadline: Duration,
+    ) -> Arc<Self> {
+        Arc::new(Self { router, admission, affinities, queue_deadline })
+    }
+
+    /// The router behind it.
+    pub fn router(&self) -> &Arc<Router> {
+        &self.router
+    }
+
+    /// The waiting room.
+    pub fn admission(&self) -> &Arc<Admission<Router>> {
+        &self.admission
+    }
+
+    /// The sessions.
+    pub fn sessions(&self) -> Option<&Arc<Sessions>> {
+        self.affinities.as_ref().map(|affinities| &affinities.sessions)
+    }
+
+    /// Routes without booking, and without a session or a turn.
+    pub fn ask(&self, request: RouteRequest) -> Result<Route, RouteError> {
+        self.router.ask(request)
+    }
+
+    /// Lets a request in. Where it has to wait, `told` hears once how long that may take at most.
+    pub async fn admit(
+        &self,
+        mut request: RouteRequest,
+        session: Option<&SessionWord>,
+        told: impl FnOnce(Duration),
+    ) -> Result<Admitted, Refusal> {
+        let mut told = Some(told);
+        let standing = self.session(session, &mut told).await;
+        if let (Standing::Bound(hold), Some(affinities)) = (&standing, &self.affinities) {
+            match affinities.affinity {
+                Affinity::Hard => request.constraints.exclusive = Some(hold.target()),
+                Affinity::Soft => request.affinity = Some(hold.target()),
+            }
+        }
+        let booked = self.turn(self.router.prepare(request), &mut told).await?;
+        let target = booked.route.to.rank;
+        let hold = match standing {
+            Standing::None => None,
+            Standing::First(binding) => Some(binding.bind(target)),
+            Standing::Bound(mut hold) => {
+                if hold.target() != target {
+                    // Where it was it cannot be served any longer; it stays with whom it got.
+                    hold.rebind(target);
+                }
+                Some(hold)
+            }
+        };
+        if let (Some(hold), Some(SessionWord { last: true, .. })) = (&hold, session) {
+            hold.finish();
+        }
+        Ok(Admitted { booked, session: hold })
+    }
+
+    async fn session(
+        &self,
+        session: Option<&SessionWord>,
+        told: &mut Option<impl FnOnce(Duration)>,
+    ) -> Standing {
+        let (Some(affinities), Some(word)) = (&self.affinities, session) else { return Standing::None };
+        let name = SessionName { id: &word.id, parent: word.parent.as_deref() };
+        let entry = match affinities.sessions.enter(name) {
+            Ok(Entry::Wait(waiting)) => {
+                tell(told, affinities.wait + self.queue_deadline);
+                match timeout(affinities.wait, waiting).await {
+                    Ok(entry) => entry,
+                    // The first of the session is slow; this one goes its own way.
+                    Err(_) => return Standing::None,
+                }
+            }
+            entry => entry,
+        };
+        match entry {
+            Ok(Entry::Bound(hold)) => Standing::Bound(hold),
+            Ok(Entry::First(binding)) => Standing::First(binding),
+            Ok(Entry::Wait(_)) => Standing::None,
+            Err(refused) => {
+                debug!(%refused, "routed without its session");
+                Standing::None
+            }
+        }
+    }
+
+    async fn turn(
+        &self,
+        prepared: Prepared,
+        told: &mut Option<impl FnOnce(Duration)>,
+    ) -> Result<Booked, Refusal> {
+        let request = prepared.request();
+        let turn = Turn {
+            class: request.priority.class.clone(),
+            lane: lane(request),
+            strict_priority: request.priority.strict,
+            priority_jump: request.priority.jump,
+            due: None,
+            prompt_tokens: request.prompt.tokens(),
+            cached_tokens: prepared.best_cached_tokens(),
+        };
+        match self.admission.enter(prepared, turn) {
+            Entered::Done(outcome) => outcome,
+            Entered::Waiting(waiting) => {
+                tell(told, waiting.deadline());
+                waiting.placed().await
+            }
+        }
+    }
+
+}
+
+/// Those who compete for other workers do not stand in each other's way.
+fn lane(request: &RouteRequest) -> Lane {
+    let constraints = &request.constraints;
+    let pinned = constraints.pin.and_then(|pin| Some(WorkerRank { worker: pin.worker, rank: pin.rank? }));
+    if let Some(rank) = pinned.or(constraints.exclusive) {
+        return Lane::Pinned(rank);
+    }
+    let mut hasher = DefaultHasher::new();
+    request.model.hash(&mut hasher);
+    constraints.pin.map(|pin| pin.worker).hash(&mut hasher);
+    constraints.allowed.hash(&mut hasher);
+    constraints.endpoints.hash(&mut hasher);
+    constraints.required_taints.hash(&mut hasher);
+    request.prefill_pin.map(|pin| (pin.worker, pin.rank)).hash(&mut hasher);
+    Lane::Among(hasher.finish())
+}
+
+fn tell(told: &mut Option<impl FnOnce(Duration)>, wait: Duration) {
+    if let Some(told) = told.take() {
+        told(wait);
+    }
+}
