@@ -4,7 +4,9 @@
 //! a run of stored blocks, hence a reader sees every event whole or not at all, and waits for one event at most.
 
 mod children;
+pub mod dump;
 pub mod event;
+mod needs;
 mod overlaps;
 mod owners;
 mod seats;
@@ -16,7 +18,7 @@ use std::sync::Arc;
 use parking_lot::RwLock;
 use serde::Serialize;
 
-pub use event::{KvEvent, Outcome, StoredBlock};
+pub use event::{GroupNeed, KvEvent, Outcome, StoredBlock};
 pub use overlaps::{Overlaps, TierBlocks};
 use seats::Seats;
 use trie::Trie;
@@ -71,6 +73,8 @@ pub struct BlockCounts {
     pub external: u64,
     /// Copies in all tiers.
     pub copies: u64,
+    /// Blocks of lower tiers, counted there, that no query finds yet because their parent is not known.
+    pub waiting: u64,
 }
 
 impl PrefixIndex {
@@ -92,7 +96,13 @@ impl PrefixIndex {
         let trie = self.shards[shard_of(first)].read();
         trie.walk(hashes.locals(), into);
         // Under the lock of the trie: a seat is given to another rank only after its traces have left all tries.
-        into.settle(&self.seats.read());
+        let seats = self.seats.read();
+        if seats.any_needs() {
+            // An engine computes at least the last token of a prompt.
+            let most = hashes.tokens().saturating_sub(1) / hashes.block_size().tokens();
+            into.limit(&trie, hashes.locals(), &seats, u32::try_from(most).unwrap_or(u32::MAX));
+        }
+        into.settle(&seats);
     }
 
     /// Counts what is held.
@@ -104,6 +114,7 @@ impl PrefixIndex {
             stats.total.disk += slot.counts.disk;
             stats.total.external += slot.counts.external;
             stats.total.copies += slot.counts.copies;
+            stats.total.waiting += slot.counts.waiting;
         }
         for shard in &self.shards {
             let trie = shard.read();

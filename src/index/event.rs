@@ -3,6 +3,8 @@
 use crate::block::{EngineHash, LocalHash};
 use crate::tier::Tier;
 
+pub use super::needs::GroupNeed;
+
 /// One stored block: the engine's name for it and the hash of its tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredBlock {
@@ -31,7 +33,24 @@ pub enum KvEvent {
         /// The tier they left.
         tier: Tier,
     },
-    /// The whole cache of the rank is empty, in every tier.
+    /// A cache group beside the main one holds its share of blocks on the device. The main group gives them their place
+    /// by the same names, before or after.
+    GroupStored {
+        /// The engine's number of the group.
+        group: u32,
+        /// What the group must hold of a prefix.
+        need: GroupNeed,
+        /// The blocks, in no particular order; none where the event only tells that the group exists.
+        blocks: Vec<EngineHash>,
+    },
+    /// A cache group beside the main one lost its share of blocks.
+    GroupRemoved {
+        /// The engine's number of the group.
+        group: u32,
+        /// The blocks.
+        blocks: Vec<EngineHash>,
+    },
+    /// The whole cache of the rank is empty, in every tier and every group.
     Cleared,
 }
 
@@ -39,8 +58,8 @@ impl KvEvent {
     /// The kind, as named in metrics.
     pub fn kind(&self) -> &'static str {
         match self {
-            KvEvent::Stored { .. } => "stored",
-            KvEvent::Removed { .. } => "removed",
+            KvEvent::Stored { .. } | KvEvent::GroupStored { .. } => "stored",
+            KvEvent::Removed { .. } | KvEvent::GroupRemoved { .. } => "removed",
             KvEvent::Cleared => "cleared",
         }
     }
@@ -53,10 +72,15 @@ pub enum Outcome {
     Ok,
     /// Applied; every block was held already, so only copies were counted.
     DuplicateStore,
+    /// Applied to a lower tier; blocks wait for a parent that is not known on this rank, and count once it is.
+    ParentAwaited,
     /// Dropped: the parent is not known on this rank, and attaching it at the root would invent a prefix.
     ParentNotFound,
     /// Applied as far as possible: some removed blocks were not known on this rank.
     BlockNotFound,
+    /// The engine has more cache groups, or more kinds of them, than can be followed, so nothing of this rank is
+    /// believed to be reusable from the device.
+    TooManyGroups,
 }
 
 impl Outcome {
@@ -65,8 +89,10 @@ impl Outcome {
         match self {
             Outcome::Ok => "ok",
             Outcome::DuplicateStore => "duplicate_store",
+            Outcome::ParentAwaited => "parent_block_awaited",
             Outcome::ParentNotFound => "parent_block_not_found",
             Outcome::BlockNotFound => "block_not_found",
+            Outcome::TooManyGroups => "too_many_groups",
         }
     }
 }

@@ -5,8 +5,15 @@ use serde::{Deserialize, Serialize};
 
 use super::owners::Owners;
 use super::seats::{Seat, Seats};
+use super::trie::Trie;
+use crate::block::LocalHash;
 use crate::tier::Tier;
 use crate::worker::Slot;
+
+/// What a block in host memory is worth where two answers are compared; the default of the router's weights.
+const HOST_WORTH: f64 = 0.75;
+/// What a block on disk or beyond is worth there.
+const DISK_WORTH: f64 = 0.25;
 
 /// Blocks of one prompt on one worker rank: leading blocks on the device, then what each slower tier adds beyond the
 /// one before it.
@@ -90,6 +97,24 @@ impl Overlaps {
         self.found.iter().map(|&slot| (slot, self.by_slot[slot.at()]))
     }
 
+    /// Takes over, slot by slot, what the other answer has more of, counted in device terms by the usual weights of tiers.
+    pub fn raise(&mut self, other: &Overlaps) {
+        let worth = |blocks: TierBlocks| blocks.effective(HOST_WORTH, DISK_WORTH);
+        for (slot, blocks) in other.iter() {
+            if self.by_slot.len() <= slot.at() {
+                self.by_slot.resize(slot.at() + 1, TierBlocks::default());
+            }
+            let mine = &mut self.by_slot[slot.at()];
+            if worth(blocks) > worth(*mine) {
+                // Entries that are found are never zero.
+                if mine.total() == 0 {
+                    self.found.push(slot);
+                }
+                *mine = blocks;
+            }
+        }
+    }
+
     pub(super) fn clear(&mut self) {
         for slot in self.found.drain(..) {
             self.by_slot[slot.at()] = TierBlocks::default();
@@ -119,11 +144,27 @@ impl Overlaps {
         any
     }
 
+    /// Shortens what was found on seats with needs to what all their cache groups can serve.
+    pub(super) fn limit(&mut self, trie: &Trie, locals: &[LocalHash], seats: &Seats, most: u32) {
+        let mut path: Option<Vec<_>> = None;
+        for &seat in &self.walked {
+            let Some(needs) = seats.needs(seat) else { continue };
+            let blocks = &mut self.by_seat[seat.at()].blocks;
+            let path = path.get_or_insert_with(|| trie.path(locals).collect());
+            let held = path.iter().map(|(run, owners)| (run.clone(), owners.layers(seat)));
+            let device = needs.reusable(held, blocks.device.min(most));
+            if device < blocks.device {
+                // What lies lower continues a prefix that cannot be reused so far.
+                *blocks = TierBlocks { device, ..TierBlocks::default() };
+            }
+        }
+    }
+
     /// Ends a walk: from seats to slots, leaving out the seats that nobody sits on any more.
     pub(super) fn settle(&mut self, seats: &Seats) {
         for seat in self.walked.drain(..) {
             let progress = std::mem::take(&mut self.by_seat[seat.at()]);
-            let Some(slot) = seats.slot(seat) else { continue };
+            let Some(slot) = seats.slot(seat).filter(|_| progress.blocks.total() > 0) else { continue };
             if self.by_slot.len() <= slot.at() {
                 self.by_slot.resize(slot.at() + 1, TierBlocks::default());
             }

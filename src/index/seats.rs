@@ -5,6 +5,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::needs::Needs;
 use super::{BlockCounts, SlotStats};
 use crate::tier::Tier;
 use crate::worker::Slot;
@@ -22,9 +23,18 @@ impl Seat {
 /// All seats.
 #[derive(Debug, Default)]
 pub(super) struct Seats {
-    slots: Vec<Option<Slot>>,
+    seats: Vec<Option<Taken>>,
     by_slot: Vec<Option<Seating>>,
     free: Vec<Seat>,
+    /// Seats with needs.
+    needy: usize,
+}
+
+/// Whose blocks lie under a seat, and what they need beside them to be of use.
+#[derive(Clone, Debug)]
+struct Taken {
+    slot: Slot,
+    needs: Option<Arc<Needs>>,
 }
 
 /// Who speaks for a slot now.
@@ -41,10 +51,10 @@ impl Seats {
             self.by_slot.resize(slot.at() + 1, None);
         }
         if let Some(before) = self.by_slot[slot.at()].take() {
-            self.slots[before.seat.at()] = None;
+            self.rise(before.seat);
         }
         let seat = self.vacant();
-        self.slots[seat.at()] = Some(slot);
+        self.seats[seat.at()] = Some(Taken { slot, needs: None });
         self.by_slot[slot.at()] = Some(Seating { seat, tally });
         seat
     }
@@ -52,20 +62,47 @@ impl Seats {
     /// Moves a writer to a fresh seat; the blocks under its old one are no longer reported.
     pub(super) fn renew(&mut self, seat: Seat) -> Seat {
         let fresh = self.vacant();
-        if let Some(slot) = self.slots[seat.at()].take() {
-            self.slots[fresh.at()] = Some(slot);
-            if let Some(seating) = &mut self.by_slot[slot.at()] {
-                seating.seat = fresh;
-            }
-        }
+        self.replace(seat, fresh, None);
         fresh
+    }
+
+    /// A seat that is not reported before it replaces another.
+    pub(super) fn hidden(&mut self) -> Seat {
+        self.vacant()
+    }
+
+    /// Reports the blocks under another seat of the same writer instead of those under this one.
+    pub(super) fn replace(&mut self, seat: Seat, by: Seat, needs: Option<Arc<Needs>>) {
+        let Some(slot) = self.rise(seat) else { return };
+        self.needy += usize::from(needs.is_some());
+        self.seats[by.at()] = Some(Taken { slot, needs });
+        if let Some(seating) = &mut self.by_slot[slot.at()] {
+            seating.seat = by;
+        }
     }
 
     /// The blocks under this seat are no longer reported.
     pub(super) fn leave(&mut self, seat: Seat) {
-        if let Some(slot) = self.slots[seat.at()].take() {
+        if let Some(slot) = self.rise(seat) {
             self.by_slot[slot.at()] = None;
         }
+    }
+
+    /// From now on only prefixes that satisfy these needs are reported as reusable.
+    pub(super) fn need(&mut self, seat: Seat, needs: Arc<Needs>) {
+        if let Some(taken) = &mut self.seats[seat.at()] {
+            self.needy += usize::from(taken.needs.is_none());
+            taken.needs = Some(needs);
+        }
+    }
+
+    /// Whether any seat has needs.
+    pub(super) fn any_needs(&self) -> bool {
+        self.needy > 0
+    }
+
+    pub(super) fn needs(&self, seat: Seat) -> Option<&Needs> {
+        self.seats.get(seat.at())?.as_ref()?.needs.as_deref()
     }
 
     /// No trie mentions this seat any more.
@@ -74,7 +111,7 @@ impl Seats {
     }
 
     pub(super) fn slot(&self, seat: Seat) -> Option<Slot> {
-        self.slots.get(seat.at()).copied().flatten()
+        self.seats.get(seat.at())?.as_ref().map(|taken| taken.slot)
     }
 
     pub(super) fn stats(&self) -> Vec<SlotStats> {
@@ -84,9 +121,16 @@ impl Seats {
 
     fn vacant(&mut self) -> Seat {
         self.free.pop().unwrap_or_else(|| {
-            self.slots.push(None);
-            Seat(self.slots.len() as u32 - 1)
+            self.seats.push(None);
+            Seat(self.seats.len() as u32 - 1)
         })
+    }
+
+    /// Empties a seat; the slot that was reported under it.
+    fn rise(&mut self, seat: Seat) -> Option<Slot> {
+        let taken = self.seats[seat.at()].take()?;
+        self.needy -= usize::from(taken.needs.is_some());
+        Some(taken.slot)
     }
 }
 
@@ -95,6 +139,7 @@ impl Seats {
 pub(super) struct Tally {
     blocks: [AtomicU64; 4],
     copies: AtomicU64,
+    waiting: AtomicU64,
 }
 
 impl Tally {
@@ -107,8 +152,12 @@ impl Tally {
         add(&self.copies, by);
     }
 
+    pub(super) fn add_waiting(&self, by: i64) {
+        add(&self.waiting, by);
+    }
+
     pub(super) fn reset(&self) {
-        for count in self.blocks.iter().chain([&self.copies]) {
+        for count in self.blocks.iter().chain([&self.copies, &self.waiting]) {
             count.store(0, Ordering::Relaxed);
         }
     }
@@ -121,6 +170,7 @@ impl Tally {
             disk: blocks(Tier::Disk),
             external: blocks(Tier::External),
             copies: self.copies.load(Ordering::Relaxed),
+            waiting: self.waiting.load(Ordering::Relaxed),
         }
     }
 }

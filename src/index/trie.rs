@@ -3,12 +3,13 @@
 //! Each block has an id that survives splits and joins, so that writers can name places; a home leads from the id to the
 //! run. The depth of a block never changes, therefore only the part that gets another run id has to be moved.
 
+use std::ops::Range;
+
 use super::children::Children;
 use super::overlaps::Overlaps;
-use super::owners::{Owners, Tiers};
+use super::owners::{Layer, Layers, Owners};
 use super::seats::Seat;
 use crate::block::LocalHash;
-use crate::tier::Tier;
 
 /// Longest run. Bounds what one split or join copies while readers wait.
 const LONGEST_RUN: usize = 1024;
@@ -56,11 +57,11 @@ impl Run {
     }
 }
 
-/// A change of who holds what: one seat, one tier.
+/// A change of who holds what: one seat, one layer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hold {
     pub(super) seat: Seat,
-    pub(super) tier: Tier,
+    pub(super) layer: Layer,
 }
 
 /// The trie.
@@ -167,9 +168,36 @@ impl Trie {
         }
     }
 
-    /// The tiers in which a seat holds a block.
-    pub(super) fn tiers(&self, block: BlockId, seat: Seat) -> Tiers {
-        self.runs[self.home(block).run as usize].owners.tiers(seat)
+    /// The runs along a prompt, as far as it is known, with the depths they cover of it.
+    pub(super) fn path<'a>(&'a self, locals: &'a [LocalHash]) -> impl Iterator<Item = (Range<u32>, &'a Owners)> {
+        let mut next = Some((locals, &self.roots));
+        std::iter::from_fn(move || {
+            let (rest, children) = next.take()?;
+            let run = &self.runs[children.get(*rest.first()?)? as usize];
+            let matched = common(&run.locals, rest);
+            if matched == run.locals.len() {
+                next = Some((&rest[matched..], &run.children));
+            }
+            Some((run.start..run.start + matched as u32, &run.owners))
+        })
+    }
+
+    /// The block before a block, and the hash of its tokens.
+    pub(super) fn origin(&self, block: BlockId) -> (Option<BlockId>, LocalHash) {
+        let Home { run, depth } = self.home(block);
+        let local = self.local_at(run, depth);
+        let run = &self.runs[run as usize];
+        let before = if depth > run.start {
+            Some(run.blocks[(depth - run.start) as usize - 1])
+        } else {
+            self.runs.get(run.parent as usize).and_then(|parent| parent.blocks.last().copied())
+        };
+        (before, local)
+    }
+
+    /// What a seat holds of a block.
+    pub(super) fn layers(&self, block: BlockId, seat: Seat) -> Layers {
+        self.runs[self.home(block).run as usize].owners.layers(seat)
     }
 
     /// Where a block is, for sorting.
@@ -177,8 +205,13 @@ impl Trie {
         self.homes[block.0 as usize]
     }
 
+    /// Sorts things so that blocks that follow one another are next to one another.
+    pub(super) fn sort_by_home<T>(&self, list: &mut [T], block: impl Fn(&T) -> BlockId) {
+        list.sort_unstable_by_key(|thing| self.home(block(thing)));
+    }
+
     /// How many of the first blocks follow one another within one run.
-    pub(super) fn span(&self, blocks: &[BlockId]) -> usize {
+    fn span(&self, blocks: &[BlockId]) -> usize {
         let Some(first) = blocks.first().map(|block| self.home(*block)) else { return 0 };
         let follows = |(at, block): &(usize, &BlockId)| {
             self.home(**block) == Home { run: first.run, depth: first.depth + *at as u32 }
@@ -190,8 +223,8 @@ impl Trie {
     pub(super) fn mark(&mut self, first: BlockId, count: usize, hold: Hold, on: bool) {
         let Home { run, depth: from } = self.home(first);
         let to = from + count as u32;
-        let before = self.runs[run as usize].owners.tiers(hold.seat);
-        let after = if on { before.with(hold.tier) } else { before.without(hold.tier) };
+        let before = self.runs[run as usize].owners.layers(hold.seat);
+        let after = if on { before.with(hold.layer) } else { before.without(hold.layer) };
         if before == after {
             return;
         }
@@ -205,11 +238,21 @@ impl Trie {
         self.tidy(run);
     }
 
+    /// Marks blocks in as few steps as their order allows.
+    pub(super) fn mark_all(&mut self, blocks: &[BlockId], hold: Hold, on: bool) {
+        let mut rest = blocks;
+        while let Some(&first) = rest.first() {
+            let count = self.span(rest);
+            self.mark(first, count, hold, on);
+            rest = &rest[count..];
+        }
+    }
+
     /// Takes a seat out of the whole run a block is in. The block may be gone already.
     pub(super) fn evict(&mut self, block: BlockId, seat: Seat) {
         let run = self.home(block).run;
-        if run != NOWHERE && !self.runs[run as usize].owners.tiers(seat).is_empty() {
-            self.runs[run as usize].owners.set(seat, Tiers::NONE);
+        if run != NOWHERE && !self.runs[run as usize].owners.layers(seat).is_empty() {
+            self.runs[run as usize].owners.set(seat, Layers::NONE);
             self.tidy(run);
         }
     }
@@ -225,18 +268,18 @@ impl Trie {
         depth + 1 == run.end()
             && run.children.is_empty()
             && run.locals.len() < self.longest
-            && run.owners.is_just(hold.seat, hold.tier)
+            && run.owners.is_just(hold.seat, hold.layer)
     }
 
     /// Whether the stretch is the end of a leaf and nobody else holds it.
     fn is_lone_tail(&self, run: u32, from: u32, to: u32, hold: Hold) -> bool {
         let run = &self.runs[run as usize];
-        to == run.end() && from > run.start && run.children.is_empty() && run.owners.is_just(hold.seat, hold.tier)
+        to == run.end() && from > run.start && run.children.is_empty() && run.owners.is_just(hold.seat, hold.layer)
     }
 
     /// A new leaf, still without blocks.
     fn sprout(&mut self, parent: u32, start: u32, first: LocalHash, hold: Hold) -> u32 {
-        let owners = Owners::just(hold.seat, hold.tier);
+        let owners = Owners::just(hold.seat, hold.layer);
         let run = self.adopt(Run { start, parent, owners, ..Run::default() });
         self.children_of(parent).set(first, run);
         run

@@ -3,21 +3,28 @@
 //! leaves with the last copy. It may also give one content several names, and then the content stays until the last of
 //! the names has left. The trie hears only of the first and the last.
 
+mod clear;
+mod groups;
+mod portrait;
+mod release;
+mod store;
+mod waiting;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use groups::{Groups, Lesson};
+use waiting::Waiting;
+
+use super::PrefixIndex;
 use super::children::Mixed;
-use super::event::{KvEvent, Outcome, StoredBlock};
-use super::owners::Tiers;
+use super::event::{GroupNeed, KvEvent, Outcome};
+use super::owners::{Layer, Layers};
 use super::seats::{Seat, Tally};
-use super::trie::{BlockId, Hold, Trie};
-use super::{PrefixIndex, shard_of};
+use super::trie::BlockId;
 use crate::block::{EngineHash, LocalHash};
 use crate::tier::Tier;
 use crate::worker::Slot;
-
-/// Blocks that a clean-up takes out of a trie before it lets readers in.
-const SWEEP: usize = 256;
 
 /// Applies the events of one worker rank. Dropping it removes everything the rank holds from the index.
 #[derive(Debug)]
@@ -30,7 +37,10 @@ pub struct RankWriter {
     /// Copies beyond the first.
     extra: HashMap<(EngineHash, Tier), u32>,
     /// Names beyond the first of one content.
-    aliases: HashMap<(Place, Tier), u32>,
+    aliases: HashMap<(Place, Layer), u32>,
+    waiting: Waiting,
+    /// Only of models that have several cache groups.
+    groups: Option<Box<Groups>>,
     scratch: Scratch,
 }
 
@@ -45,10 +55,10 @@ struct Place {
 #[derive(Clone, Copy, Debug)]
 struct Named {
     place: Place,
-    /// Tiers with at least one copy; never empty.
-    tiers: Tiers,
+    /// Tiers with at least one copy, never none, and the classes of cache groups that hold it.
+    layers: Layers,
     /// Tiers whose copies may be gone: events were lost since they were counted.
-    doubted: Tiers,
+    doubted: Layers,
 }
 
 /// Buffers of one event, kept to be used again.
@@ -57,16 +67,10 @@ struct Scratch {
     locals: Vec<LocalHash>,
     path: Vec<BlockId>,
     granted: Vec<BlockId>,
-    lost: Vec<(Place, Tier)>,
-}
-
-/// What a stored block changed.
-#[derive(PartialEq, Eq)]
-enum Gain {
-    /// The name is new in this tier.
-    Name,
-    /// One more copy.
-    Copy,
+    /// What names hold now beside the tier of the event.
+    won: Vec<(Place, Layer)>,
+    /// What names hold no longer.
+    lost: Vec<(Place, Layer)>,
 }
 
 impl RankWriter {
@@ -81,6 +85,8 @@ impl RankWriter {
             held: Mixed::default(),
             extra: HashMap::new(),
             aliases: HashMap::new(),
+            waiting: Waiting::default(),
+            groups: None,
             scratch: Scratch::default(),
         }
     }
@@ -95,6 +101,8 @@ impl RankWriter {
         match event {
             KvEvent::Stored { parent, blocks, tier } => self.store(*parent, blocks, *tier),
             KvEvent::Removed { blocks, tier } => self.remove(blocks, *tier),
+            KvEvent::GroupStored { group, need, blocks } => self.store_group(*group, *need, blocks),
+            KvEvent::GroupRemoved { group, blocks } => self.remove_group(*group, blocks),
             KvEvent::Cleared => {
                 self.clear();
                 Outcome::Ok
@@ -106,104 +114,27 @@ impl RankWriter {
     /// its copies are counted from one again: otherwise a removal that was lost would keep it for ever.
     pub fn doubt(&mut self) {
         for named in self.held.values_mut() {
-            named.doubted = named.tiers;
+            named.doubted = named.layers.tiers();
         }
-    }
-
-    fn store(&mut self, parent: Option<EngineHash>, blocks: &[StoredBlock], tier: Tier) -> Outcome {
-        let after = match parent.map(|parent| self.held.get(&parent)) {
-            None => None,
-            Some(Some(named)) => Some(named.place),
-            Some(None) => return Outcome::ParentNotFound,
-        };
-        let Some(first) = blocks.first() else { return Outcome::Ok };
-        let shard = after.map_or(shard_of(first.local), |place| usize::from(place.shard));
-        let mut scratch = std::mem::take(&mut self.scratch);
-        scratch.locals.extend(blocks.iter().map(|block| block.local));
-        // Before the lock: growing the map takes long.
-        self.held.reserve(blocks.len());
-        let index = self.index.clone();
-        let mut trie = index.shards[shard].write();
-        let hold = Hold { seat: self.seat, tier };
-        let after = after.map(|place| place.block);
-        trie.trace(after, scratch.locals.iter().copied(), &mut scratch.path);
-        let known = scratch.path.len();
-        let last = scratch.path.last().copied().or(after);
-        trie.extend(last, &scratch.locals[known..], hold, &mut scratch.path);
-        let mut gained = false;
-        for (at, block) in blocks.iter().enumerate() {
-            let place = Place { shard: shard as u8, block: scratch.path[at] };
-            if self.name(block.engine, place, tier, &mut scratch.lost) == Gain::Copy {
-                continue;
-            }
-            gained = true;
-            if at >= known {
-                self.tally.add_blocks(tier, 1);
-            } else if trie.tiers(place.block, self.seat).has(tier) {
-                *self.aliases.entry((place, tier)).or_insert(0) += 1;
-            } else {
-                self.tally.add_blocks(tier, 1);
-                scratch.granted.push(place.block);
-            }
+        self.waiting.doubt();
+        if let Some(groups) = &mut self.groups {
+            groups.doubt();
         }
-        mark_spans(&mut trie, &scratch.granted, hold, true);
-        self.release(&mut trie, shard, &mut scratch);
-        drop(trie);
-        self.release_elsewhere(&mut scratch);
-        self.recycle(scratch);
-        if gained { Outcome::Ok } else { Outcome::DuplicateStore }
-    }
-
-    /// Enters one copy of a name. A name that stood for another content until now lets go of that: the engine's word
-    /// is the newer one.
-    fn name(&mut self, engine: EngineHash, place: Place, tier: Tier, lost: &mut Vec<(Place, Tier)>) -> Gain {
-        let fresh = Named { place, tiers: Tiers::one(tier), doubted: Tiers::NONE };
-        let named = self.held.entry(engine).or_insert(Named { tiers: Tiers::NONE, ..fresh });
-        if named.place != place {
-            for tier in named.tiers.iter() {
-                lost.push((named.place, tier));
-                let copies = 1 + self.extra.remove(&(engine, tier)).unwrap_or(0);
-                self.tally.add_copies(-i64::from(copies));
-            }
-            *named = fresh;
-        } else if !named.tiers.has(tier) {
-            named.tiers = named.tiers.with(tier);
-        } else {
-            if named.doubted.has(tier) {
-                named.doubted = named.doubted.without(tier);
-                let copies = self.extra.remove(&(engine, tier)).unwrap_or(0);
-                self.tally.add_copies(-i64::from(copies));
-            } else {
-                *self.extra.entry((engine, tier)).or_insert(0) += 1;
-                self.tally.add_copies(1);
-            }
-            return Gain::Copy;
-        }
-        self.tally.add_copies(1);
-        Gain::Name
     }
 
     fn remove(&mut self, blocks: &[EngineHash], tier: Tier) -> Outcome {
         let mut scratch = std::mem::take(&mut self.scratch);
         let mut outcome = Outcome::Ok;
         for &engine in blocks {
-            let Some(named) = self.held.get_mut(&engine).filter(|named| named.tiers.has(tier)) else {
+            if !self.holds(engine, tier) {
                 outcome = Outcome::BlockNotFound;
                 continue;
-            };
-            self.tally.add_copies(-1);
-            if let Some(extra) = self.extra.get_mut(&(engine, tier)) {
-                *extra -= 1;
-                if *extra == 0 {
-                    self.extra.remove(&(engine, tier));
-                }
-                continue;
             }
-            named.tiers = named.tiers.without(tier);
-            named.doubted = named.doubted.without(tier);
-            scratch.lost.push((named.place, tier));
-            if named.tiers.is_empty() {
-                self.held.remove(&engine);
+            self.tally.add_copies(-1);
+            match self.extra.get_mut(&(engine, tier)) {
+                None => self.lose(engine, tier, &mut scratch.lost),
+                Some(1) => drop(self.extra.remove(&(engine, tier))),
+                Some(extra) => *extra -= 1,
             }
         }
         self.release_elsewhere(&mut scratch);
@@ -211,65 +142,98 @@ impl RankWriter {
         outcome
     }
 
-    /// Lets go of what was lost in one shard.
-    fn release(&mut self, trie: &mut Trie, shard: usize, scratch: &mut Scratch) {
-        let Scratch { lost, granted, .. } = scratch;
-        for tier in Tier::ALL {
-            granted.clear();
-            lost.retain(|&(place, lost_tier)| {
-                let here = lost_tier == tier && usize::from(place.shard) == shard;
-                if here && !self.has_other_name(place, tier) {
-                    granted.push(place.block);
-                }
-                !here
-            });
-            self.tally.add_blocks(tier, -(granted.len() as i64));
-            granted.sort_unstable_by_key(|block| trie.home(*block));
-            mark_spans(trie, granted, Hold { seat: self.seat, tier }, false);
+    /// Whether a name is held in a tier, with or without a place.
+    fn holds(&mut self, engine: EngineHash, tier: Tier) -> bool {
+        match self.held.get(&engine) {
+            Some(named) => named.layers.has(tier),
+            None => self.waiting.get_mut(engine).is_some_and(|apart| apart.tiers.has(tier)),
         }
     }
 
-    /// Lets go of what was lost in shards that are not locked.
-    fn release_elsewhere(&mut self, scratch: &mut Scratch) {
-        let index = self.index.clone();
-        while let Some(&(place, _)) = scratch.lost.first() {
-            let shard = usize::from(place.shard);
-            let mut trie = index.shards[shard].write();
-            self.release(&mut trie, shard, scratch);
+    /// A name has no copy left in a tier in which it had some.
+    fn lose(&mut self, engine: EngineHash, tier: Tier, lost: &mut Vec<(Place, Layer)>) {
+        let Some(named) = self.held.get_mut(&engine) else { return self.lose_waiting(engine, tier) };
+        named.layers = named.layers.without(tier);
+        named.doubted = named.doubted.without(tier);
+        lost.push((named.place, tier.into()));
+        if named.layers.tiers().is_empty() {
+            // What the groups hold of it has no place any more either.
+            lost.extend(named.layers.iter().map(|layer| (named.place, layer)));
+            self.held.remove(&engine);
         }
     }
 
-    /// Takes one name off a content; whether another is left.
-    fn has_other_name(&mut self, place: Place, tier: Tier) -> bool {
-        let Some(others) = self.aliases.get_mut(&(place, tier)) else { return false };
-        *others -= 1;
-        if *others == 0 {
-            self.aliases.remove(&(place, tier));
+    fn lose_waiting(&mut self, engine: EngineHash, tier: Tier) {
+        let Some(apart) = self.waiting.get_mut(engine) else { return };
+        apart.tiers = apart.tiers.without(tier);
+        apart.doubted = apart.doubted.without(tier);
+        let gone = apart.tiers.is_empty();
+        self.tally.add_blocks(tier, -1);
+        if gone {
+            self.waiting.take(engine);
+            self.tally.add_waiting(-1);
         }
-        true
     }
 
-    /// One step for readers: they stop reporting the seat. Then the blocks are taken out bit by bit.
-    fn clear(&mut self) {
-        let left = self.seat;
-        self.seat = self.index.seats.write().renew(left);
-        self.tally.reset();
-        self.extra.clear();
-        self.aliases.clear();
-        self.sweep(left);
-    }
-
-    /// Takes a seat that nobody sits on any more out of all tries.
-    fn sweep(&mut self, left: Seat) {
-        let mut places: Vec<Place> = self.held.drain().map(|(_, named)| named.place).collect();
-        places.sort_unstable();
-        for shard in places.chunk_by(|a, b| a.shard == b.shard) {
-            for some in shard.chunks(SWEEP) {
-                let mut trie = self.index.shards[usize::from(some[0].shard)].write();
-                some.iter().for_each(|place| trie.evict(place.block, left));
+    fn store_group(&mut self, group: u32, need: GroupNeed, blocks: &[EngineHash]) -> Outcome {
+        let groups = self.groups.get_or_insert_default();
+        let lesson = groups.learn(group, need);
+        let mut gained = false;
+        if let Some(at) = groups.find(group) {
+            for &engine in blocks {
+                gained |= groups.store(at, engine);
             }
         }
-        self.index.seats.write().free(left);
+        match lesson {
+            Lesson::Known(_) => self.regroup(blocks),
+            Lesson::New(_) | Lesson::TooMany => self.regroup_all(),
+        }
+        match lesson {
+            Lesson::TooMany => Outcome::TooManyGroups,
+            _ if gained || blocks.is_empty() => Outcome::Ok,
+            _ => Outcome::DuplicateStore,
+        }
+    }
+
+    fn remove_group(&mut self, group: u32, blocks: &[EngineHash]) -> Outcome {
+        let Some((groups, at)) = self
+            .groups
+            .as_deref_mut()
+            .and_then(|groups| Some((groups.find(group)?, groups)))
+            .map(|(at, groups)| (groups, at))
+        else {
+            return Outcome::BlockNotFound;
+        };
+        let removed = blocks.iter().filter(|engine| groups.remove(at, **engine)).count();
+        self.regroup(blocks);
+        if removed == blocks.len() { Outcome::Ok } else { Outcome::BlockNotFound }
+    }
+
+    /// Tells the tries what the groups hold of some blocks now.
+    fn regroup(&mut self, blocks: &[EngineHash]) {
+        let Some(groups) = &self.groups else { return };
+        let mut scratch = std::mem::take(&mut self.scratch);
+        for &engine in blocks {
+            let Some(named) = self.held.get_mut(&engine) else { continue };
+            let (tiers, now) = (named.layers.tiers(), groups.layers(engine));
+            let before = named.layers.except(tiers);
+            scratch.won.extend(now.except(before).iter().map(|layer| (named.place, layer)));
+            scratch.lost.extend(before.except(now).iter().map(|layer| (named.place, layer)));
+            named.layers = tiers.and(now);
+        }
+        self.grant_elsewhere(&mut scratch);
+        self.release_elsewhere(&mut scratch);
+        self.recycle(scratch);
+    }
+
+    /// After the groups themselves have changed: the blocks first, so that a reader sees the need only when it is told
+    /// who satisfies it.
+    fn regroup_all(&mut self) {
+        let held: Vec<_> = self.held.keys().copied().collect();
+        self.regroup(&held);
+        if let Some(groups) = &self.groups {
+            self.index.seats.write().need(self.seat, Arc::new(groups.needs().clone()));
+        }
     }
 
     fn recycle(&mut self, mut scratch: Scratch) {
@@ -277,22 +241,5 @@ impl RankWriter {
         scratch.path.clear();
         scratch.granted.clear();
         self.scratch = scratch;
-    }
-}
-
-impl Drop for RankWriter {
-    fn drop(&mut self) {
-        self.index.seats.write().leave(self.seat);
-        self.sweep(self.seat);
-    }
-}
-
-/// Marks blocks in as few steps as their order allows.
-fn mark_spans(trie: &mut Trie, blocks: &[BlockId], hold: Hold, on: bool) {
-    let mut rest = blocks;
-    while let Some(&first) = rest.first() {
-        let count = trie.span(rest);
-        trie.mark(first, count, hold, on);
-        rest = &rest[count..];
     }
 }

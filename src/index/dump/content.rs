@@ -1,0 +1,303 @@
+//! What one rank holds, as a value: the blocks that its prefixes consist of, parents first, and who bears which name.
+
+use std::collections::HashSet;
+use std::io::{Read, Write};
+use std::num::NonZeroU32;
+
+use super::DumpError;
+use super::frame::{FrameReader, FrameWriter, Kind, Row, rows};
+use crate::block::{EngineHash, LocalHash};
+use crate::index::event::GroupNeed;
+use crate::tier::Tier;
+use crate::worker::{DpRank, WorkerId, WorkerRank};
+
+/// No parent: the first block of a prompt.
+const ROOT: u32 = u32::MAX;
+
+/// Groups that a writer tells apart.
+const MOST_GROUPS: usize = 64;
+
+/// What one worker rank holds. `RankWriter::restore` takes it back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankDump {
+    pub(in crate::index) rank: WorkerRank,
+    pub(in crate::index) blocks: Vec<BlockRow>,
+    /// By block.
+    pub(in crate::index) names: Vec<PlacedName>,
+    pub(in crate::index) waiting: Vec<ApartName>,
+    pub(in crate::index) groups: Vec<(u32, GroupNeed)>,
+    pub(in crate::index) shares: Vec<Share>,
+    /// Whether there are more groups than can be followed.
+    pub(in crate::index) more_groups: bool,
+}
+
+/// One block of a prefix; held if a name stands for it, otherwise a gap in front of one that is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::index) struct BlockRow {
+    pub(in crate::index) parent: Option<u32>,
+    pub(in crate::index) local: LocalHash,
+}
+
+/// A name with its block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::index) struct PlacedName {
+    pub(in crate::index) engine: EngineHash,
+    pub(in crate::index) block: u32,
+    pub(in crate::index) copies: Copies,
+}
+
+/// A name without a place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::index) struct ApartName {
+    pub(in crate::index) engine: EngineHash,
+    pub(in crate::index) parent: EngineHash,
+    pub(in crate::index) local: LocalHash,
+    pub(in crate::index) copies: Copies,
+}
+
+/// Copies of a name by tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(in crate::index) struct Copies {
+    pub(in crate::index) counts: [u32; 4],
+    pub(in crate::index) doubted: [bool; 4],
+}
+
+/// What a cache group holds of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::index) struct Share {
+    pub(in crate::index) engine: EngineHash,
+    /// Place in the list of groups.
+    pub(in crate::index) group: u32,
+    pub(in crate::index) copies: u32,
+    pub(in crate::index) doubted: bool,
+}
+
+impl Copies {
+    /// The tiers with copies, and how many.
+    pub(in crate::index) fn held(self) -> impl Iterator<Item = (Tier, u32)> {
+        Tier::ALL.into_iter().zip(self.counts).filter(|(_, count)| *count > 0)
+    }
+
+    pub(in crate::index) fn has(self, tier: Tier) -> bool {
+        self.counts[tier as usize] > 0
+    }
+}
+
+impl RankDump {
+    /// Writes the record of this rank.
+    pub fn write(&self, out: &mut impl Write) -> std::io::Result<()> {
+        let mut frames = FrameWriter::new(out);
+        let mut head = Vec::new();
+        self.rank.worker.0.put(&mut head);
+        self.rank.rank.0.put(&mut head);
+        head.push(u8::from(self.more_groups));
+        frames.write(Kind::Rank, &head)?;
+        frames.rows(Kind::Blocks, &self.blocks)?;
+        frames.rows(Kind::Names, &self.names)?;
+        frames.rows(Kind::Waiting, &self.waiting)?;
+        frames.rows(Kind::Groups, &self.groups)?;
+        frames.rows(Kind::Shares, &self.shares)?;
+        frames.write(Kind::RankEnd, &[])
+    }
+
+    pub(super) fn read(head: Vec<u8>, frames: &mut FrameReader<impl Read>) -> Result<Self, DumpError> {
+        let mut dump = Self::of_head(&head)?;
+        let mut before = Kind::Rank;
+        loop {
+            let (kind, payload) = frames.read()?;
+            if kind < before {
+                return Err(DumpError::Malformed("frames in wrong order"));
+            }
+            before = kind;
+            match kind {
+                Kind::Blocks => rows(&payload, &mut dump.blocks)?,
+                Kind::Names => rows(&payload, &mut dump.names)?,
+                Kind::Waiting => rows(&payload, &mut dump.waiting)?,
+                Kind::Groups => rows(&payload, &mut dump.groups)?,
+                Kind::Shares => rows(&payload, &mut dump.shares)?,
+                Kind::RankEnd if payload.is_empty() => break,
+                Kind::Rank | Kind::RankEnd | Kind::End => return Err(DumpError::Malformed("a record has no end")),
+            }
+        }
+        dump.check()?;
+        Ok(dump)
+    }
+
+    fn of_head(head: &[u8]) -> Result<Self, DumpError> {
+        let &[ref id @ .., a, b, c, d, more] = head else {
+            return Err(DumpError::Malformed("a rank without a number"));
+        };
+        let worker = id.try_into().map_err(|_| DumpError::Malformed("a rank without a worker"))?;
+        let rank =
+            WorkerRank { worker: WorkerId(u64::from_le_bytes(worker)), rank: DpRank(u32::from_le_bytes([a, b, c, d])) };
+        Ok(Self {
+            rank,
+            blocks: Vec::new(),
+            names: Vec::new(),
+            waiting: Vec::new(),
+            groups: Vec::new(),
+            shares: Vec::new(),
+            more_groups: more != 0,
+        })
+    }
+
+    fn check(&self) -> Result<(), DumpError> {
+        let sound = |yes: bool, problem| if yes { Ok(()) } else { Err(DumpError::Malformed(problem)) };
+        let parents = self.blocks.iter().enumerate();
+        let parents = parents.filter_map(|(at, block)| Some((at, block.parent?)));
+        sound(parents.into_iter().all(|(at, parent)| (parent as usize) < at), "a block in front of its parent")?;
+        sound(self.names.is_sorted_by_key(|name| name.block), "names are not in the order of blocks")?;
+        let last = self.names.last().map_or(0, |name| name.block as usize + 1);
+        sound(last <= self.blocks.len(), "a name without a block")?;
+        let engines = self.names.iter().map(|name| name.engine).chain(self.waiting.iter().map(|name| name.engine));
+        let mut seen = HashSet::with_capacity(self.names.len() + self.waiting.len());
+        sound(engines.into_iter().all(|engine| seen.insert(engine)), "a name that stands twice")?;
+        let copies = self.names.iter().map(|name| name.copies).chain(self.waiting.iter().map(|name| name.copies));
+        sound(copies.into_iter().all(|copies| copies.held().count() > 0), "a name without a copy")?;
+        sound(self.waiting.iter().all(|name| !name.copies.has(Tier::Device)), "a device block without a place")?;
+        let groups: HashSet<u32> = self.groups.iter().map(|(id, _)| *id).collect();
+        sound(groups.len() == self.groups.len() && groups.len() <= MOST_GROUPS, "groups that cannot be told apart")?;
+        let shares = self.shares.iter().all(|share| (share.group as usize) < self.groups.len() && share.copies > 0);
+        sound(shares, "a share of no group")
+    }
+}
+
+impl Row for u64 {
+    const SIZE: usize = 8;
+
+    fn put(&self, out: &mut Vec<u8>) {
+        out.extend(self.to_le_bytes());
+    }
+
+    fn get(bytes: &[u8]) -> Result<Self, DumpError> {
+        bytes.try_into().map(u64::from_le_bytes).map_err(|_| DumpError::Truncated)
+    }
+}
+
+impl Row for u32 {
+    const SIZE: usize = 4;
+
+    fn put(&self, out: &mut Vec<u8>) {
+        out.extend(self.to_le_bytes());
+    }
+
+    fn get(bytes: &[u8]) -> Result<Self, DumpError> {
+        bytes.try_into().map(u32::from_le_bytes).map_err(|_| DumpError::Truncated)
+    }
+}
+
+impl Row for BlockRow {
+    const SIZE: usize = 12;
+
+    fn put(&self, out: &mut Vec<u8>) {
+        self.parent.unwrap_or(ROOT).put(out);
+        self.local.0.put(out);
+    }
+
+    fn get(bytes: &[u8]) -> Result<Self, DumpError> {
+        let parent = u32::get(&bytes[..4])?;
+        Ok(Self { parent: (parent != ROOT).then_some(parent), local: LocalHash(u64::get(&bytes[4..])?) })
+    }
+}
+
+impl Row for Copies {
+    const SIZE: usize = 17;
+
+    fn put(&self, out: &mut Vec<u8>) {
+        self.counts.iter().for_each(|count| count.put(out));
+        out.push(self.doubted.iter().rev().fold(0, |bits, doubted| bits << 1 | u8::from(*doubted)));
+    }
+
+    fn get(bytes: &[u8]) -> Result<Self, DumpError> {
+        let mut copies = Copies::default();
+        for (tier, count) in copies.counts.iter_mut().enumerate() {
+            *count = u32::get(&bytes[4 * tier..4 * tier + 4])?;
+            copies.doubted[tier] = bytes[16] & (1 << tier) != 0;
+            if copies.doubted[tier] && *count == 0 {
+                return Err(DumpError::Malformed("doubt of nothing"));
+            }
+        }
+        Ok(copies)
+    }
+}
+
+impl Row for PlacedName {
+    const SIZE: usize = 12 + Copies::SIZE;
+
+    fn put(&self, out: &mut Vec<u8>) {
+        self.engine.0.put(out);
+        self.block.put(out);
+        self.copies.put(out);
+    }
+
+    fn get(bytes: &[u8]) -> Result<Self, DumpError> {
+        Ok(Self {
+            engine: EngineHash(u64::get(&bytes[..8])?),
+            block: u32::get(&bytes[8..12])?,
+            copies: Copies::get(&bytes[12..])?,
+        })
+    }
+}
+
+impl Row for ApartName {
+    const SIZE: usize = 24 + Copies::SIZE;
+
+    fn put(&self, out: &mut Vec<u8>) {
+        self.engine.0.put(out);
+        self.parent.0.put(out);
+        self.local.0.put(out);
+        self.copies.put(out);
+    }
+
+    fn get(bytes: &[u8]) -> Result<Self, DumpError> {
+        Ok(Self {
+            engine: EngineHash(u64::get(&bytes[..8])?),
+            parent: EngineHash(u64::get(&bytes[8..16])?),
+            local: LocalHash(u64::get(&bytes[16..24])?),
+            copies: Copies::get(&bytes[24..])?,
+        })
+    }
+}
+
+impl Row for (u32, GroupNeed) {
+    const SIZE: usize = 12;
+
+    fn put(&self, out: &mut Vec<u8>) {
+        let (blocks, stride) = match self.1 {
+            GroupNeed::Last { blocks, stride } => (blocks, stride.get()),
+            GroupNeed::Unknown => (0, 0),
+        };
+        self.0.put(out);
+        blocks.put(out);
+        stride.put(out);
+    }
+
+    fn get(bytes: &[u8]) -> Result<Self, DumpError> {
+        let blocks = u32::get(&bytes[4..8])?;
+        let need = match NonZeroU32::new(u32::get(&bytes[8..])?) {
+            Some(stride) => GroupNeed::Last { blocks, stride },
+            None => GroupNeed::Unknown,
+        };
+        Ok((u32::get(&bytes[..4])?, need))
+    }
+}
+
+impl Row for Share {
+    const SIZE: usize = 17;
+
+    fn put(&self, out: &mut Vec<u8>) {
+        self.engine.0.put(out);
+        self.group.put(out);
+        self.copies.put(out);
+        out.push(u8::from(self.doubted));
+    }
+
+    fn get(bytes: &[u8]) -> Result<Self, DumpError> {
+        Ok(Self {
+            engine: EngineHash(u64::get(&bytes[..8])?),
+            group: u32::get(&bytes[8..12])?,
+            copies: u32::get(&bytes[12..16])?,
+            doubted: bytes[16] != 0,
+        })
+    }
+}

@@ -1,0 +1,66 @@
+//! Clearing a rank, whole or by tier, and leaving the index.
+
+use super::{Place, RankWriter};
+use crate::block::EngineHash;
+use crate::index::seats::Seat;
+use crate::tier::Tier;
+
+/// Blocks that a clean-up takes out of a trie before it lets readers in.
+const SWEEP: usize = 256;
+
+impl RankWriter {
+    /// One step for readers: they stop reporting the seat. Then the blocks are taken out bit by bit.
+    pub(super) fn clear(&mut self) {
+        let left = self.seat;
+        self.seat = self.index.seats.write().renew(left);
+        self.tally.reset();
+        self.extra.clear();
+        self.aliases.clear();
+        self.waiting = Default::default();
+        // Taught again by the next events, or not, if it is another model now.
+        self.groups = None;
+        self.sweep(left);
+    }
+
+    /// Empties one tier. Readers may see parts of it go before others.
+    pub fn clear_tier(&mut self, tier: Tier) {
+        let held = self.held.iter().filter(|(_, named)| named.layers.has(tier)).map(|(engine, _)| *engine);
+        let waiting = self.waiting.iter().filter(|(_, apart)| apart.tiers.has(tier)).map(|(engine, _)| engine);
+        let names: Vec<EngineHash> = held.chain(waiting).collect();
+        for some in names.chunks(SWEEP) {
+            let mut scratch = std::mem::take(&mut self.scratch);
+            for &engine in some {
+                let copies = 1 + self.extra.remove(&(engine, tier)).unwrap_or(0);
+                self.tally.add_copies(-i64::from(copies));
+                self.lose(engine, tier, &mut scratch.lost);
+            }
+            self.release_elsewhere(&mut scratch);
+            self.recycle(scratch);
+        }
+        if let Some(groups) = self.groups.as_mut().filter(|_| tier == Tier::Device) {
+            groups.empty();
+            let left: Vec<EngineHash> = self.held.keys().copied().collect();
+            left.chunks(SWEEP).for_each(|some| self.regroup(some));
+        }
+    }
+
+    /// Takes a seat that nobody sits on any more out of all tries.
+    fn sweep(&mut self, left: Seat) {
+        let mut places: Vec<Place> = self.held.drain().map(|(_, named)| named.place).collect();
+        places.sort_unstable();
+        for shard in places.chunk_by(|a, b| a.shard == b.shard) {
+            for some in shard.chunks(SWEEP) {
+                let mut trie = self.index.shards[usize::from(some[0].shard)].write();
+                some.iter().for_each(|place| trie.evict(place.block, left));
+            }
+        }
+        self.index.seats.write().free(left);
+    }
+}
+
+impl Drop for RankWriter {
+    fn drop(&mut self) {
+        self.index.seats.write().leave(self.seat);
+        self.sweep(self.seat);
+    }
+}

@@ -1,0 +1,212 @@
+//! What the cache groups beside the main one hold. They name blocks as the main group does, but only where the main
+//! group has given a name its place is it known where in a prefix the block lies; so what they hold is kept by name.
+
+use std::collections::HashMap;
+
+use crate::block::EngineHash;
+use crate::index::children::Mixed;
+use crate::index::dump::Share;
+use crate::index::needs::{Class, GroupNeed, Needs};
+use crate::index::owners::{Layer, Layers};
+
+/// Groups that can be told apart: bits of a word.
+const MOST: usize = 64;
+
+/// The groups of one rank.
+#[derive(Debug, Default)]
+pub(super) struct Groups {
+    known: Vec<Group>,
+    /// Whether there was a group more than that.
+    more: bool,
+    needs: Needs,
+    /// Which groups hold a block.
+    holds: Mixed<EngineHash, u64>,
+    /// Copies beyond the first, by block and group.
+    extra: HashMap<(EngineHash, usize), u32>,
+    /// Copies that may be gone.
+    doubted: Mixed<EngineHash, u64>,
+}
+
+/// One group; its place in the list is its bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Group {
+    /// The engine's number.
+    pub(super) id: u32,
+    pub(super) need: GroupNeed,
+    class: Option<usize>,
+}
+
+/// What the rank was taught of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Lesson {
+    /// Nothing new.
+    Known(usize),
+    /// A new group, or a new need.
+    New(usize),
+    /// One group or class more than can be followed.
+    TooMany,
+}
+
+impl Groups {
+    pub(super) fn needs(&self) -> &Needs {
+        &self.needs
+    }
+
+    pub(super) fn known(&self) -> &[Group] {
+        &self.known
+    }
+
+    pub(super) fn find(&self, id: u32) -> Option<usize> {
+        self.known.iter().position(|group| group.id == id)
+    }
+
+    /// Learns of a group.
+    pub(super) fn learn(&mut self, id: u32, need: GroupNeed) -> Lesson {
+        let at = self.find(id);
+        if let Some(at) = at.filter(|&at| self.known[at].need == need) {
+            return if self.known[at].class.is_none() && need != GroupNeed::Unknown {
+                Lesson::TooMany
+            } else {
+                Lesson::Known(at)
+            };
+        }
+        if at.is_none() && self.known.len() == MOST {
+            self.more = true;
+            self.needs.unknown = true;
+            return Lesson::TooMany;
+        }
+        let at = at.unwrap_or_else(|| {
+            self.known.push(Group { id, need, class: None });
+            self.known.len() - 1
+        });
+        self.known[at].need = need;
+        self.classify();
+        if self.known[at].class.is_none() && need != GroupNeed::Unknown { Lesson::TooMany } else { Lesson::New(at) }
+    }
+
+    /// Sorts the groups into classes.
+    fn classify(&mut self) {
+        self.needs = Needs { unknown: self.more, ..Needs::default() };
+        for group in &mut self.known {
+            group.class = None;
+            let GroupNeed::Last { blocks, stride } = group.need else {
+                self.needs.unknown = true;
+                continue;
+            };
+            let class = Class { blocks, stride };
+            let at = self.needs.classes.iter().position(|known| *known == class).unwrap_or(self.needs.classes.len());
+            if at == Layer::CLASSES {
+                self.needs.unknown = true;
+                continue;
+            }
+            if at == self.needs.classes.len() {
+                self.needs.classes.push(class);
+            }
+            group.class = Some(at);
+        }
+    }
+
+    /// The classes all of whose groups hold a block.
+    pub(super) fn layers(&self, engine: EngineHash) -> Layers {
+        self.holds.get(&engine).map_or(Layers::NONE, |&held| self.complete(held))
+    }
+
+    fn complete(&self, held: u64) -> Layers {
+        let mut layers = Layers::NONE;
+        for class in 0..self.needs.classes.len() {
+            let members = self.known.iter().enumerate().filter(|(_, group)| group.class == Some(class));
+            if members.into_iter().all(|(at, _)| held & (1 << at) != 0) {
+                layers = layers.with(Layer::class(class));
+            }
+        }
+        layers
+    }
+
+    /// Enters one copy of a block; whether the group did not hold it before.
+    pub(super) fn store(&mut self, at: usize, engine: EngineHash) -> bool {
+        let held = self.holds.entry(engine).or_insert(0);
+        let bit = 1 << at;
+        if *held & bit == 0 {
+            *held |= bit;
+            return true;
+        }
+        match self.doubted.get_mut(&engine) {
+            Some(doubted) if *doubted & bit != 0 => {
+                *doubted &= !bit;
+                if *doubted == 0 {
+                    self.doubted.remove(&engine);
+                }
+                self.extra.remove(&(engine, at));
+            }
+            _ => *self.extra.entry((engine, at)).or_insert(0) += 1,
+        }
+        false
+    }
+
+    /// Takes out one copy of a block; false if the group does not hold it.
+    pub(super) fn remove(&mut self, at: usize, engine: EngineHash) -> bool {
+        let bit = 1 << at;
+        let Some(held) = self.holds.get_mut(&engine).filter(|held| **held & bit != 0) else { return false };
+        if let Some(extra) = self.extra.get_mut(&(engine, at)) {
+            *extra -= 1;
+            if *extra == 0 {
+                self.extra.remove(&(engine, at));
+            }
+            return true;
+        }
+        *held &= !bit;
+        if *held == 0 {
+            self.holds.remove(&engine);
+        }
+        if let Some(doubted) = self.doubted.get_mut(&engine) {
+            *doubted &= !bit;
+            if *doubted == 0 {
+                self.doubted.remove(&engine);
+            }
+        }
+        true
+    }
+
+    pub(super) fn doubt(&mut self) {
+        self.doubted = self.holds.clone();
+    }
+
+    pub(super) fn shares(&self) -> impl Iterator<Item = Share> {
+        let bits = |held: u64| (0..MOST).filter(move |at| held & (1 << at) != 0);
+        self.holds.iter().flat_map(move |(&engine, &held)| {
+            bits(held).map(move |at| Share {
+                engine,
+                group: at as u32,
+                copies: 1 + self.extra.get(&(engine, at)).copied().unwrap_or(0),
+                doubted: self.doubted.get(&engine).is_some_and(|doubted| doubted & (1 << at) != 0),
+            })
+        })
+    }
+
+    /// Sets the copies and the doubt of a share that is held already.
+    pub(super) fn set(&mut self, at: usize, share: &Share) {
+        if share.copies > 1 {
+            self.extra.insert((share.engine, at), share.copies - 1);
+        }
+        if share.doubted {
+            *self.doubted.entry(share.engine).or_insert(0) |= 1 << at;
+        }
+    }
+
+    /// Whether there are more groups than can be told apart.
+    pub(super) fn more(&self) -> bool {
+        self.more
+    }
+
+    pub(super) fn set_more(&mut self) {
+        self.more = true;
+        self.needs.unknown = true;
+    }
+
+    /// Forgets what the groups hold, but not the groups.
+    pub(super) fn empty(&mut self) {
+        self.holds.clear();
+        self.extra.clear();
+        self.doubted.clear();
+    }
+}

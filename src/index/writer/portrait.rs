@@ -1,0 +1,152 @@
+//! What a rank holds, out of the index and back into it. The names are the writer's own, the prefixes lie in the tries.
+
+use std::io::Write;
+use std::sync::Arc;
+
+use super::{Named, RankWriter};
+use crate::block::EngineHash;
+use crate::index::children::Mixed;
+use crate::index::dump::{ApartName, BlockRow, Copies, PlacedName, RankDump, Share, Telling};
+use crate::index::owners::Layers;
+use crate::index::trie::{BlockId, Trie};
+use crate::tier::Tier;
+use crate::worker::WorkerRank;
+
+/// Names looked up in a trie before writers are let in.
+const GLANCE: usize = 1024;
+
+impl RankWriter {
+    /// Writes what the rank holds as one record of a dump.
+    pub fn dump(&self, rank: WorkerRank, out: &mut impl Write) -> std::io::Result<()> {
+        self.portrait(rank).write(out)
+    }
+
+    /// What the rank holds.
+    pub fn portrait(&self, rank: WorkerRank) -> RankDump {
+        let mut dump = RankDump {
+            rank,
+            blocks: Vec::new(),
+            names: Vec::with_capacity(self.held.len()),
+            waiting: self.waiting().collect(),
+            groups: Vec::new(),
+            shares: Vec::new(),
+            more_groups: false,
+        };
+        self.place_names(&mut dump);
+        if let Some(groups) = &self.groups {
+            dump.groups = groups.known().iter().map(|group| (group.id, group.need)).collect();
+            dump.shares = groups.shares().collect();
+            dump.more_groups = groups.more();
+            dump.shares.sort_unstable_by_key(|share| (share.group, share.engine));
+        }
+        dump.names.sort_unstable_by_key(|name| (name.block, name.engine));
+        dump.waiting.sort_unstable_by_key(|name| name.engine);
+        dump
+    }
+
+    fn place_names(&self, dump: &mut RankDump) {
+        let mut names: Vec<(EngineHash, Named)> = self.held.iter().map(|(engine, named)| (*engine, *named)).collect();
+        names.sort_unstable_by_key(|(_, named)| named.place.shard);
+        for shard in names.chunk_by_mut(|a, b| a.1.place.shard == b.1.place.shard) {
+            let shard_trie = &self.index.shards[usize::from(shard[0].1.place.shard)];
+            // Only to have neighbours next to each other; blocks do not change their depth, and runs are no matter.
+            shard_trie.read().sort_by_home(shard, |(_, named)| named.place.block);
+            let mut rows: Mixed<u64, u32> = Mixed::default();
+            for some in shard.chunks(GLANCE) {
+                let trie = shard_trie.read();
+                for (engine, named) in some {
+                    let block = row(&trie, named.place.block, &mut rows, &mut dump.blocks);
+                    let copies = self.copies(*engine, named.layers, named.doubted);
+                    dump.names.push(PlacedName { engine: *engine, block, copies });
+                }
+            }
+        }
+    }
+
+    fn waiting(&self) -> impl Iterator<Item = ApartName> {
+        self.waiting.iter().map(|(engine, apart)| {
+            let copies = self.copies(engine, apart.tiers, apart.doubted);
+            ApartName { engine, parent: apart.parent, local: apart.local, copies }
+        })
+    }
+
+    fn copies(&self, engine: EngineHash, layers: Layers, doubted: Layers) -> Copies {
+        let mut copies = Copies::default();
+        for tier in layers.iter_tiers() {
+            copies.counts[tier as usize] = 1 + self.extra.get(&(engine, tier)).copied().unwrap_or(0);
+            copies.doubted[tier as usize] = doubted.has(tier);
+        }
+        copies
+    }
+
+    /// Replaces what the rank holds by what a dump says. Readers see nothing of the rank until all of it is there.
+    pub fn restore(&mut self, dump: &RankDump) {
+        self.clear();
+        let empty = std::mem::replace(&mut self.seat, self.index.seats.write().hidden());
+        for event in dump.tell(Telling::Once) {
+            self.apply(&event);
+        }
+        for name in &dump.names {
+            self.recount(name.engine, name.copies);
+        }
+        for name in &dump.waiting {
+            self.recount(name.engine, name.copies);
+        }
+        self.restore_groups(dump);
+        let needs = self.groups.as_ref().map(|groups| Arc::new(groups.needs().clone()));
+        let mut seats = self.index.seats.write();
+        seats.replace(empty, self.seat, needs);
+        seats.free(empty);
+    }
+
+    fn restore_groups(&mut self, dump: &RankDump) {
+        let Some(groups) = &mut self.groups else { return };
+        for share in &dump.shares {
+            let Share { group, .. } = share;
+            if let Some(at) = groups.find(dump.groups[*group as usize].0) {
+                groups.set(at, share);
+            }
+        }
+        if dump.more_groups {
+            groups.set_more();
+        }
+    }
+
+    /// Sets the copies and doubts of a name that is held already.
+    fn recount(&mut self, engine: EngineHash, copies: Copies) {
+        for (tier, count) in copies.held().filter(|(_, count)| *count > 1) {
+            self.extra.insert((engine, tier), count - 1);
+            self.tally.add_copies(i64::from(count - 1));
+        }
+        let doubted = Tier::ALL.into_iter().filter(|tier| copies.doubted[*tier as usize]);
+        let doubted = doubted.fold(Layers::NONE, Layers::with);
+        if let Some(named) = self.held.get_mut(&engine) {
+            named.doubted = doubted;
+        } else if let Some(apart) = self.waiting.get_mut(engine) {
+            apart.doubted = doubted;
+        }
+    }
+}
+
+/// The row of a block, after the rows of all that it follows.
+fn row(trie: &Trie, block: BlockId, rows: &mut Mixed<u64, u32>, into: &mut Vec<BlockRow>) -> u32 {
+    let mut line = Vec::new();
+    let mut next = Some(block);
+    let mut parent = None;
+    while let Some(block) = next {
+        parent = rows.get(&u64::from(block.0)).copied();
+        if parent.is_some() {
+            break;
+        }
+        let (before, local) = trie.origin(block);
+        line.push((block, local));
+        next = before;
+    }
+    for (block, local) in line.into_iter().rev() {
+        let at = into.len() as u32;
+        into.push(BlockRow { parent, local });
+        rows.insert(u64::from(block.0), at);
+        parent = Some(at);
+    }
+    parent.unwrap_or_default()
+}

@@ -1,0 +1,255 @@
+//! Store events: from a parent and a run of blocks to names with places.
+
+use super::waiting::Apart;
+use super::{Named, Place, RankWriter, Scratch};
+use crate::block::EngineHash;
+use crate::index::event::{Outcome, StoredBlock};
+use crate::index::owners::Layers;
+use crate::index::shard_of;
+use crate::index::trie::{Hold, Trie};
+use crate::tier::Tier;
+
+/// What a stored block changed.
+#[derive(PartialEq, Eq)]
+enum Gain {
+    /// The name is new in this tier.
+    Name,
+    /// One more copy.
+    Copy,
+}
+
+impl RankWriter {
+    pub(super) fn store(&mut self, parent: Option<EngineHash>, blocks: &[StoredBlock], tier: Tier) -> Outcome {
+        match parent.map(|parent| (parent, self.held.get(&parent))) {
+            None => self.store_after(None, blocks, tier),
+            Some((_, Some(named))) => self.store_after(Some(named.place), blocks, tier),
+            // On the device a parent leaves after its children, so it was never there.
+            Some((_, None)) if tier == Tier::Device => Outcome::ParentNotFound,
+            Some((parent, None)) => self.store_apart(parent, blocks, tier),
+        }
+    }
+
+    fn store_after(&mut self, after: Option<Place>, blocks: &[StoredBlock], tier: Tier) -> Outcome {
+        let Some(first) = blocks.first() else { return Outcome::Ok };
+        let shard = after.map_or(shard_of(first.local), |place| usize::from(place.shard));
+        let mut scratch = std::mem::take(&mut self.scratch);
+        scratch.locals.extend(blocks.iter().map(|block| block.local));
+        // Before the lock: growing the map takes long.
+        self.held.reserve(blocks.len());
+        let index = self.index.clone();
+        let mut trie = index.shards[shard].write();
+        let hold = Hold { seat: self.seat, layer: tier.into() };
+        let after = after.map(|place| place.block);
+        trie.trace(after, scratch.locals.iter().copied(), &mut scratch.path);
+        let known = scratch.path.len();
+        let last = scratch.path.last().copied().or(after);
+        trie.extend(last, &scratch.locals[known..], hold, &mut scratch.path);
+        let mut gained = false;
+        for (at, block) in blocks.iter().enumerate() {
+            let place = Place { shard: shard as u8, block: scratch.path[at] };
+            if self.name(*block, place, tier, &mut scratch) == Gain::Copy {
+                continue;
+            }
+            gained = true;
+            if at >= known {
+                self.tally.add_blocks(tier, 1);
+            } else if trie.layers(place.block, self.seat).has(tier) {
+                *self.aliases.entry((place, tier.into())).or_insert(0) += 1;
+            } else {
+                self.tally.add_blocks(tier, 1);
+                scratch.granted.push(place.block);
+            }
+        }
+        trie.mark_all(&scratch.granted, hold, true);
+        self.grant(&mut trie, shard, &mut scratch);
+        if !self.waiting.is_empty() {
+            self.adopt(&mut trie, blocks);
+        }
+        self.release(&mut trie, shard, &mut scratch);
+        drop(trie);
+        self.release_elsewhere(&mut scratch);
+        self.recycle(scratch);
+        if gained { Outcome::Ok } else { Outcome::DuplicateStore }
+    }
+
+    /// Enters one copy of a name. A name that stood for another content until now lets go of that: the engine's word
+    /// is the newer one.
+    fn name(&mut self, block: StoredBlock, place: Place, tier: Tier, scratch: &mut Scratch) -> Gain {
+        let engine = block.engine;
+        if !self.waiting.is_empty() && self.name_waiting(block, place, tier, scratch) {
+            return Gain::Name;
+        }
+        let fresh = Named { place, layers: Layers::one(tier), doubted: Layers::NONE };
+        let named = self.held.entry(engine).or_insert(Named { layers: Layers::NONE, ..fresh });
+        if named.layers.is_empty() {
+            *named = fresh;
+            self.name_in_groups(engine, scratch);
+        } else if named.place != place {
+            let (before, layers) = (named.place, named.layers);
+            *named = fresh;
+            scratch.lost.extend(layers.iter().map(|layer| (before, layer)));
+            self.forget_copies(engine, layers);
+            self.name_in_groups(engine, scratch);
+        } else if !named.layers.has(tier) {
+            named.layers = named.layers.with(tier);
+        } else if named.doubted.has(tier) {
+            named.doubted = named.doubted.without(tier);
+            self.forget_extra(engine, tier);
+            return Gain::Copy;
+        } else {
+            *self.extra.entry((engine, tier)).or_insert(0) += 1;
+            self.tally.add_copies(1);
+            return Gain::Copy;
+        }
+        self.tally.add_copies(1);
+        Gain::Name
+    }
+
+    /// Enters what the cache groups hold of a name that has just got its place.
+    fn name_in_groups(&mut self, engine: EngineHash, scratch: &mut Scratch) {
+        let Some(groups) = &self.groups else { return };
+        let layers = groups.layers(engine);
+        if let Some(named) = self.held.get_mut(&engine) {
+            named.layers = named.layers.and(layers);
+            scratch.won.extend(layers.iter().map(|layer| (named.place, layer)));
+        }
+    }
+
+    /// Enters one copy of a name that had no place until now. What it holds already comes along if it is the same block.
+    fn name_waiting(&mut self, block: StoredBlock, place: Place, tier: Tier, scratch: &mut Scratch) -> bool {
+        let engine = block.engine;
+        let Some(apart) = self.take_waiting(engine) else { return false };
+        if apart.local != block.local {
+            self.forget_copies(engine, apart.tiers);
+            return false;
+        }
+        let mut doubted = apart.doubted;
+        if apart.tiers.has(tier) && !doubted.has(tier) {
+            *self.extra.entry((engine, tier)).or_insert(0) += 1;
+            self.tally.add_copies(1);
+        } else if apart.tiers.has(tier) {
+            doubted = doubted.without(tier);
+            self.forget_extra(engine, tier);
+        } else {
+            self.tally.add_copies(1);
+        }
+        scratch.won.extend(apart.tiers.without(tier).iter().map(|layer| (place, layer)));
+        self.held.insert(engine, Named { place, layers: apart.tiers.with(tier), doubted });
+        self.name_in_groups(engine, scratch);
+        true
+    }
+
+    /// Stores a run in a lower tier whose parent is not known.
+    fn store_apart(&mut self, parent: EngineHash, blocks: &[StoredBlock], tier: Tier) -> Outcome {
+        let mut parent = parent;
+        for (at, block) in blocks.iter().enumerate() {
+            if let Some(before) = self.place_before(*block) {
+                // Its name tells where it is, and so where the rest of the run is.
+                let outcome = self.store_after(before, &blocks[at..], tier);
+                return if at == 0 { outcome } else { Outcome::ParentAwaited };
+            }
+            self.wait(parent, *block, tier);
+            parent = block.engine;
+        }
+        let mut scratch = std::mem::take(&mut self.scratch);
+        self.release_elsewhere(&mut scratch);
+        self.recycle(scratch);
+        if blocks.is_empty() { Outcome::Ok } else { Outcome::ParentAwaited }
+    }
+
+    /// What a block follows that is known by name with this content: a block, or the start.
+    fn place_before(&self, block: StoredBlock) -> Option<Option<Place>> {
+        let place = self.held.get(&block.engine)?.place;
+        let (before, local) = self.index.shards[usize::from(place.shard)].read().origin(place.block);
+        (local == block.local).then(|| before.map(|block| Place { block, ..place }))
+    }
+
+    /// Enters one copy of a block that has no place yet.
+    fn wait(&mut self, parent: EngineHash, block: StoredBlock, tier: Tier) {
+        let StoredBlock { engine, local } = block;
+        let known = self.waiting.get_mut(engine).filter(|apart| (apart.parent, apart.local) == (parent, local));
+        if let Some(apart) = known {
+            if !apart.tiers.has(tier) {
+                apart.tiers = apart.tiers.with(tier);
+                self.tally.add_blocks(tier, 1);
+                self.tally.add_copies(1);
+            } else if apart.doubted.has(tier) {
+                apart.doubted = apart.doubted.without(tier);
+                self.forget_extra(engine, tier);
+            } else {
+                *self.extra.entry((engine, tier)).or_insert(0) += 1;
+                self.tally.add_copies(1);
+            }
+            return;
+        }
+        self.forget(engine);
+        let apart = Apart { parent, local, tiers: Layers::one(tier), doubted: Layers::NONE };
+        self.waiting.insert(engine, apart);
+        self.tally.add_waiting(1);
+        self.tally.add_blocks(tier, 1);
+        self.tally.add_copies(1);
+    }
+
+    /// Lets go of what a name stood for.
+    fn forget(&mut self, engine: EngineHash) {
+        if let Some(apart) = self.take_waiting(engine) {
+            self.forget_copies(engine, apart.tiers);
+        }
+        if let Some(named) = self.held.remove(&engine) {
+            self.forget_copies(engine, named.layers);
+            // Released with the rest of the event.
+            self.scratch.lost.extend(named.layers.iter().map(|layer| (named.place, layer)));
+        }
+    }
+
+    /// Takes a block out of those without a place, its copies still counted.
+    fn take_waiting(&mut self, engine: EngineHash) -> Option<Apart> {
+        let apart = self.waiting.take(engine)?;
+        self.placed(&apart);
+        Some(apart)
+    }
+
+    fn placed(&self, apart: &Apart) {
+        self.tally.add_waiting(-1);
+        apart.tiers.iter_tiers().for_each(|tier| self.tally.add_blocks(tier, -1));
+    }
+
+    fn forget_copies(&mut self, engine: EngineHash, layers: Layers) {
+        for tier in layers.iter_tiers() {
+            self.forget_extra(engine, tier);
+            self.tally.add_copies(-1);
+        }
+    }
+
+    fn forget_extra(&mut self, engine: EngineHash, tier: Tier) {
+        let copies = self.extra.remove(&(engine, tier)).unwrap_or(0);
+        self.tally.add_copies(-i64::from(copies));
+    }
+
+    /// Gives places to the blocks that have waited for these.
+    fn adopt(&mut self, trie: &mut Trie, blocks: &[StoredBlock]) {
+        let mut parents: Vec<EngineHash> = blocks.iter().map(|block| block.engine).collect();
+        while let Some(parent) = parents.pop() {
+            let Some(place) = self.held.get(&parent).map(|named| named.place) else { continue };
+            for (child, apart) in self.waiting.take_children(parent) {
+                self.placed(&apart);
+                let groups = self.groups.as_ref().map_or(Layers::NONE, |groups| groups.layers(child));
+                let layers = apart.tiers.and(groups);
+                let mut path = Vec::new();
+                trie.trace(Some(place.block), [apart.local], &mut path);
+                for layer in layers.iter() {
+                    if let Some(&block) = path.first() {
+                        self.gain(trie, Place { block, ..place }, layer);
+                    } else {
+                        let hold = Hold { seat: self.seat, layer };
+                        trie.extend(Some(place.block), &[apart.local], hold, &mut path);
+                        layer.tier().into_iter().for_each(|tier| self.tally.add_blocks(tier, 1));
+                    }
+                }
+                let place = Place { block: path[0], ..place };
+                self.held.insert(child, Named { place, layers, doubted: apart.doubted });
+                parents.push(child);
+            }
+        }
+    }
+}
