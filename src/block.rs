@@ -3,7 +3,9 @@
 pub mod hash;
 pub mod multimodal;
 pub mod salt;
+pub mod tracking;
 
-pub use hash::{BlockHashes, EngineHash, LocalHash, SequenceHash};
-pub use multimodal::ObjectHash;
+pub use hash::{BlockHashes, Content, EngineHash, LocalHash, SequenceHash, Windows};
+pub use multimodal::{ObjectHash, PromptObject};
 pub use salt::Salt;
+pub use tracking::TrackingHash;

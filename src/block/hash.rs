@@ -3,9 +3,12 @@
 //! three types, because mixing them is silent: the local hash is ours and knows one block, the sequence hash is ours and
 //! names a prefix, the engine hash is the engine's own and opaque.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use super::multimodal::{PromptObject, objects_by_block};
 use super::salt::{SEED, Salt};
 use crate::worker::BlockSize;
 
@@ -32,10 +35,14 @@ impl SequenceHash {
 
     /// The prefix that `local` makes when it follows `self`.
     pub fn then(self, local: LocalHash) -> Self {
+        self.then_seeded(local, SEED)
+    }
+
+    fn then_seeded(self, local: LocalHash, seed: u64) -> Self {
         let mut bytes = [0u8; 16];
         bytes[..8].copy_from_slice(&self.0.to_le_bytes());
         bytes[8..].copy_from_slice(&local.0.to_le_bytes());
-        Self(xxh3_64_with_seed(&bytes, SEED))
+        Self(xxh3_64_with_seed(&bytes, seed))
     }
 }
 
@@ -49,30 +56,64 @@ pub enum Windows {
     Eagle,
 }
 
+/// Everything that makes two prompts equal or different to a cache.
+#[derive(Clone, Copy, Debug)]
+pub struct Content<'a> {
+    /// The prompt.
+    pub tokens: &'a [u32],
+    /// What separates equal tokens.
+    pub salt: &'a Salt,
+    /// How the engine cuts tokens into blocks.
+    pub windows: Windows,
+    /// Images and the like, and where they stand. Empty where pad tokens stand for them.
+    pub objects: &'a [PromptObject],
+}
+
+impl<'a> Content<'a> {
+    /// Text alone, in plain blocks.
+    pub fn plain(tokens: &'a [u32], salt: &'a Salt) -> Self {
+        Self { tokens, salt, windows: Windows::Plain, objects: &[] }
+    }
+
+    /// The objects of each block, by their hashes.
+    fn objects_by_block(&self, block_size: BlockSize) -> Vec<Vec<u64>> {
+        if self.objects.is_empty() {
+            return Vec::new();
+        }
+        let blocks = objects_by_block(self.tokens.len(), block_size, self.objects);
+        blocks.iter().map(|block| block.iter().map(|entry| entry.object.0).collect()).collect()
+    }
+
+    /// The local hashes with another seed than the salt gives.
+    pub(super) fn locals_seeded(&self, block_size: BlockSize, seed: u64) -> Vec<LocalHash> {
+        locals_seeded(self.tokens, block_size, seed, self.windows, &self.objects_by_block(block_size))
+    }
+}
+
 /// A request's local and sequence hashes, computed once. Only complete blocks have hashes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockHashes {
     block_size: BlockSize,
     tokens: usize,
     locals: Vec<LocalHash>,
-    sequences: Vec<SequenceHash>,
+    sequences: Arc<[SequenceHash]>,
 }
 
 impl BlockHashes {
     /// Hashes of plain text tokens.
     pub fn of(tokens: &[u32], block_size: BlockSize, salt: &Salt) -> Self {
-        Self::chain(tokens.len(), block_size, locals(tokens, block_size, salt, Windows::Plain, &[]))
+        Self::of_content(&Content::plain(tokens, salt), block_size)
+    }
+
+    /// Hashes of any prompt.
+    pub fn of_content(content: &Content<'_>, block_size: BlockSize) -> Self {
+        let locals = content.locals_seeded(block_size, content.salt.seed());
+        Self::chain(content.tokens.len(), block_size, locals)
     }
 
     /// Chains local hashes that were computed elsewhere; `tokens` is the length of the prompt they came from.
     pub fn chain(tokens: usize, block_size: BlockSize, locals: Vec<LocalHash>) -> Self {
-        let mut sequences = Vec::with_capacity(locals.len());
-        let mut last: Option<SequenceHash> = None;
-        for &local in &locals {
-            let next = last.map_or_else(|| SequenceHash::root(local), |parent| parent.then(local));
-            sequences.push(next);
-            last = Some(next);
-        }
+        let sequences = chained(&locals, SEED);
         Self { block_size, tokens, locals, sequences }
     }
 
@@ -105,6 +146,22 @@ impl BlockHashes {
     pub fn sequences(&self) -> &[SequenceHash] {
         &self.sequences
     }
+
+    /// The sequence hashes to keep, without a copy.
+    pub fn shared_sequences(&self) -> Arc<[SequenceHash]> {
+        self.sequences.clone()
+    }
+}
+
+/// The sequence hashes of a prompt, each step with this seed.
+pub(super) fn chained(locals: &[LocalHash], seed: u64) -> Arc<[SequenceHash]> {
+    let mut last: Option<SequenceHash> = None;
+    let next = |&local: &LocalHash| {
+        let next = last.map_or_else(|| SequenceHash::root(local), |parent| parent.then_seeded(local, seed));
+        last = Some(next);
+        next
+    };
+    locals.iter().map(next).collect()
 }
 
 /// Local hashes of the complete blocks of `tokens`. `mm_hashes` names, per block, the multimodal objects that touch it;
@@ -116,12 +173,21 @@ pub fn locals(
     windows: Windows,
     mm_hashes: &[Vec<u64>],
 ) -> Vec<LocalHash> {
+    locals_seeded(tokens, block_size, salt.seed(), windows, mm_hashes)
+}
+
+fn locals_seeded(
+    tokens: &[u32],
+    block_size: BlockSize,
+    seed: u64,
+    windows: Windows,
+    mm_hashes: &[Vec<u64>],
+) -> Vec<LocalHash> {
     let stride = block_size.tokens();
     let (width, count) = match windows {
         Windows::Plain => (stride, tokens.len() / stride),
         Windows::Eagle => (stride + 1, tokens.len().saturating_sub(1) / stride),
     };
-    let seed = salt.seed();
     let mut bytes = Vec::with_capacity(width * 4);
     (0..count)
         .map(|block| {
