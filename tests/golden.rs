@@ -12,6 +12,8 @@ use serde::de::DeserializeOwned;
 mod blocks;
 #[path = "golden/index_ops.rs"]
 mod index_ops;
+#[path = "golden/queue.rs"]
+mod queue;
 #[path = "golden/selection.rs"]
 mod selection;
 #[path = "golden/sequences.rs"]
