@@ -10,8 +10,8 @@ use tracing::debug;
 
 use crate::admission::{Admission, Entered, Lane, Rejected, Turn};
 use crate::router::{Booked, Prepared, Route, RouteError, RouteRequest, Router};
-use crate::worker::WorkerRank;
 use crate::sessions::{Binding, Entry, Hold, SessionName, Sessions};
+use crate::worker::WorkerRank;
 
 /// What a request says of its session.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -135,11 +135,7 @@ impl Entrance {
         Ok(Admitted { booked, session: hold })
     }
 
-    async fn session(
-        &self,
-        session: Option<&SessionWord>,
-        told: &mut Option<impl FnOnce(Duration)>,
-    ) -> Standing {
+    async fn session(&self, session: Option<&SessionWord>, told: &mut Option<impl FnOnce(Duration)>) -> Standing {
         let (Some(affinities), Some(word)) = (&self.affinities, session) else { return Standing::None };
         let name = SessionName { id: &word.id, parent: word.parent.as_deref() };
         let entry = match affinities.sessions.enter(name) {
@@ -164,11 +160,7 @@ impl Entrance {
         }
     }
 
-    async fn turn(
-        &self,
-        prepared: Prepared,
-        told: &mut Option<impl FnOnce(Duration)>,
-    ) -> Result<Booked, Refusal> {
+    async fn turn(&self, prepared: Prepared, told: &mut Option<impl FnOnce(Duration)>) -> Result<Booked, Refusal> {
         let request = prepared.request();
         let turn = Turn {
             class: request.priority.class.clone(),
@@ -187,7 +179,6 @@ impl Entrance {
             }
         }
     }
-
 }
 
 /// Those who compete for other workers do not stand in each other's way.

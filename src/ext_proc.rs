@@ -8,6 +8,8 @@ pub mod headers;
 pub mod message;
 pub mod mutation;
 pub mod pipeline;
+mod record;
+pub mod reject;
 pub mod service;
 
 pub use exchange::{Effect, Exchange};

@@ -5,6 +5,7 @@
 
 pub mod config;
 mod models;
+mod sessions;
 mod wishes;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,10 +18,12 @@ use tokio::sync::Semaphore;
 use tracing::{debug, warn};
 
 pub use models::{Model, Models, Named};
+pub use sessions::SessionSigns;
 pub use wishes::{Headers, Wishes};
 
-use crate::block::hash::locals;
-use crate::block::{BlockHashes, Salt};
+use crate::block::tracking::Scope;
+use crate::block::{BlockHashes, Content, Salt, SequenceHash, TrackingHash};
+use crate::entrance::SessionWord;
 use crate::openai::{self, Api, Extension};
 use crate::prompt::{EncodeError, Encoder};
 use crate::router::{Prompt, Reason, RouteRequest};
@@ -59,6 +62,8 @@ pub struct Limits {
 pub struct Taken {
     /// The question.
     pub request: RouteRequest,
+    /// What it says of its session.
+    pub session: Option<SessionWord>,
     /// Whether the choice is asked for, and not an answer.
     pub query: bool,
     /// The tokens of each prompt, where they are known.
@@ -67,11 +72,25 @@ pub struct Taken {
     pub times: Vec<(&'static str, Duration)>,
 }
 
+/// What the way in is made of.
+pub struct Parts {
+    /// What is served.
+    pub models: Models,
+    /// Whom we believe.
+    pub clients: ClientsConfig,
+    /// How much work is taken on at once.
+    pub limits: Limits,
+    /// Under which names the load counts blocks.
+    pub tracking: TrackingHash,
+    /// Where sessions are named, if there are any.
+    pub sessions: Option<SessionSigns>,
+    /// A cache that all workers share.
+    pub shared: Option<Shared>,
+}
+
 /// The way in.
 pub struct Intake {
-    models: Models,
-    clients: ClientsConfig,
-    limits: Limits,
+    parts: Parts,
     encoders: Arc<Semaphore>,
     queued: AtomicUsize,
 }
@@ -81,24 +100,30 @@ struct Encoded {
     model: Option<ModelName>,
     adapter: Option<String>,
     prompt: Prompt,
+    tracked: Option<Vec<Arc<[SequenceHash]>>>,
     tokens: Vec<Vec<u32>>,
     extension: Option<Box<Extension>>,
     times: Vec<(&'static str, Duration)>,
 }
 
 impl Intake {
-    /// A way in for these models.
-    pub fn new(models: Models, clients: ClientsConfig, limits: Limits) -> Arc<Self> {
+    /// A way in.
+    pub fn new(parts: Parts) -> Arc<Self> {
         // One encoder per core: more would only share the cores, and delay the async threads beside them.
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let encoders = Arc::new(Semaphore::new(cores));
-        Arc::new(Self { models, clients, limits, encoders, queued: AtomicUsize::new(0) })
+        Arc::new(Self { parts, encoders, queued: AtomicUsize::new(0) })
     }
 
     /// Reads a request.
     pub async fn take(self: &Arc<Self>, path: &str, headers: Headers<'_>, body: &Body) -> Taken {
         let encoded = self.encode(path, self.tenant(headers), body).await;
-        self.taken(encoded, headers)
+        let body = if let Body::Whole(body) = body { Some(&body[..]) } else { None };
+        let mut taken = self.taken(encoded, headers, body);
+        if let Some(shared) = &self.parts.shared {
+            shared.look_up(&mut taken.request).await;
+        }
+        taken
     }
 
     /// Reads a request without a limit of time, on this thread.
@@ -107,13 +132,13 @@ impl Intake {
             Some(api) => self.encode_now(api, self.tenant(headers).as_deref(), body),
             None => Encoded::unread(0, Reason::NotInference),
         };
-        self.taken(encoded, headers)
+        self.taken(encoded, headers, Some(body))
     }
 
-    fn taken(&self, encoded: Encoded, headers: Headers<'_>) -> Taken {
+    fn taken(&self, encoded: Encoded, headers: Headers<'_>, body: Option<&[u8]>) -> Taken {
         let mut request = RouteRequest::new(encoded.model, encoded.prompt);
         let mut query = false;
-        if self.clients.trusted {
+        if self.parts.clients.trusted {
             let wishes = Wishes::read(headers, encoded.extension.as_deref());
             query = wishes.query;
             request.constraints = wishes.constraints;
@@ -123,12 +148,14 @@ impl Intake {
             request.priority = wishes.priority;
         }
         request.constraints.adapter = encoded.adapter;
-        Taken { request, query, tokens: encoded.tokens, times: encoded.times }
+        request.tracked = encoded.tracked;
+        let session = self.parts.sessions.as_ref().and_then(|signs| signs.read(headers, body));
+        Taken { request, session, query, tokens: encoded.tokens, times: encoded.times }
     }
 
     /// What separates this client's cache from others', where the engines listen to a header for it.
     fn tenant(&self, headers: Headers<'_>) -> Option<String> {
-        let value = headers(self.clients.tenant_header.as_deref()?)?;
+        let value = headers(self.parts.clients.tenant_header.as_deref()?)?;
         Some(value.trim().to_owned()).filter(|tenant| !tenant.is_empty())
     }
 
@@ -140,11 +167,11 @@ impl Intake {
             Body::TooLarge(bytes) => return Encoded::unread(estimate(*bytes), Reason::BodyTooLarge),
             Body::Whole(body) => body.clone(),
         };
-        if body.len() <= self.limits.inline {
+        if body.len() <= self.parts.limits.inline {
             return self.encode_now(api, tenant.as_deref(), &body);
         }
         let estimate = estimate(body.len());
-        match tokio::time::timeout(self.limits.deadline, self.encode_queued(api, tenant, body)).await {
+        match tokio::time::timeout(self.parts.limits.deadline, self.encode_queued(api, tenant, body)).await {
             Ok(Some(encoded)) => encoded,
             Ok(None) => Encoded::unread(estimate, Reason::TokenizerBusy),
             Err(_) => Encoded::unread(estimate, Reason::Deadline),
@@ -153,7 +180,7 @@ impl Intake {
 
     /// Encodes on the blocking pool; `None` when the queue is full.
     async fn encode_queued(self: &Arc<Self>, api: Api, tenant: Option<String>, body: Bytes) -> Option<Encoded> {
-        let _place = Place::take(&self.queued, self.limits.queue)?;
+        let _place = Place::take(&self.queued, self.parts.limits.queue)?;
         // The semaphore is never closed, and a lost blocking task is a panic already turned into an error.
         let permit = self.encoders.clone().acquire_owned().await.ok()?;
         let intake = self.clone();
@@ -183,14 +210,14 @@ impl Intake {
             Ok(request) => request,
             Err(error) => {
                 debug!(%error, "unreadable body");
-                let named = openai::model_of(body).and_then(|name| self.models.find(Some(&name)));
+                let named = openai::model_of(body).and_then(|name| self.parts.models.find(Some(&name)));
                 encoded.names(named.as_ref());
                 return encoded;
             }
         };
         encoded.times.push(("parse", clock.lap()));
-        encoded.extension = request.extension.take().filter(|_| self.clients.trusted);
-        let Some(named) = self.models.find(request.model.as_deref()) else {
+        encoded.extension = request.extension.take().filter(|_| self.parts.clients.trusted);
+        let Some(named) = self.parts.models.find(request.model.as_deref()) else {
             encoded.fail(Reason::UnknownModel);
             return encoded;
         };
@@ -200,13 +227,33 @@ impl Intake {
         match self.tokens(&named, &request, &mut encoded, &mut clock) {
             Ok(prompts) => {
                 let salt = Salt { lora: named.adapter.clone(), cache };
-                encoded.prompt = Prompt::Hashed(prompts.iter().map(|tokens| named.hashes(tokens, &salt)).collect());
+                let hashes: Vec<_> = prompts.iter().map(|tokens| named.hashes(tokens, &salt)).collect();
+                encoded.tracked = self.tracked(&named, &prompts, &hashes, &salt);
+                encoded.prompt = Prompt::Hashed(hashes);
                 encoded.tokens = prompts;
                 encoded.times.push(("hash", clock.lap()));
             }
             Err(reason) => encoded.fail(reason),
         }
         encoded
+    }
+
+    /// The names of the blocks in the load, where these are not their sequence hashes.
+    fn tracked(
+        &self,
+        named: &Named,
+        prompts: &[Vec<u32>],
+        hashes: &[BlockHashes],
+        salt: &Salt,
+    ) -> Option<Vec<Arc<[SequenceHash]>>> {
+        if self.parts.tracking == TrackingHash::Public {
+            return None;
+        }
+        let scope = Scope { model: named.model.name.as_str(), routing_group: "" };
+        let names = |(tokens, hashes): (&Vec<u32>, &BlockHashes)| {
+            self.parts.tracking.sequences(&named.content(tokens, salt), hashes, scope)
+        };
+        Some(prompts.iter().zip(hashes).map(names).collect())
     }
 
     fn tokens(
@@ -232,7 +279,7 @@ impl Encoded {
     fn unread(tokens: u64, because: Reason) -> Self {
         let prompt = Prompt::Estimated { tokens, because };
         let times = Vec::with_capacity(4);
-        Self { model: None, adapter: None, prompt, tokens: Vec::new(), extension: None, times }
+        Self { model: None, adapter: None, prompt, tracked: None, tokens: Vec::new(), extension: None, times }
     }
 
     fn names(&mut self, named: Option<&Named>) {
@@ -250,8 +297,11 @@ impl Encoded {
 impl Named {
     /// The blocks of one prompt, as the model's engines cut them.
     pub fn hashes(&self, tokens: &[u32], salt: &Salt) -> BlockHashes {
-        let size = self.model.block_size;
-        BlockHashes::chain(tokens.len(), size, locals(tokens, size, salt, self.model.windows, &[]))
+        BlockHashes::of_content(&self.content(tokens, salt), self.model.block_size)
+    }
+
+    fn content<'a>(&self, tokens: &'a [u32], salt: &'a Salt) -> Content<'a> {
+        Content { windows: self.model.windows, ..Content::plain(tokens, salt) }
     }
 }
 

@@ -50,6 +50,38 @@ pub struct OutcomeLabel {
     pub outcome: &'static str,
 }
 
+/// Which workers do which phase of a request.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct PhasesLabel {
+    /// `aggregated`, `remote_prefill`, or why there was no remote prefill although prefill workers were there.
+    pub phases: &'static str,
+}
+
+/// Class of requests that wait.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ClassLabel {
+    /// Its name.
+    pub class: String,
+}
+
+/// Class of requests that wait, and what became of some of them.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ClassOutcomeLabels {
+    /// Its name.
+    pub class: String,
+    /// `waited`, `over_requests`, `over_prompt_tokens`, `over_cached_tokens`, `expired`, `left`.
+    pub outcome: &'static str,
+}
+
+/// Model and role of workers.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ModelRoleLabels {
+    /// Model name.
+    pub model: String,
+    /// `aggregated`, `prefill`, `decode`.
+    pub role: String,
+}
+
 /// Stage of a decision.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct StageLabel {
@@ -158,6 +190,28 @@ metrics! {
     delivered_cached_tokens: Family<ModelLabel, Counter> = Family::default();
     /// Requests whose chosen worker rank was not the one with most cached blocks
     non_max_overlap_choices: Family<ModelLabel, Counter> = Family::default();
+    /// Routed requests by which workers do which phase
+    phases: Family<PhasesLabel, Counter> = Family::default();
+    /// Requests whose chosen worker rank did not answer them, because it could not be reached
+    chosen_not_reached: Family<RankLabels, Counter> = Family::default();
+    /// Workers that rest because they failed
+    workers_out: Gauge = Gauge::default();
+    /// Requests that wait for their turn, by class
+    queue_requests: Family<ClassLabel, Gauge> = Family::default();
+    /// Prompt tokens of the requests that wait, by class
+    queue_prompt_tokens: Family<ClassLabel, Gauge> = Family::default();
+    /// Cached prompt tokens of the requests that wait, by class
+    queue_cached_tokens: Family<ClassLabel, Gauge> = Family::default();
+    /// Requests that had to wait, by what became of them so far
+    queue_outcomes: Family<ClassOutcomeLabels, Gauge> = Family::default();
+    /// Sessions that are remembered
+    sessions: Gauge = Gauge::default();
+    /// Requests that run in a session
+    session_requests: Gauge = Gauge::default();
+    /// Error of the estimated prefill times, relative to the times, by model and role
+    prefill_time_error: Family<ModelRoleLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
+    /// Shared cache look-ups that failed, by reason
+    shared_cache_errors: Family<ReasonLabel, Counter> = Family::default();
     /// Distinct blocks that live requests hold on a worker rank
     worker_active_decode_blocks: Family<RankLabels, Gauge> = Family::default();
     /// Prompt tokens on a worker rank whose requests have not shown their first token

@@ -31,7 +31,6 @@ pub use question::{Priority, Prompt, RouteRequest};
 pub use settings::{RouterSettings, Tracking, WhenOverloaded};
 
 use crate::admission::{Attempt, Gate};
-use crate::block::SequenceHash;
 use crate::block::tracking::unshared;
 use crate::fleet::{Fleet, Member};
 use crate::health::Health;
@@ -39,7 +38,7 @@ use crate::index::PrefixIndex;
 use crate::load::LoadTracker;
 use crate::predict::Predictor;
 use crate::schedule::{Occupancy, Overload};
-use crate::worker::{Role, WorkerRank};
+use crate::worker::WorkerRank;
 use feedback::Durations;
 use leg::{Decision, Legs, Undecided};
 use pools::{Pools, Standings};
@@ -235,8 +234,7 @@ impl Router {
         let overloaded = match self.settings.overload.any() {
             true => self.load.look(|view| {
                 let load = |member: &Member| view.load(member.slot, member.rank).unwrap_or_default();
-                self.overload
-                    .overloaded(members, now, |member| Occupancy { load: load(member), reported_usage: None })
+                self.overload.overloaded(members, now, |member| Occupancy { load: load(member), reported_usage: None })
             }),
             false => self.overload.overloaded(members, now, |_| Occupancy::default()),
         };
@@ -263,6 +261,8 @@ impl Router {
             mode,
             reason,
             model: member.worker.model.clone(),
+            block_size: leg.question.block_size,
+            expected_output_tokens: prepared.request.expected_output_tokens,
             prompt_tokens: leg.question.prompt_tokens,
             prompt_blocks: prepared.request.prompt.blocks().iter().map(|hashes| hashes.len() as u64).sum(),
             overlap: prepared.overlap(member),
@@ -280,7 +280,9 @@ impl Router {
     fn mode(&self, prepared: &Prepared, candidates: &[&Member]) -> (Mode, Option<Reason>) {
         match &prepared.request.prompt {
             Prompt::Estimated { because, .. } => (Mode::LoadOnly, Some(*because)),
-            Prompt::Hashed(_) if candidates.iter().any(|member| self.live.contains(&member.rank)) => (Mode::Exact, None),
+            Prompt::Hashed(_) if candidates.iter().any(|member| self.live.contains(&member.rank)) => {
+                (Mode::Exact, None)
+            }
             Prompt::Hashed(_) if self.predicted.as_ref().is_some_and(|predicted| predicted.stands_in()) => {
                 (Mode::Approximate, None)
             }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tracing::{debug, enabled, Level};
+use tracing::{Level, debug, enabled};
 
 use super::exchange::Inbound;
 use super::mutation::Immediate;
@@ -68,8 +68,14 @@ impl Pipeline {
                 self.count(route, &model, hashed);
                 let steer = Steer { why: self.why.then(|| route.short().into()), ..route.steer() };
                 if enabled!(Level::DEBUG) {
-                    debug!(request_id, mode = route.mode.as_str(), prompt_tokens = route.prompt_tokens,
-                        predicted_cached_tokens = route.predicted_cached_tokens, "routed {}", route.short());
+                    debug!(
+                        request_id,
+                        mode = route.mode.as_str(),
+                        prompt_tokens = route.prompt_tokens,
+                        predicted_cached_tokens = route.predicted_cached_tokens,
+                        "routed {}",
+                        route.short()
+                    );
                 }
                 Routed::Steered { steer, admitted: Some(Box::new(admitted)) }
             }

@@ -3,11 +3,11 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::Duration;
 
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessor;
 use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, ProcessingResponse, processing_request};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::trace;
@@ -15,10 +15,8 @@ use tracing::trace;
 use super::exchange::{Effect, Exchange, Inbound, Options};
 use super::message::Message;
 use super::pipeline::{Pipeline, Routed};
-use crate::load::Reservation;
-use crate::metrics::{Metrics, ModelLabel, OutcomeLabel};
-use crate::openai::usage::UsageScanner;
-use crate::router::Route;
+use super::record::Record;
+use crate::metrics::Metrics;
 
 /// Replies that may wait for Envoy to take them; beyond it we stop reading, which is what flow control is for.
 const REPLIES: usize = 16;
@@ -58,6 +56,9 @@ impl ExternalProcessor for Service {
 /// Messages that are read ahead while a route is looked for; beyond it Envoy has to wait.
 const EARLY: usize = 64;
 
+/// How much longer than a request may wait Envoy is asked to wait for it.
+const HOLD_MARGIN: Duration = Duration::from_millis(500);
+
 /// One HTTP exchange.
 struct Stream {
     service: Service,
@@ -77,7 +78,7 @@ impl Stream {
             incoming,
             replies,
             exchange: Exchange::new(service.options.clone()),
-            record: Record::open(service.metrics.clone()),
+            record: Record::open(service.metrics.clone(), service.pipeline.router().clone()),
         }
     }
 
@@ -106,12 +107,15 @@ impl Stream {
         while let Some(effect) = effects.pop_front() {
             match effect {
                 Effect::Reply(reply) => self.replies.send(Ok(*reply)).await.map_err(|_| Closed)?,
-                Effect::Route(inbound) => {
-                    let Some(routed) = self.route(inbound, early).await? else { continue };
-                    effects.extend(self.exchange.on_route(&routed.steer));
-                    self.record.routed(routed);
-                }
-                Effect::Status(status) => self.record.status = status,
+                Effect::Route(inbound) => match self.route(inbound, early).await? {
+                    None => {}
+                    Some(Routed::Answered(answer)) => effects.extend(self.exchange.on_immediate(&answer)),
+                    Some(Routed::Steered { steer, admitted }) => {
+                        effects.extend(self.exchange.on_route(&steer));
+                        self.record.routed(admitted);
+                    }
+                },
+                Effect::Answered(head) => self.record.answered(head),
                 Effect::FirstToken => self.record.first_token(),
                 Effect::Answer(chunk) => self.record.answer(&chunk),
                 Effect::Finished => self.record.finished(),
@@ -128,13 +132,19 @@ impl Stream {
         early: &mut VecDeque<ProcessingRequest>,
     ) -> Result<Option<Routed>, Closed> {
         let pipeline = self.service.pipeline.clone();
-        let route = pipeline.route(inbound);
+        let (tell, mut told) = oneshot::channel();
+        let route = pipeline.route(&inbound, move |wait| _ = tell.send(wait));
         tokio::pin!(route);
+        let mut holding = false;
         loop {
             let room = early.len() < EARLY;
             tokio::select! {
                 biased;
                 routed = &mut route => return Ok(Some(routed)),
+                Ok(wait) = &mut told, if !holding => {
+                    holding = true;
+                    self.hold(wait).await?;
+                }
                 () = self.replies.closed(), if !room => return Err(Closed),
                 message = receive(&mut self.incoming, &self.replies), if room => {
                     early.push_back(message?);
@@ -143,6 +153,14 @@ impl Stream {
                     }
                 }
             }
+        }
+    }
+
+    /// Asks Envoy, once, to wait until the request has had its turn; a little longer, so that our answer is there first.
+    async fn hold(&self, wait: Duration) -> Result<(), Closed> {
+        match self.exchange.hold(wait + HOLD_MARGIN) {
+            Some(Effect::Reply(reply)) => self.replies.send(Ok(*reply)).await.map_err(|_| Closed),
+            _ => Ok(()),
         }
     }
 }
@@ -165,99 +183,4 @@ async fn receive(incoming: &mut Streaming<ProcessingRequest>, replies: &Replies)
 
 fn begins_response(wire: &ProcessingRequest) -> bool {
     matches!(wire.request, Some(processing_request::Request::ResponseHeaders(_)))
-}
-
-/// What one exchange holds and what is noted of it when it ends.
-struct Record {
-    metrics: Arc<Metrics>,
-    arrived: Instant,
-    booked: Option<(Route, Reservation)>,
-    label: Option<ModelLabel>,
-    usage: UsageScanner,
-    status: u16,
-    end: End,
-}
-
-/// How far the exchange came.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum End {
-    /// The answer has not begun.
-    Abandoned,
-    /// The answer had begun and its body was not shown to us: it ended, or the client left.
-    Closed,
-    /// The answer's end was seen.
-    Complete,
-}
-
-impl Record {
-    fn open(metrics: Arc<Metrics>) -> Self {
-        metrics.exchanges_open.inc();
-        let usage = UsageScanner::default();
-        Self { metrics, arrived: Instant::now(), booked: None, label: None, usage, status: 0, end: End::Abandoned }
-    }
-
-    fn routed(&mut self, routed: Routed) {
-        self.label = routed.booked.as_ref().map(|(route, _)| ModelLabel::from(&route.model));
-        self.booked = routed.booked;
-    }
-
-    fn first_token(&mut self) {
-        self.end = self.end_at_least(End::Closed);
-        if let Some((_, reservation)) = &mut self.booked {
-            reservation.first_token();
-        }
-        // An error has no first token.
-        if let Some(label) = self.label.as_ref().filter(|_| (200..300).contains(&self.status)) {
-            let took = self.arrived.elapsed().as_secs_f64();
-            self.metrics.time_to_first_token_seconds.get_or_create(label).observe(took);
-        }
-    }
-
-    fn answer(&mut self, chunk: &[u8]) {
-        self.usage.push(chunk);
-    }
-
-    /// The answer is complete: nothing is booked any longer, though Envoy may keep the stream a little.
-    fn finished(&mut self) {
-        self.end = End::Complete;
-        self.booked = None;
-        self.note_duration();
-        // The last event may lack its empty line.
-        self.usage.finish();
-    }
-
-    fn note_duration(&self) {
-        let Some(label) = &self.label else { return };
-        let took = self.arrived.elapsed().as_secs_f64();
-        self.metrics.request_duration_seconds.get_or_create(label).observe(took);
-    }
-
-    fn end_at_least(&self, end: End) -> End {
-        if self.end == End::Complete { End::Complete } else { end }
-    }
-}
-
-impl Drop for Record {
-    fn drop(&mut self) {
-        self.booked = None;
-        self.metrics.exchanges_open.dec();
-        let outcome = match self.end {
-            End::Abandoned => "abandoned",
-            End::Closed => "closed",
-            End::Complete => "complete",
-        };
-        self.metrics.exchanges.get_or_create(&OutcomeLabel { outcome }).inc();
-        if self.end == End::Closed {
-            self.note_duration();
-        }
-        let Some(label) = &self.label else { return };
-        let usage = self.usage.usage();
-        let output = usage.map_or(self.usage.content_events(), |usage| usage.completion_tokens);
-        if output > 0 {
-            self.metrics.output_tokens.get_or_create(label).observe(output as f64);
-        }
-        if let Some(cached) = usage.and_then(|usage| usage.cached_tokens) {
-            self.metrics.delivered_cached_tokens.get_or_create(label).inc_by(cached);
-        }
-    }
 }

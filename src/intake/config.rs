@@ -19,7 +19,9 @@ pub struct ClientsConfig {
 impl ClientsConfig {
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
-        let bad = |name: &&String| name.is_empty() || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_');
+        let bad = |name: &&String| {
+            name.is_empty() || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
+        };
         let name = self.tenant_header.as_ref().filter(bad);
         let text = |name: &String| format!("`{name}` is not the name of a header; write for example x-tenant-id");
         name.map(|name| Problem::of("tenant_header", text(name))).into_iter().collect()

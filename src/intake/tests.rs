@@ -3,6 +3,10 @@ use crate::block::Windows;
 use crate::prompt;
 use crate::worker::BlockSize;
 
+fn parts(models: Models, clients: ClientsConfig, limits: Limits) -> Parts {
+    Parts { models, clients, limits, tracking: TrackingHash::Public, sessions: None, shared: None }
+}
+
 /// A way in with the shipped tokenizer and next to no time.
 fn hurried() -> Arc<Intake> {
     let files = prompt::Config {
@@ -19,7 +23,7 @@ fn hurried() -> Arc<Intake> {
     let mut models = Models::default();
     models.add(model, &[], &[]);
     let limits = Limits { inline: 4096, queue: 256, deadline: Duration::from_millis(1) };
-    Intake::new(models, ClientsConfig::default(), limits)
+    Intake::new(parts(models, ClientsConfig::default(), limits))
 }
 
 #[tokio::test]
@@ -42,7 +46,7 @@ fn tokens_only(clients: ClientsConfig) -> Arc<Intake> {
     let model = Model { name: "base".into(), block_size: size, windows: Windows::Plain, encoder: None };
     models.add(model, &["alias".into()], &["tuned".into()]);
     let limits = Limits { inline: 4096, queue: 1, deadline: Duration::from_secs(1) };
-    Intake::new(models, clients, limits)
+    Intake::new(parts(models, clients, limits))
 }
 
 fn taken(clients: &ClientsConfig, tenant: Option<&'static str>, model: &str, nvext: &str) -> Taken {
@@ -52,7 +56,7 @@ fn taken(clients: &ClientsConfig, tenant: Option<&'static str>, model: &str, nve
 }
 
 fn locals_of(salt: &Salt) -> Vec<crate::block::LocalHash> {
-    locals(&[1, 2, 3, 4, 5, 6, 7, 8], BlockSize::new(4).unwrap(), salt, Windows::Plain, &[])
+    crate::block::hash::locals(&[1, 2, 3, 4, 5, 6, 7, 8], BlockSize::new(4).unwrap(), salt, Windows::Plain, &[])
 }
 
 #[test]

@@ -54,8 +54,10 @@ impl Wishes {
         // The header of the worker stands for every phase, as `backend_instance_id` does.
         let everywhere = header::<u64>(headers, DECODE_WORKER);
         let decode = everywhere.or(body.decode_worker_id).or(body.backend_instance_id);
-        let prefill =
-            header::<u64>(headers, PREFILL_WORKER).or(body.prefill_worker_id).or(everywhere).or(body.backend_instance_id);
+        let prefill = header::<u64>(headers, PREFILL_WORKER)
+            .or(body.prefill_worker_id)
+            .or(everywhere)
+            .or(body.backend_instance_id);
         let jump = header::<f64>(headers, PRIORITY).or(body.agent_hints.priority_jump());
         Self {
             constraints: Constraints {

@@ -9,7 +9,7 @@ use serde::Serialize;
 use crate::disagg::Bypass;
 use crate::index::TierBlocks;
 use crate::schedule::{Choice, Constraints, Ineligible};
-use crate::worker::{Endpoint, ModelName, WorkerRank};
+use crate::worker::{BlockSize, Endpoint, ModelName, WorkerRank};
 
 /// Step of the degradation ladder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -149,6 +149,17 @@ pub enum Phases {
     Kept(Bypass),
 }
 
+impl Phases {
+    /// The name in metrics.
+    pub fn as_str(&self) -> &'static str {
+        match self {
+            Phases::Aggregated => "aggregated",
+            Phases::Remote(_) => "remote_prefill",
+            Phases::Kept(bypass) => bypass.as_str(),
+        }
+    }
+}
+
 /// The worker that does the prefill, and why.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Prefill {
@@ -173,6 +184,10 @@ pub struct Route {
     pub reason: Option<Reason>,
     /// The model the candidates serve.
     pub model: ModelName,
+    /// Tokens per block.
+    pub block_size: BlockSize,
+    /// How long the answer will be, where the client said so.
+    pub expected_output_tokens: Option<u64>,
     /// Prompt tokens, or the estimate.
     pub prompt_tokens: u64,
     /// Complete blocks of the prompt.
@@ -297,7 +312,10 @@ impl Route {
             self.choice.ties,
         );
         if let Some(prefill) = self.prefill() {
-            line.push_str(&format!(" prefill_worker={} prefill_cost={:.3}", prefill.to.rank, prefill.choice.cost.total));
+            line.push_str(&format!(
+                " prefill_worker={} prefill_cost={:.3}",
+                prefill.to.rank, prefill.choice.cost.total
+            ));
         }
         if let Phases::Kept(bypass) = &self.phases {
             line.push_str(&format!(" kept={}", bypass.as_str()));

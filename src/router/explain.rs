@@ -210,7 +210,10 @@ fn sentence(route: &Route, phases: &[PhaseExplained]) -> String {
     let Some(phase) = phases.last() else { return text };
     match (phase.ties, phase.margin, phase.runner_up) {
         (_, None, _) => text.push_str("it is the only candidate"),
-        (2.., ..) => text.push_str(&format!("drawn among {} candidates of the same cost {:.3}", phase.ties, route.choice.cost.total)),
+        (2.., ..) => text.push_str(&format!(
+            "drawn among {} candidates of the same cost {:.3}",
+            phase.ties, route.choice.cost.total
+        )),
         (_, Some(margin), Some(second)) => {
             text.push_str(&format!("it costs {:.3}, {margin:.3} less than {second}", route.choice.cost.total));
         }

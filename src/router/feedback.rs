@@ -9,7 +9,8 @@ use super::Router;
 use super::leg::Legs;
 use super::placing::Booked;
 use crate::health::{Change, Outcome};
-use crate::load::{Booking, PrefillTimes};
+use crate::load::Booking;
+use crate::load::duration::PrefillTimes;
 use crate::worker::{ModelName, Role, WorkerId};
 
 /// What a request got.

@@ -96,13 +96,7 @@ impl<'f> Decision<'_, 'f> {
         pool.narrowed(constraints)
     }
 
-    fn leg(
-        &self,
-        view: &LoadView<'_>,
-        pool: Pool<'f>,
-        phase: Phase,
-        rng: &mut impl Rng,
-    ) -> Result<Leg<'f>, Undecided> {
+    fn leg(&self, view: &LoadView<'_>, pool: Pool<'f>, phase: Phase, rng: &mut impl Rng) -> Result<Leg<'f>, Undecided> {
         let tracks = phase != Phase::Prefill && self.settings.tracking.active_blocks;
         let candidate = |member: &'f Member| {
             let load = view.load(member.slot, member.rank)?;

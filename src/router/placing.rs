@@ -1,10 +1,10 @@
 //! Placing as admission does it, and what a placed request holds: its reservation, the right to try a worker that was
 //! out, and its lease on predicted blocks. All of it ends by drop.
 
+use super::Router;
 use super::answer::{Route, RouteError};
 use super::leg::Legs;
 use super::prepared::Prepared;
-use super::Router;
 use crate::admission::{Attempt, Gate, Placing};
 use crate::health::Probe;
 use crate::load::Reservation;

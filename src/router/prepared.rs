@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::question::{Prompt, RouteRequest};
-use crate::block::SequenceHash;
+use super::question::RouteRequest;
+use crate::block::{BlockHashes, SequenceHash};
 use crate::fleet::Member;
 use crate::index::{Overlaps, TierBlocks};
 use crate::load::LoadView;
@@ -129,19 +129,18 @@ pub(super) struct Blocks {
 impl Blocks {
     /// The blocks under the names that the load uses.
     pub(super) fn of(request: &RouteRequest) -> Self {
-        let prompts: Vec<&[SequenceHash]> = match (&request.tracked, &request.prompt) {
-            (Some(tracked), _) => tracked.iter().map(AsRef::as_ref).collect(),
-            (None, Prompt::Hashed(prompts)) => prompts.iter().map(|hashes| hashes.sequences()).collect(),
-            (None, Prompt::Estimated { .. }) => Vec::new(),
+        let prompts: Vec<Arc<[SequenceHash]>> = match &request.tracked {
+            Some(tracked) => tracked.clone(),
+            None => request.prompt.blocks().iter().map(BlockHashes::shared_sequences).collect(),
         };
         let complete = prompts.iter().map(|prompt| prompt.len() as u64).sum();
-        if let [only] = prompts[..] {
-            return Self { sequences: only.into(), stretches: iter::once(0..only.len()).collect(), complete };
+        if let [only] = &prompts[..] {
+            return Self { sequences: only.clone(), stretches: iter::once(0..only.len()).collect(), complete };
         }
         let mut seen = HashSet::new();
         let mut sequences = Vec::new();
         let mut stretches = Vec::new();
-        for prompt in prompts {
+        for prompt in &prompts {
             let start = sequences.len();
             sequences.extend(prompt.iter().copied().filter(|sequence| seen.insert(*sequence)));
             if sequences.len() > start {

@@ -14,7 +14,13 @@ use crate::worker::{DpRank, WorkerId, WorkerRank};
 const CHAT: &str = "/v1/chat/completions";
 
 fn exchange(request: BodyMode, response: BodyMode) -> Exchange {
-    let options = Options { body_limit: 200_000, mode_header: true, worker_header: false, prediction_header: false, why_header: false };
+    let options = Options {
+        body_limit: 200_000,
+        mode_header: true,
+        worker_header: false,
+        prediction_header: false,
+        why_header: false,
+    };
     let mut exchange = Exchange::new(Arc::new(options));
     exchange.configure(Modes { request, response });
     exchange

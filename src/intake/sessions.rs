@@ -1,0 +1,64 @@
+//! Of which session a request says it is: in a header, or in a field of its body.
+
+use crate::entrance::SessionWord;
+use crate::openai;
+
+use super::wishes::Headers;
+
+/// Where sessions are named.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SessionSigns {
+    /// Headers with the session's id; the first that a request has counts.
+    pub headers: Vec<String>,
+    /// The field of the body with it, where no header has it; a path with dots.
+    pub body_field: Option<String>,
+    /// Headers with the id of the session that started this one.
+    pub parent_headers: Vec<String>,
+    /// Headers that mark the last request.
+    pub final_headers: Vec<String>,
+}
+
+impl SessionSigns {
+    pub(super) fn read(&self, headers: Headers<'_>, body: Option<&[u8]>) -> Option<SessionWord> {
+        let of = |names: &[String]| {
+            let value = names.iter().find_map(|name| headers(name))?;
+            Some(value.trim().to_owned()).filter(|value| !value.is_empty())
+        };
+        let in_body = || openai::text_of(body?, self.body_field.as_deref()?).filter(|id| !id.is_empty());
+        let id = of(&self.headers).or_else(in_body)?;
+        let last = of(&self.final_headers).is_some_and(|value| value == "1" || value.eq_ignore_ascii_case("true"));
+        Some(SessionWord { id, parent: of(&self.parent_headers), last })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_go_before_the_body_and_empty_ones_do_not_count() {
+        let signs = SessionSigns {
+            headers: vec!["x-a".into(), "x-b".into()],
+            body_field: Some("metadata.session".into()),
+            parent_headers: vec!["x-parent".into()],
+            final_headers: vec!["x-final".into()],
+        };
+        let body: &[u8] = br#"{"metadata":{"session":"in-body"}}"#;
+        let word = |id: &str, parent: Option<&str>, last| {
+            Some(SessionWord { id: id.to_owned(), parent: parent.map(str::to_owned), last })
+        };
+        let cases: [(&[(&str, &str)], &[u8], Option<SessionWord>); 7] = [
+            (&[("x-b", "2"), ("x-a", "1")], body, word("1", None, false)),
+            (&[("x-b", " 2 "), ("x-final", "TRUE")], body, word("2", None, true)),
+            (&[("x-parent", "p"), ("x-final", "no")], body, word("in-body", Some("p"), false)),
+            (&[("x-a", "  ")], body, word("in-body", None, false)),
+            (&[], br#"{"metadata":{"session":7}}"#, None),
+            (&[], br#"{"metadata":"x"}"#, None),
+            (&[], b"garbage", None),
+        ];
+        for (headers, body, expected) in cases {
+            let find = |name: &str| headers.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into());
+            assert_eq!(signs.read(&find, Some(body)), expected, "{headers:?}");
+        }
+    }
+}
