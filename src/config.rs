@@ -5,6 +5,7 @@
 mod check;
 mod log;
 mod model;
+mod predict;
 
 use std::path::{Path, PathBuf};
 
@@ -22,6 +23,7 @@ use crate::xds::config::EnvoyConfig;
 
 pub use log::{LogConfig, LogFormat, LogLevel};
 pub use model::ModelConfig;
+pub use predict::{ApproximateConfig, ApproximatePolicy};
 
 /// Everything one process is told.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -17,6 +17,7 @@ pub mod worker;
 pub mod fleet;
 pub mod index;
 pub mod load;
+pub mod predict;
 pub mod schedule;
 
 // Layer 3: application.
@@ -29,6 +30,7 @@ pub mod ext_proc;
 pub mod kv_events;
 pub mod openai;
 pub mod prompt;
+pub mod shared_cache;
 pub mod xds;
 
 // Side: usable from layers 3 to 5.
