@@ -8,6 +8,7 @@ mod log;
 mod model;
 mod overload;
 mod sessions;
+mod predict;
 
 use std::path::{Path, PathBuf};
 
@@ -28,6 +29,7 @@ pub use log::{LogConfig, LogFormat, LogLevel};
 pub use model::ModelConfig;
 pub use overload::OverloadConfig;
 pub use sessions::{Affinity, SessionsConfig};
+pub use predict::{ApproximateConfig, ApproximatePolicy};
 
 /// Everything one process is told.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -36,6 +36,7 @@ pub mod intake;
 pub mod kv_events;
 pub mod openai;
 pub mod prompt;
+pub mod shared_cache;
 pub mod xds;
 
 // Side: usable from layers 3 to 5.
