@@ -12,16 +12,17 @@ use axum::routing::get;
 use axum::{Json, Router as Routes};
 use serde_json::json;
 
+use crate::entrance::Entrance;
 use crate::lifecycle::Readiness;
-use crate::metrics::{Metrics, RankLabels, RankTierLabels};
+use crate::metrics::{ClassLabel, ClassOutcomeLabels, Metrics, ModelRoleLabels, RankLabels, RankTierLabels};
 use crate::router::Router;
 use crate::tier::Tier;
 
 /// What the pages show.
 #[derive(Clone)]
 pub struct Admin {
-    /// State of the router.
-    pub router: Arc<Router>,
+    /// The router and the way to it.
+    pub entrance: Arc<Entrance>,
     /// Measures.
     pub metrics: Arc<Metrics>,
     /// What is still pending.
@@ -34,14 +35,17 @@ pub fn routes(admin: Admin) -> Routes {
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(ready))
         .route("/metrics", get(metrics))
-        .route("/debug/fleet", get(|State(admin): State<Admin>| async move { Json(json!(*admin.router.fleet())) }))
+        .route(
+            "/debug/fleet",
+            get(|State(admin): State<Admin>| async move { Json(json!(*admin.entrance.router().fleet())) }),
+        )
         .route(
             "/debug/index",
-            get(|State(admin): State<Admin>| async move { Json(json!(admin.router.index().stats())) }),
+            get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().index().stats())) }),
         )
         .route(
             "/debug/load",
-            get(|State(admin): State<Admin>| async move { Json(json!(admin.router.load().snapshot())) }),
+            get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().load().snapshot())) }),
         )
         .with_state(admin)
 }
@@ -53,7 +57,7 @@ async fn ready(State(admin): State<Admin>) -> Response {
 }
 
 async fn metrics(State(admin): State<Admin>) -> Response {
-    match admin.metrics.page(|metrics| gauge_ranks(metrics, &admin.router)) {
+    match admin.metrics.page(|metrics| gauges(metrics, &admin.entrance)) {
         Ok(page) => {
             let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
             ([(header::CONTENT_TYPE, content_type)], page).into_response()
@@ -62,7 +66,45 @@ async fn metrics(State(admin): State<Admin>) -> Response {
     }
 }
 
-/// Sets the gauges of the worker ranks to what the router decides by at this instant; ranks that are gone disappear.
+/// Sets the gauges to what is decided by at this instant.
+fn gauges(metrics: &Metrics, entrance: &Entrance) {
+    gauge_ranks(metrics, entrance.router());
+    gauge_queue(metrics, entrance);
+    metrics.workers_out.set(entrance.router().out().len() as i64);
+    if let Some(sessions) = entrance.sessions() {
+        let counts = sessions.counts();
+        metrics.sessions.set(counts.sessions as i64);
+        metrics.session_requests.set(counts.running as i64);
+    }
+    for (model, role, error) in entrance.router().prefill_time_errors() {
+        let label = ModelRoleLabels { model: model.as_str().to_owned(), role: role.to_string() };
+        metrics.prefill_time_error.get_or_create(&label).set(error);
+    }
+}
+
+fn gauge_queue(metrics: &Metrics, entrance: &Entrance) {
+    for standing in entrance.admission().standing() {
+        let label = ClassLabel { class: standing.class.to_string() };
+        let (pending, tally) = (standing.pending, standing.tally);
+        metrics.queue_requests.get_or_create(&label).set(gauge(pending.requests));
+        metrics.queue_prompt_tokens.get_or_create(&label).set(gauge(pending.prompt_tokens));
+        metrics.queue_cached_tokens.get_or_create(&label).set(gauge(pending.cached_tokens));
+        let outcomes = [
+            ("waited", tally.waited),
+            ("over_requests", tally.over_requests),
+            ("over_prompt_tokens", tally.over_prompt_tokens),
+            ("over_cached_tokens", tally.over_cached_tokens),
+            ("expired", tally.expired),
+            ("left", tally.left),
+        ];
+        for (outcome, count) in outcomes {
+            let labels = ClassOutcomeLabels { class: label.class.clone(), outcome };
+            metrics.queue_outcomes.get_or_create(&labels).set(gauge(count));
+        }
+    }
+}
+
+/// Sets the gauges of the worker ranks; ranks that are gone disappear.
 fn gauge_ranks(metrics: &Metrics, router: &Router) {
     let (blocks, prefill) = (&metrics.worker_active_decode_blocks, &metrics.worker_active_prefill_tokens);
     let (requests, cached) = (&metrics.worker_active_requests, &metrics.worker_cached_blocks);

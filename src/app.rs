@@ -2,13 +2,14 @@
 //! sockets; [`App::run_until`] serves until told to stop, and then drains.
 
 mod keeper;
+mod parts;
 mod sockets;
 
 use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessorServer;
@@ -21,15 +22,13 @@ use tracing::{info, warn};
 use crate::admin::{self, Admin};
 use crate::config::{Config, WorkerSource};
 use crate::discovery::{self, file::WorkersFile};
+use crate::entrance::Entrance;
 use crate::ext_proc::exchange::Options;
-use crate::ext_proc::pipeline::{Model, Models, Pipeline};
+use crate::ext_proc::pipeline::Pipeline;
 use crate::ext_proc::service::Service;
-use crate::index::PrefixIndex;
+use crate::intake::Intake;
 use crate::lifecycle::{Readiness, supervise};
-use crate::load::LoadTracker;
 use crate::metrics::Metrics;
-use crate::prompt::{self, Encoder};
-use crate::router::Router;
 use crate::worker::Worker;
 use keeper::Keeper;
 use sockets::GrpcListener;
@@ -56,13 +55,15 @@ pub struct App {
     background: JoinSet<()>,
 }
 
+/// How often what has grown old is looked for.
+const SWEEP: Duration = Duration::from_millis(100);
+
 impl App {
     /// Builds everything, binds the sockets and starts the background tasks.
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
         let readiness = Readiness::default();
-        let seed = rand::random();
-        let router = Arc::new(Router::new(PrefixIndex::new(), LoadTracker::new(Instant::now), config.schedule, seed));
+        let parts = parts::Core::new(&config, rand::random());
         let admin_listener = tokio::net::TcpListener::bind(config.admin.listen)
             .await
             .with_context(|| format!("the admin address {} cannot be bound", config.admin.listen))?;
@@ -81,17 +82,20 @@ impl App {
         };
         // The pages come first, so that they can say what the rest is waiting for.
         let loading = app.readiness.wait_for("tokenizers");
-        let pages = Admin { router: router.clone(), metrics: metrics.clone(), readiness: app.readiness.clone() };
+        let pages =
+            Admin { entrance: parts.entrance.clone(), metrics: metrics.clone(), readiness: app.readiness.clone() };
         app.servers.spawn(sockets::serve_admin(admin_listener, admin::routes(pages), app.stop.clone()));
         app.follow_readiness();
-        app.feed(&config, router.clone(), metrics.clone());
-        let models = load_models(&config).await?;
+        app.feed(&config, &parts.entrance, metrics.clone());
+        app.keep_time(&parts.entrance, &metrics);
+        let models = parts::load_models(&config).await?;
         // Bound only now: a socket that accepts and does not answer would hold every request until Envoy gives up on it,
         // while one that refuses lets Envoy go on at once.
         let grpc = sockets::bind(&config.listen).await?;
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
-        let service = app.ext_proc(&config, models, &router, &metrics);
+        let intake = parts::intake(&config, models, &metrics)?;
+        let service = app.ext_proc(&config, intake, parts.entrance.clone(), &metrics);
         for listener in grpc {
             let routes = tonic::service::Routes::new(health_service.clone()).add_service(service.clone());
             app.servers.spawn(listener.serve(routes, app.closing.clone()));
@@ -137,8 +141,8 @@ impl App {
     fn ext_proc(
         &self,
         config: &Config,
-        models: Models,
-        router: &Arc<Router>,
+        intake: Arc<Intake>,
+        entrance: Arc<Entrance>,
         metrics: &Arc<Metrics>,
     ) -> ExternalProcessorServer<Service> {
         let limit = config.limits.body.bytes();
@@ -147,8 +151,9 @@ impl App {
             mode_header: config.response.mode_header,
             worker_header: config.response.worker_header,
             prediction_header: config.response.prediction_header,
+            why_header: config.response.why_header,
         };
-        let pipeline = Pipeline::new(models, router.clone(), metrics.clone(), config.limits.clone());
+        let pipeline = Pipeline::new(intake, entrance, metrics.clone(), config.response.why_header);
         // tonic's own limit of 4 MiB would refuse bodies that the configuration allows, and with failure_mode_allow the
         // request would then silently go to a random worker.
         ExternalProcessorServer::new(Service::new(pipeline, metrics.clone(), options))
@@ -157,9 +162,9 @@ impl App {
     }
 
     /// Starts what feeds the fleet.
-    fn feed(&mut self, config: &Config, router: Arc<Router>, metrics: Arc<Metrics>) {
+    fn feed(&mut self, config: &Config, entrance: &Arc<Entrance>, metrics: Arc<Metrics>) {
         let (desired, sets) = mpsc::unbounded_channel::<Vec<Worker>>();
-        let keeper = Keeper::new(config, router, metrics.clone(), self.readiness.clone());
+        let keeper = Keeper::new(config, entrance.clone(), metrics.clone(), self.readiness.clone());
         self.background.spawn(keeper.run(sets, self.stop.clone()));
         match config.worker_source() {
             WorkerSource::Fixed(workers) => {
@@ -188,6 +193,37 @@ impl App {
         }
     }
 
+    /// Starts what has to happen from time to time.
+    fn keep_time(&mut self, entrance: &Arc<Entrance>, metrics: &Arc<Metrics>) {
+        let (waiting, metrics, stop) = (entrance.clone(), metrics.clone(), self.stop.clone());
+        self.background.spawn(async move {
+            supervise("admission", &metrics, stop, || {
+                let waiting = waiting.clone();
+                async move {
+                    waiting.admission().run().await;
+                    Ok(())
+                }
+            })
+            .await;
+        });
+        let (entrance, stop) = (entrance.clone(), self.stop.clone());
+        self.background.spawn(async move {
+            let mut tick = tokio::time::interval(SWEEP);
+            tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+            loop {
+                tokio::select! {
+                    () = stop.cancelled() => return,
+                    _ = tick.tick() => {
+                        entrance.router().predictions().expire();
+                        if let Some(sessions) = entrance.sessions() {
+                            sessions.expire();
+                        }
+                    }
+                }
+            }
+        });
+    }
+
     /// Keeps the gRPC health service in step with readiness.
     fn follow_readiness(&mut self) {
         let (readiness, health, stop) = (self.readiness.clone(), self.health.clone(), self.stop.clone());
@@ -207,31 +243,6 @@ impl App {
             }
         });
     }
-}
-
-/// Loads the tokenizers, all at once: each costs half a second of one core.
-async fn load_models(config: &Config) -> anyhow::Result<Models> {
-    let loading: Vec<_> = config
-        .models
-        .iter()
-        .map(|model| {
-            let files = model.tokenizer.clone().map(|tokenizer| prompt::Config {
-                tokenizer,
-                tokenizer_config: model.tokenizer_config.clone(),
-                chat_template: model.chat_template.clone(),
-            });
-            tokio::task::spawn_blocking(move || files.map(|files| Encoder::load(&files)).transpose())
-        })
-        .collect();
-    let mut models = Models::default();
-    for (model, loaded) in config.models.iter().zip(loading) {
-        let encoder = loaded.await?.with_context(|| format!("model {} cannot be served exactly", model.name))?;
-        if encoder.is_none() {
-            warn!(model = %model.name, "no tokenizer is configured: requests are routed by load only");
-        }
-        models.add(Model { name: model.name.clone(), block_size: model.block_size, encoder }, &model.aliases);
-    }
-    Ok(models)
 }
 
 #[cfg(test)]

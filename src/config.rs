@@ -7,20 +7,26 @@ mod health;
 mod log;
 mod model;
 mod overload;
-mod sessions;
 mod predict;
+mod sessions;
+mod tracking;
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::admin::config::AdminConfig;
+use crate::admission::QueueConfig;
+use crate::disagg::Disaggregation;
 use crate::discovery::config::{DiscoveryConfig, WorkerConfig};
 use crate::discovery::{self, ServedModel};
 use crate::ext_proc::config::{LimitsConfig, ListenConfig, ResponseConfig};
+use crate::intake::config::ClientsConfig;
 use crate::lifecycle::config::{DrainConfig, ReadinessConfig};
+use crate::router::{RouterSettings, Tracking};
 use crate::schedule::Weights;
 use crate::settings::{ConfigError, Document, Problem};
+use crate::shared_cache::SharedCacheConfig;
 use crate::worker::Worker;
 use crate::xds::config::EnvoyConfig;
 
@@ -28,8 +34,9 @@ pub use health::HealthConfig;
 pub use log::{LogConfig, LogFormat, LogLevel};
 pub use model::ModelConfig;
 pub use overload::OverloadConfig;
-pub use sessions::{Affinity, SessionsConfig};
 pub use predict::{ApproximateConfig, ApproximatePolicy};
+pub use sessions::{Affinity, SessionsConfig};
+pub use tracking::{TrackingFamily, TrackingHashConfig};
 
 /// Everything one process is told.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -52,6 +59,36 @@ pub struct Config {
     /// The coefficients of the cost.
     #[serde(default)]
     pub schedule: Weights,
+    /// What counts as load.
+    #[serde(default)]
+    pub load: Tracking,
+    /// Under which names the load counts blocks.
+    #[serde(default)]
+    pub tracking_hash: TrackingHashConfig,
+    /// From when on a worker has too much to do.
+    #[serde(default)]
+    pub overload: OverloadConfig,
+    /// When a worker whose answers are errors is left alone.
+    #[serde(default)]
+    pub health: HealthConfig,
+    /// Who waits, and in which order.
+    #[serde(default)]
+    pub queue: QueueConfig,
+    /// What happens where prefill workers exist, or ought to.
+    #[serde(default)]
+    pub disaggregation: Disaggregation,
+    /// Of which session a request is, and what follows from it; none: nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sessions: Option<SessionsConfig>,
+    /// What is believed of caches that say nothing.
+    #[serde(default)]
+    pub approximate: ApproximateConfig,
+    /// A cache that all workers share, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shared_cache: Option<SharedCacheConfig>,
+    /// What clients may say about routing.
+    #[serde(default)]
+    pub clients: ClientsConfig,
     /// What we refuse.
     #[serde(default)]
     pub limits: LimitsConfig,
@@ -118,6 +155,18 @@ impl Config {
         self.models.iter().map(|model| ServedModel { name: model.name.clone(), block_size: model.block_size }).collect()
     }
 
+    /// How the router decides.
+    pub fn router_settings(&self) -> RouterSettings {
+        RouterSettings {
+            weights: self.schedule,
+            tracking: self.load,
+            disaggregation: self.disaggregation,
+            overload: self.overload.thresholds(),
+            when_all_overloaded: self.overload.when_all,
+            health: self.health.rules(),
+        }
+    }
+
     /// Where the fleet comes from.
     pub fn worker_source(&self) -> WorkerSource {
         match &self.workers_file {
@@ -139,6 +188,7 @@ impl Config {
         for file in files.into_iter().flatten().chain(self.listen.unix.as_mut()) {
             *file = folder.join(&*file);
         }
+        self.tracking_hash.resolve(folder);
         let served = self.served_models();
         for worker in self.workers.iter_mut().flatten() {
             worker.fill(&served);

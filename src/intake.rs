@@ -6,6 +6,7 @@
 pub mod config;
 mod models;
 mod sessions;
+mod shared;
 mod wishes;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,6 +20,7 @@ use tracing::{debug, warn};
 
 pub use models::{Model, Models, Named};
 pub use sessions::SessionSigns;
+pub use shared::Shared;
 pub use wishes::{Headers, Wishes};
 
 use crate::block::tracking::Scope;

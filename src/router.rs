@@ -9,6 +9,7 @@ mod feedback;
 mod leg;
 mod placing;
 mod pools;
+mod predictions;
 mod prepared;
 mod question;
 mod settings;
@@ -26,6 +27,7 @@ pub use answer::{Destination, Mode, Phases, Prefill, Reason, Route, RouteError, 
 pub use explain::{Explanation, Judged, PhaseExplained};
 pub use feedback::{Answer, AnswerFrom};
 pub use placing::Booked;
+pub use predictions::Predictions;
 pub use prepared::Prepared;
 pub use question::{Priority, Prompt, RouteRequest};
 pub use settings::{RouterSettings, Tracking, WhenOverloaded};
@@ -36,7 +38,6 @@ use crate::fleet::{Fleet, Member};
 use crate::health::Health;
 use crate::index::PrefixIndex;
 use crate::load::LoadTracker;
-use crate::predict::Predictor;
 use crate::schedule::{Occupancy, Overload};
 use crate::worker::WorkerRank;
 use feedback::Durations;
@@ -48,7 +49,7 @@ use prepared::{Blocks, Looked, Scratch};
 pub struct Router {
     fleet: ArcSwap<Fleet>,
     index: Arc<PrefixIndex>,
-    predicted: Option<Arc<Predictor>>,
+    predictions: Predictions,
     load: Arc<LoadTracker>,
     overload: Overload,
     health: Arc<Health>,
@@ -65,7 +66,7 @@ impl Router {
         Self {
             fleet: ArcSwap::from_pointee(Fleet::empty()),
             index,
-            predicted: None,
+            predictions: Predictions::default(),
             load,
             overload: Overload::new(settings.overload),
             health: Health::new(settings.health),
@@ -77,10 +78,10 @@ impl Router {
         }
     }
 
-    /// Also believes that routed prompts are cached where they went, as far as `predictor` says.
+    /// Also believes that routed prompts are cached where they went.
     #[must_use]
-    pub fn predicting(mut self, predictor: Arc<Predictor>) -> Self {
-        self.predicted = Some(predictor);
+    pub fn predicting(mut self, predictions: Predictions) -> Self {
+        self.predictions = predictions;
         self
     }
 
@@ -106,9 +107,9 @@ impl Router {
         &self.load
     }
 
-    /// What routed prompts should have left behind, if that is believed.
-    pub fn predicted(&self) -> Option<&Arc<Predictor>> {
-        self.predicted.as_ref()
+    /// What routed prompts are taken to have left behind.
+    pub fn predictions(&self) -> &Predictions {
+        &self.predictions
     }
 
     /// How it decides.
@@ -162,10 +163,10 @@ impl Router {
         for hashes in prepared.request.prompt.blocks() {
             let mut table = self.scratch.take();
             self.index.overlaps(hashes, &mut table);
-            if let Some(predicted) = &self.predicted {
+            if self.predictions.any() {
                 let mut other = self.scratch.take();
-                predicted.overlaps(hashes, &mut other);
-                table.raise(&other);
+                self.predictions.raise(hashes, &mut table, &mut other);
+                self.scratch.give([other]);
             }
             prepared.overlaps.push(Looked { table, tokens: hashes.tokens(), block_size: hashes.block_size() });
         }
@@ -244,7 +245,7 @@ impl Router {
     fn describe(&self, prepared: &Prepared, legs: &Legs<'_>) -> Route {
         let leg = &legs.decode;
         let (member, members) = (leg.member(), &leg.members);
-        let (mode, reason) = self.mode(prepared, members);
+        let (mode, reason) = self.mode(prepared, member, members);
         let cached = |member: &&Member| prepared.cached_tokens(member, true);
         let phases = match (&legs.prefill, legs.bypass) {
             (Some(leg), _) => Phases::Remote(Box::new(Prefill {
@@ -277,15 +278,13 @@ impl Router {
     }
 
     /// The step of the ladder: what is known of the prompt, and of the candidates' caches.
-    fn mode(&self, prepared: &Prepared, candidates: &[&Member]) -> (Mode, Option<Reason>) {
+    fn mode(&self, prepared: &Prepared, chosen: &Member, candidates: &[&Member]) -> (Mode, Option<Reason>) {
+        let live = |member: &Member| self.live.contains(&member.rank);
+        let guessed = chosen.worker.event_source(chosen.rank.rank).is_none() && self.predictions.of(chosen).is_some();
         match &prepared.request.prompt {
             Prompt::Estimated { because, .. } => (Mode::LoadOnly, Some(*because)),
-            Prompt::Hashed(_) if candidates.iter().any(|member| self.live.contains(&member.rank)) => {
-                (Mode::Exact, None)
-            }
-            Prompt::Hashed(_) if self.predicted.as_ref().is_some_and(|predicted| predicted.stands_in()) => {
-                (Mode::Approximate, None)
-            }
+            Prompt::Hashed(_) if guessed => (Mode::Approximate, None),
+            Prompt::Hashed(_) if candidates.iter().any(|member| live(member)) => (Mode::Exact, None),
             Prompt::Hashed(_) => (Mode::LoadOnly, Some(Reason::IndexCold)),
         }
     }

@@ -13,6 +13,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::config::Config;
+use crate::entrance::Entrance;
 use crate::fleet::Member;
 use crate::index::PrefixIndex;
 use crate::kv_events::{self, MediaTokens, RankSink, SourceSpec, SourceState};
@@ -28,6 +29,7 @@ const ENVOY_READS: Duration = Duration::from_millis(100);
 
 pub(super) struct Keeper {
     router: Arc<Router>,
+    entrance: Arc<Entrance>,
     metrics: Arc<Metrics>,
     readiness: Readiness,
     sources: HashMap<WorkerRank, Source>,
@@ -43,11 +45,12 @@ struct Source {
 }
 
 impl Keeper {
-    pub(super) fn new(config: &Config, router: Arc<Router>, metrics: Arc<Metrics>, readiness: Readiness) -> Self {
+    pub(super) fn new(config: &Config, entrance: Arc<Entrance>, metrics: Arc<Metrics>, readiness: Readiness) -> Self {
         let least = config.readiness.min_initial_workers as usize;
         let guard = readiness.wait_for(format!("initial workers: at least {least}"));
         Self {
-            router,
+            router: entrance.router().clone(),
+            entrance,
             metrics,
             sources: HashMap::new(),
             initial_workers: Some((least, guard)),
@@ -85,6 +88,7 @@ impl Keeper {
         }
         for member in &change.added {
             self.router.load().open(member.slot, member.rank);
+            self.router.predictions().open(member);
             self.start_source(member);
         }
         if !before.is_empty() && !change.added.is_empty() && self.envoy.is_some() {
@@ -97,7 +101,13 @@ impl Keeper {
         self.write_endpoints(fleet.workers());
         for member in &change.removed {
             self.router.load().close(member.slot);
+            self.router.predictions().close(member);
         }
+        if let Some(sessions) = self.entrance.sessions() {
+            sessions.retain(|worker| fleet.worker(worker).is_some());
+        }
+        // Whoever waits may have a worker now.
+        self.entrance.admission().nudge();
         if fleet.generation() != before.generation() {
             let (added, removed) = (change.added.len(), change.removed.len());
             info!(generation = fleet.generation(), workers = fleet.workers().count(), added, removed, "fleet changed");

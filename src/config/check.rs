@@ -14,6 +14,15 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("limits", config.limits.problems()),
         ("discovery", config.discovery.problems()),
         ("schedule", weights(config).into_iter().collect()),
+        ("tracking_hash", config.tracking_hash.load().err().into_iter().collect()),
+        ("overload", config.overload.problems()),
+        ("health", config.health.problems()),
+        ("queue", config.queue.problems()),
+        ("disaggregation", disaggregation(config).into_iter().collect()),
+        ("sessions", config.sessions.as_ref().map(|sessions| sessions.problems()).unwrap_or_default()),
+        ("approximate", config.approximate.problems()),
+        ("shared_cache", config.shared_cache.as_ref().map(|cache| cache.problems()).unwrap_or_default()),
+        ("clients", config.clients.problems()),
         ("envoy", config.envoy.as_ref().map(|envoy| envoy.problems()).unwrap_or_default()),
     ];
     let mut problems: Vec<_> = sections
@@ -30,6 +39,11 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
 fn weights(config: &Config) -> Option<Problem> {
     let (name, text) = config.schedule.validate().err()?;
     Some(Problem::of(name, format!("`{name}` {text}")))
+}
+
+fn disaggregation(config: &Config) -> Option<Problem> {
+    let (name, text) = config.disaggregation.validate().err()?;
+    Some(Problem::at([Step::from("conditional"), name.into()], format!("`{name}` {text}")))
 }
 
 fn addresses(config: &Config) -> Option<Problem> {
@@ -53,11 +67,16 @@ fn models(models: &[ModelConfig]) -> Vec<Problem> {
     let aliases = models.iter().enumerate().flat_map(|(at, model)| {
         model.aliases.iter().enumerate().map(move |(nth, alias)| (at, "aliases", Some(nth), alias))
     });
+    let adapters = models.iter().enumerate().flat_map(|(at, model)| {
+        model.adapters.iter().enumerate().map(move |(nth, adapter)| (at, "adapters", Some(nth), adapter))
+    });
     let mut owners: HashMap<&str, &str> = HashMap::new();
-    for (at, key, nth, name) in names.chain(aliases) {
+    for (at, key, nth, name) in names.chain(aliases).chain(adapters) {
         let owner = models[at].name.as_str();
         if let Some(taken) = owners.insert(name.as_str(), owner) {
-            let text = format!("`{name}` already names the model {taken}; every name and alias must lead to one model");
+            let text = format!(
+                "`{name}` already names the model {taken}; every name, alias and adapter must lead to one model"
+            );
             let steps = ["models".into(), at.into(), key.into()].into_iter().chain(nth.map(Step::from));
             problems.push(Problem::at(steps, text));
         }

@@ -25,6 +25,12 @@ pub struct ModelConfig {
     /// A Jinja file in place of the template in `tokenizer_config`.
     #[serde(default)]
     pub chat_template: Option<PathBuf>,
+    /// Names of LoRA adapters on top of it, as requests use them and as its engines report them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub adapters: Vec<ModelName>,
+    /// Whether its engines key blocks by pairs of tokens, as EAGLE speculative decoding does.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub eagle: bool,
     /// Tokens per KV block of its engines.
     #[serde(default = "vllm_default")]
     pub block_size: BlockSize,

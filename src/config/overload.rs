@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::router::WhenOverloaded;
 use crate::schedule::Thresholds;
 use crate::settings::{Period, Problem};
 
@@ -17,12 +18,20 @@ pub struct OverloadConfig {
     pub prefill_tokens_fraction: Option<f64>,
     /// For how long a worker that answered 429 or 503 gets no requests.
     pub mark: Period,
+    /// What happens while every eligible worker is overloaded.
+    pub when_all: WhenOverloaded,
 }
 
 impl Default for OverloadConfig {
     fn default() -> Self {
         let Thresholds { decode_blocks, prefill_tokens, prefill_tokens_fraction, mark } = Thresholds::default();
-        Self { decode_blocks, prefill_tokens, prefill_tokens_fraction, mark: Period(mark) }
+        Self {
+            decode_blocks,
+            prefill_tokens,
+            prefill_tokens_fraction,
+            mark: Period(mark),
+            when_all: WhenOverloaded::Route,
+        }
     }
 }
 

@@ -101,10 +101,12 @@ pub struct ResponseConfig {
     pub worker_header: bool,
     /// Say how many cached prompt tokens the engine is expected to report. Off by default, for the same reason.
     pub prediction_header: bool,
+    /// Say in short why the worker was chosen. Off by default, for the same reason.
+    pub why_header: bool,
 }
 
 impl Default for ResponseConfig {
     fn default() -> Self {
-        Self { mode_header: true, worker_header: false, prediction_header: false }
+        Self { mode_header: true, worker_header: false, prediction_header: false, why_header: false }
     }
 }

@@ -1,7 +1,7 @@
 //! What becomes of a routed request, as far as later decisions depend on it: whether the worker answered, and how long its
 //! prefill took.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dashmap::DashMap;
 
@@ -101,8 +101,8 @@ impl Router {
         self.durations.0.iter().filter_map(error).collect()
     }
 
-    /// Whether a worker rests because it failed.
-    pub fn is_out(&self, worker: WorkerId, now: Instant) -> bool {
-        self.health.unwell(now).contains_key(&worker)
+    /// The workers that rest because they failed.
+    pub fn out(&self) -> Vec<WorkerId> {
+        self.health.unwell(self.load.now()).into_keys().collect()
     }
 }

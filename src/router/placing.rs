@@ -34,13 +34,9 @@ impl Router {
         let now = self.load.now();
         let chosen = || [Some(&legs.decode), legs.prefill.as_ref()].into_iter().flatten().map(|leg| leg.member());
         let probes = chosen().filter_map(|member| self.health.claim_probe(member.rank.worker, now)).collect();
-        let mut leases = Vec::new();
-        if let Some(predicted) = &self.predicted {
-            for member in chosen() {
-                let blocks = prepared.request.prompt.blocks().iter();
-                leases.extend(blocks.map(|hashes| predicted.record(member.slot, member.rank, hashes)));
-            }
-        }
+        let blocks = prepared.request.prompt.blocks();
+        let lease = |member| blocks.iter().filter_map(move |hashes| self.predictions.record(member, hashes));
+        let leases = chosen().flat_map(lease).collect();
         Booked { route, reservation, probes, leases }
     }
 }

@@ -33,8 +33,6 @@ impl Standings {
 /// Who may do what.
 #[derive(Debug)]
 pub(super) struct Pools<'f> {
-    /// Who serves the model, whatever its role.
-    pub(super) members: Vec<&'f Member>,
     /// Who may decode, or do both phases.
     pub(super) decode: Pool<'f>,
     /// Who may do the prefill; none where whoever decodes does it.
@@ -65,7 +63,7 @@ impl<'f> Pools<'f> {
             decode.members.retain(|member| member.worker.role == Role::Decode);
         }
         decode.bind(request);
-        Ok(Self { members, decode, prefill })
+        Ok(Self { decode, prefill })
     }
 }
 

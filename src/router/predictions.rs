@@ -9,7 +9,7 @@ use crate::index::Overlaps;
 use crate::predict::{Lease, Predictor};
 
 /// Both kinds of prediction, as far as they are wanted.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct Predictions {
     /// For worker ranks without KV events.
     pub without_events: Option<Arc<Predictor>>,

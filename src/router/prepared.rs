@@ -34,7 +34,7 @@ impl Scratch {
         self.0.lock().pop().unwrap_or_default()
     }
 
-    fn give(&self, tables: impl Iterator<Item = Overlaps>) {
+    pub(super) fn give(&self, tables: impl IntoIterator<Item = Overlaps>) {
         let mut kept = self.0.lock();
         kept.extend(tables);
         // A request may hold thousands of prompts; their tables are not kept for ever.

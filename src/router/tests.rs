@@ -27,7 +27,7 @@ fn worker(id: u64) -> Worker {
 
 /// A router with one worker rank.
 fn router() -> Router {
-    let router = Router::new(PrefixIndex::new(), LoadTracker::new(Instant::now), Weights::default(), 1);
+    let router = Router::new(PrefixIndex::new(), LoadTracker::new(Instant::now), RouterSettings::default(), 1);
     let fleet = Fleet::empty().reconcile(vec![worker(1)]).fleet;
     fleet.members().for_each(|member| router.load().open(member.slot, member.rank));
     router.publish(Arc::new(fleet));

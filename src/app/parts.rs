@@ -1,0 +1,111 @@
+//! The parts of one process, made from its configuration and not yet running: the same for the server and for commands
+//! that only look.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::Context as _;
+use tracing::warn;
+
+use crate::admission::{Admission, Prefill};
+use crate::block::Windows;
+use crate::config::{self, Config};
+use crate::entrance::{Affinities, Affinity, Entrance};
+use crate::index::PrefixIndex;
+use crate::intake::{self, Intake, Limits, Model, Models, SessionSigns, Shared};
+use crate::load::LoadTracker;
+use crate::metrics::Metrics;
+use crate::predict::Predictor;
+use crate::prompt::{self, Encoder};
+use crate::router::{Predictions, Router};
+use crate::sessions::Sessions;
+use crate::shared_cache::HttpSharedCache;
+
+/// The router and the way to it.
+pub(super) struct Core {
+    pub(super) router: Arc<Router>,
+    pub(super) entrance: Arc<Entrance>,
+}
+
+impl Core {
+    /// A router with an empty fleet. `seed` makes the choice between ties repeatable.
+    pub(super) fn new(config: &Config, seed: u64) -> Self {
+        let load = LoadTracker::new(Instant::now);
+        let predictor = |policy| Predictor::new(policy, Instant::now);
+        let predictions = Predictions {
+            without_events: config.approximate.without_events().map(predictor),
+            beside_events: config.approximate.beside_events().map(predictor),
+        };
+        let router = Router::new(PrefixIndex::new(), load.clone(), config.router_settings(), seed);
+        let router = Arc::new(router.predicting(predictions));
+        let prefill = if config.load.prefill_durations { Prefill::Shrinks } else { Prefill::Steady };
+        let admission = Admission::new(router.clone(), &config.queue, prefill);
+        let nudged = Arc::downgrade(&admission);
+        load.on_relief(move || {
+            if let Some(admission) = nudged.upgrade() {
+                admission.nudge();
+            }
+        });
+        let affinities = config.sessions.as_ref().map(|sessions| Affinities {
+            sessions: Sessions::new(sessions.rules(), Instant::now),
+            affinity: match sessions.affinity {
+                config::Affinity::Hard => Affinity::Hard,
+                config::Affinity::Soft => Affinity::Soft,
+            },
+            wait: sessions.wait.get(),
+        });
+        let entrance = Entrance::new(router.clone(), admission, affinities, config.queue.deadline.get());
+        Self { router, entrance }
+    }
+}
+
+/// The way from a body to a question.
+pub(super) fn intake(config: &Config, models: Models, metrics: &Arc<Metrics>) -> anyhow::Result<Arc<Intake>> {
+    let shared = config.shared_cache.as_ref().map(HttpSharedCache::new).transpose()?;
+    let signs = config.sessions.as_ref().map(|sessions| SessionSigns {
+        headers: sessions.headers.clone(),
+        body_field: sessions.body_field.clone(),
+        parent_headers: sessions.parent_headers.clone(),
+        final_headers: sessions.final_headers.clone(),
+    });
+    let tracking = config.tracking_hash.load().map_err(|problem| anyhow::anyhow!("{}", problem.text))?;
+    Ok(Intake::new(intake::Parts {
+        models,
+        clients: config.clients.clone(),
+        limits: Limits {
+            inline: config.limits.tokenize_inline.bytes(),
+            queue: config.limits.tokenize_queue as usize,
+            deadline: config.limits.exchange_deadline.get(),
+        },
+        tracking,
+        sessions: signs,
+        shared: shared.map(|cache| Shared { cache: Arc::new(cache), metrics: metrics.clone() }),
+    }))
+}
+
+/// Loads the tokenizers, all at once: each costs half a second of one core.
+pub(super) async fn load_models(config: &Config) -> anyhow::Result<Models> {
+    let loading: Vec<_> = config
+        .models
+        .iter()
+        .map(|model| {
+            let files = model.tokenizer.clone().map(|tokenizer| prompt::Config {
+                tokenizer,
+                tokenizer_config: model.tokenizer_config.clone(),
+                chat_template: model.chat_template.clone(),
+            });
+            tokio::task::spawn_blocking(move || files.map(|files| Encoder::load(&files)).transpose())
+        })
+        .collect();
+    let mut models = Models::default();
+    for (model, loaded) in config.models.iter().zip(loading) {
+        let encoder = loaded.await?.with_context(|| format!("model {} cannot be served exactly", model.name))?;
+        if encoder.is_none() {
+            warn!(model = %model.name, "no tokenizer is configured: requests are routed by load only");
+        }
+        let windows = if model.eagle { Windows::Eagle } else { Windows::Plain };
+        let served = Model { name: model.name.clone(), block_size: model.block_size, windows, encoder };
+        models.add(served, &model.aliases, &model.adapters);
+    }
+    Ok(models)
+}
