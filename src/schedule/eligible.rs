@@ -8,6 +8,7 @@ use std::fmt;
 
 use serde::Serialize;
 
+use super::Pin;
 use crate::fleet::Member;
 use crate::worker::{DpRank, Endpoint, Enforcement, Role, Worker, WorkerId, WorkerRank, topology_taint};
 
@@ -30,15 +31,6 @@ pub struct Constraints {
     pub exclusive: Option<WorkerRank>,
     /// The LoRA adapter that is asked for; who has it goes before who has not.
     pub adapter: Option<String>,
-}
-
-/// A request's own choice of a worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Pin {
-    /// The worker.
-    pub worker: WorkerId,
-    /// The rank; may be missing where the worker has only one.
-    pub rank: Option<DpRank>,
 }
 
 /// What the caller knows of a member right now. Where several hold, the last of them counts.
@@ -212,7 +204,7 @@ impl Constraints {
             if pin.worker != worker.id {
                 return Some(Excluded::NotPinned);
             }
-            if !pin.means(member) {
+            if !means(pin, member) {
                 return Some(Excluded::WrongRank);
             }
         }
@@ -234,10 +226,9 @@ impl Constraints {
     }
 }
 
-impl Pin {
-    fn means(self, member: &Member) -> bool {
-        self.rank.map_or(member.worker.ranks.size.get() == 1, |rank| rank == member.rank.rank)
-    }
+/// Whether a pin to the member's worker means this rank of it.
+fn means(pin: Pin, member: &Member) -> bool {
+    pin.rank.map_or(member.worker.ranks.size.get() == 1, |rank| rank == member.rank.rank)
 }
 
 /// Lets the unhealthy in where nobody would serve but for their health. One that is healthy and only overloaded says that

@@ -258,3 +258,34 @@ fn rules_outside_their_range_are_refused_by_name() {
     assert_eq!((rules.validate(), rules.sweep_interval()), (Ok(()), Duration::from_secs(30)));
     assert_eq!(ttl(Duration::from_secs(5)).sweep_interval(), Duration::from_secs(5));
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn first_requests_from_many_threads_end_up_together_though_some_give_up() {
+    let (sessions, _) = sessions(8);
+    let tasks = (0..200u64).map(|nth| {
+        let sessions = sessions.clone();
+        tokio::spawn(async move {
+            let entry = match enter(&sessions, "a") {
+                Entry::Wait(waiting) => waiting.await.unwrap(),
+                entry => entry,
+            };
+            match entry {
+                Entry::Bound(hold) => Some(hold),
+                // Most of those that may decide do not.
+                Entry::First(binding) if nth % 10 == 9 => {
+                    tokio::task::yield_now().await;
+                    Some(binding.bind(rank(nth)))
+                }
+                Entry::First(_) => None,
+                Entry::Wait(_) => panic!("it has waited"),
+            }
+        })
+    });
+    let mut holds = Vec::new();
+    for task in tasks.collect::<Vec<_>>() {
+        holds.extend(task.await.unwrap());
+    }
+    assert!(holds.len() >= 20, "whoever would decide has a target");
+    assert!(holds.windows(2).all(|pair| pair[0].target() == pair[1].target()));
+    assert_eq!(sessions.counts(), Counts { sessions: 1, running: holds.len(), waiting: 0 });
+}
