@@ -242,14 +242,7 @@ impl Life {
                 self.model.of(*id).ending |= IDS[*id] != "p";
                 hold.finish();
             }
-            Op::Poll(nth) if nth < self.waiting.len() => {
-                let (id, mut waiting, bell, _) = self.waiting.remove(nth);
-                match (poll(&mut waiting, &bell), self.model.enter(id)) {
-                    (None, Expected::Wait) => self.waiting.push((id, waiting, bell, false)),
-                    (Some(entry), expected) => self.take(id, entry, &expected),
-                    (None, expected) => panic!("{expected:?} but it waits"),
-                }
-            }
+            Op::Poll(nth) if nth < self.waiting.len() => self.poll(nth),
             Op::StopWaiting(nth) if nth < self.waiting.len() => drop(self.waiting.remove(nth)),
             Op::Lose(worker) => {
                 self.model.lose(worker);
@@ -261,6 +254,15 @@ impl Life {
                 self.hands.forward(seconds);
             }
             _ => {}
+        }
+    }
+
+    fn poll(&mut self, nth: usize) {
+        let (id, mut waiting, bell, _) = self.waiting.remove(nth);
+        match (poll(&mut waiting, &bell), self.model.enter(id)) {
+            (None, Expected::Wait) => self.waiting.push((id, waiting, bell, false)),
+            (Some(entry), expected) => self.take(id, entry, &expected),
+            (None, expected) => panic!("{expected:?} but it waits"),
         }
     }
 
