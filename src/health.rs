@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde::Serialize;
 
+use crate::schedule::Standing;
 use crate::worker::WorkerId;
 
 /// When a worker is taken out, and for how long.
@@ -63,6 +64,17 @@ pub enum Condition {
     Due,
     /// It is out, or being tried.
     Out,
+}
+
+impl From<Condition> for Standing {
+    /// One that may be tried is a candidate like all others. If it is chosen, the probe has to be claimed; if somebody
+    /// else was quicker, it counts as unhealthy, and the choice is made again.
+    fn from(condition: Condition) -> Self {
+        match condition {
+            Condition::Well | Condition::Due => Standing::Ready,
+            Condition::Out => Standing::Unhealthy,
+        }
+    }
 }
 
 /// What a report changed, for logs and metrics.

@@ -6,6 +6,7 @@ mod cost;
 mod eligible;
 mod overload;
 mod overrides;
+mod pins;
 mod weights;
 
 use std::ops::Range;
@@ -14,9 +15,10 @@ use rand::{Rng, RngExt};
 
 pub use cost::Cost;
 use cost::Scale;
-pub use eligible::{Constraints, Excluded, Ineligible, Pin, PlaceUnknown, Standing, eligible, preference, verdicts};
+pub use eligible::{Constraints, Excluded, Ineligible, PlaceUnknown, Standing, eligible, preference, verdicts};
 pub use overload::{Occupancy, Overload, Overloaded, Thresholds};
 pub use overrides::Overrides;
+pub use pins::{NamedWorkers, Pin};
 pub use weights::Weights;
 
 use crate::index::TierBlocks;

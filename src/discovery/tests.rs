@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::zmq::ZmqEndpoint;
 use super::*;
-use crate::worker::Worker;
+use crate::worker::{Enforcement, Worker};
 
 fn workers(text: &str) -> Result<Vec<Worker>, Vec<ConfigError>> {
     let model = ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap() };
@@ -50,6 +50,42 @@ fn only_addresses_that_mean_all_addresses_are_wildcards() {
         ("ipc://*", false),
     ] {
         assert_eq!(text.parse::<ZmqEndpoint>().unwrap().is_wildcard(), wildcard, "{text}");
+    }
+}
+
+#[test]
+fn adapters_place_and_what_is_demanded_of_the_place_are_read() {
+    let list = "- {id: 1, endpoint: 10.0.0.1:80, role: prefill, adapters: [a], topology: {rack: r1, zone: z}, \
+                kv_transfer: {domain: rack, enforcement: preferred, weight: 0.5}}\n\
+                - {id: 2, endpoint: 10.0.0.2:80, topology: {rack: r1}, \
+                kv_transfer: {domain: rack, enforcement: required}}";
+    let workers = workers(list).unwrap();
+    let demanded = |at: usize| workers[at].kv_transfer.clone().map(|transfer| (transfer.domain, transfer.enforcement));
+    assert_eq!(demanded(0), Some(("rack".to_owned(), Enforcement::Preferred(0.5))));
+    assert_eq!(demanded(1), Some(("rack".to_owned(), Enforcement::Required)));
+    assert!(workers[0].adapters.contains("a"));
+    let carried = ["dynamo.topology/rack=r1", "dynamo.topology/zone=z"].map(|taint| workers[1].carries(taint));
+    assert_eq!((carried, workers[0].carries("dynamo.topology/zone=z")), ([true, false], true));
+}
+
+#[test]
+fn names_and_demands_that_nobody_could_meet_are_refused() {
+    for (keys, column, problem) in [
+        ("taints: ['']", 42, "one of the names is empty"),
+        ("adapters: ['']", 44, "one of the names is empty"),
+        ("topology: {'': a}", 49, "a domain has no name"),
+        ("topology: {a=b: c}", 50, "holds an `=`"),
+        ("topology: {zone: ''}", 51, "has no value"),
+        ("kv_transfer: {domain: zone, enforcement: required}", 56, "no domain of the name `zone`; say there"),
+        ("topology: {zone: a}, kv_transfer: {domain: zoen, enforcement: required}", 77, "did you mean `zone`?"),
+        ("topology: {z: a}, kv_transfer: {domain: z, enforcement: required, weight: 1}", 108, "keep one of the two"),
+        ("topology: {z: a}, kv_transfer: {domain: z, enforcement: preferred, weight: 1.5}", 109, "from 0 to 1"),
+        ("topology: {z: a}, kv_transfer: {domain: z, enforcement: preferred}", 90, "`weight` is missing"),
+    ] {
+        let found = workers(&format!("- {{id: 1, endpoint: 10.0.0.1:80, {keys}}}")).unwrap_err();
+        assert_eq!(found.len(), 1, "{keys}: {found:?}");
+        assert!(found[0].problem.contains(problem), "{keys}: {}", found[0]);
+        assert_eq!(found[0].column, Some(column), "{keys}");
     }
 }
 

@@ -8,6 +8,7 @@ use std::fmt;
 
 use serde::Serialize;
 
+use super::Pin;
 use crate::fleet::Member;
 use crate::worker::{DpRank, Endpoint, Enforcement, Role, Worker, WorkerId, WorkerRank, topology_taint};
 
@@ -30,15 +31,6 @@ pub struct Constraints {
     pub exclusive: Option<WorkerRank>,
     /// The LoRA adapter that is asked for; who has it goes before who has not.
     pub adapter: Option<String>,
-}
-
-/// A request's own choice of a worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Pin {
-    /// The worker.
-    pub worker: WorkerId,
-    /// The rank; may be missing where the worker has only one.
-    pub rank: Option<DpRank>,
 }
 
 /// What the caller knows of a member right now. Where several hold, the last of them counts.
@@ -156,26 +148,20 @@ pub fn verdicts<'c>(
 ) -> Vec<Option<Excluded<'c>>> {
     let mut verdicts: Vec<_> = members.iter().map(|member| constraints.judge(member, &standing)).collect();
     keep_the_healthy(&mut verdicts);
-    let eligible = |at: usize, verdicts: &[Option<Excluded<'_>>]| verdicts[at].is_none();
-    let narrow = |verdicts: &mut Vec<Option<Excluded<'c>>>, why: Excluded<'c>, keep: &dyn Fn(&Member) -> bool| {
-        if (0..members.len()).any(|at| eligible(at, verdicts) && keep(members[at])) {
-            for (member, verdict) in members.iter().zip(verdicts) {
-                *verdict = verdict.or_else(|| (!keep(member)).then_some(why));
-            }
-        }
-    };
     if let Some(exclusive) = constraints.exclusive {
-        narrow(&mut verdicts, Excluded::OtherAffinity, &|member| member.rank == exclusive);
+        narrow(members, &mut verdicts, Excluded::OtherAffinity, |member| member.rank == exclusive);
     }
     if let Some(adapter) = &constraints.adapter {
-        narrow(&mut verdicts, Excluded::NoAdapter, &|member| member.worker.adapters.contains(adapter));
+        narrow(members, &mut verdicts, Excluded::NoAdapter, |member| member.worker.adapters.contains(adapter));
     }
     verdicts
 }
 
 /// Sum of the weights of the preferred taints that a worker carries.
 pub fn preference(constraints: &Constraints, worker: &Worker) -> f64 {
-    constraints.preferred_taints.iter().filter(|(taint, _)| worker.carries(taint)).map(|(_, weight)| weight).sum()
+    let carried = constraints.preferred_taints.iter().filter(|(taint, _)| worker.carries(taint));
+    // Not `sum`, which is -0 for nothing.
+    carried.fold(0.0, |sum, (_, weight)| sum + weight)
 }
 
 /// A prefill worker demands a place that it does not say it has.
@@ -212,7 +198,7 @@ impl Constraints {
             if pin.worker != worker.id {
                 return Some(Excluded::NotPinned);
             }
-            if !pin.means(member) {
+            if !means(pin, member) {
                 return Some(Excluded::WrongRank);
             }
         }
@@ -234,10 +220,9 @@ impl Constraints {
     }
 }
 
-impl Pin {
-    fn means(self, member: &Member) -> bool {
-        self.rank.map_or(member.worker.ranks.size.get() == 1, |rank| rank == member.rank.rank)
-    }
+/// Whether a pin to the member's worker means this rank of it.
+fn means(pin: Pin, member: &Member) -> bool {
+    pin.rank.map_or(member.worker.ranks.size.get() == 1, |rank| rank == member.rank.rank)
 }
 
 /// Lets the unhealthy in where nobody would serve but for their health. One that is healthy and only overloaded says that
@@ -248,6 +233,20 @@ fn keep_the_healthy(verdicts: &mut [Option<Excluded<'_>>]) {
     }
     for verdict in verdicts.iter_mut().filter(|verdict| **verdict == Some(Excluded::Unhealthy)) {
         *verdict = None;
+    }
+}
+
+/// Excludes all but some, if any of those is left.
+fn narrow<'c>(
+    members: &[&Member],
+    verdicts: &mut [Option<Excluded<'c>>],
+    why: Excluded<'c>,
+    keep: impl Fn(&Member) -> bool,
+) {
+    if members.iter().zip(verdicts.iter()).any(|(member, verdict)| verdict.is_none() && keep(member)) {
+        for (member, verdict) in members.iter().zip(verdicts) {
+            *verdict = verdict.or_else(|| (!keep(member)).then_some(why));
+        }
     }
 }
 

@@ -76,3 +76,62 @@ impl Overrides {
         self
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Overrides {
+        serde_json::from_str(text).unwrap()
+    }
+
+    #[test]
+    fn only_what_a_request_sets_differs() {
+        let configured = Weights { host_cache_hit_weight: 0.5, ..Weights::default() };
+        assert_eq!(read("{}").apply(&configured), configured);
+        let set = read(r#"{"overlap_score_credit": 2, "router_temperature": 0.5, "shared_cache_multiplier": 1}"#);
+        let expected =
+            Weights { overlap_score_credit: 2.0, router_temperature: 0.5, shared_cache_multiplier: 1.0, ..configured };
+        assert_eq!(set.apply(&configured), expected);
+        assert!(serde_json::from_str::<Overrides>(r#"{"host_cache_hit_weight": 1}"#).is_err());
+    }
+
+    #[test]
+    fn the_older_weight_scales_prefill_and_0_takes_the_credit_but_newer_names_win() {
+        for (text, scale, credit) in [
+            (r#"{"overlap_score_weight": 3}"#, 3.0, 1.0),
+            (r#"{"overlap_score_weight": 0}"#, 0.0, 0.0),
+            (r#"{"overlap_score_weight": 0, "overlap_score_credit": 2}"#, 0.0, 2.0),
+            (r#"{"overlap_score_weight": 0, "prefill_load_scale": 2}"#, 2.0, 0.0),
+        ] {
+            let weights = read(text).apply(&Weights::default());
+            assert_eq!((weights.prefill_load_scale, weights.overlap_score_credit), (scale, credit), "{text}");
+        }
+    }
+
+    #[test]
+    fn values_outside_their_range_are_refused_by_name() {
+        for (name, value) in [
+            ("overlap_score_credit", "-1"),
+            ("prefill_load_scale", "-0.1"),
+            ("router_temperature", "-1e300"),
+            ("shared_cache_multiplier", "1.1"),
+            ("overlap_score_weight", "-3"),
+        ] {
+            assert_eq!(read(&format!(r#"{{"{name}": {value}}}"#)).validate().unwrap_err().0, name);
+        }
+        assert_eq!(read(r#"{"shared_cache_multiplier": 1, "router_temperature": 0}"#).validate(), Ok(()));
+    }
+
+    #[test]
+    fn after_a_prefill_nothing_is_shared_and_cache_counts_only_if_the_prefill_may_be_skipped() {
+        let asked = read(r#"{"overlap_score_credit": 2, "router_temperature": 1, "track_prefill_tokens": true}"#);
+        let decode = asked.after_prefill(false);
+        assert_eq!(
+            (decode.overlap_score_credit, decode.assume_kv_reuse, decode.track_prefill_tokens),
+            (Some(0.0), Some(false), Some(false))
+        );
+        assert_eq!(decode.router_temperature, Some(1.0));
+        assert_eq!(asked.after_prefill(true).overlap_score_credit, Some(2.0));
+    }
+}

@@ -158,3 +158,27 @@ fn an_unknown_weight_is_refused_and_a_missing_one_is_the_default() {
     assert_eq!(read(r#"{"router_temperature": 2}"#).unwrap().router_temperature, 2.0);
     assert!(read(r#"{"overlap_weight": 1}"#).is_err());
 }
+
+#[test]
+fn a_preference_changes_nothing_where_nothing_costs() {
+    let mut question = question();
+    question.track_prefill = false;
+    let idle = |slot, preference| Candidate { additional_blocks: 0, preference, ..candidate(slot) };
+    let choice =
+        choose(&question, &[idle(0, 0.0), idle(1, 1.0)], &Weights::default(), &mut StdRng::seed_from_u64(1)).unwrap();
+    assert_eq!((choice.cost.total, choice.ties), (0.0, 2));
+}
+
+#[test]
+fn a_decode_choice_ends_at_zero_so_that_all_who_hold_the_whole_prompt_are_alike() {
+    let mut question = question();
+    question.track_prefill = false;
+    question.role = Role::Decode;
+    let holds = |slot, device| Candidate { overlap: TierBlocks { device, ..TierBlocks::default() }, ..candidate(slot) };
+    let candidates = [holds(0, 4), holds(1, 9), holds(2, 3)];
+    let choice = choose(&question, &candidates, &Weights::default(), &mut StdRng::seed_from_u64(1)).unwrap();
+    assert_eq!((choice.cost.total, choice.ties), (0.0, 2));
+    let none = Weights { overlap_score_credit: 0.0, ..Weights::default() };
+    let choice = choose(&question, &candidates, &none, &mut StdRng::seed_from_u64(1)).unwrap();
+    assert_eq!((choice.cost.decode_cost, choice.ties), (4.0, 3), "without credit it is the blocks that count");
+}

@@ -1,1 +1,291 @@
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::Wake;
 
+use super::*;
+use crate::worker::DpRank;
+
+mod model;
+
+const TTL: u64 = 10;
+
+/// A clock that stands until it is told to go on.
+#[derive(Clone)]
+struct Hands {
+    start: Instant,
+    seconds: Arc<AtomicU64>,
+}
+
+impl Hands {
+    fn new() -> Self {
+        Self { start: Instant::now(), seconds: Arc::default() }
+    }
+
+    fn forward(&self, seconds: u64) {
+        self.seconds.fetch_add(seconds, Ordering::Relaxed);
+    }
+
+    fn now(&self) -> Instant {
+        self.start + Duration::from_secs(self.seconds.load(Ordering::Relaxed))
+    }
+}
+
+fn sessions(most_sessions: usize) -> (Arc<Sessions>, Hands) {
+    let hands = Hands::new();
+    let rules = SessionRules { ttl: Duration::from_secs(TTL), most_sessions, longest_id: 8 };
+    let clock = hands.clone();
+    (Sessions::new(rules, move || clock.now()), hands)
+}
+
+fn rank(worker: u64) -> WorkerRank {
+    WorkerRank { worker: WorkerId(worker), rank: DpRank(0) }
+}
+
+fn enter(sessions: &Arc<Sessions>, id: &str) -> Entry {
+    sessions.enter(SessionName { id, parent: None }).unwrap()
+}
+
+fn first(entry: Entry) -> Binding {
+    match entry {
+        Entry::First(binding) => binding,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn bound(entry: Entry) -> Hold {
+    match entry {
+        Entry::Bound(hold) => hold,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn waiting(entry: Entry) -> Waiting {
+    match entry {
+        Entry::Wait(waiting) => waiting,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Tells whether it was woken.
+#[derive(Default)]
+struct Bell(AtomicBool);
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Bell {
+    fn rang(&self) -> bool {
+        self.0.swap(false, Ordering::Relaxed)
+    }
+}
+
+fn poll(waiting: &mut Waiting, bell: &Arc<Bell>) -> Option<Result<Entry, Refused>> {
+    match pin!(waiting).poll(&mut Context::from_waker(&Waker::from(bell.clone()))) {
+        Poll::Ready(entry) => Some(entry),
+        Poll::Pending => None,
+    }
+}
+
+#[test]
+fn a_session_stays_where_its_first_request_went_until_it_was_not_used_for_its_time() {
+    let (sessions, hands) = sessions(8);
+    let hold = first(enter(&sessions, "a")).bind(rank(1));
+    hands.forward(TTL * 5);
+    assert_eq!(bound(enter(&sessions, "a")).target(), rank(1), "a request runs all the time");
+    drop(hold);
+    hands.forward(TTL - 1);
+    drop(bound(enter(&sessions, "a")));
+    hands.forward(TTL - 1);
+    assert_eq!(bound(enter(&sessions, "a")).target(), rank(1));
+    hands.forward(TTL);
+    drop(first(enter(&sessions, "a")));
+    assert_eq!(sessions.counts(), Counts::default());
+    let ended = Ended { id: "a".to_owned(), group: false, target: rank(1) };
+    assert_eq!((sessions.expire(), sessions.expire()), (vec![ended], vec![]));
+}
+
+#[test]
+fn those_that_come_while_the_first_decides_are_woken_with_its_decision() {
+    let (sessions, _) = sessions(8);
+    let binding = first(enter(&sessions, "a"));
+    let bells = [Arc::new(Bell::default()), Arc::new(Bell::default())];
+    let mut two = [waiting(enter(&sessions, "a")), waiting(enter(&sessions, "a"))];
+    for (waiting, bell) in two.iter_mut().zip(&bells) {
+        assert!(poll(waiting, bell).is_none());
+    }
+    assert_eq!(sessions.counts(), Counts { sessions: 1, running: 0, waiting: 2 });
+    let hold = binding.bind(rank(3));
+    for (mut waiting, bell) in two.into_iter().zip(&bells) {
+        assert!(bell.rang());
+        assert_eq!(bound(poll(&mut waiting, bell).unwrap().unwrap()).target(), rank(3));
+    }
+    assert_eq!(sessions.counts(), Counts { sessions: 1, running: 1, waiting: 0 });
+    drop(hold);
+    assert_eq!(sessions.counts(), Counts { sessions: 1, running: 0, waiting: 0 });
+}
+
+#[test]
+fn when_the_first_leaves_undecided_the_next_decides() {
+    let (sessions, _) = sessions(8);
+    let binding = first(enter(&sessions, "a"));
+    let bells = [Arc::new(Bell::default()), Arc::new(Bell::default())];
+    let mut two = [waiting(enter(&sessions, "a")), waiting(enter(&sessions, "a"))];
+    for (waiting, bell) in two.iter_mut().zip(&bells) {
+        assert!(poll(waiting, bell).is_none());
+    }
+    drop(binding);
+    assert!(bells.iter().all(|bell| bell.rang()));
+    let binding = first(poll(&mut two[1], &bells[1]).unwrap().unwrap());
+    assert!(poll(&mut two[0], &bells[0]).is_none());
+    drop(binding.bind(rank(2)));
+    assert!(bells[0].rang() && !bells[1].rang());
+    assert_eq!(bound(poll(&mut two[0], &bells[0]).unwrap().unwrap()).target(), rank(2));
+}
+
+#[test]
+fn a_waiting_request_that_leaves_is_not_woken_and_leaves_no_trace() {
+    let (sessions, _) = sessions(8);
+    let binding = first(enter(&sessions, "a"));
+    let bell = Arc::new(Bell::default());
+    let mut waiting = waiting(enter(&sessions, "a"));
+    assert!(poll(&mut waiting, &bell).is_none());
+    drop(waiting);
+    assert_eq!((sessions.counts().waiting, Arc::strong_count(&bell)), (0, 1));
+    drop(binding);
+    assert!(!bell.rang());
+    assert_eq!(sessions.counts(), Counts::default());
+}
+
+#[test]
+fn of_two_requests_whose_target_is_gone_one_decides_anew_and_the_other_follows() {
+    let (sessions, _) = sessions(8);
+    let one = first(enter(&sessions, "a")).bind(rank(1));
+    let (two, three) = (bound(enter(&sessions, "a")), bound(enter(&sessions, "a")));
+    let binding = first(one.gone().unwrap());
+    let mut two = waiting(two.gone().unwrap());
+    let bell = Arc::new(Bell::default());
+    assert!(poll(&mut two, &bell).is_none());
+    let _hold = binding.bind(rank(2));
+    assert!(bell.rang());
+    assert_eq!(bound(poll(&mut two, &bell).unwrap().unwrap()).target(), rank(2));
+    assert_eq!(bound(three.gone().unwrap()).target(), rank(2), "it was quick enough to hear of it at once");
+}
+
+#[test]
+fn sessions_on_a_worker_that_left_are_decided_anew() {
+    let (sessions, _) = sessions(8);
+    drop(first(enter(&sessions, "idle")).bind(rank(1)));
+    let hold = first(enter(&sessions, "busy")).bind(rank(1));
+    drop(first(enter(&sessions, "other")).bind(rank(2)));
+    sessions.retain(|worker| worker != WorkerId(1));
+    assert_eq!(sessions.counts(), Counts { sessions: 2, running: 1, waiting: 0 });
+    assert_eq!(sessions.expire().len(), 2);
+    let again = first(enter(&sessions, "busy")).bind(rank(3));
+    drop((hold, again));
+    assert_eq!(bound(enter(&sessions, "busy")).target(), rank(3));
+    assert_eq!(bound(enter(&sessions, "other")).target(), rank(2));
+    drop(first(enter(&sessions, "idle")));
+}
+
+#[test]
+fn soft_affinity_takes_the_session_along() {
+    let (sessions, _) = sessions(8);
+    let mut hold = first(enter(&sessions, "a")).bind(rank(1));
+    hold.rebind(rank(1));
+    assert!(sessions.expire().is_empty());
+    hold.rebind(rank(2));
+    assert_eq!(bound(enter(&sessions, "a")).target(), rank(2));
+    assert_eq!(sessions.expire()[0].target, rank(1));
+}
+
+#[test]
+fn the_last_request_of_a_session_ends_it_unless_it_is_used_again() {
+    let (sessions, _) = sessions(8);
+    let last = first(enter(&sessions, "a")).bind(rank(1));
+    let other = bound(enter(&sessions, "a"));
+    last.finish();
+    drop(last);
+    assert_eq!(sessions.counts().sessions, 1, "another request of it still runs");
+    drop(other);
+    assert_eq!(sessions.counts().sessions, 0);
+    let last = first(enter(&sessions, "a")).bind(rank(1));
+    last.finish();
+    let again = bound(enter(&sessions, "a"));
+    drop((last, again));
+    assert_eq!(sessions.counts().sessions, 1);
+}
+
+#[test]
+fn children_of_one_parent_stay_together_and_apart_from_their_parent() {
+    let (sessions, _) = sessions(8);
+    let child = |id| sessions.enter(SessionName { id, parent: Some("p") }).unwrap();
+    let hold = first(child("c1")).bind(rank(1));
+    hold.finish();
+    drop(hold);
+    assert_eq!(bound(child("c2")).target(), rank(1), "one child that ends does not end the group");
+    drop(first(enter(&sessions, "p")));
+    drop(first(enter(&sessions, "c1")));
+}
+
+#[test]
+fn ids_and_numbers_beyond_the_limits_are_refused() {
+    let (sessions, hands) = sessions(1);
+    let refused = |id, parent| sessions.enter(SessionName { id, parent }).unwrap_err();
+    assert_eq!(refused("", None), Refused::IdLength { bytes: 0, most: 8 });
+    assert_eq!(refused("123456789", None), Refused::IdLength { bytes: 9, most: 8 });
+    assert_eq!(refused("1", Some("123456789")), Refused::IdLength { bytes: 9, most: 8 });
+    drop(first(enter(&sessions, "12345678")).bind(rank(1)));
+    assert_eq!(refused("2", None), Refused::Full { most: 1 });
+    hands.forward(TTL);
+    drop(first(enter(&sessions, "2")));
+}
+
+#[test]
+fn rules_outside_their_range_are_refused_by_name() {
+    let rules = SessionRules::default();
+    let ttl = |ttl| SessionRules { ttl, ..rules };
+    for (name, rules) in [
+        ("ttl", ttl(Duration::from_millis(999))),
+        ("ttl", ttl(Duration::from_secs(31_536_001))),
+        ("most_sessions", SessionRules { most_sessions: 0, ..rules }),
+        ("longest_id", SessionRules { longest_id: 0, ..rules }),
+    ] {
+        assert_eq!(rules.validate().unwrap_err().0, name);
+    }
+    assert_eq!((rules.validate(), rules.sweep_interval()), (Ok(()), Duration::from_secs(30)));
+    assert_eq!(ttl(Duration::from_secs(5)).sweep_interval(), Duration::from_secs(5));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn first_requests_from_many_threads_end_up_together_though_some_give_up() {
+    let (sessions, _) = sessions(8);
+    let tasks = (0..200u64).map(|nth| {
+        let sessions = sessions.clone();
+        tokio::spawn(async move {
+            let entry = match enter(&sessions, "a") {
+                Entry::Wait(waiting) => waiting.await.unwrap(),
+                entry => entry,
+            };
+            match entry {
+                Entry::Bound(hold) => Some(hold),
+                // Most of those that may decide do not.
+                Entry::First(binding) if nth % 10 == 9 => {
+                    tokio::task::yield_now().await;
+                    Some(binding.bind(rank(nth)))
+                }
+                Entry::First(_) => None,
+                Entry::Wait(_) => panic!("it has waited"),
+            }
+        })
+    });
+    let mut holds = Vec::new();
+    for task in tasks.collect::<Vec<_>>() {
+        holds.extend(task.await.unwrap());
+    }
+    assert!(holds.len() >= 20, "whoever would decide has a target");
+    assert!(holds.windows(2).all(|pair| pair[0].target() == pair[1].target()));
+    assert_eq!(sessions.counts(), Counts { sessions: 1, running: holds.len(), waiting: 0 });
+}
