@@ -25,7 +25,7 @@ fn steer() -> Steer {
     let rank = WorkerRank { worker: WorkerId(7), rank: DpRank(0) };
     let endpoint = std::net::SocketAddr::from(([10, 0, 0, 1], 8000));
     let to = Destination { rank, endpoint: warmroute::worker::Endpoint(endpoint), several_ranks: false };
-    Steer { to: Some(to), mode: Mode::Exact, predicted_cached_tokens: Some(32) }
+    Steer { to: Some(to), predicted_cached_tokens: Some(32), mode: Mode::Exact, ..Steer::PASSTHROUGH }
 }
 
 /// A streaming chat exchange with a request body of `bytes`.
@@ -38,13 +38,19 @@ fn transcript(request: BodyMode, bytes: usize) -> Vec<Message> {
         let end = (at + size).min(bytes);
         messages.push(Message::RequestBody { body: body.slice(at..end), end: end == bytes });
     }
-    let head = ResponseHead { status: 200, event_stream: true };
+    let head = ResponseHead { status: 200, event_stream: true, ..ResponseHead::default() };
     messages.push(Message::ResponseHeaders { head, end: false });
     messages
 }
 
 fn replies(request: BodyMode, messages: Vec<Message>, steer: &Steer) -> Vec<ProcessingResponse> {
-    let options = Options { body_limit: 32 << 20, mode_header: true, worker_header: false, prediction_header: false };
+    let options = Options {
+        body_limit: 32 << 20,
+        mode_header: true,
+        worker_header: false,
+        prediction_header: false,
+        why_header: false,
+    };
     let mut exchange = Exchange::new(Arc::new(options));
     exchange.configure(Modes { request, response: BodyMode::None });
     let mut replies = Vec::new();

@@ -98,9 +98,9 @@ fn route_and_release(bencher: Bencher<'_, '_>, ranks: u32) {
     for member in &fleet.added {
         load.open(member.slot, member.rank);
     }
-    let router = Router::new(index, load, Weights::default(), 7);
+    let router = Router::new(index, load, RouterSettings::default(), 7);
     router.publish(fleet.fleet.into());
-    let request = RouteRequest { model: Some("m".into()), prompt: Prompt::Hashed(vec![hashes()]) };
+    let request = RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![hashes()]));
     assert!(router.route(&request).is_ok_and(|(route, _)| route.predicted_cached_tokens > 0), "the prompt is found");
     bencher.bench(|| router.route(black_box(&request)).map(drop));
 }

@@ -63,7 +63,7 @@ impl App {
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
         let readiness = Readiness::default();
-        let parts = parts::Core::new(&config, rand::random());
+        let entrance = parts::entrance(&config, rand::random());
         let admin_listener = tokio::net::TcpListener::bind(config.admin.listen)
             .await
             .with_context(|| format!("the admin address {} cannot be bound", config.admin.listen))?;
@@ -82,12 +82,11 @@ impl App {
         };
         // The pages come first, so that they can say what the rest is waiting for.
         let loading = app.readiness.wait_for("tokenizers");
-        let pages =
-            Admin { entrance: parts.entrance.clone(), metrics: metrics.clone(), readiness: app.readiness.clone() };
+        let pages = Admin { entrance: entrance.clone(), metrics: metrics.clone(), readiness: app.readiness.clone() };
         app.servers.spawn(sockets::serve_admin(admin_listener, admin::routes(pages), app.stop.clone()));
         app.follow_readiness();
-        app.feed(&config, &parts.entrance, metrics.clone());
-        app.keep_time(&parts.entrance, &metrics);
+        app.feed(&config, &entrance, metrics.clone());
+        app.keep_time(&entrance, &metrics);
         let models = parts::load_models(&config).await?;
         // Bound only now: a socket that accepts and does not answer would hold every request until Envoy gives up on it,
         // while one that refuses lets Envoy go on at once.
@@ -95,7 +94,7 @@ impl App {
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
         let intake = parts::intake(&config, models, &metrics)?;
-        let service = app.ext_proc(&config, intake, parts.entrance.clone(), &metrics);
+        let service = app.ext_proc(&config, intake, entrance.clone(), &metrics);
         for listener in grpc {
             let routes = tonic::service::Routes::new(health_service.clone()).add_service(service.clone());
             app.servers.spawn(listener.serve(routes, app.closing.clone()));

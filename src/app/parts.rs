@@ -21,42 +21,33 @@ use crate::router::{Predictions, Router};
 use crate::sessions::Sessions;
 use crate::shared_cache::HttpSharedCache;
 
-/// The router and the way to it.
-pub(super) struct Core {
-    pub(super) router: Arc<Router>,
-    pub(super) entrance: Arc<Entrance>,
-}
-
-impl Core {
-    /// A router with an empty fleet. `seed` makes the choice between ties repeatable.
-    pub(super) fn new(config: &Config, seed: u64) -> Self {
-        let load = LoadTracker::new(Instant::now);
-        let predictor = |policy| Predictor::new(policy, Instant::now);
-        let predictions = Predictions {
-            without_events: config.approximate.without_events().map(predictor),
-            beside_events: config.approximate.beside_events().map(predictor),
-        };
-        let router = Router::new(PrefixIndex::new(), load.clone(), config.router_settings(), seed);
-        let router = Arc::new(router.predicting(predictions));
-        let prefill = if config.load.prefill_durations { Prefill::Shrinks } else { Prefill::Steady };
-        let admission = Admission::new(router.clone(), &config.queue, prefill);
-        let nudged = Arc::downgrade(&admission);
-        load.on_relief(move || {
-            if let Some(admission) = nudged.upgrade() {
-                admission.nudge();
-            }
-        });
-        let affinities = config.sessions.as_ref().map(|sessions| Affinities {
-            sessions: Sessions::new(sessions.rules(), Instant::now),
-            affinity: match sessions.affinity {
-                config::Affinity::Hard => Affinity::Hard,
-                config::Affinity::Soft => Affinity::Soft,
-            },
-            wait: sessions.wait.get(),
-        });
-        let entrance = Entrance::new(router.clone(), admission, affinities, config.queue.deadline.get());
-        Self { router, entrance }
-    }
+/// The way to a router with an empty fleet. `seed` makes the choice between ties repeatable.
+pub(super) fn entrance(config: &Config, seed: u64) -> Arc<Entrance> {
+    let load = LoadTracker::new(Instant::now);
+    let predictor = |policy| Predictor::new(policy, Instant::now);
+    let predictions = Predictions {
+        without_events: config.approximate.without_events().map(predictor),
+        beside_events: config.approximate.beside_events().map(predictor),
+    };
+    let router = Router::new(PrefixIndex::new(), load.clone(), config.router_settings(), seed);
+    let router = Arc::new(router.predicting(predictions));
+    let prefill = if config.load.prefill_durations { Prefill::Shrinks } else { Prefill::Steady };
+    let admission = Admission::new(router.clone(), &config.queue, prefill);
+    let nudged = Arc::downgrade(&admission);
+    load.on_relief(move || {
+        if let Some(admission) = nudged.upgrade() {
+            admission.nudge();
+        }
+    });
+    let affinities = config.sessions.as_ref().map(|sessions| Affinities {
+        sessions: Sessions::new(sessions.rules(), Instant::now),
+        affinity: match sessions.affinity {
+            config::Affinity::Hard => Affinity::Hard,
+            config::Affinity::Soft => Affinity::Soft,
+        },
+        wait: sessions.wait.get(),
+    });
+    Entrance::new(router, admission, affinities, config.queue.deadline.get())
 }
 
 /// The way from a body to a question.

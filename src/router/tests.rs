@@ -6,7 +6,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::block::BlockHashes;
 use crate::block::LocalHash;
-use crate::worker::{Capacity, Ranks, Worker, WorkerId};
+use crate::worker::{BlockSize, Capacity, Ranks, Role, Worker, WorkerId};
+use prepared::MOST_SEARCHED;
 
 fn worker(id: u64) -> Worker {
     Worker {
@@ -39,7 +40,7 @@ fn request(prompts: &[Vec<u64>]) -> RouteRequest {
         let locals: Vec<_> = locals.iter().copied().map(LocalHash).collect();
         BlockHashes::chain(locals.len() * 4 + 1, BlockSize::new(4).unwrap(), locals)
     };
-    RouteRequest { model: None, prompt: Prompt::Hashed(prompts.iter().map(hashed).collect()) }
+    RouteRequest::new(None, Prompt::Hashed(prompts.iter().map(hashed).collect()))
 }
 
 proptest! {
@@ -53,7 +54,7 @@ proptest! {
         let router = router();
         let mut live = Vec::new();
         for (prompts, leaves) in requests.iter().zip(leaves) {
-            let (route, reservation) = router.route(&request(prompts)).unwrap();
+            let Booked { route, reservation, .. } = router.route(request(prompts)).unwrap();
             let busy = router.load().snapshot()[0].active_blocks;
             prop_assert_eq!(route.choice.cost.decode_cost, busy as f64);
             let complete: usize = prompts.iter().map(Vec::len).sum();
@@ -73,9 +74,9 @@ proptest! {
 fn of_very_many_prompts_only_the_first_are_searched_for() {
     let router = router();
     let prompts: Vec<_> = (0..1000).map(|prompt| vec![prompt]).collect();
-    let (first, _held) = router.route(&request(&prompts)).unwrap();
-    assert_eq!(first.choice.cost.decode_cost, 1000.0);
-    let (second, _also) = router.route(&request(&prompts)).unwrap();
-    assert_eq!(second.choice.cost.decode_cost, 1000.0 + (1000 - MOST_SEARCHED) as f64);
+    let first = router.route(request(&prompts)).unwrap();
+    assert_eq!(first.route.choice.cost.decode_cost, 1000.0);
+    let second = router.route(request(&prompts)).unwrap();
+    assert_eq!(second.route.choice.cost.decode_cost, 1000.0 + (1000 - MOST_SEARCHED) as f64);
     assert_eq!(router.load().snapshot()[0].active_blocks, 1000);
 }

@@ -76,7 +76,13 @@ struct Seen {
 
 impl Seen {
     fn new(request: BodySendMode, response: BodySendMode) -> Self {
-        let options = Options { body_limit: 12, mode_header: true, worker_header: true, prediction_header: true };
+        let options = Options {
+            body_limit: 12,
+            mode_header: true,
+            worker_header: true,
+            prediction_header: true,
+            why_header: true,
+        };
         let config = ProtocolConfiguration {
             request_body_mode: request.into(),
             response_body_mode: response.into(),
@@ -123,7 +129,7 @@ impl Seen {
         let name = match effect {
             Effect::Reply(reply) => return self.note_reply(reply.response.unwrap()),
             Effect::Route(_) => "route",
-            Effect::Status(_) => "status",
+            Effect::Answered(_) => "status",
             Effect::FirstToken => "first token",
             Effect::Finished => "finished",
             Effect::Answer(_) => return,
