@@ -8,8 +8,7 @@ use warmroute::block::{BlockHashes, EngineHash, Salt};
 use warmroute::fleet::Fleet;
 use warmroute::index::{KvEvent, Overlaps, PrefixIndex, RankWriter, StoredBlock};
 use warmroute::load::LoadTracker;
-use warmroute::router::{Prompt, RouteRequest, Router};
-use warmroute::schedule::Weights;
+use warmroute::router::{Prompt, RouteRequest, Router, RouterSettings};
 use warmroute::tier::Tier;
 use warmroute::worker::{BlockSize, Endpoint, Ranks, Role, Slot, Worker, WorkerId};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -101,8 +100,9 @@ fn route_and_release(bencher: Bencher<'_, '_>, ranks: u32) {
     let router = Router::new(index, load, RouterSettings::default(), 7);
     router.publish(fleet.fleet.into());
     let request = RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![hashes()]));
-    assert!(router.route(&request).is_ok_and(|(route, _)| route.predicted_cached_tokens > 0), "the prompt is found");
-    bencher.bench(|| router.route(black_box(&request)).map(drop));
+    let found = router.route(request.clone()).is_ok_and(|booked| booked.route.predicted_cached_tokens > 0);
+    assert!(found, "the prompt is found");
+    bencher.with_inputs(|| request.clone()).bench_values(|request| router.route(black_box(request)).map(drop));
 }
 
 #[divan::bench(args = [8, 64, 512])]
