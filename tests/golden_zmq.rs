@@ -119,7 +119,7 @@ fn check_decoded(name: &str, event: &Event, expected: &Value) {
 /// Our result in the words of the golden file; an event that counts takes the next number, a filtered one takes none.
 fn result(converted: Converted, rank: u64, next_id: &mut u64) -> Value {
     let event = match converted {
-        Converted::Filtered(reason) => return json!({ "filtered": reason.as_str() }),
+        Converted::Filtered(reason) | Converted::Group(reason, _) => return json!({ "filtered": reason.as_str() }),
         Converted::Event(event) => event,
     };
     let tier = |tier: Tier| match tier {
@@ -141,6 +141,7 @@ fn result(converted: Converted, rank: u64, next_id: &mut u64) -> Value {
             (json!({ "type": "removed", "block_hashes": blocks }), tier(of))
         }
         KvEvent::Cleared => (json!({ "type": "cleared" }), "Device"),
+        group => panic!("{group:?} tells of no prefix"),
     };
     let event = json!({ "event": { "data": data, "dp_rank": rank, "event_id": *next_id, "storage_tier": tier } });
     *next_id += 1;
@@ -188,7 +189,7 @@ fn every_captured_batch_converts() {
             assert!(batch.rank.is_some());
             for event in &batch.events {
                 let outcome = match (normalizer.convert(event), event) {
-                    (Converted::Filtered(Filtered::NonMainKind), _) => "sliding window",
+                    (Converted::Group(Filtered::NonMainKind, KvEvent::GroupStored { .. }), _) => "sliding window",
                     (Converted::Event(KvEvent::Stored { parent, blocks, tier }), Event::Stored(stored)) => {
                         let engine: Vec<_> = blocks.iter().map(|block| block.engine).collect();
                         assert_eq!((engine, parent, tier), (stored.hashes.clone(), stored.parent, Tier::Device));

@@ -229,7 +229,8 @@ impl Rank {
             let waiting = self.waiting.values().filter(|apart| apart.copies.count[tier] > 0).count();
             (held.collect::<BTreeSet<_>>().len() + waiting) as u64
         };
-        let copies = self.names.values().map(|name| &name.copies).chain(self.waiting.values().map(|apart| &apart.copies));
+        let copies =
+            self.names.values().map(|name| &name.copies).chain(self.waiting.values().map(|apart| &apart.copies));
         BlockCounts {
             device: held(0),
             host: held(1),

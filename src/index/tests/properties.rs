@@ -88,9 +88,8 @@ fn steps() -> impl Strategy<Value = Step> {
 
 /// Scripts of models with one cache group, and of models with several.
 fn scripts() -> impl Strategy<Value = Vec<Step>> {
-    let group = (0..RANKS, 0..5u32, 0..24usize, any::<u8>(), 0..5usize, prop::bool::weighted(0.75)).prop_map(
-        |(rank, group, need, pick, count, stored)| Step::Group { rank, group, need, pick, count, stored },
-    );
+    let group = (0..RANKS, 0..5u32, 0..24usize, any::<u8>(), 0..5usize, prop::bool::weighted(0.75))
+        .prop_map(|(rank, group, need, pick, count, stored)| Step::Group { rank, group, need, pick, count, stored });
     prop_oneof![vec(steps(), 1..32), vec(prop_oneof![2 => steps(), 1 => group], 1..32)]
 }
 
