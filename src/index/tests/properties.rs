@@ -7,6 +7,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
+use crate::index::dump::tests::content;
 use crate::worker::{DpRank, WorkerId, WorkerRank};
 
 const RANKS: usize = 3;
@@ -253,13 +254,6 @@ impl Pair {
             trie::tests::check(&shard.read());
         }
     }
-}
-
-/// A dump without the order of its blocks, which depends on how the tries came to be.
-fn content(dump: &dump::RankDump) -> impl PartialEq + std::fmt::Debug + use<> {
-    let mut names: Vec<_> = dump.names.iter().map(|name| (name.engine, name.copies)).collect();
-    names.sort_by_key(|(engine, _)| *engine);
-    (names, dump.blocks.len(), dump.waiting.clone(), dump.groups.clone(), dump.shares.clone())
 }
 
 fn through_bytes(writer: &RankWriter) -> dump::RankDump {
