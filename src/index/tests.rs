@@ -149,3 +149,187 @@ fn a_run_cut_short_gives_its_memory_back() {
         assert!(room <= 64, "{case}: {room}");
     }
 }
+
+fn found(index: &PrefixIndex, locals: &[u64]) -> TierBlocks {
+    let mut overlaps = Overlaps::new();
+    index.overlaps(&prompt(&locals.iter().copied().map(LocalHash).collect::<Vec<_>>()), &mut overlaps);
+    overlaps.get(Slot(0))
+}
+
+#[test]
+fn a_lower_run_counts_as_soon_as_its_chain_exists_and_not_before() {
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    assert_eq!(writer.apply(&stored(Some(200), &[(3, 300), (4, 400)], Tier::HostPinned)), Outcome::ParentAwaited);
+    assert_eq!(writer.apply(&stored(Some(400), &[(5, 500)], Tier::Disk)), Outcome::ParentAwaited);
+    assert_eq!(writer.apply(&stored(Some(400), &[(5, 500)], Tier::Device)), Outcome::ParentNotFound);
+    writer.apply(&stored(None, &[(1, 100)], Tier::Device));
+    assert_eq!(found(&index, &[1, 2, 3, 4, 5]), TierBlocks { device: 1, ..TierBlocks::default() });
+    assert_eq!(index.stats().total, BlockCounts { device: 1, host: 2, disk: 1, copies: 4, waiting: 3, external: 0 });
+    writer.apply(&stored(Some(100), &[(2, 200)], Tier::Device));
+    let all = TierBlocks { device: 2, host: 2, disk: 1, external: 0 };
+    assert_eq!(found(&index, &[1, 2, 3, 4, 5]), all);
+    assert_eq!(index.stats().total, BlockCounts { device: 2, host: 2, disk: 1, copies: 5, waiting: 0, external: 0 });
+}
+
+#[test]
+fn a_lower_run_stays_when_what_it_follows_leaves_and_returns() {
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    writer.apply(&stored(None, &[(1, 100), (2, 200)], Tier::Device));
+    writer.apply(&removed(&[200]));
+    writer.apply(&stored(Some(200), &[(3, 300)], Tier::HostPinned));
+    writer.apply(&removed(&[100]));
+    assert_eq!(found(&index, &[1, 2, 3]), TierBlocks::default());
+    writer.apply(&stored(None, &[(1, 100), (2, 200)], Tier::Device));
+    assert_eq!(found(&index, &[1, 2, 3]), TierBlocks { device: 2, host: 1, ..TierBlocks::default() });
+}
+
+#[test]
+fn a_block_that_waits_can_be_removed_and_cleared_by_tier() {
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    let host = |blocks: &[u64]| KvEvent::Removed {
+        blocks: blocks.iter().copied().map(EngineHash).collect(),
+        tier: Tier::HostPinned,
+    };
+    for tier in [Tier::HostPinned, Tier::HostPinned, Tier::Disk] {
+        writer.apply(&stored(Some(100), &[(2, 200)], tier));
+    }
+    for (outcome, waiting) in [(Outcome::Ok, 1), (Outcome::Ok, 1), (Outcome::BlockNotFound, 1)] {
+        assert_eq!(writer.apply(&host(&[200])), outcome);
+        assert_eq!(index.stats().total.waiting, waiting);
+    }
+    writer.clear_tier(Tier::Disk);
+    assert_eq!(index.stats().total, BlockCounts::default());
+    writer.apply(&stored(None, &[(1, 100)], Tier::Device));
+    assert_eq!(found(&index, &[1, 2]), TierBlocks { device: 1, ..TierBlocks::default() });
+}
+
+#[test]
+fn clearing_one_tier_leaves_the_others() {
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    let blocks: Vec<_> = (1..=600).map(|block| (block, block)).collect();
+    let locals: Vec<_> = (1..=600).collect();
+    writer.apply(&stored(None, &blocks, Tier::Device));
+    writer.apply(&stored(None, &blocks[..300], Tier::HostPinned));
+    writer.apply(&stored(None, &blocks[..300], Tier::HostPinned));
+    writer.clear_tier(Tier::Device);
+    assert_eq!(found(&index, &locals), TierBlocks { host: 300, ..TierBlocks::default() });
+    assert_eq!(index.stats().total, BlockCounts { host: 300, copies: 600, ..BlockCounts::default() });
+    writer.clear_tier(Tier::HostPinned);
+    assert_eq!(index.stats().total, BlockCounts::default());
+    assert_eq!(index.stats().distinct_blocks, 0);
+}
+
+fn share(group: u32, need: (u32, u32), blocks: &[u64]) -> KvEvent {
+    let need = GroupNeed::Last { blocks: need.0, stride: need.1.try_into().unwrap() };
+    KvEvent::GroupStored { group, need, blocks: blocks.iter().copied().map(EngineHash).collect() }
+}
+
+#[test]
+fn the_device_overlap_of_a_hybrid_model_is_what_all_groups_can_serve() {
+    let main = stored(None, &(1..=9).map(|block| (block, block)).collect::<Vec<_>>(), Tier::Device);
+    let window = |blocks: &[u64]| share(0, (2, 1), blocks);
+    let cases: [(&str, Vec<KvEvent>, u32); 10] = [
+        ("a window at the end of the prefix", vec![window(&[7, 8])], 8),
+        ("a window that was lost there", vec![window(&[4, 5, 8])], 5),
+        ("a window with a hole", vec![window(&[2, 4, 6, 8])], 0),
+        ("the beginning is a window of its own", vec![window(&[1])], 1),
+        ("a group that holds nothing", vec![window(&[])], 0),
+        ("a state only at some ends", vec![share(1, (1, 1), &[3, 6])], 6),
+        ("two windows that meet nowhere", vec![window(&[7, 8]), share(1, (1, 1), &[3, 6])], 0),
+        ("two groups of one kind", vec![window(&[4, 5, 7, 8]), share(1, (2, 1), &[4, 5, 6, 7])], 5),
+        ("blocks twice as long", vec![share(0, (2, 2), &[2, 4, 8])], 4),
+        ("all of it", vec![share(0, (u32::MAX, 1), &[1, 2, 3, 5])], 3),
+    ];
+    for (case, shares, expected) in cases {
+        for order in [false, true] {
+            let index = PrefixIndex::new();
+            let mut writer = index.join(Slot(0));
+            let mut events = vec![main.clone()];
+            events.extend(shares.clone());
+            if order {
+                events.reverse();
+            }
+            events.iter().for_each(|event| assert_eq!(writer.apply(event), Outcome::Ok));
+            assert_eq!(device(&index, Slot(0), &(1..=9).collect::<Vec<_>>()), expected, "{case}");
+        }
+    }
+}
+
+#[test]
+fn an_engine_computes_the_last_block_of_a_prompt_that_it_holds_whole() {
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    writer.apply(&stored(None, &[(1, 1), (2, 2), (3, 3), (4, 4)], Tier::Device));
+    writer.apply(&share(0, (2, 1), &[3, 4]));
+    assert_eq!(device(&index, Slot(0), &[1, 2, 3, 4]), 0, "block 2 would be needed for the first three");
+    assert_eq!(device(&index, Slot(0), &[1, 2, 3, 4, 5]), 4);
+}
+
+#[test]
+fn a_group_lets_go_of_a_block_with_the_last_copy() {
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    writer.apply(&stored(None, &[(1, 1), (2, 2)], Tier::Device));
+    let gone = KvEvent::GroupRemoved { group: 0, blocks: vec![EngineHash(1)] };
+    assert_eq!(writer.apply(&gone), Outcome::BlockNotFound);
+    assert_eq!(writer.apply(&share(0, (1, 1), &[1])), Outcome::Ok);
+    assert_eq!(writer.apply(&share(0, (1, 1), &[1])), Outcome::DuplicateStore);
+    for (left, outcome) in [(1, Outcome::Ok), (0, Outcome::Ok), (0, Outcome::BlockNotFound)] {
+        assert_eq!(writer.apply(&gone), outcome);
+        assert_eq!(device(&index, Slot(0), &[1, 2]), left);
+    }
+    writer.apply(&KvEvent::Cleared);
+    writer.apply(&stored(None, &[(1, 1), (2, 2)], Tier::Device));
+    assert_eq!(device(&index, Slot(0), &[1, 2]), 2, "another model may run there now");
+}
+
+#[test]
+fn groups_that_cannot_be_followed_make_the_device_cache_worth_nothing() {
+    let unknown = KvEvent::GroupStored { group: 0, need: GroupNeed::Unknown, blocks: vec![] };
+    let many = |group: u32| share(group, (group + 1, 1), &[1]);
+    let cases: [(&str, Vec<KvEvent>, Outcome); 3] = [
+        ("nothing is known", vec![unknown], Outcome::Ok),
+        ("a class too many", (0..5).map(many).collect(), Outcome::TooManyGroups),
+        ("a group too many", (0..65).map(|group| share(group, (1, 1), &[1])).collect(), Outcome::TooManyGroups),
+    ];
+    for (case, shares, last) in cases {
+        let index = PrefixIndex::new();
+        let mut writer = index.join(Slot(0));
+        writer.apply(&stored(None, &[(1, 1), (2, 2)], Tier::Device));
+        writer.apply(&stored(None, &[(7, 7)], Tier::HostPinned));
+        let outcome = shares.iter().map(|share| writer.apply(share)).last();
+        assert_eq!(outcome, Some(last), "{case}");
+        assert_eq!(found(&index, &[1, 2, 3]), TierBlocks::default(), "{case}");
+        assert_eq!(found(&index, &[7]), TierBlocks { host: 1, ..TierBlocks::default() }, "{case}");
+        assert_eq!(shares.last().map(|share| writer.apply(share)), Some(last), "{case}: said every time");
+    }
+}
+
+#[test]
+fn raising_keeps_the_better_of_two_answers_by_slot() {
+    let mut overlaps = Overlaps::new();
+    let index = PrefixIndex::new();
+    let mut writers: Vec<_> = (0..4).map(|slot| index.join(Slot(slot))).collect();
+    writers[0].apply(&stored(None, &[(1, 1)], Tier::Device));
+    writers[1].apply(&stored(None, &[(1, 1), (2, 2), (3, 3)], Tier::Disk));
+    writers[2].apply(&stored(None, &[(1, 1), (2, 2)], Tier::Device));
+    let query = prompt(&[1, 2, 3].map(LocalHash));
+    index.overlaps(&query, &mut overlaps);
+    let predicted = PrefixIndex::new();
+    let mut writers: Vec<_> = (0..6).map(|slot| predicted.join(Slot(slot))).collect();
+    for slot in [0, 1, 5] {
+        writers[slot].apply(&stored(None, &[(1, 1), (2, 2)][..2 - slot % 2], Tier::Device));
+    }
+    let mut other = Overlaps::new();
+    predicted.overlaps(&query, &mut other);
+    overlaps.raise(&other);
+    let mut slots: Vec<_> = overlaps.iter().map(|(slot, blocks)| (slot.0, blocks.device, blocks.disk)).collect();
+    slots.sort_unstable();
+    assert_eq!(slots, [(0, 2, 0), (1, 1, 0), (2, 2, 0), (5, 1, 0)]);
+    overlaps.raise(&other);
+    assert_eq!(overlaps.iter().count(), 4);
+}
