@@ -21,6 +21,7 @@ pub(super) struct Seat {
     pub(super) name: &'static str,
     /// How often the caches were asked again.
     pub(super) refreshed: usize,
+    takes: usize,
     seats: Arc<Seats>,
 }
 
@@ -32,7 +33,7 @@ impl std::fmt::Debug for Seats {
 
 impl Drop for Seat {
     fn drop(&mut self) {
-        self.seats.free_silently(1);
+        self.seats.free_silently(self.takes);
         self.seats.nudge();
     }
 }
@@ -58,6 +59,10 @@ pub(super) struct Job {
 pub(super) enum Does {
     #[default]
     Fits,
+    /// Takes two seats.
+    TakesTwo,
+    /// Finds the seats taken so many times, each time at the very moment when one comes free.
+    ComesEarly(u32),
     /// Panics once there is room for it.
     Panics,
 }
@@ -111,13 +116,22 @@ impl Placing for Pool {
         if self.workers() == 0 {
             return Attempt::Refused("no worker");
         }
+        if let Does::ComesEarly(times) = &mut request.does
+            && *times > 0
+        {
+            *times -= 1;
+            self.seats.nudge();
+            return Attempt::Busy;
+        }
+        let takes = if request.does == Does::TakesTwo { 2 } else { 1 };
         let mut free = self.seats.free.lock();
-        if *free == 0 && !gate.never_busy() {
+        if *free < takes && !gate.never_busy() {
             return Attempt::Busy;
         }
         assert!(request.does != Does::Panics, "as it was told");
-        *free = free.saturating_sub(1);
-        Attempt::Placed(Seat { name: request.name, refreshed: request.refreshed, seats: self.seats.clone() })
+        *free = free.saturating_sub(takes);
+        let seats = self.seats.clone();
+        Attempt::Placed(Seat { name: request.name, refreshed: request.refreshed, takes, seats })
     }
 
     fn refresh(&self, request: &mut Job) {
