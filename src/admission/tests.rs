@@ -54,6 +54,17 @@ fn poll_once<F: Future>(future: std::pin::Pin<&mut F>) -> Option<F::Output> {
     }
 }
 
+/// Lets the others run until so many wait. Time stands still meanwhile.
+async fn until_pending(admission: &Admission<Pool>, requests: u64) {
+    for _ in 0..1000 {
+        if pending(admission) == requests {
+            return;
+        }
+        tokio::task::yield_now().await;
+    }
+    panic!("{} wait", pending(admission));
+}
+
 fn pending(admission: &Admission<Pool>) -> u64 {
     admission.standing().iter().map(|class| class.pending.requests).sum()
 }
@@ -95,9 +106,7 @@ async fn the_pump_places_those_whose_tasks_are_slow() {
     let pump = admission.clone();
     let pump = tokio::spawn(async move { pump.run().await });
     admission.placing().add(1);
-    while pending(&admission) > 0 {
-        tokio::task::yield_now().await;
-    }
+    until_pending(&admission, 0).await;
     assert_eq!(slow.placed().await.unwrap().name, "slow");
     pump.abort();
 }
@@ -370,12 +379,9 @@ async fn classes_share_what_comes_free_by_their_quanta() {
         tokio::spawn(waiting(admission.enter(class.into(), turn)).placed())
     };
     let tasks: Vec<_> = (0..80).flat_map(|_| [wait("much"), wait("little")]).collect();
-    for _ in 0..40 {
-        let before = pending(&admission);
+    for went in 1..=40 {
         admission.placing().add(1);
-        while pending(&admission) == before {
-            tokio::task::yield_now().await;
-        }
+        until_pending(&admission, 160 - went).await;
     }
     let went: Vec<_> = admission.standing().iter().map(|class| 80 - class.pending.requests).collect();
     // Their tasks hold what they got.

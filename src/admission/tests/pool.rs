@@ -4,7 +4,8 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
-use crate::admission::{Admission, Attempt, Gate, Placing, Prefill, QueueConfig};
+use crate::admission::config::QueueConfig;
+use crate::admission::{Admission, Attempt, Gate, Placing, Prefill};
 
 pub(super) struct Pool {
     seats: Arc<Seats>,

@@ -62,7 +62,8 @@ async fn crowd(with_pump: bool) {
     let class = |name: &str, quantum| -> ClassConfig {
         serde_json::from_value(serde_json::json!({ "name": name, "quantum": quantum })).unwrap()
     };
-    let config = QueueConfig { classes: vec![class("one", 7), class("other", 100)], ..gated() };
+    let config =
+        QueueConfig { deadline: Period::seconds(20), classes: vec![class("one", 7), class("other", 100)], ..gated() };
     let admission = Pool::room(SEATS, &config, Prefill::Steady);
     let pumped = admission.clone();
     let pump = with_pump.then(|| tokio::spawn(async move { pumped.run().await }));
