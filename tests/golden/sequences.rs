@@ -9,6 +9,8 @@ use warmroute::block::{BlockHashes, LocalHash, SequenceHash};
 use warmroute::load::{Booking, LoadTracker, Reservation, Until};
 use warmroute::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
 
+use super::frame::{Report, run_cases};
+
 const OUTPUT: &str = "output blocks are not counted yet";
 const DURATION: &str = "prefill does not shrink with time yet: no durations are estimated";
 const EXPIRY: &str = "a reservation ends when it is dropped; there is nothing to expire";
@@ -236,13 +238,10 @@ impl Bench {
     }
 }
 
-#[test]
-fn the_load_is_counted_as_the_field_counts_it() {
-    let cases = super::cases::<Case>(include_str!("sequences.json"));
-    super::check_table(NOT_RUN, cases.iter().map(|case| case.description.as_str()));
-    for case in cases {
-        if super::excused(NOT_RUN, &case.description).is_some() {
-            continue;
+pub(crate) fn run(text: &str) -> Report {
+    run_cases(text, &[], |case: &Case| case.description.clone(), |case, _| {
+        if NOT_RUN.iter().any(|(name, _)| *name == case.description) {
+            return;
         }
         let mut bench = Bench::new(&case.initial_workers);
         for step in case.steps {
@@ -252,5 +251,5 @@ fn the_load_is_counted_as_the_field_counts_it() {
             let step: Step = serde_json::from_value(step).unwrap_or_else(|problem| panic!("{problem} in {shown}"));
             bench.run(&step, &case.description);
         }
-    }
+    })
 }
