@@ -5,6 +5,7 @@
 pub mod convert;
 mod dealer;
 mod feed;
+mod groups;
 pub mod media;
 mod replay;
 mod salts;

@@ -7,12 +7,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use warmroute::block::EngineHash;
-use warmroute::index::KvEvent;
-use warmroute::kv_events::wire::{self, Batch, Event};
+use warmroute::block::{BlockHashes, EngineHash, Salt};
+use warmroute::index::{KvEvent, Outcome, Overlaps, PrefixIndex};
+use warmroute::kv_events::wire::{self, Batch, Event, ExtraKey, Kind, Locality, Medium, Origin, Ownership, Stored};
 use warmroute::kv_events::{Converted, Filtered, MediaTokens, Normalizer};
 use warmroute::tier::Tier;
-use warmroute::worker::BlockSize;
+use warmroute::worker::{BlockSize, Slot};
+
+/// What the reference shows of events and we do not keep: the session, and what only its own index needs.
+const NOT_KEPT: [&str; 1] = ["session_id"];
 
 /// Cases in which we mean to differ from the reference, with the reason and what we do instead.
 const DEVIATIONS: [(&str, &str, &str); 1] = [(
@@ -41,10 +44,20 @@ fn token(case: &Value, name: &str) -> Option<u32> {
 #[test]
 fn every_case_of_the_reference_gives_its_result() {
     let golden = read("golden/zmq_events.json");
+    only(&golden, &["case_count", "cases", "notes", "source"]);
+    assert_eq!(golden["case_count"], golden["cases"].as_array().unwrap().len());
     let cases = golden["cases"].as_array().unwrap();
     assert_eq!(cases.len(), 65);
+    println!("zmq_events.json: {} cases, all run", cases.len());
+    for (name, reason, ours) in DEVIATIONS {
+        println!("  differs on purpose: {name}: filtered as {ours}, because {reason}");
+    }
     let mut deviations = DEVIATIONS.map(|(name, ..)| name).to_vec();
     for case in cases {
+        only(
+            case,
+            &["description", "batches", "kv_block_size", "listener_dp_rank", "image_token_id", "video_token_id"],
+        );
         let name = case["description"].as_str().unwrap();
         let size = BlockSize::new(token(case, "kv_block_size").unwrap()).unwrap();
         let media = MediaTokens { image: token(case, "image_token_id"), video: token(case, "video_token_id") };
@@ -53,16 +66,20 @@ fn every_case_of_the_reference_gives_its_result() {
         let deviation = DEVIATIONS.iter().find(|(deviating, ..)| *deviating == name);
         deviations.retain(|deviating| *deviating != name);
         for batch in case["batches"].as_array().unwrap() {
+            only(batch, &["payload_hex", "output"]);
             let decoded = wire::decode(&bytes(batch["payload_hex"].as_str().unwrap()));
             let expected = &batch["output"];
             if expected.get("decode_error").is_some() {
+                only(expected, &["decode_error"]);
                 assert!(decoded.is_err(), "{name}: {decoded:?}");
                 continue;
             }
             let decoded = decoded.unwrap_or_else(|error| panic!("{name}: {error}"));
+            only(expected, &["batch_dp_rank", "effective_dp_rank", "events", "timestamp"]);
             check_batch(name, &decoded, expected, case);
             let rank = expected["effective_dp_rank"].as_u64().unwrap();
             for (event, expected) in decoded.events.iter().zip(expected["events"].as_array().unwrap()) {
+                only(expected, &["decoded", "result"]);
                 check_decoded(name, event, &expected["decoded"]);
                 let result = result(normalizer.convert(event), rank, &mut next_id);
                 let expected = comparable(&expected["result"]);
@@ -87,39 +104,109 @@ fn check_batch(name: &str, batch: &Batch, expected: &Value, case: &Value) {
     assert_eq!(batch.events.len(), expected["events"].as_array().unwrap().len(), "{name}");
 }
 
-/// Compares what the reference shows of a decoded event, but for words that we classify while reading.
+/// Fails on a field that no check knows.
+fn only(value: &Value, fields: &[&str]) {
+    for field in value.as_object().unwrap().keys() {
+        assert!(fields.contains(&field.as_str()), "unknown field {field:?} in {value}");
+    }
+}
+
+/// Compares everything the reference shows of a decoded event with what we read; words as we class them.
 fn check_decoded(name: &str, event: &Event, expected: &Value) {
-    let hash = |value: &Value| match (value.as_u64(), value.as_i64()) {
+    let kind = match event {
+        Event::Stored(_) => "BlockStored",
+        Event::Removed { .. } => "BlockRemoved",
+        Event::Cleared { .. } => "AllBlocksCleared",
+        Event::Ignored => "Ignored",
+    };
+    for (field, expected) in expected.as_object().unwrap() {
+        let matches = match field.as_str() {
+            "type" => json!(kind) == *expected,
+            "block_hashes" => {
+                let hashes = expected.as_array().unwrap().iter().map(|value| hash(name, value)).collect::<Vec<_>>();
+                match event {
+                    Event::Stored(stored) => stored.hashes == hashes,
+                    Event::Removed { hashes: removed, .. } => *removed == hashes,
+                    _ => false,
+                }
+            }
+            "ownership" if kind == "AllBlocksCleared" => {
+                *event == Event::Cleared { ownership: Ownership::from(expected.as_str().unwrap()) }
+            }
+            "group_idx" | "kv_cache_spec_kind" | "medium" | "locality" | "ownership" => {
+                is_of_origin(event, field, expected)
+            }
+            _ => is_of_store(name, event, field, expected),
+        };
+        assert!(matches, "{name}: {field} is {expected} in {event:?}");
+    }
+}
+
+fn hash(name: &str, value: &Value) -> EngineHash {
+    match (value.as_u64(), value.as_i64()) {
         (Some(hash), _) => EngineHash(hash),
         (None, Some(hash)) => EngineHash(hash.cast_unsigned()),
         _ => panic!("{name}: {value} is no hash"),
+    }
+}
+
+fn is_of_origin(event: &Event, field: &str, expected: &Value) -> bool {
+    let origin: &Origin = match event {
+        Event::Stored(stored) => &stored.origin,
+        Event::Removed { origin, .. } => origin,
+        _ => return false,
     };
-    let hashes = || expected["block_hashes"].as_array().unwrap().iter().map(hash).collect::<Vec<_>>();
-    match expected["type"].as_str().unwrap() {
-        "BlockStored" => {
-            let Event::Stored(stored) = event else { panic!("{name}: {event:?}") };
-            assert_eq!(stored.hashes, hashes(), "{name}");
-            let parent = &expected["parent_block_hash"];
-            assert_eq!(stored.parent, (!parent.is_null()).then(|| hash(parent)), "{name}");
-            assert_eq!(json!(stored.tokens.ids), expected["token_ids"], "{name}");
-            assert_eq!(json!(stored.tokens.bigrams), expected["is_eagle"], "{name}");
-            assert_eq!(json!(stored.block_size), expected["block_size"], "{name}");
-            assert_eq!(json!(stored.lora), expected["lora_name"], "{name}");
+    let word = || expected.as_str().unwrap();
+    match field {
+        "group_idx" => json!(origin.group) == *expected,
+        "kv_cache_spec_kind" => origin.kind == Some(Kind::from(word())),
+        "medium" => origin.medium == Medium::from(word()),
+        "locality" => origin.locality == Locality::from(word()),
+        _ => origin.ownership == Ownership::from(word()),
+    }
+}
+
+/// Objects that are named by marks in the extra keys.
+fn marked(stored: &Stored) -> Vec<Vec<u64>> {
+    let hash = |key: &ExtraKey| match key {
+        ExtraKey::Text(text) => text.strip_suffix(&"0".repeat(48)).and_then(|hex| u64::from_str_radix(hex, 16).ok()),
+        _ => None,
+    };
+    stored.extra_keys.iter().map(|keys| keys.iter().filter_map(hash).collect()).collect()
+}
+
+fn is_of_store(name: &str, event: &Event, field: &str, expected: &Value) -> bool {
+    let Event::Stored(stored) = event else { return false };
+    let media = |blocks: &Value| {
+        let objects = |block: &Value| {
+            let objects = block["mm_objects"].as_array().cloned().unwrap_or_default();
+            objects.iter().map(|object| object["mm_hash"].as_u64().unwrap()).collect::<Vec<_>>()
+        };
+        blocks.as_array().unwrap().iter().map(objects).collect::<Vec<_>>()
+    };
+    match field {
+        "parent_block_hash" => stored.parent == (!expected.is_null()).then(|| hash(name, expected)),
+        "token_ids" => json!(stored.tokens.ids) == *expected,
+        "is_eagle" => json!(stored.tokens.bigrams) == *expected,
+        "block_size" => json!(stored.block_size) == *expected,
+        "lora_name" => json!(stored.lora) == *expected,
+        "cache_salt" => {
+            let keys = stored.extra_keys.iter().take(1).flatten();
+            let mut marked = keys.filter_map(|key| match key {
+                ExtraKey::Text(text) => text.strip_prefix("dynamo-cache-salt:"),
+                _ => None,
+            });
+            json!(stored.cache_salt.as_deref().or_else(|| marked.next())) == *expected
         }
-        "BlockRemoved" => {
-            let Event::Removed { hashes: removed, .. } = event else { panic!("{name}: {event:?}") };
-            assert_eq!(*removed, hashes(), "{name}");
-        }
-        "AllBlocksCleared" => assert!(matches!(event, Event::Cleared { .. }), "{name}"),
-        "Ignored" => assert_eq!(*event, Event::Ignored, "{name}"),
-        other => panic!("{name}: unknown kind of event {other}"),
+        "block_mm_infos" => *stored.media.as_ref().unwrap_or(&marked(stored)) == media(expected),
+        other => NOT_KEPT.contains(&other),
     }
 }
 
 /// Our result in the words of the golden file; an event that counts takes the next number, a filtered one takes none.
 fn result(converted: Converted, rank: u64, next_id: &mut u64) -> Value {
     let event = match converted {
-        Converted::Filtered(reason) => return json!({ "filtered": reason.as_str() }),
+        Converted::Filtered(reason) | Converted::Group(reason, _) => return json!({ "filtered": reason.as_str() }),
         Converted::Event(event) => event,
     };
     let tier = |tier: Tier| match tier {
@@ -141,6 +228,7 @@ fn result(converted: Converted, rank: u64, next_id: &mut u64) -> Value {
             (json!({ "type": "removed", "block_hashes": blocks }), tier(of))
         }
         KvEvent::Cleared => (json!({ "type": "cleared" }), "Device"),
+        group => panic!("{group:?} tells of no prefix"),
     };
     let event = json!({ "event": { "data": data, "dp_rank": rank, "event_id": *next_id, "storage_tier": tier } });
     *next_id += 1;
@@ -149,11 +237,12 @@ fn result(converted: Converted, rank: u64, next_id: &mut u64) -> Value {
 
 /// The golden result without what we do not keep: the session, and multimodal hashes beside the block hash they entered.
 fn comparable(expected: &Value) -> Value {
+    only(expected, &["event", "filtered"]);
     let mut expected = expected.clone();
     if let Some(event) = expected.get_mut("event").and_then(Value::as_object_mut) {
         event.remove("session_id");
         let data = event["data"].as_object_mut().unwrap();
-        data.remove("start_position");
+        assert_eq!(data.remove("start_position").unwrap_or_default(), Value::Null, "nobody names positions");
         for block in data.get_mut("blocks").and_then(Value::as_array_mut).into_iter().flatten() {
             block.as_object_mut().unwrap().remove("mm_hashes");
         }
@@ -188,7 +277,7 @@ fn every_captured_batch_converts() {
             assert!(batch.rank.is_some());
             for event in &batch.events {
                 let outcome = match (normalizer.convert(event), event) {
-                    (Converted::Filtered(Filtered::NonMainKind), _) => "sliding window",
+                    (Converted::Group(Filtered::NonMainKind, KvEvent::GroupStored { .. }), _) => "sliding window",
                     (Converted::Event(KvEvent::Stored { parent, blocks, tier }), Event::Stored(stored)) => {
                         let engine: Vec<_> = blocks.iter().map(|block| block.engine).collect();
                         assert_eq!((engine, parent, tier), (stored.hashes.clone(), stored.parent, Tier::Device));
@@ -248,4 +337,41 @@ fn different_images_never_share_blocks() {
     // Block one holds text and the image's beginning in both; the placeholders are equal.
     assert_eq!(images.len(), 2);
     assert!(images[0].iter().zip(&images[1]).all(|(one, other)| one != other));
+}
+
+/// What a hybrid model's engine reused of each prompt of a captured session is what the index says before the prompt comes.
+/// Only a reset that the engine does not announce before its next batch is seen late.
+#[test]
+fn the_reusable_prefix_of_a_hybrid_model_is_what_its_engine_reused() {
+    let session = read("data/hybrid.json");
+    let size = BlockSize::new(u32::try_from(session["block_size"].as_u64().unwrap()).unwrap()).unwrap();
+    let mut normalizer = Normalizer::new(size, MediaTokens::default());
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    let mut full_attention = Vec::new();
+    for request in session["requests"].as_array().unwrap() {
+        let prompt: Vec<u32> =
+            request["prompt"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect();
+        let hashes = BlockHashes::of(&prompt, size, &Salt::default());
+        let mut overlaps = Overlaps::new();
+        index.overlaps(&hashes, &mut overlaps);
+        let predicted = u64::from(overlaps.get(Slot(0)).device) * size.tokens() as u64;
+        match request["scenario"].as_str().unwrap() {
+            "d05-reset" => assert_eq!(predicted, 320, "nothing has told of the reset yet"),
+            scenario => assert_eq!(json!(predicted), request["cached_tokens"], "{scenario}"),
+        }
+        for payload in request["payloads"].as_array().unwrap() {
+            for event in &wire::decode(&bytes(payload.as_str().unwrap())).unwrap().events {
+                match normalizer.convert(event) {
+                    Converted::Event(event) => drop(writer.apply(&event)),
+                    Converted::Group(_, share) => assert_eq!(writer.apply(&share), Outcome::Ok),
+                    Converted::Filtered(reason) => panic!("{reason:?}"),
+                }
+            }
+        }
+        // The main group alone would promise more.
+        index.overlaps(&BlockHashes::of(&prompt[..prompt.len().min(200)], size, &Salt::default()), &mut overlaps);
+        full_attention.push((index.stats().total.device, overlaps.get(Slot(0)).device));
+    }
+    assert_eq!(full_attention, [(10, 0), (13, 6), (13, 6), (17, 1), (10, 0)]);
 }

@@ -189,6 +189,7 @@ impl Held {
         match event {
             KvEvent::Stored { blocks, .. } => self.blocks.extend(blocks.iter().map(|block| block.engine.0)),
             KvEvent::Removed { blocks, .. } => self.blocks.retain(|held| !blocks.iter().any(|block| block.0 == *held)),
+            KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {}
             KvEvent::Cleared => {
                 self.blocks.clear();
                 self.clears += 1;

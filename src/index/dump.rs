@@ -120,4 +120,4 @@ impl RankDump {
 }
 
 #[cfg(test)]
-mod tests;
+pub(in crate::index) mod tests;

@@ -1,209 +1,14 @@
 mod model;
+mod properties;
 mod stress;
-
-use std::collections::BTreeSet;
-
-use proptest::collection::vec;
-use proptest::prelude::*;
 
 use super::*;
 use crate::block::{EngineHash, LocalHash};
 use crate::tier::Tier;
 use crate::worker::BlockSize;
 
-const RANKS: usize = 3;
-
-/// One step of a script; picks are taken modulo what there is to pick from.
-#[derive(Clone, Debug)]
-enum Step {
-    Store { rank: usize, parent: Option<u8>, locals: Vec<u8>, naming: Naming, tier: Tier },
-    Remove { rank: usize, picks: Vec<u8>, unknown: bool, tier: Tier },
-    RemoveRun { rank: usize, pick: u8, count: usize, reverse: bool, tier: Tier },
-    Clear { rank: usize },
-    Doubt { rank: usize },
-    Rejoin { rank: usize },
-}
-
-/// How an engine names what it stores.
-#[derive(Clone, Debug)]
-enum Naming {
-    /// By content, as real engines do; the variant makes several names for one content.
-    Content(u8),
-    /// Whatever.
-    Arbitrary(Vec<u8>),
-}
-
 fn prompt(locals: &[LocalHash]) -> BlockHashes {
     BlockHashes::chain(locals.len() * 16, BlockSize::new(16).unwrap(), locals.to_vec())
-}
-
-fn tiers() -> impl Strategy<Value = Tier> {
-    prop_oneof![6 => Just(Tier::Device), 2 => Just(Tier::HostPinned), 1 => Just(Tier::Disk), 1 => Just(Tier::External)]
-}
-
-fn steps() -> impl Strategy<Value = Step> {
-    let naming = prop_oneof![
-        5 => Just(Naming::Content(0)),
-        2 => (0..3u8).prop_map(Naming::Content),
-        1 => vec(0..12u8, 9).prop_map(Naming::Arbitrary),
-    ];
-    let store = (0..RANKS, any::<Option<u8>>(), vec(0..3u8, 0..9), naming, tiers())
-        .prop_map(|(rank, parent, locals, naming, tier)| Step::Store { rank, parent, locals, naming, tier });
-    let remove = (0..RANKS, vec(any::<u8>(), 0..5), prop::bool::weighted(0.1), tiers())
-        .prop_map(|(rank, picks, unknown, tier)| Step::Remove { rank, picks, unknown, tier });
-    let remove_run = (0..RANKS, any::<u8>(), 1..6usize, any::<bool>(), tiers())
-        .prop_map(|(rank, pick, count, reverse, tier)| Step::RemoveRun { rank, pick, count, reverse, tier });
-    prop_oneof![
-        12 => store,
-        5 => remove,
-        5 => remove_run,
-        1 => (0..RANKS).prop_map(|rank| Step::Clear { rank }),
-        1 => (0..RANKS).prop_map(|rank| Step::Doubt { rank }),
-        1 => (0..RANKS).prop_map(|rank| Step::Rejoin { rank }),
-    ]
-}
-
-/// The event of a step, given what the rank holds.
-fn event(step: &Step, rank: &model::Rank) -> Option<KvEvent> {
-    let known: Vec<EngineHash> = rank.names.keys().copied().collect();
-    let pick = |pick: u8| known.get(usize::from(pick) % known.len().max(1)).copied().unwrap_or(EngineHash(999));
-    Some(match step {
-        Step::Store { parent, locals, naming, tier, .. } => {
-            let parent = parent.map(pick);
-            let before = parent.and_then(|parent| rank.names.get(&parent)).map(|name| name.path.clone());
-            let mut path = before.unwrap_or_default();
-            let blocks = locals.iter().enumerate().map(|(at, &local)| {
-                let local = LocalHash(u64::from(local));
-                path.push(local);
-                let engine = match naming {
-                    Naming::Content(variant) => {
-                        prompt(&path).sequences()[path.len() - 1].0.wrapping_add(1_000_003 * u64::from(*variant))
-                    }
-                    Naming::Arbitrary(names) => u64::from(names[at]),
-                };
-                StoredBlock { engine: EngineHash(engine), local }
-            });
-            KvEvent::Stored { parent, blocks: blocks.collect(), tier: *tier }
-        }
-        Step::Remove { picks, unknown, tier, .. } => {
-            let mut blocks: Vec<_> = picks.iter().map(|&at| pick(at)).collect();
-            if *unknown {
-                blocks.insert(blocks.len() / 2, EngineHash(777));
-            }
-            KvEvent::Removed { blocks, tier: *tier }
-        }
-        Step::RemoveRun { pick: at, count, reverse, tier, .. } => {
-            let end = rank.names.get(&pick(*at)).map(|name| name.path.clone()).unwrap_or_default();
-            let mut line: Vec<_> = rank.names.iter().filter(|(_, name)| end.starts_with(&name.path)).collect();
-            line.sort_by_key(|(_, name)| name.path.len());
-            let mut blocks: Vec<_> = line.iter().rev().take(*count).map(|(engine, _)| **engine).collect();
-            if *reverse {
-                blocks.reverse();
-            }
-            KvEvent::Removed { blocks, tier: *tier }
-        }
-        Step::Clear { .. } => KvEvent::Cleared,
-        Step::Doubt { .. } | Step::Rejoin { .. } => return None,
-    })
-}
-
-/// The index and the model side by side.
-struct Pair {
-    index: Arc<PrefixIndex>,
-    writers: Vec<Option<RankWriter>>,
-    models: Vec<model::Rank>,
-    overlaps: Overlaps,
-}
-
-impl Pair {
-    fn new(longest: Option<usize>) -> Self {
-        let index = PrefixIndex::new();
-        for shard in &index.shards {
-            longest.iter().for_each(|&longest| trie::tests::limit(&mut shard.write(), longest));
-        }
-        let writers = (0..RANKS).map(|rank| Some(index.join(Slot(rank as u32)))).collect();
-        Self { index, writers, models: vec![model::Rank::default(); RANKS], overlaps: Overlaps::new() }
-    }
-
-    fn step(&mut self, step: &Step) {
-        let (Step::Store { rank, .. }
-        | Step::Remove { rank, .. }
-        | Step::RemoveRun { rank, .. }
-        | Step::Clear { rank }
-        | Step::Doubt { rank }
-        | Step::Rejoin { rank }) = *step;
-        let slot = Slot(rank as u32);
-        match event(step, &self.models[rank]) {
-            Some(event) => {
-                let expected = self.models[rank].apply(&event);
-                assert_eq!(self.writers[rank].as_mut().unwrap().apply(&event), expected, "{event:?}");
-            }
-            None if matches!(step, Step::Doubt { .. }) => {
-                self.models[rank].doubt();
-                self.writers[rank].as_mut().unwrap().doubt();
-            }
-            None => {
-                self.models[rank] = model::Rank::default();
-                self.writers[rank] = None;
-                self.writers[rank] = Some(self.index.join(slot));
-            }
-        }
-    }
-
-    fn compare(&mut self, prompt: &BlockHashes) {
-        self.index.overlaps(prompt, &mut self.overlaps);
-        let mut found = 0;
-        for (rank, model) in self.models.iter().enumerate() {
-            let expected = model.overlap(prompt.locals());
-            found += usize::from(expected.total() > 0);
-            assert_eq!(self.overlaps.get(Slot(rank as u32)), expected, "rank {rank} {:?}", prompt.locals());
-        }
-        assert_eq!(self.overlaps.iter().filter(|(_, blocks)| blocks.total() > 0).count(), found);
-        assert_eq!(self.overlaps.iter().count(), found);
-    }
-
-    fn compare_all(&mut self) {
-        let held = self.models.iter().flat_map(|model| model.names.values());
-        let prompts: BTreeSet<Vec<LocalHash>> = held.map(|name| name.path.clone()).collect();
-        for path in prompts {
-            self.compare(&prompt(&path));
-            let beyond: Vec<_> = path.iter().copied().chain([LocalHash(1), LocalHash(2)]).collect();
-            self.compare(&prompt(&beyond));
-        }
-        self.compare(&prompt(&[]));
-        let stats = self.index.stats();
-        for (rank, model) in self.models.iter().enumerate() {
-            assert_eq!(stats.slots[rank].counts, model.counts(), "rank {rank}");
-        }
-        for shard in &self.index.shards {
-            trie::tests::check(&shard.read());
-        }
-    }
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
-
-    #[test]
-    fn the_index_says_what_the_naive_model_says(
-        script in vec(steps(), 1..40),
-        probe in vec(0..3u64, 8),
-        longest in prop_oneof![Just(None), (1..6usize).prop_map(Some)],
-    ) {
-        let mut pair = Pair::new(longest);
-        let probe: Vec<_> = probe.into_iter().map(LocalHash).collect();
-        for (at, step) in script.iter().enumerate() {
-            pair.step(step);
-            pair.compare(&prompt(&probe));
-            if at % 12 == 0 {
-                pair.compare_all();
-            }
-        }
-        pair.compare_all();
-        pair.writers.clear();
-        let stats = pair.index.stats();
-        prop_assert_eq!(stats, IndexStats::default());
-    }
 }
 
 fn stored(parent: Option<u64>, blocks: &[(u64, u64)], tier: Tier) -> KvEvent {
@@ -343,4 +148,188 @@ fn a_run_cut_short_gives_its_memory_back() {
         let room: usize = index.shards.iter().map(|shard| trie::tests::room(&shard.read())).sum();
         assert!(room <= 64, "{case}: {room}");
     }
+}
+
+fn found(index: &PrefixIndex, locals: &[u64]) -> TierBlocks {
+    let mut overlaps = Overlaps::new();
+    index.overlaps(&prompt(&locals.iter().copied().map(LocalHash).collect::<Vec<_>>()), &mut overlaps);
+    overlaps.get(Slot(0))
+}
+
+#[test]
+fn a_lower_run_counts_as_soon_as_its_chain_exists_and_not_before() {
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    assert_eq!(writer.apply(&stored(Some(200), &[(3, 300), (4, 400)], Tier::HostPinned)), Outcome::ParentAwaited);
+    assert_eq!(writer.apply(&stored(Some(400), &[(5, 500)], Tier::Disk)), Outcome::ParentAwaited);
+    assert_eq!(writer.apply(&stored(Some(400), &[(5, 500)], Tier::Device)), Outcome::ParentNotFound);
+    writer.apply(&stored(None, &[(1, 100)], Tier::Device));
+    assert_eq!(found(&index, &[1, 2, 3, 4, 5]), TierBlocks { device: 1, ..TierBlocks::default() });
+    assert_eq!(index.stats().total, BlockCounts { device: 1, host: 2, disk: 1, copies: 4, waiting: 3, external: 0 });
+    writer.apply(&stored(Some(100), &[(2, 200)], Tier::Device));
+    let all = TierBlocks { device: 2, host: 2, disk: 1, external: 0 };
+    assert_eq!(found(&index, &[1, 2, 3, 4, 5]), all);
+    assert_eq!(index.stats().total, BlockCounts { device: 2, host: 2, disk: 1, copies: 5, waiting: 0, external: 0 });
+}
+
+#[test]
+fn a_lower_run_stays_when_what_it_follows_leaves_and_returns() {
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    writer.apply(&stored(None, &[(1, 100), (2, 200)], Tier::Device));
+    writer.apply(&removed(&[200]));
+    writer.apply(&stored(Some(200), &[(3, 300)], Tier::HostPinned));
+    writer.apply(&removed(&[100]));
+    assert_eq!(found(&index, &[1, 2, 3]), TierBlocks::default());
+    writer.apply(&stored(None, &[(1, 100), (2, 200)], Tier::Device));
+    assert_eq!(found(&index, &[1, 2, 3]), TierBlocks { device: 2, host: 1, ..TierBlocks::default() });
+}
+
+#[test]
+fn a_block_that_waits_can_be_removed_and_cleared_by_tier() {
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    let host = |blocks: &[u64]| KvEvent::Removed {
+        blocks: blocks.iter().copied().map(EngineHash).collect(),
+        tier: Tier::HostPinned,
+    };
+    for tier in [Tier::HostPinned, Tier::HostPinned, Tier::Disk] {
+        writer.apply(&stored(Some(100), &[(2, 200)], tier));
+    }
+    for (outcome, waiting) in [(Outcome::Ok, 1), (Outcome::Ok, 1), (Outcome::BlockNotFound, 1)] {
+        assert_eq!(writer.apply(&host(&[200])), outcome);
+        assert_eq!(index.stats().total.waiting, waiting);
+    }
+    writer.clear_tier(Tier::Disk);
+    assert_eq!(index.stats().total, BlockCounts::default());
+    writer.apply(&stored(None, &[(1, 100)], Tier::Device));
+    assert_eq!(found(&index, &[1, 2]), TierBlocks { device: 1, ..TierBlocks::default() });
+}
+
+#[test]
+fn clearing_one_tier_leaves_the_others() {
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    let blocks: Vec<_> = (1..=600).map(|block| (block, block)).collect();
+    let locals: Vec<_> = (1..=600).collect();
+    writer.apply(&stored(None, &blocks, Tier::Device));
+    writer.apply(&stored(None, &blocks[..300], Tier::HostPinned));
+    writer.apply(&stored(None, &blocks[..300], Tier::HostPinned));
+    writer.clear_tier(Tier::Device);
+    assert_eq!(found(&index, &locals), TierBlocks { host: 300, ..TierBlocks::default() });
+    assert_eq!(index.stats().total, BlockCounts { host: 300, copies: 600, ..BlockCounts::default() });
+    writer.clear_tier(Tier::HostPinned);
+    assert_eq!(index.stats().total, BlockCounts::default());
+    assert_eq!(index.stats().distinct_blocks, 0);
+}
+
+fn share(group: u32, need: (u32, u32), blocks: &[u64]) -> KvEvent {
+    let need = GroupNeed::Last { blocks: need.0, stride: need.1.try_into().unwrap() };
+    KvEvent::GroupStored { group, need, blocks: blocks.iter().copied().map(EngineHash).collect() }
+}
+
+#[test]
+fn the_device_overlap_of_a_hybrid_model_is_what_all_groups_can_serve() {
+    let main = stored(None, &(1..=9).map(|block| (block, block)).collect::<Vec<_>>(), Tier::Device);
+    let window = |blocks: &[u64]| share(0, (2, 1), blocks);
+    let cases: [(&str, Vec<KvEvent>, u32); 10] = [
+        ("a window at the end of the prefix", vec![window(&[7, 8])], 8),
+        ("a window that was lost there", vec![window(&[4, 5, 8])], 5),
+        ("a window with a hole", vec![window(&[2, 4, 6, 8])], 0),
+        ("the beginning is a window of its own", vec![window(&[1])], 1),
+        ("a group that holds nothing", vec![window(&[])], 0),
+        ("a state only at some ends", vec![share(1, (1, 1), &[3, 6])], 6),
+        ("two windows that meet nowhere", vec![window(&[7, 8]), share(1, (1, 1), &[3, 6])], 0),
+        ("two groups of one kind", vec![window(&[4, 5, 7, 8]), share(1, (2, 1), &[4, 5, 6, 7])], 5),
+        ("blocks twice as long", vec![share(0, (2, 2), &[2, 4, 8])], 4),
+        ("all of it", vec![share(0, (u32::MAX, 1), &[1, 2, 3, 5])], 3),
+    ];
+    for (case, shares, expected) in cases {
+        for order in [false, true] {
+            let index = PrefixIndex::new();
+            let mut writer = index.join(Slot(0));
+            let mut events = vec![main.clone()];
+            events.extend(shares.clone());
+            if order {
+                events.reverse();
+            }
+            events.iter().for_each(|event| assert_eq!(writer.apply(event), Outcome::Ok));
+            assert_eq!(device(&index, Slot(0), &(1..=9).collect::<Vec<_>>()), expected, "{case}");
+        }
+    }
+}
+
+#[test]
+fn an_engine_computes_the_last_block_of_a_prompt_that_it_holds_whole() {
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    writer.apply(&stored(None, &[(1, 1), (2, 2), (3, 3), (4, 4)], Tier::Device));
+    writer.apply(&share(0, (2, 1), &[3, 4]));
+    assert_eq!(device(&index, Slot(0), &[1, 2, 3, 4]), 0, "block 2 would be needed for the first three");
+    assert_eq!(device(&index, Slot(0), &[1, 2, 3, 4, 5]), 4);
+}
+
+#[test]
+fn a_group_lets_go_of_a_block_with_the_last_copy() {
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    writer.apply(&stored(None, &[(1, 1), (2, 2)], Tier::Device));
+    let gone = KvEvent::GroupRemoved { group: 0, blocks: vec![EngineHash(1)] };
+    assert_eq!(writer.apply(&gone), Outcome::BlockNotFound);
+    assert_eq!(writer.apply(&share(0, (1, 1), &[1])), Outcome::Ok);
+    assert_eq!(writer.apply(&share(0, (1, 1), &[1])), Outcome::DuplicateStore);
+    for (left, outcome) in [(1, Outcome::Ok), (0, Outcome::Ok), (0, Outcome::BlockNotFound)] {
+        assert_eq!(writer.apply(&gone), outcome);
+        assert_eq!(device(&index, Slot(0), &[1, 2]), left);
+    }
+    writer.apply(&KvEvent::Cleared);
+    writer.apply(&stored(None, &[(1, 1), (2, 2)], Tier::Device));
+    assert_eq!(device(&index, Slot(0), &[1, 2]), 2, "another model may run there now");
+}
+
+#[test]
+fn groups_that_cannot_be_followed_make_the_device_cache_worth_nothing() {
+    let unknown = KvEvent::GroupStored { group: 0, need: GroupNeed::Unknown, blocks: vec![] };
+    let many = |group: u32| share(group, (group + 1, 1), &[1]);
+    let cases: [(&str, Vec<KvEvent>, Outcome); 3] = [
+        ("nothing is known", vec![unknown], Outcome::Ok),
+        ("a class too many", (0..5).map(many).collect(), Outcome::TooManyGroups),
+        ("a group too many", (0..65).map(|group| share(group, (1, 1), &[1])).collect(), Outcome::TooManyGroups),
+    ];
+    for (case, shares, last) in cases {
+        let index = PrefixIndex::new();
+        let mut writer = index.join(Slot(0));
+        writer.apply(&stored(None, &[(1, 1), (2, 2)], Tier::Device));
+        writer.apply(&stored(None, &[(7, 7)], Tier::HostPinned));
+        let outcome = shares.iter().map(|share| writer.apply(share)).last();
+        assert_eq!(outcome, Some(last), "{case}");
+        assert_eq!(found(&index, &[1, 2, 3]), TierBlocks::default(), "{case}");
+        assert_eq!(found(&index, &[7]), TierBlocks { host: 1, ..TierBlocks::default() }, "{case}");
+        assert_eq!(shares.last().map(|share| writer.apply(share)), Some(last), "{case}: said every time");
+    }
+}
+
+#[test]
+fn raising_keeps_the_better_of_two_answers_by_slot() {
+    let mut overlaps = Overlaps::new();
+    let index = PrefixIndex::new();
+    let mut writers: Vec<_> = (0..4).map(|slot| index.join(Slot(slot))).collect();
+    writers[0].apply(&stored(None, &[(1, 1)], Tier::Device));
+    writers[1].apply(&stored(None, &[(1, 1), (2, 2), (3, 3)], Tier::Disk));
+    writers[2].apply(&stored(None, &[(1, 1), (2, 2)], Tier::Device));
+    let query = prompt(&[1, 2, 3].map(LocalHash));
+    index.overlaps(&query, &mut overlaps);
+    let predicted = PrefixIndex::new();
+    let mut writers: Vec<_> = (0..6).map(|slot| predicted.join(Slot(slot))).collect();
+    for slot in [0, 1, 5] {
+        writers[slot].apply(&stored(None, &[(1, 1), (2, 2)][..2 - slot % 2], Tier::Device));
+    }
+    let mut other = Overlaps::new();
+    predicted.overlaps(&query, &mut other);
+    overlaps.raise(&other);
+    let mut slots: Vec<_> = overlaps.iter().map(|(slot, blocks)| (slot.0, blocks.device, blocks.disk)).collect();
+    slots.sort_unstable();
+    assert_eq!(slots, [(0, 2, 0), (1, 1, 0), (2, 2, 0), (5, 1, 0)]);
+    overlaps.raise(&other);
+    assert_eq!(overlaps.iter().count(), 4);
 }

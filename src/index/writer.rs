@@ -19,6 +19,7 @@ use waiting::Waiting;
 use super::PrefixIndex;
 use super::children::Mixed;
 use super::event::{GroupNeed, KvEvent, Outcome};
+use super::needs::Needs;
 use super::owners::{Layer, Layers};
 use super::seats::{Seat, Tally};
 use super::trie::BlockId;
@@ -184,9 +185,13 @@ impl RankWriter {
                 gained |= groups.store(at, engine);
             }
         }
+        if lesson == Lesson::Changed {
+            // The blocks get other classes one by one, so until all have theirs nothing is reusable.
+            self.tell_needs(Needs { unknown: true, ..Needs::default() });
+        }
         match lesson {
-            Lesson::Known(_) => self.regroup(blocks),
-            Lesson::New(_) | Lesson::TooMany => self.regroup_all(),
+            Lesson::Known => self.regroup(blocks),
+            Lesson::New | Lesson::Changed | Lesson::TooMany => self.regroup_all(),
         }
         match lesson {
             Lesson::TooMany => Outcome::TooManyGroups,
@@ -196,14 +201,8 @@ impl RankWriter {
     }
 
     fn remove_group(&mut self, group: u32, blocks: &[EngineHash]) -> Outcome {
-        let Some((groups, at)) = self
-            .groups
-            .as_deref_mut()
-            .and_then(|groups| Some((groups.find(group)?, groups)))
-            .map(|(at, groups)| (groups, at))
-        else {
-            return Outcome::BlockNotFound;
-        };
+        let Some(groups) = &mut self.groups else { return Outcome::BlockNotFound };
+        let Some(at) = groups.find(group) else { return Outcome::BlockNotFound };
         let removed = blocks.iter().filter(|engine| groups.remove(at, **engine)).count();
         self.regroup(blocks);
         if removed == blocks.len() { Outcome::Ok } else { Outcome::BlockNotFound }
@@ -232,8 +231,12 @@ impl RankWriter {
         let held: Vec<_> = self.held.keys().copied().collect();
         self.regroup(&held);
         if let Some(groups) = &self.groups {
-            self.index.seats.write().need(self.seat, Arc::new(groups.needs().clone()));
+            self.tell_needs(groups.needs().clone());
         }
+    }
+
+    fn tell_needs(&self, needs: Needs) {
+        self.index.seats.write().need(self.seat, Arc::new(needs));
     }
 
     fn recycle(&mut self, mut scratch: Scratch) {

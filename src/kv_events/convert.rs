@@ -4,15 +4,15 @@
 //! on. It drops what it cannot place for certain: a missing block costs a little speed, an invented one a wrong choice.
 
 use std::collections::HashSet;
+use std::num::NonZeroU32;
 
-use hashbrown::HashMap;
-
+use super::groups::Groups;
 use super::media::{self, MediaTokens};
 use super::salts::Salts;
 use super::wire::{Event, ExtraKey, Kind, Locality, Medium, Origin, Ownership, Stored};
 use crate::block::hash::{Windows, locals};
 use crate::block::{EngineHash, Salt};
-use crate::index::{KvEvent, StoredBlock};
+use crate::index::{GroupNeed, KvEvent, StoredBlock};
 use crate::tier::Tier;
 use crate::worker::BlockSize;
 
@@ -24,6 +24,8 @@ const SALT_MARK: &str = "dynamo-cache-salt:";
 pub enum Converted {
     /// It changes the index.
     Event(KvEvent),
+    /// It concerns no prefix of its own, but tells what a cache group beside the main one holds.
+    Group(Filtered, KvEvent),
     /// It does not concern the index.
     Filtered(Filtered),
 }
@@ -49,6 +51,13 @@ pub enum Filtered {
     NonMainGroup,
     /// A cache group that was never explained.
     UnlearnedGroup,
+    /// A second cache group that keeps whole prefixes: the first one names the blocks.
+    FurtherMainGroup,
+    /// A cache group beside the main one whose blocks are no multiple of the configured size.
+    GroupBlockSize {
+        /// Tokens per block in the event.
+        engine: u32,
+    },
     /// The salt would be inherited from a block that was stored under two.
     AmbiguousSalt,
     /// The engine cuts blocks of another size than configured.
@@ -76,10 +85,20 @@ impl Filtered {
             Filtered::UnknownKind => "filtered_unknown_kind",
             Filtered::NonMainGroup => "filtered_non_main_attention_group",
             Filtered::UnlearnedGroup => "filtered_unlearned_group_idx",
+            Filtered::FurtherMainGroup => "filtered_further_main_attention_group",
+            Filtered::GroupBlockSize { .. } => "filtered_group_block_size_mismatch",
             Filtered::AmbiguousSalt => "filtered_ambiguous_cache_namespace",
             Filtered::BlockSize { .. } => "filtered_block_size_mismatch",
         }
     }
+}
+
+/// What an event's origin makes of it.
+enum Admission {
+    /// It names blocks of prefixes, in this tier.
+    Main(Tier),
+    /// It tells of a group beside the main one, on the device.
+    Group(Filtered, u32),
 }
 
 /// Turns the events of one worker rank into index events.
@@ -87,76 +106,105 @@ impl Filtered {
 pub struct Normalizer {
     block_size: BlockSize,
     media: MediaTokens,
-    /// Whether a cache group keeps whole prefixes, as store events taught it.
-    groups: HashMap<u32, bool>,
+    groups: Groups,
     salts: Salts,
 }
 
 impl Normalizer {
     /// A normalizer that has learned nothing yet.
     pub fn new(block_size: BlockSize, media: MediaTokens) -> Self {
-        Self { block_size, media, groups: HashMap::new(), salts: Salts::default() }
+        Self { block_size, media, groups: Groups::default(), salts: Salts::default() }
     }
 
     /// Forgets everything learned: the engine is a new one.
     pub fn reset(&mut self) {
-        self.groups.clear();
+        self.groups = Groups::default();
         self.salts.clear();
     }
 
     /// Converts one event. Order matters: later events lean on what earlier ones taught.
     pub fn convert(&mut self, event: &Event) -> Converted {
-        self.admit(event).map_or_else(Converted::Filtered, Converted::Event)
+        self.admit(event).unwrap_or_else(Converted::Filtered)
     }
 
-    fn admit(&mut self, event: &Event) -> Result<KvEvent, Filtered> {
+    fn admit(&mut self, event: &Event) -> Result<Converted, Filtered> {
         match event {
             Event::Ignored => Err(Filtered::Ignored),
             Event::Cleared { ownership } => {
                 owned(*ownership)?;
                 self.salts.clear();
-                Ok(KvEvent::Cleared)
+                Ok(Converted::Event(KvEvent::Cleared))
             }
-            Event::Removed { hashes, origin } => {
-                let tier = self.tier(origin, false)?;
-                self.salts.removed(hashes);
-                Ok(KvEvent::Removed { blocks: hashes.clone(), tier })
-            }
+            Event::Removed { hashes, origin } => match self.admission(origin)? {
+                Admission::Main(tier) => {
+                    self.salts.removed(hashes);
+                    Ok(Converted::Event(KvEvent::Removed { blocks: hashes.clone(), tier }))
+                }
+                Admission::Group(reason, group) => {
+                    Ok(Converted::Group(reason, KvEvent::GroupRemoved { group, blocks: hashes.clone() }))
+                }
+            },
             Event::Stored(stored) => {
-                let tier = self.tier(&stored.origin, true)?;
-                self.stored(stored, tier)
+                self.teach(stored)?;
+                match self.admission(&stored.origin)? {
+                    Admission::Main(tier) => self.stored(stored, tier).map(Converted::Event),
+                    Admission::Group(reason, group) => Ok(self.stored_in_group(stored, reason, group)),
+                }
             }
         }
     }
 
-    /// The tier of an event that counts. A store that names both group and kind explains the group for good.
-    fn tier(&mut self, origin: &Origin, teaches: bool) -> Result<Tier, Filtered> {
-        owned(origin.ownership)?;
-        if origin.locality == Locality::Elsewhere {
-            return Err(Filtered::NonLocalLocality);
+    /// A store on the device or the host that names both group and kind explains the group for good.
+    fn teach(&mut self, stored: &Stored) -> Result<(), Filtered> {
+        let tier = local(&stored.origin)?;
+        if let (Some(kind), Some(group)) = (stored.origin.kind, stored.origin.group)
+            && !is_below_host(tier)
+        {
+            self.groups.learn(group, kind, stored.origin.window);
         }
-        let Medium::Tier(tier) = origin.medium else { return Err(Filtered::UnknownMedium) };
-        if matches!(tier, Tier::Disk | Tier::External) {
+        Ok(())
+    }
+
+    fn admission(&self, origin: &Origin) -> Result<Admission, Filtered> {
+        let tier = local(origin)?;
+        if is_below_host(tier) {
             // Storage below the host keeps whole prefixes whatever group they came from.
-            return Ok(tier);
+            return Ok(Admission::Main(tier));
         }
-        if let (true, Some(kind), Some(group)) = (teaches, origin.kind, origin.group) {
-            self.groups.insert(group, kind == Kind::Main);
-        }
-        match (origin.kind, origin.group) {
-            (Some(Kind::Main), _) | (None, None) => Ok(tier),
-            (Some(Kind::Partial), _) => Err(Filtered::NonMainKind),
-            (Some(Kind::Unknown), _) => Err(Filtered::UnknownKind),
-            (None, Some(group)) => match self.groups.get(&group) {
-                Some(true) => Ok(tier),
-                Some(false) => Err(Filtered::NonMainGroup),
-                None if group == 0 => Ok(tier),
-                None => Err(Filtered::UnlearnedGroup),
+        let reason = match (origin.kind, origin.group) {
+            (Some(Kind::Main), Some(group)) if self.groups.is_further(group) => Filtered::FurtherMainGroup,
+            (Some(Kind::Main), _) | (None, None) => return Ok(Admission::Main(tier)),
+            (Some(Kind::Partial(_)), _) => Filtered::NonMainKind,
+            (Some(Kind::Unknown), _) => Filtered::UnknownKind,
+            (None, Some(group)) => match self.groups.kind(group) {
+                Some(Kind::Main) if self.groups.is_further(group) => Filtered::FurtherMainGroup,
+                Some(Kind::Main) => return Ok(Admission::Main(tier)),
+                Some(_) => Filtered::NonMainGroup,
+                None if group == 0 => return Ok(Admission::Main(tier)),
+                None => Filtered::UnlearnedGroup,
             },
+        };
+        match origin.group.filter(|_| tier == Tier::Device) {
+            Some(group) => Ok(Admission::Group(reason, group)),
+            None => Err(reason),
         }
+    }
+
+    fn stored_in_group(&self, stored: &Stored, reason: Filtered, group: u32) -> Converted {
+        let (size, engine) = (self.block_size.tokens() as u32, stored.block_size);
+        let stride = NonZeroU32::new(engine / size).filter(|stride| stride.get() * size == engine);
+        let (reason, need) = match stride {
+            Some(stride) => (reason, self.groups.need(group, engine, stride)),
+            None => (Filtered::GroupBlockSize { engine }, GroupNeed::Unknown),
+        };
+        Converted::Group(reason, KvEvent::GroupStored { group, need, blocks: stored.hashes.clone() })
     }
 
     fn stored(&mut self, stored: &Stored, tier: Tier) -> Result<KvEvent, Filtered> {
+        if matches!(stored.origin.kind, Some(Kind::Partial(_))) && !pairs_up(stored) {
+            // Only the engine knows which of the tokens its blocks hold.
+            return Err(Filtered::NonMainKind);
+        }
         let salt = self.salt(stored)?;
         if repeats(stored) {
             // A run that meets itself has no place in a prefix tree.
@@ -205,6 +253,28 @@ fn owned(ownership: Ownership) -> Result<(), Filtered> {
         Ownership::Kvcr => Err(Filtered::UnsupportedOwnership),
         Ownership::Unknown => Err(Filtered::UnknownOwnership),
     }
+}
+
+/// The tier of an event that tells of the worker's own storage.
+fn local(origin: &Origin) -> Result<Tier, Filtered> {
+    owned(origin.ownership)?;
+    if origin.locality == Locality::Elsewhere {
+        return Err(Filtered::NonLocalLocality);
+    }
+    match origin.medium {
+        Medium::Tier(tier) => Ok(tier),
+        Medium::Unknown => Err(Filtered::UnknownMedium),
+    }
+}
+
+fn is_below_host(tier: Tier) -> bool {
+    matches!(tier, Tier::Disk | Tier::External)
+}
+
+/// Whether the blocks of a store are those that its tokens fill.
+fn pairs_up(stored: &Stored) -> bool {
+    let tokens = stored.tokens.ids.len().saturating_sub(usize::from(stored.tokens.bigrams));
+    tokens < (stored.hashes.len() + 1) * stored.block_size as usize
 }
 
 /// Whether a run contains its own parent or a block twice.

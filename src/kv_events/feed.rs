@@ -7,7 +7,7 @@ use super::convert::{Converted, Filtered, Normalizer};
 use super::sequencer::{Digest, Live, Repeated, Sequencer};
 use super::wire::{self, Batch, Event};
 use super::{RankSink, SourceSpec};
-use crate::index::KvEvent;
+use crate::index::{KvEvent, Outcome};
 use crate::metrics::{EventLabels, Metrics, OutcomeLabel};
 use crate::worker::{BlockSize, WorkerRank};
 
@@ -39,6 +39,7 @@ struct Complaints {
     malformed: bool,
     other_rank: bool,
     block_size: bool,
+    group_block_size: bool,
 }
 
 impl Feed {
@@ -205,6 +206,14 @@ impl Feed {
                 Converted::Event(event) => {
                     EventLabels { kind: event.kind(), outcome: (self.sink.apply)(&event).as_str() }
                 }
+                Converted::Group(reason, share) => {
+                    self.complain(reason);
+                    let outcome = match (self.sink.apply)(&share) {
+                        Outcome::TooManyGroups => Outcome::TooManyGroups.as_str(),
+                        _ => reason.label(),
+                    };
+                    EventLabels { kind: kind(event), outcome }
+                }
                 Converted::Filtered(reason) => {
                     self.complain(reason);
                     EventLabels { kind: kind(event), outcome: reason.label() }
@@ -222,12 +231,23 @@ impl Feed {
     }
 
     fn complain(&mut self, reason: Filtered) {
-        let Filtered::BlockSize { engine } = reason else { return };
-        if !std::mem::replace(&mut self.complaints.block_size, true) {
-            tracing::error!(
-                rank = %self.rank, engine, configured = self.block_size.tokens(),
-                "the engine's blocks have another size than configured, so its cache cannot be used; correct the block size"
-            );
+        let configured = self.block_size.tokens();
+        match reason {
+            Filtered::BlockSize { engine } if !std::mem::replace(&mut self.complaints.block_size, true) => {
+                tracing::error!(
+                    rank = %self.rank, engine, configured,
+                    "the engine's blocks have another size than configured, so its cache cannot be used; \
+                     correct the block size"
+                );
+            }
+            Filtered::GroupBlockSize { engine } if !std::mem::replace(&mut self.complaints.group_block_size, true) => {
+                tracing::warn!(
+                    rank = %self.rank, engine, configured,
+                    "a cache group's blocks are no multiple of the configured size, so it cannot be told what of this \
+                     rank's device cache is reusable, and none of it is counted"
+                );
+            }
+            _ => {}
         }
     }
 

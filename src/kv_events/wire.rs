@@ -111,6 +111,8 @@ pub struct Origin {
     pub group: Option<u32>,
     /// Attention kind of the group.
     pub kind: Option<Kind>,
+    /// Tokens in the window of a sliding-window group.
+    pub window: Option<u32>,
     /// Whose storage.
     pub locality: Locality,
     /// Who manages it.
@@ -150,21 +152,29 @@ pub enum Kind {
     /// Keeps every block of a prefix: what overlap is counted by.
     Main,
     /// Known, and keeps only part of a prefix.
-    Partial,
+    Partial(Part),
     /// A word we do not know.
     Unknown,
+}
+
+/// Which part of a prefix a group keeps that does not keep all of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// The tokens of a window in front of its end.
+    Window,
+    /// The state at its end.
+    State,
+    /// Something that events do not describe.
+    Other,
 }
 
 impl From<&str> for Kind {
     fn from(word: &str) -> Self {
         match word {
             "full_attention" | "mla_attention" | "sink_full_attention" => Kind::Main,
-            "sliding_window"
-            | "sliding_window_mla"
-            | "mamba"
-            | "chunked_local_attention"
-            | "encoder_only_attention"
-            | "cross_attention" => Kind::Partial,
+            "sliding_window" | "sliding_window_mla" => Kind::Partial(Part::Window),
+            "mamba" => Kind::Partial(Part::State),
+            "chunked_local_attention" | "encoder_only_attention" | "cross_attention" => Kind::Partial(Part::Other),
             _ => Kind::Unknown,
         }
     }

@@ -40,9 +40,11 @@ pub(super) struct Group {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lesson {
     /// Nothing new.
-    Known(usize),
-    /// A new group, or a new need.
-    New(usize),
+    Known,
+    /// A new group.
+    New,
+    /// Another need of a known group.
+    Changed,
     /// One group or class more than can be followed.
     TooMany,
 }
@@ -67,7 +69,7 @@ impl Groups {
             return if self.known[at].class.is_none() && need != GroupNeed::Unknown {
                 Lesson::TooMany
             } else {
-                Lesson::Known(at)
+                Lesson::Known
             };
         }
         if at.is_none() && self.known.len() == MOST {
@@ -75,13 +77,18 @@ impl Groups {
             self.needs.unknown = true;
             return Lesson::TooMany;
         }
+        let known = at.is_some();
         let at = at.unwrap_or_else(|| {
             self.known.push(Group { id, need, class: None });
             self.known.len() - 1
         });
         self.known[at].need = need;
         self.classify();
-        if self.known[at].class.is_none() && need != GroupNeed::Unknown { Lesson::TooMany } else { Lesson::New(at) }
+        match self.known[at].class {
+            None if need != GroupNeed::Unknown => Lesson::TooMany,
+            _ if known => Lesson::Changed,
+            _ => Lesson::New,
+        }
     }
 
     /// Sorts the groups into classes.

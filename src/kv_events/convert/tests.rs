@@ -1,6 +1,6 @@
 use super::*;
 use crate::block::LocalHash;
-use crate::kv_events::wire::Tokens;
+use crate::kv_events::wire::{Part, Tokens};
 
 const DIGEST: &str = "0123456789abcdef00112233445566778899aabbccddeefffedcba9876543210";
 
@@ -31,7 +31,7 @@ fn local(normalizer: &mut Normalizer, stored: Stored) -> Result<LocalHash, Filte
     match normalizer.convert(&Event::Stored(Box::new(stored))) {
         Converted::Event(KvEvent::Stored { blocks, .. }) => Ok(blocks[0].local),
         Converted::Event(other) => panic!("{other:?}"),
-        Converted::Filtered(reason) => Err(reason),
+        Converted::Filtered(reason) | Converted::Group(reason, _) => Err(reason),
     }
 }
 
@@ -101,7 +101,7 @@ fn a_salt_is_never_guessed() {
 
 #[test]
 fn storage_below_the_host_counts_whatever_group_it_came_from() {
-    let partial = Origin { kind: Some(Kind::Partial), group: Some(3), ..Origin::default() };
+    let partial = Origin { kind: Some(Kind::Partial(Part::Window)), group: Some(3), ..Origin::default() };
     for (tier, outcome) in [
         (Tier::Device, Err(Filtered::NonMainKind)),
         (Tier::HostPinned, Err(Filtered::NonMainKind)),

@@ -27,6 +27,7 @@ fn sink(held: &Arc<Mutex<Held>>) -> RankSink {
                 KvEvent::Stored { blocks, .. } => held.blocks.extend(blocks.iter().map(|block| block.engine.0)),
                 KvEvent::Removed { .. } => panic!("the model removes nothing"),
                 KvEvent::Cleared => *held = Held::default(),
+                KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {}
             }
             Outcome::Ok
         }),

@@ -99,6 +99,7 @@ fn tail<'de, A: SeqAccess<'de>>(seq: &mut A, medium: Medium) -> Result<(Origin, 
     for element in elements {
         match element {
             Element::Number(number) if origin.group.is_none() => origin.group = Some(number),
+            Element::Number(number) if origin.window.is_none() => origin.window = Some(number),
             Element::Text(text) => origin.kind = Some(Kind::from(text.as_str())),
             Element::Media(blocks) => media = Some(blocks),
             Element::Number(_) | Element::Nil => {}
@@ -109,11 +110,11 @@ fn tail<'de, A: SeqAccess<'de>>(seq: &mut A, medium: Medium) -> Result<(Origin, 
 
 fn fixed(elements: &[Element], medium: Medium) -> Option<Origin> {
     let [group, kind, window, locality, rest @ ..] = elements else { return None };
-    window.number()?;
     Some(Origin {
         medium,
         group: group.number()?,
         kind: kind.text()?.map(Kind::from),
+        window: window.number()?,
         locality: locality.text()?.map(Locality::from).unwrap_or_default(),
         ownership: match rest.first() {
             None => Ownership::default(),

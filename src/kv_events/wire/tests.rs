@@ -45,7 +45,7 @@ fn a_batch_has_two_or_three_elements_and_a_sound_rank() {
 fn fields_of_a_map_come_in_any_order_and_unknown_ones_are_skipped() {
     let event = json!({
         "future": { "nested": [1, { "deep": null }] }, "group_idx": 1, "token_ids": [[1, 2], [2, 3]], "block_size": 2,
-        "kv_cache_spec_kind": "sliding_window", "medium": "DISK", "locality": null, "extra_keys": [["s", ["id", -3]], null],
+        "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 64, "medium": "DISK", "locality": null, "extra_keys": [["s", ["id", -3]], null],
         "block_hashes": [5], "lora_id": 3, "lora_name": "a", "session_id": "x", "ownership": "framework", "type": "BlockStored",
     });
     let batch = decode(&pack(&json!([1.5, [event], null]))).unwrap();
@@ -59,7 +59,8 @@ fn fields_of_a_map_come_in_any_order_and_unknown_ones_are_skipped() {
         origin: Origin {
             medium: Medium::Tier(Tier::Disk),
             group: Some(1),
-            kind: Some(Kind::Partial),
+            kind: Some(Kind::Partial(Part::Window)),
+            window: Some(64),
             ..Origin::default()
         },
         ..Stored::default()
@@ -70,8 +71,11 @@ fn fields_of_a_map_come_in_any_order_and_unknown_ones_are_skipped() {
 #[test]
 fn the_tail_of_an_array_is_read_by_place_or_by_type() {
     let full = Origin { group: Some(2), kind: Some(Kind::Main), ..Origin::default() };
+    let window = Origin { window: Some(64), kind: Some(Kind::Partial(Part::Window)), ..full };
     let cases = [
-        (json!([2, "full_attention", 64]), full),
+        (json!([2, "sliding_window", 64]), window),
+        (json!([2, "sliding_window_mla", 64, null]), window),
+        (json!([2, "full_attention"]), full),
         (json!(["full_attention", 2]), full),
         (json!([2, "full_attention", null, null]), full),
         (json!([2, "full_attention", null, "LOCAL", "framework", "more", 7]), full),

@@ -1,0 +1,295 @@
+//! The index and its naive model side by side, under random events of several ranks, tiers and cache groups.
+
+use std::collections::BTreeSet;
+use std::num::NonZeroU32;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::*;
+use crate::index::dump::tests::content;
+use crate::worker::{DpRank, WorkerId, WorkerRank};
+
+const RANKS: usize = 3;
+
+/// What the groups of the scripts need; fewer kinds than a rank may have classes, for the model knows no limit.
+const NEEDS: [(u32, u32); 4] = [(1, 1), (2, 1), (u32::MAX, 1), (1, 2)];
+
+/// One step of a script; picks are taken modulo what there is to pick from.
+#[derive(Clone, Debug)]
+enum Step {
+    Store { rank: usize, parent: Parent, locals: Vec<u8>, naming: Naming, tier: Tier },
+    Remove { rank: usize, picks: Vec<u8>, unknown: bool, tier: Tier },
+    RemoveRun { rank: usize, pick: u8, count: usize, reverse: bool, tier: Tier },
+    Group { rank: usize, group: u32, need: usize, pick: u8, count: usize, stored: bool },
+    Clear { rank: usize },
+    ClearTier { rank: usize, tier: Tier },
+    Doubt { rank: usize },
+    Rejoin { rank: usize },
+    Restore { rank: usize, rejoin: bool },
+}
+
+/// What a stored run follows.
+#[derive(Clone, Debug)]
+enum Parent {
+    None,
+    /// A name that is held or waits.
+    Known(u8),
+    /// The name that this prompt has by content, known or not.
+    Prompt(Vec<u8>),
+    /// Any small number.
+    Number(u8),
+}
+
+/// How an engine names what it stores.
+#[derive(Clone, Debug)]
+enum Naming {
+    /// By content, as real engines do; the variant makes several names for one content.
+    Content(u8),
+    /// Whatever.
+    Arbitrary(Vec<u8>),
+}
+
+fn tiers() -> impl Strategy<Value = Tier> {
+    prop_oneof![6 => Just(Tier::Device), 3 => Just(Tier::HostPinned), 1 => Just(Tier::Disk), 1 => Just(Tier::External)]
+}
+
+fn stores() -> impl Strategy<Value = Step> {
+    let naming = prop_oneof![
+        5 => Just(Naming::Content(0)),
+        2 => (0..3u8).prop_map(Naming::Content),
+        1 => vec(0..12u8, 9).prop_map(Naming::Arbitrary),
+    ];
+    let parent = prop_oneof![
+        5 => Just(Parent::None),
+        5 => any::<u8>().prop_map(Parent::Known),
+        3 => vec(0..3u8, 1..4).prop_map(Parent::Prompt),
+        1 => (0..12u8).prop_map(Parent::Number),
+    ];
+    (0..RANKS, parent, vec(0..3u8, 0..7), naming, tiers())
+        .prop_map(|(rank, parent, locals, naming, tier)| Step::Store { rank, parent, locals, naming, tier })
+}
+
+fn steps() -> impl Strategy<Value = Step> {
+    let remove = (0..RANKS, vec(any::<u8>(), 0..5), prop::bool::weighted(0.1), tiers())
+        .prop_map(|(rank, picks, unknown, tier)| Step::Remove { rank, picks, unknown, tier });
+    let remove_run = (0..RANKS, any::<u8>(), 1..6usize, any::<bool>(), tiers())
+        .prop_map(|(rank, pick, count, reverse, tier)| Step::RemoveRun { rank, pick, count, reverse, tier });
+    prop_oneof![
+        24 => stores(),
+        8 => remove,
+        8 => remove_run,
+        1 => (0..RANKS).prop_map(|rank| Step::Clear { rank }),
+        1 => (0..RANKS, tiers()).prop_map(|(rank, tier)| Step::ClearTier { rank, tier }),
+        2 => (0..RANKS).prop_map(|rank| Step::Doubt { rank }),
+        1 => (0..RANKS).prop_map(|rank| Step::Rejoin { rank }),
+        2 => (0..RANKS, any::<bool>()).prop_map(|(rank, rejoin)| Step::Restore { rank, rejoin }),
+    ]
+}
+
+/// Scripts of models with one cache group, and of models with several.
+fn scripts() -> impl Strategy<Value = Vec<Step>> {
+    let group = (0..RANKS, 0..5u32, 0..24usize, any::<u8>(), 0..5usize, prop::bool::weighted(0.75))
+        .prop_map(|(rank, group, need, pick, count, stored)| Step::Group { rank, group, need, pick, count, stored });
+    prop_oneof![vec(steps(), 1..32), vec(prop_oneof![2 => steps(), 1 => group], 1..32)]
+}
+
+fn name(path: &[LocalHash], variant: u8) -> EngineHash {
+    EngineHash(prompt(path).sequences()[path.len() - 1].0.wrapping_add(1_000_003 * u64::from(variant)))
+}
+
+/// The names of the blocks up to one, last first.
+fn line(rank: &model::Rank, end: EngineHash) -> Vec<EngineHash> {
+    let end = rank.names.get(&end).map(|name| name.path.clone()).unwrap_or_default();
+    let mut line: Vec<_> = rank.names.iter().filter(|(_, name)| end.starts_with(&name.path)).collect();
+    line.sort_by_key(|(_, name)| std::cmp::Reverse(name.path.len()));
+    line.into_iter().map(|(engine, _)| *engine).collect()
+}
+
+/// The event of a step, given what the rank holds.
+fn event(step: &Step, rank: &model::Rank) -> Option<KvEvent> {
+    let known: Vec<EngineHash> = rank.names.keys().chain(rank.waiting.keys()).copied().collect();
+    let pick = |pick: u8| known.get(usize::from(pick) % known.len().max(1)).copied().unwrap_or(EngineHash(999));
+    let locals = |numbers: &[u8]| numbers.iter().map(|number| LocalHash(u64::from(*number))).collect::<Vec<_>>();
+    Some(match step {
+        Step::Store { parent, locals: run, naming, tier, .. } => {
+            let (parent, mut path) = match parent {
+                Parent::None => (None, Vec::new()),
+                Parent::Known(known) => (Some(pick(*known)), Vec::new()),
+                Parent::Prompt(before) => (Some(name(&locals(before), 0)), locals(before)),
+                Parent::Number(number) => (Some(EngineHash(u64::from(*number))), Vec::new()),
+            };
+            if let Some(held) = parent.and_then(|parent| rank.names.get(&parent)) {
+                path = held.path.clone();
+            }
+            let blocks = locals(run).into_iter().enumerate().map(|(at, local)| {
+                path.push(local);
+                let engine = match naming {
+                    Naming::Content(variant) => name(&path, *variant),
+                    Naming::Arbitrary(names) => EngineHash(u64::from(names[at])),
+                };
+                StoredBlock { engine, local }
+            });
+            KvEvent::Stored { parent, blocks: blocks.collect(), tier: *tier }
+        }
+        Step::Remove { picks, unknown, tier, .. } => {
+            let mut blocks: Vec<_> = picks.iter().map(|&at| pick(at)).collect();
+            if *unknown {
+                blocks.insert(blocks.len() / 2, EngineHash(777));
+            }
+            KvEvent::Removed { blocks, tier: *tier }
+        }
+        Step::RemoveRun { pick: at, count, reverse, tier, .. } => {
+            let mut blocks: Vec<_> = line(rank, pick(*at)).into_iter().take(*count).collect();
+            if *reverse {
+                blocks.reverse();
+            }
+            KvEvent::Removed { blocks, tier: *tier }
+        }
+        Step::Group { group, need, pick: at, count, stored, .. } => {
+            let blocks = line(rank, pick(*at)).into_iter().take(*count).collect();
+            // Mostly the same need for the same group.
+            let (last, stride) = NEEDS[if *need < NEEDS.len() { *need } else { *group as usize % NEEDS.len() }];
+            let need = GroupNeed::Last { blocks: last, stride: NonZeroU32::new(stride).unwrap() };
+            match stored {
+                true => KvEvent::GroupStored { group: *group, need, blocks },
+                false => KvEvent::GroupRemoved { group: *group, blocks },
+            }
+        }
+        Step::Clear { .. } => KvEvent::Cleared,
+        Step::ClearTier { .. } | Step::Doubt { .. } | Step::Rejoin { .. } | Step::Restore { .. } => return None,
+    })
+}
+
+/// The index and the model side by side.
+struct Pair {
+    index: Arc<PrefixIndex>,
+    writers: Vec<Option<RankWriter>>,
+    models: Vec<model::Rank>,
+    overlaps: Overlaps,
+}
+
+impl Pair {
+    fn new(longest: Option<usize>) -> Self {
+        let index = PrefixIndex::new();
+        for shard in &index.shards {
+            longest.iter().for_each(|&longest| trie::tests::limit(&mut shard.write(), longest));
+        }
+        let writers = (0..RANKS).map(|rank| Some(index.join(Slot(rank as u32)))).collect();
+        Self { index, writers, models: vec![model::Rank::default(); RANKS], overlaps: Overlaps::new() }
+    }
+
+    fn step(&mut self, step: &Step) {
+        let (Step::Store { rank, .. }
+        | Step::Remove { rank, .. }
+        | Step::RemoveRun { rank, .. }
+        | Step::Group { rank, .. }
+        | Step::Clear { rank }
+        | Step::ClearTier { rank, .. }
+        | Step::Doubt { rank }
+        | Step::Rejoin { rank }
+        | Step::Restore { rank, .. }) = *step;
+        let slot = Slot(rank as u32);
+        let model = &mut self.models[rank];
+        let writer = self.writers[rank].as_mut().unwrap();
+        match step {
+            Step::ClearTier { tier, .. } => {
+                model.clear_tier(*tier);
+                writer.clear_tier(*tier);
+            }
+            Step::Doubt { .. } => {
+                model.doubt();
+                writer.doubt();
+            }
+            Step::Rejoin { .. } => {
+                *model = model::Rank::default();
+                self.writers[rank] = None;
+                self.writers[rank] = Some(self.index.join(slot));
+            }
+            Step::Restore { rejoin, .. } => {
+                let dump = through_bytes(writer);
+                if *rejoin {
+                    self.writers[rank] = None;
+                    self.writers[rank] = Some(self.index.join(slot));
+                }
+                let writer = self.writers[rank].as_mut().unwrap();
+                writer.restore(&dump);
+                assert_eq!(content(&through_bytes(writer)), content(&dump));
+            }
+            _ => {
+                let event = event(step, model).unwrap();
+                let expected = model.apply(&event);
+                assert_eq!(writer.apply(&event), expected, "{event:?}");
+            }
+        }
+    }
+
+    fn compare(&mut self, prompt: &BlockHashes) {
+        self.index.overlaps(prompt, &mut self.overlaps);
+        let mut found = 0;
+        for (rank, model) in self.models.iter().enumerate() {
+            let expected = model.overlap(prompt.locals());
+            found += usize::from(expected.total() > 0);
+            assert_eq!(self.overlaps.get(Slot(rank as u32)), expected, "rank {rank} {:?}", prompt.locals());
+        }
+        assert_eq!(self.overlaps.iter().filter(|(_, blocks)| blocks.total() > 0).count(), found);
+        assert_eq!(self.overlaps.iter().count(), found);
+    }
+
+    fn compare_all(&mut self) {
+        let held = self.models.iter().flat_map(|model| model.names.values());
+        let prompts: BTreeSet<Vec<LocalHash>> = held.map(|name| name.path.clone()).collect();
+        // A prompt that is the beginning of another says nothing more, but where what is missing at its end counts.
+        for path in prompts {
+            self.compare(&prompt(&path));
+            let beyond: Vec<_> = path.iter().copied().chain([LocalHash(1), LocalHash(2)]).collect();
+            self.compare(&prompt(&beyond));
+        }
+        self.compare(&prompt(&[]));
+        let stats = self.index.stats();
+        for (rank, model) in self.models.iter().enumerate() {
+            assert_eq!(stats.slots[rank].counts, model.counts(), "rank {rank}");
+        }
+        for shard in &self.index.shards {
+            trie::tests::check(&shard.read());
+        }
+    }
+}
+
+fn through_bytes(writer: &RankWriter) -> dump::RankDump {
+    let rank = WorkerRank { worker: WorkerId(7), rank: DpRank(writer.slot().0) };
+    let mut bytes = Vec::new();
+    dump::begin(&mut bytes).unwrap();
+    writer.dump(rank, &mut bytes).unwrap();
+    dump::end(&mut bytes, 1).unwrap();
+    let mut ranks = dump::Reader::new(&bytes[..]).unwrap();
+    let dump = ranks.next().unwrap().unwrap();
+    assert!(ranks.next().is_none());
+    assert_eq!(dump.rank(), rank);
+    dump
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_index_says_what_the_naive_model_says(
+        script in scripts(),
+        probe in vec(0..3u64, 8),
+        longest in prop_oneof![Just(None), (1..6usize).prop_map(Some)],
+    ) {
+        let mut pair = Pair::new(longest);
+        let probe: Vec<_> = probe.into_iter().map(LocalHash).collect();
+        for (at, step) in script.iter().enumerate() {
+            pair.step(step);
+            pair.compare(&prompt(&probe));
+            if at % 10 == 9 {
+                pair.compare_all();
+            }
+        }
+        pair.compare_all();
+        pair.writers.clear();
+        let stats = pair.index.stats();
+        prop_assert_eq!(stats, IndexStats::default());
+    }
+}

@@ -1,0 +1,49 @@
+//! Cache groups of one worker rank. A model that mixes kinds of attention keeps one cache per kind; its engine reports
+//! each by number and explains the number when it stores. The first group that keeps whole prefixes is the main one.
+
+use std::num::NonZeroU32;
+
+use hashbrown::HashMap;
+
+use super::wire::{Kind, Part};
+use crate::index::GroupNeed;
+
+/// What store events have taught.
+#[derive(Debug, Default)]
+pub(super) struct Groups {
+    known: HashMap<u32, (Kind, Option<u32>)>,
+    main: Option<u32>,
+}
+
+impl Groups {
+    pub(super) fn learn(&mut self, group: u32, kind: Kind, window: Option<u32>) {
+        self.known.insert(group, (kind, window));
+        if kind == Kind::Main {
+            self.main.get_or_insert(group);
+        } else if self.main == Some(group) {
+            self.main = None;
+        }
+    }
+
+    pub(super) fn kind(&self, group: u32) -> Option<Kind> {
+        self.known.get(&group).map(|(kind, _)| *kind)
+    }
+
+    /// Whether another group is the main one.
+    pub(super) fn is_further(&self, group: u32) -> bool {
+        self.main.is_some_and(|main| main != group)
+    }
+
+    /// What an engine looks for in this group when it reuses a prefix: behind a window nothing is read, a recurrent state
+    /// stands for all before it. Where events do not say how far back a group reads, it is taken to need everything.
+    pub(super) fn need(&self, group: u32, block_size: u32, stride: NonZeroU32) -> GroupNeed {
+        match self.known.get(&group) {
+            Some((Kind::Partial(Part::Window), Some(window))) => {
+                // The token to be computed lies in the window itself.
+                GroupNeed::Last { blocks: window.saturating_sub(1).div_ceil(block_size), stride }
+            }
+            Some((Kind::Partial(Part::State), _)) => GroupNeed::Last { blocks: 1, stride },
+            _ => GroupNeed::whole(stride),
+        }
+    }
+}
