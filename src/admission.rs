@@ -13,6 +13,7 @@ mod lanes;
 mod policy;
 mod queue;
 mod rounds;
+mod turn;
 mod waiting;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,11 +27,14 @@ use tokio::time::{Instant, MissedTickBehavior, interval_at};
 use tracing::error;
 
 pub use answer::{Attempt, Placing, Rejected, Standing, Tally};
-pub use classes::{Class, ClassId, Classes, Gate, Limits};
-pub use config::{LimitKind, QueueConfig};
+pub use classes::{Class, ClassId, Classes, Gate, LimitKind, Limits};
+pub use lanes::Pending;
 pub use policy::Policy;
-pub use queue::{Entry, Full, Lane, Pending, Queue, Ticket, Turn};
+pub use queue::{Full, Queue, Ticket};
+pub use turn::{Entry, Lane, Turn};
 pub use waiting::{Entered, Waiting};
+
+use config::QueueConfig;
 
 /// Most requests placed in one go, so that whoever happens to look does not work for everybody.
 const MOST_PER_PASS: usize = 16;

@@ -5,8 +5,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use super::classes::Gate;
-use super::config::LimitKind;
+use super::classes::{Gate, LimitKind};
 use super::lanes::Pending;
 
 /// Places one request, at once or not at all.

@@ -1,9 +1,10 @@
 //! The classes of requests that wait apart from one another, as the settings describe them. A request may name a class, or
 //! a family of classes of which the length of its uncached prompt picks one; a name nobody knows is no name.
 
+use std::fmt;
 use std::sync::Arc;
 
-use super::config::{LimitKind, QueueConfig};
+use super::config::QueueConfig;
 use super::policy::Policy;
 
 /// Tokens of an engine step where a worker does not say, so that a fraction of them is out of reach.
@@ -29,6 +30,34 @@ impl Gate {
         let batch = batch.unwrap_or(UNKNOWN_BATCH) as f64;
         self.prefill_tokens.is_some_and(|most| prefill_tokens > most)
             || self.prefill_fraction.is_some_and(|fraction| prefill_tokens as f64 > fraction * batch)
+    }
+}
+
+/// What may be too much in a class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum LimitKind {
+    /// Requests.
+    Requests,
+    /// Prompt tokens.
+    PromptTokens,
+    /// Cached prompt tokens.
+    CachedTokens,
+}
+
+impl LimitKind {
+    /// As a label.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Requests => "requests",
+            Self::PromptTokens => "prompt_tokens",
+            Self::CachedTokens => "cached_tokens",
+        }
+    }
+}
+
+impl fmt::Display for LimitKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
     }
 }
 

@@ -1,7 +1,6 @@
 //! Settings of the queue. With none given there is one class, no worker is ever busy, and nothing waits.
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -83,34 +82,6 @@ pub struct ClassConfig {
     /// Cached prompt tokens that may wait, per worker.
     #[serde(default)]
     pub cached_tokens_per_worker: Option<u64>,
-}
-
-/// What may be too much in a class.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum LimitKind {
-    /// Requests.
-    Requests,
-    /// Prompt tokens.
-    PromptTokens,
-    /// Cached prompt tokens.
-    CachedTokens,
-}
-
-impl LimitKind {
-    /// As a label.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Requests => "requests",
-            Self::PromptTokens => "prompt_tokens",
-            Self::CachedTokens => "cached_tokens",
-        }
-    }
-}
-
-impl fmt::Display for LimitKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
 }
 
 const fn one() -> u64 {

@@ -7,20 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use super::policy::Place;
-use super::queue::Entry;
-use crate::worker::WorkerRank;
-
-/// What a request may be placed on, as far as that decides who can be in whose way.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Lane {
-    /// Any worker.
-    #[default]
-    Shared,
-    /// One worker rank.
-    Pinned(WorkerRank),
-    /// A set of workers, named by whatever tells sets apart: a hash of model, taints and allow-list for example.
-    Among(u64),
-}
+use super::turn::{Entry, Lane};
 
 /// How much waits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -5,60 +5,15 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::classes::{ClassId, Classes};
-use super::config::LimitKind;
-use super::lanes::Lanes;
-pub use super::lanes::{Lane, Pending};
+use super::classes::{ClassId, Classes, LimitKind};
+use super::lanes::{Lanes, Pending};
 use super::policy::Place;
 use super::rounds::Rounds;
+use super::turn::{Entry, Lane};
 
 /// Most tokens that one request counts for. Lengths may be guesses from what a client says of itself, and no guess may make
 /// a sum overflow.
 const MOST_TOKENS: u64 = 1 << 40;
-
-/// What the queue has to know of a request.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Turn {
-    /// The class or the family of classes the request names.
-    pub class: Option<String>,
-    /// Which workers it competes for.
-    pub lane: Lane,
-    /// More goes first, whatever the policy says.
-    pub strict_priority: u32,
-    /// How far the policy lets it jump; negative is 0.
-    pub priority_jump: f64,
-    /// When it is due; those with a due time go first.
-    pub due: Option<Instant>,
-    /// Length of its prompt.
-    pub prompt_tokens: u64,
-    /// How much of that is cached on the worker that has most.
-    pub cached_tokens: u64,
-}
-
-impl Turn {
-    /// Prompt tokens that nobody has cached.
-    pub fn uncached(&self) -> u64 {
-        self.prompt_tokens.saturating_sub(self.cached_tokens)
-    }
-
-    /// What it costs its class to let it go.
-    pub fn cost(&self) -> u64 {
-        self.uncached().max(1)
-    }
-}
-
-/// One that waits.
-#[derive(Clone, Debug)]
-pub struct Entry<T> {
-    /// What it asked for.
-    pub turn: Turn,
-    /// Its class.
-    pub class: ClassId,
-    /// When it came.
-    pub arrived: Instant,
-    /// What waits.
-    pub payload: T,
-}
 
 /// Where one stands in the queue; finds it again without a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

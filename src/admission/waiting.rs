@@ -29,7 +29,8 @@ pub struct Waiting<P: Placing> {
 }
 
 impl<P: Placing> Waiting<P> {
-    /// How long it may still wait.
+    /// How long it may still wait. Whoever is called by Envoy asks it for all of that at once, because Envoy extends a timeout
+    /// only once.
     pub fn deadline(&self) -> Duration {
         self.until.saturating_duration_since(Instant::now())
     }

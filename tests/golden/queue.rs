@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
-use warmroute::admission::config::{BucketConfig, ClassConfig};
-use warmroute::admission::{Classes, Entry, Lane, Policy, Queue, QueueConfig, Turn};
+use warmroute::admission::config::{BucketConfig, ClassConfig, QueueConfig};
+use warmroute::admission::{Classes, Entry, Lane, Policy, Queue, Turn};
 use warmroute::worker::{DpRank, WorkerId, WorkerRank};
 
 #[derive(Deserialize)]

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::admission::config::{ClassConfig, QueueConfig};
-use crate::admission::{Gate, Policy};
+use crate::admission::{Gate, Policy, Turn};
 use crate::worker::{DpRank, WorkerId, WorkerRank};
 
 mod model;
