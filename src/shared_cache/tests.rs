@@ -1,3 +1,5 @@
+#![expect(clippy::single_range_in_vec_init, reason = "lists of ranges are what is tested")]
+
 use std::sync::Arc;
 use std::time::Duration;
 
