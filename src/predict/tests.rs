@@ -146,6 +146,22 @@ fn generated_blocks_take_room_until_a_longer_prompt_names_them() {
 }
 
 #[test]
+fn a_conversation_is_one_run_until_somebody_turns_off() {
+    for policy in [lru(Some(100)), Policy::Ttl(ttl(100))] {
+        let bed = Bed::new(policy);
+        bed.predictor.open(A, name(A), None);
+        for turn in 1..=5 {
+            let mut lease = bed.record(A, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10][..2 * turn]);
+            lease.grow(1);
+        }
+        let runs = || bed.predictor.stats().ranks[0].runs;
+        assert_eq!((runs(), bed.predictor.stats().blocks), (1, 10), "{policy:?}");
+        drop(bed.record(A, &[1, 2, 3, 8]));
+        assert_eq!((runs(), bed.predictor.stats().blocks), (3, 11), "{policy:?}");
+    }
+}
+
+#[test]
 fn a_rank_without_a_known_capacity_goes_by_time_and_says_so() {
     let mut bed = Bed::new(lru(None));
     let policy = bed.predictor.open(A, name(A), None);
