@@ -181,38 +181,47 @@ impl Router {
             // Its slots may be others' by now.
             self.look_up(prepared);
         }
-        let pools = match self.pools(&fleet, &prepared.request) {
-            Ok(pools) => pools,
-            Err(error) => return Attempt::Refused(error),
-        };
-        let decision = Decision { prepared, pools: &pools, settings: &self.settings, gate };
+        loop {
+            let placed = self.pools(&fleet, &prepared.request).and_then(|pools| self.book(prepared, &pools, gate));
+            match placed {
+                Err(Undecided::Outrun) => {}
+                Err(Undecided::Busy) => return Attempt::Busy,
+                Err(Undecided::Refused(error)) => return Attempt::Refused(error),
+                Ok(mut booked) => {
+                    booked.route.index_time = prepared.index_time;
+                    booked.route.choose_time = started.elapsed();
+                    return Attempt::Placed(booked);
+                }
+            }
+        }
+    }
+
+    /// Chooses and books in one critical section.
+    fn book(&self, prepared: &Prepared, pools: &Pools<'_>, gate: &Gate) -> Result<Booked, Undecided> {
+        let decision = Decision { prepared, pools, settings: &self.settings, gate };
         let mut decided = None;
-        let booked = self.load.book_with(|view| {
+        let reservation = self.load.book_with(|view| {
             let mut random = self.random.lock();
             let legs = decision.decide(view, &mut *random)?;
+            let probes = self.probes(&legs, pools, view.now())?;
             let mut bookings = legs.bookings(prepared, &self.settings, |count| unshared(count, &mut *random));
             if self.settings.tracking.prefill_durations {
                 self.durations.estimate(&legs, &mut bookings);
             }
-            decided = Some(legs);
+            decided = Some((legs, probes));
             Ok(bookings)
-        });
-        let (reservation, legs) = match (booked, decided) {
-            (Ok(reservation), Some(legs)) => (reservation, legs),
-            (Err(Undecided::Refused(error)), _) => return Attempt::Refused(error),
-            (Err(Undecided::Busy), _) | (Ok(_), None) => return Attempt::Busy,
-        };
-        let mut route = self.describe(prepared, &legs);
-        route.index_time = prepared.index_time;
-        route.choose_time = started.elapsed();
-        Attempt::Placed(self.booked(prepared, &legs, route, reservation))
+        })?;
+        // Nothing is booked without a decision.
+        let (legs, probes) = decided.ok_or(Undecided::Busy)?;
+        let leases = self.leases(prepared, &legs);
+        Ok(Booked { route: self.describe(prepared, &legs), reservation, probes, leases })
     }
 
     /// Chooses without booking.
     pub fn ask(&self, request: RouteRequest) -> Result<Route, RouteError> {
         let prepared = self.prepare(request);
         let fleet = self.fleet.load();
-        let pools = self.pools(&fleet, &prepared.request)?;
+        let pools = self.pools(&fleet, &prepared.request).map_err(RouteError::from)?;
         let legs = self.decide_only(&prepared, &pools)?;
         Ok(self.describe(&prepared, &legs))
     }
@@ -220,14 +229,11 @@ impl Router {
     fn decide_only<'f>(&self, prepared: &Prepared, pools: &Pools<'f>) -> Result<Legs<'f>, RouteError> {
         let decision = Decision { prepared, pools, settings: &self.settings, gate: &Gate::default() };
         let decided = self.load.look(|view| decision.decide(view, &mut *self.random.lock()));
-        decided.map_err(|undecided| match undecided {
-            Undecided::Refused(error) => error,
-            Undecided::Busy => RouteError::NoCandidate,
-        })
+        decided.map_err(RouteError::from)
     }
 
-    fn pools<'f>(&self, fleet: &'f Fleet, request: &RouteRequest) -> Result<Pools<'f>, RouteError> {
-        Pools::find(fleet, request, &self.settings, |members| self.standings(members))
+    fn pools<'f>(&self, fleet: &'f Fleet, request: &RouteRequest) -> Result<Pools<'f>, Undecided> {
+        Pools::find(fleet, request, &self.settings, |members| self.standings(members)).map_err(Undecided::Refused)
     }
 
     fn standings(&self, members: &[&Member]) -> Standings {

@@ -2,6 +2,7 @@
 //! cleared or leaves must vanish at once, while taking its blocks out of the tries takes time: it gives up its seat,
 //! readers no longer report the seat, and the seat is given out again only when no trie mentions it.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -23,18 +24,11 @@ impl Seat {
 /// All seats.
 #[derive(Debug, Default)]
 pub(super) struct Seats {
-    seats: Vec<Option<Taken>>,
+    slots: Vec<Option<Slot>>,
     by_slot: Vec<Option<Seating>>,
     free: Vec<Seat>,
-    /// Seats with needs.
-    needy: usize,
-}
-
-/// Whose blocks lie under a seat, and what they need beside them to be of use.
-#[derive(Clone, Debug)]
-struct Taken {
-    slot: Slot,
-    needs: Option<Arc<Needs>>,
+    /// What the blocks under a seat need beside them to be of use.
+    needs: HashMap<Seat, Arc<Needs>>,
 }
 
 /// Who speaks for a slot now.
@@ -54,7 +48,7 @@ impl Seats {
             self.rise(before.seat);
         }
         let seat = self.vacant();
-        self.seats[seat.at()] = Some(Taken { slot, needs: None });
+        self.slots[seat.at()] = Some(slot);
         self.by_slot[slot.at()] = Some(Seating { seat, tally });
         seat
     }
@@ -74,8 +68,8 @@ impl Seats {
     /// Reports the blocks under another seat of the same writer instead of those under this one.
     pub(super) fn replace(&mut self, seat: Seat, by: Seat, needs: Option<Arc<Needs>>) {
         let Some(slot) = self.rise(seat) else { return };
-        self.needy += usize::from(needs.is_some());
-        self.seats[by.at()] = Some(Taken { slot, needs });
+        self.slots[by.at()] = Some(slot);
+        self.needs.extend(needs.map(|needs| (by, needs)));
         if let Some(seating) = &mut self.by_slot[slot.at()] {
             seating.seat = by;
         }
@@ -90,19 +84,18 @@ impl Seats {
 
     /// From now on only prefixes that satisfy these needs are reported as reusable.
     pub(super) fn need(&mut self, seat: Seat, needs: Arc<Needs>) {
-        if let Some(taken) = &mut self.seats[seat.at()] {
-            self.needy += usize::from(taken.needs.is_none());
-            taken.needs = Some(needs);
+        if self.slots[seat.at()].is_some() {
+            self.needs.insert(seat, needs);
         }
     }
 
     /// Whether any seat has needs.
     pub(super) fn any_needs(&self) -> bool {
-        self.needy > 0
+        !self.needs.is_empty()
     }
 
     pub(super) fn needs(&self, seat: Seat) -> Option<&Needs> {
-        self.seats.get(seat.at())?.as_ref()?.needs.as_deref()
+        self.needs.get(&seat).map(Arc::as_ref)
     }
 
     /// No trie mentions this seat any more.
@@ -111,7 +104,7 @@ impl Seats {
     }
 
     pub(super) fn slot(&self, seat: Seat) -> Option<Slot> {
-        self.seats.get(seat.at())?.as_ref().map(|taken| taken.slot)
+        self.slots.get(seat.at()).copied().flatten()
     }
 
     pub(super) fn stats(&self) -> Vec<SlotStats> {
@@ -121,16 +114,15 @@ impl Seats {
 
     fn vacant(&mut self) -> Seat {
         self.free.pop().unwrap_or_else(|| {
-            self.seats.push(None);
-            Seat(self.seats.len() as u32 - 1)
+            self.slots.push(None);
+            Seat(self.slots.len() as u32 - 1)
         })
     }
 
     /// Empties a seat; the slot that was reported under it.
     fn rise(&mut self, seat: Seat) -> Option<Slot> {
-        let taken = self.seats[seat.at()].take()?;
-        self.needy -= usize::from(taken.needs.is_some());
-        Some(taken.slot)
+        self.needs.remove(&seat);
+        self.slots[seat.at()].take()
     }
 }
 

@@ -95,7 +95,12 @@ impl Chains {
             rest = &rest[same..];
         }
         if !rest.is_empty() {
-            tail = Some(self.sprout(tail, rest, stamp, lease));
+            self.identify(tail, rest.len() as u64);
+            self.blocks += rest.len() as u64;
+            tail = match tail.filter(|&run| self.may_grow(run, lease)) {
+                Some(run) => Some(self.append(run, rest)),
+                None => Some(self.sprout(tail, rest, stamp, lease)),
+            };
         }
         Recorded { tail, known: prompt.len() - rest.len() }
     }
@@ -182,14 +187,30 @@ impl Chains {
         self.list(id);
     }
 
-    /// A new run of prompt blocks.
-    fn sprout(&mut self, parent: Option<RunId>, names: &[SequenceHash], stamp: Stamp, lease: bool) -> RunId {
-        // A longer prompt usually holds the answer to the shorter one: those blocks are now known by name.
+    /// A longer prompt usually holds the answer to the shorter one: those blocks are now known by name.
+    fn identify(&mut self, parent: Option<RunId>, blocks: u64) {
         if let Some(offspring) = self.offspring(parent) {
-            let named = self.run(offspring).generated.min(names.len() as u64);
+            let named = self.run(offspring).generated.min(blocks);
             self.shrink(offspring, named);
         }
-        self.blocks += names.len() as u64;
+    }
+
+    /// Whether blocks after a run that was just touched share its fate: nothing else follows it and nobody else holds it.
+    /// So a conversation stays one run, however many turns it has.
+    fn may_grow(&self, id: RunId, lease: bool) -> bool {
+        let run = self.run(id);
+        run.children == 0 && run.leases == u32::from(lease)
+    }
+
+    fn append(&mut self, id: RunId, names: &[SequenceHash]) -> RunId {
+        let run = self.run_mut(id);
+        run.names.reserve_exact(names.len());
+        run.names.extend_from_slice(names);
+        id
+    }
+
+    /// A new run of prompt blocks.
+    fn sprout(&mut self, parent: Option<RunId>, names: &[SequenceHash], stamp: Stamp, lease: bool) -> RunId {
         let leases = u32::from(lease);
         let run = Run { names: names.into(), generated: 0, stamp, parent, offspring: None, children: 0, leases };
         let id = self.adopt(run);

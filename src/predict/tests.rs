@@ -1,1 +1,350 @@
+mod model;
 
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::*;
+use crate::block::LocalHash;
+use crate::worker::{BlockSize, DpRank, WorkerId};
+use model::Model;
+
+const TTL: u64 = 1_050;
+const A: Slot = Slot(0);
+const B: Slot = Slot(1);
+
+fn name(slot: Slot) -> WorkerRank {
+    WorkerRank { worker: WorkerId(100 + u64::from(slot.0)), rank: DpRank(0) }
+}
+
+fn prompt(path: &[u8]) -> BlockHashes {
+    let locals = path.iter().map(|&block| LocalHash(0x9e37_79b9 * (1 + u64::from(block)))).collect();
+    BlockHashes::chain(path.len() * 16, BlockSize::new(16).unwrap(), locals)
+}
+
+fn ttl(most_blocks_per_rank: u64) -> Ttl {
+    Ttl { ttl: Duration::from_millis(TTL), most_blocks_per_rank }
+}
+
+/// A predictor with a clock that is set by hand.
+struct Bed {
+    now: Arc<Mutex<u64>>,
+    predictor: Arc<Predictor>,
+    overlaps: Overlaps,
+}
+
+impl Bed {
+    fn new(policy: Policy) -> Self {
+        let now = Arc::new(Mutex::new(0));
+        let (start, clock) = (Instant::now(), now.clone());
+        let predictor = Predictor::new(policy, move || start + Duration::from_millis(*clock.lock()));
+        Self { now, predictor, overlaps: Overlaps::new() }
+    }
+
+    fn now(&self) -> u64 {
+        *self.now.lock()
+    }
+
+    fn wait(&self, millis: u64) {
+        *self.now.lock() += millis;
+    }
+
+    fn record(&self, slot: Slot, path: &[u8]) -> Lease {
+        self.predictor.record(slot, name(slot), &prompt(path))
+    }
+
+    fn overlap(&mut self, slot: Slot, path: &[u8]) -> usize {
+        self.predictor.overlaps(&prompt(path), &mut self.overlaps);
+        let found = self.overlaps.get(slot);
+        assert_eq!(found.total(), found.device);
+        found.device as usize
+    }
+}
+
+fn lru(default_blocks: Option<u64>) -> Policy {
+    Policy::Lru { default_blocks, fallback: ttl(1_000) }
+}
+
+#[test]
+fn a_block_lives_its_time_rounded_up_from_when_it_was_last_recorded() {
+    let mut bed = Bed::new(Policy::Ttl(ttl(100)));
+    bed.predictor.open(A, name(A), None);
+    drop(bed.record(A, &[1, 2, 3, 4]));
+    bed.wait(500);
+    drop(bed.record(A, &[1, 2]));
+    // The end at 1050 ms is rounded up to 1100, that of the front at 1550 to 1600.
+    for (millis, left) in [(1_000, 4), (1_099, 4), (1_100, 2), (1_599, 2), (1_600, 0)] {
+        *bed.now.lock() = millis;
+        bed.predictor.expire();
+        assert_eq!(bed.overlap(A, &[1, 2, 3, 4]), left, "at {millis} ms");
+    }
+    let stats = bed.predictor.stats();
+    assert_eq!((stats.blocks, stats.ranks[0].runs, stats.ranks[0].expired), (0, 0, 4));
+}
+
+#[test]
+fn the_size_limit_takes_the_least_recently_recorded_tails_first() {
+    let mut bed = Bed::new(Policy::Ttl(ttl(6)));
+    bed.predictor.open(A, name(A), Some(1));
+    for path in [&[1, 2, 3][..], &[4, 5, 6], &[1, 2], &[7]] {
+        drop(bed.record(A, path));
+    }
+    let left = [&[1, 2, 3][..], &[4, 5, 6], &[7]].map(|path| bed.overlap(A, path));
+    assert_eq!(left, [2, 3, 1], "the end that only the first prompt had");
+    drop(bed.record(A, &[8, 8, 8, 8]));
+    let left = [&[1, 2, 3][..], &[4, 5, 6], &[7], &[8, 8, 8, 8]].map(|path| bed.overlap(A, path));
+    assert_eq!(left, [1, 0, 1, 4]);
+    drop(bed.record(A, &[9; 10]));
+    assert_eq!((bed.overlap(A, &[9; 10]), bed.predictor.stats().blocks), (6, 6));
+    let stats = bed.predictor.stats();
+    assert_eq!((stats.ranks[0].evicted, stats.ranks[0].expired), (15, 0));
+}
+
+#[test]
+fn live_requests_keep_their_blocks_and_the_longest_released_leave_first() {
+    let mut bed = Bed::new(lru(None));
+    assert_eq!(bed.predictor.open(A, name(A), Some(6)), EffectivePolicy::Lru { capacity: 6 });
+    let first = bed.record(A, &[1, 2, 3]);
+    let second = bed.record(A, &[4, 5, 6]);
+    let third = bed.record(A, &[7, 8]);
+    assert_eq!(bed.predictor.stats().blocks, 8, "all are in use, more than there is room for");
+    drop(second);
+    assert_eq!(bed.overlap(A, &[4, 5, 6]), 1);
+    drop(first);
+    drop(third);
+    let fourth = bed.record(A, &[9, 10]);
+    assert_eq!((bed.overlap(A, &[4]), bed.overlap(A, &[1, 2, 3]), bed.overlap(A, &[7, 8])), (0, 2, 2));
+    bed.wait(10 * TTL);
+    bed.predictor.expire();
+    assert_eq!(bed.overlap(A, &[7, 8]), 2, "time does nothing here");
+    drop(fourth);
+}
+
+#[test]
+fn generated_blocks_take_room_until_a_longer_prompt_names_them() {
+    let mut bed = Bed::new(lru(Some(8)));
+    bed.predictor.open(A, name(A), None);
+    let mut turn = bed.record(A, &[1, 2]);
+    turn.grow(2);
+    turn.grow(1);
+    drop(turn);
+    let stats = bed.predictor.stats();
+    assert_eq!((stats.blocks, stats.generated), (2, 3));
+    let next = bed.record(A, &[1, 2, 3, 4, 5, 6]);
+    let stats = bed.predictor.stats();
+    assert_eq!((stats.blocks, stats.generated), (6, 0));
+    drop(next);
+    let mut other = bed.record(A, &[]);
+    other.grow(4);
+    assert_eq!(bed.overlap(A, &[1, 2, 3, 4, 5, 6]), 4, "and they push others out");
+    drop(other);
+    drop(bed.record(A, &[9, 9]));
+    let stats = bed.predictor.stats();
+    assert_eq!((stats.blocks, stats.generated), (6, 2), "nor are those of prompts without a block forgotten");
+}
+
+#[test]
+fn a_conversation_is_one_run_until_somebody_turns_off() {
+    for policy in [lru(Some(100)), Policy::Ttl(ttl(100))] {
+        let bed = Bed::new(policy);
+        bed.predictor.open(A, name(A), None);
+        for turn in 1..=5 {
+            let mut lease = bed.record(A, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10][..2 * turn]);
+            lease.grow(1);
+        }
+        let runs = || bed.predictor.stats().ranks[0].runs;
+        assert_eq!((runs(), bed.predictor.stats().blocks), (1, 10), "{policy:?}");
+        drop(bed.record(A, &[1, 2, 3, 8]));
+        assert_eq!((runs(), bed.predictor.stats().blocks), (3, 11), "{policy:?}");
+    }
+}
+
+#[test]
+fn a_rank_without_a_known_capacity_goes_by_time_and_says_so() {
+    let mut bed = Bed::new(lru(None));
+    let policy = bed.predictor.open(A, name(A), None);
+    assert_eq!(policy, EffectivePolicy::Ttl { most_blocks: 1_000, fallback: true });
+    assert_eq!(bed.predictor.stats().ranks[0].policy, policy);
+    let lease = bed.record(A, &[1]);
+    bed.wait(TTL + 100);
+    bed.predictor.expire();
+    assert_eq!(bed.overlap(A, &[1]), 0, "no lease holds it");
+    drop(lease);
+}
+
+#[test]
+fn a_decision_for_somebody_else_and_a_lease_of_an_earlier_one_change_nothing() {
+    let mut bed = Bed::new(lru(Some(4)));
+    bed.predictor.open(A, name(A), None);
+    let mut old = bed.record(A, &[1, 2]);
+    old.grow(1);
+    bed.predictor.open(A, name(B), None);
+    assert_eq!(bed.overlap(A, &[1, 2]), 0);
+    drop(bed.record(A, &[1, 2]));
+    drop(bed.record(B, &[1, 2]));
+    assert_eq!(bed.predictor.stats().blocks, 0);
+    let held = bed.predictor.record(A, name(B), &prompt(&[1, 2]));
+    old.grow(5);
+    drop(old);
+    let stats = bed.predictor.stats();
+    assert_eq!((stats.blocks, stats.generated), (2, 0));
+    bed.predictor.close(A);
+    bed.predictor.close(A);
+    bed.predictor.close(Slot(77));
+    drop(held);
+    assert_eq!(bed.predictor.stats(), PredictStats::default());
+    assert_eq!(bed.overlap(A, &[1, 2]), 0);
+}
+
+#[test]
+fn a_prediction_beside_events_reaches_over_what_the_slower_tiers_add() {
+    let of = |[device, host, disk, external]: [u32; 4]| TierBlocks { device, host, disk, external };
+    let cases = [
+        ([0, 0, 0, 0], 0, [0, 0, 0, 0]),
+        ([4, 2, 3, 1], 0, [4, 2, 3, 1]),
+        ([4, 2, 3, 1], 4, [4, 2, 3, 1]),
+        ([4, 2, 3, 1], 5, [5, 1, 3, 1]),
+        ([4, 2, 3, 1], 8, [8, 0, 1, 1]),
+        ([4, 0, 0, 6], 9, [9, 0, 0, 1]),
+        ([4, 2, 3, 1], 20, [20, 0, 0, 0]),
+    ];
+    for (reported, predicted, expected) in cases {
+        assert_eq!(merged(of(reported), of([predicted, 0, 0, 0])), of(expected), "{reported:?} {predicted}");
+    }
+}
+
+/// One step of a script; picks are taken modulo what there is to pick from.
+#[derive(Clone, Debug)]
+enum Step {
+    Record { slot: Slot, path: Vec<u8>, hold: bool },
+    Grow { pick: usize, blocks: u64 },
+    Release { pick: usize },
+    Wait { millis: u64 },
+    Expire,
+    Reopen { slot: Slot },
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let slot = || prop_oneof![3 => Just(A), 2 => Just(B)];
+    let step = prop_oneof![
+        10 => (slot(), vec(0..2u8, 0..8), any::<bool>())
+            .prop_map(|(slot, path, hold)| Step::Record { slot, path, hold }),
+        3 => (any::<usize>(), 1..4u64).prop_map(|(pick, blocks)| Step::Grow { pick, blocks }),
+        5 => any::<usize>().prop_map(|pick| Step::Release { pick }),
+        5 => (1..500u64).prop_map(|millis| Step::Wait { millis }),
+        4 => Just(Step::Expire),
+        1 => slot().prop_map(|slot| Step::Reopen { slot }),
+    ];
+    vec(step, 1..30)
+}
+
+/// A request under way, as both sides see it.
+struct Request {
+    slot: Slot,
+    opened: usize,
+    path: Vec<u8>,
+    generated: u64,
+    lease: Lease,
+}
+
+/// A predictor and its model, side by side. The first rank has a capacity, the second has none.
+struct Pair {
+    bed: Bed,
+    lru: bool,
+    most: u64,
+    models: [Model; 2],
+    opened: [usize; 2],
+    requests: Vec<Request>,
+    seen: Vec<Vec<u8>>,
+}
+
+impl Pair {
+    fn new(lru: bool, most: u64) -> Self {
+        let policy =
+            if lru { Policy::Lru { default_blocks: None, fallback: ttl(most) } } else { Policy::Ttl(ttl(most)) };
+        let models = [Model::new(most, lru, TTL), Model::new(most, false, TTL)];
+        let bed = Bed::new(policy);
+        bed.predictor.open(A, name(A), Some(most));
+        bed.predictor.open(B, name(B), None);
+        Self { bed, lru, most, models, opened: [0; 2], requests: Vec::new(), seen: Vec::new() }
+    }
+
+    fn take(&mut self, step: &Step) {
+        let now = self.bed.now();
+        match step {
+            Step::Record { slot, path, hold } => {
+                let lease = self.bed.record(*slot, path);
+                self.models[slot.at()].record(path, now);
+                let opened = self.opened[slot.at()];
+                self.requests.push(Request { slot: *slot, opened, path: path.clone(), generated: 0, lease });
+                self.seen.push(path.clone());
+                if !hold {
+                    self.release(self.requests.len() - 1);
+                }
+            }
+            Step::Grow { pick, blocks } if !self.requests.is_empty() => {
+                let at = pick % self.requests.len();
+                let request = &mut self.requests[at];
+                request.lease.grow(*blocks);
+                if request.opened == self.opened[request.slot.at()] {
+                    request.generated += blocks;
+                    self.models[request.slot.at()].grow(*blocks);
+                }
+            }
+            Step::Release { pick } if !self.requests.is_empty() => self.release(pick % self.requests.len()),
+            Step::Grow { .. } | Step::Release { .. } => {}
+            Step::Wait { millis } => self.bed.wait(*millis),
+            Step::Expire => {
+                self.bed.predictor.expire();
+                self.models.iter_mut().for_each(|model| model.expire(now));
+            }
+            Step::Reopen { slot } => {
+                self.bed.predictor.open(*slot, name(*slot), (*slot == A).then_some(self.most));
+                self.opened[slot.at()] += 1;
+                self.models[slot.at()] = Model::new(self.most, self.lru && *slot == A, TTL);
+            }
+        }
+    }
+
+    fn release(&mut self, at: usize) {
+        let Request { slot, opened, path, generated, lease } = self.requests.swap_remove(at);
+        drop(lease);
+        if opened == self.opened[slot.at()] {
+            let now = self.bed.now();
+            self.models[slot.at()].release(&path, generated, now);
+        }
+    }
+
+    fn check(&mut self) {
+        let stats = self.bed.predictor.stats();
+        let indexed = self.bed.predictor.index.stats();
+        for (slot, model) in [A, B].into_iter().zip(&self.models) {
+            assert!(model.is_whole(), "a block left before its descendants: {model:?}");
+            let found = &stats.ranks[slot.at()];
+            assert_eq!((found.blocks, found.generated), (model.blocks(), model.generated()), "{slot:?}");
+            assert_eq!(indexed.slots[slot.at()].counts.device, model.blocks(), "{slot:?}");
+            for path in &self.seen {
+                assert_eq!(self.bed.overlap(slot, path), model.overlap(path), "{slot:?} {path:?}");
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_predictor_holds_exactly_what_the_model_holds(lru in any::<bool>(), most in 1..20u64, steps in steps()) {
+        let mut pair = Pair::new(lru, most);
+        for step in &steps {
+            pair.take(step);
+            pair.check();
+        }
+        while !pair.requests.is_empty() {
+            pair.release(0);
+        }
+        pair.check();
+    }
+}

@@ -40,8 +40,8 @@ pub(super) struct Durations(DashMap<(ModelName, Role), PrefillTimes>);
 impl Durations {
     /// Enters what each prefill is expected to take.
     pub(super) fn estimate(&self, legs: &Legs<'_>, bookings: &mut [Booking]) {
-        for (leg, booking) in [Some(&legs.decode), legs.prefill.as_ref()].into_iter().flatten().zip(bookings) {
-            let worker = &leg.member().worker;
+        for (member, booking) in legs.chosen().zip(bookings) {
+            let worker = &member.worker;
             let tokens = booking.prompt_tokens.saturating_sub(booking.cached_tokens);
             let key = (worker.model.clone(), worker.role);
             booking.prefill_time = self.0.get(&key).and_then(|times| times.estimate(tokens));
@@ -67,14 +67,13 @@ impl Router {
             None => self.health.report(chosen, outcome, now),
         };
         let other = match answer.from {
-            AnswerFrom::Other(worker) => self.health.report(worker, Outcome::of_status(answer.status), now),
+            AnswerFrom::Other(worker) => {
+                let change = self.health.report(worker, Outcome::of_status(answer.status), now);
+                change.map(|change| (worker, change))
+            }
             AnswerFrom::Chosen | AnswerFrom::Gateway => None,
         };
-        let others = match answer.from {
-            AnswerFrom::Other(worker) => other.map(|change| (worker, change)),
-            AnswerFrom::Chosen | AnswerFrom::Gateway => None,
-        };
-        change.map(|change| (chosen, change)).into_iter().chain(others).collect()
+        change.map(|change| (chosen, change)).into_iter().chain(other).collect()
     }
 
     /// The prefill of a booked request took so long.

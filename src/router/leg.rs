@@ -49,8 +49,20 @@ pub(super) struct Legs<'f> {
 pub(super) enum Undecided {
     /// Everybody who would do is busy.
     Busy,
+    /// Another request took the right to try a worker that was out; things stand differently now.
+    Outrun,
     /// It cannot be.
     Refused(RouteError),
+}
+
+impl From<Undecided> for RouteError {
+    /// Where nobody is ever busy and nothing is taken, only refusals are left.
+    fn from(undecided: Undecided) -> Self {
+        match undecided {
+            Undecided::Refused(error) => error,
+            Undecided::Busy | Undecided::Outrun => RouteError::NoCandidate,
+        }
+    }
 }
 
 /// What a decision needs.
@@ -178,7 +190,12 @@ enum Phase {
     Decode,
 }
 
-impl Legs<'_> {
+impl<'f> Legs<'f> {
+    /// Who was chosen; the worker that answers comes first.
+    pub(super) fn chosen(&self) -> impl Iterator<Item = &'f Member> {
+        [Some(&self.decode), self.prefill.as_ref()].into_iter().flatten().map(Leg::member)
+    }
+
     /// What is to be booked; the worker that answers comes first. `unshared` makes names that no other request uses.
     pub(super) fn bookings(
         &self,

@@ -2,11 +2,15 @@
 //! out, and its lease on predicted blocks. All of it ends by drop.
 
 use super::Router;
+use std::time::Instant;
+
 use super::answer::{Route, RouteError};
-use super::leg::Legs;
+use super::leg::{Legs, Undecided};
+use super::pools::Pools;
 use super::prepared::Prepared;
 use crate::admission::{Attempt, Gate, Placing};
-use crate::health::Probe;
+use crate::fleet::Member;
+use crate::health::{Condition, Probe};
 use crate::load::Reservation;
 use crate::predict::Lease;
 
@@ -24,20 +28,17 @@ pub struct Booked {
 }
 
 impl Router {
-    pub(super) fn booked(
-        &self,
-        prepared: &Prepared,
-        legs: &Legs<'_>,
-        route: Route,
-        reservation: Reservation,
-    ) -> Booked {
-        let now = self.load.now();
-        let chosen = || [Some(&legs.decode), legs.prefill.as_ref()].into_iter().flatten().map(|leg| leg.member());
-        let probes = chosen().filter_map(|member| self.health.claim_probe(member.rank.worker, now)).collect();
+    /// Takes the right to try chosen workers that were out. Only one request has it, or none would be spared.
+    pub(super) fn probes(&self, legs: &Legs<'_>, pools: &Pools<'_>, now: Instant) -> Result<Vec<Probe>, Undecided> {
+        let due = |member: &&Member| pools.standings.unwell.get(&member.rank.worker) == Some(&Condition::Due);
+        let claim = |member: &Member| self.health.claim_probe(member.rank.worker, now).ok_or(Undecided::Outrun);
+        legs.chosen().filter(due).map(claim).collect()
+    }
+
+    pub(super) fn leases(&self, prepared: &Prepared, legs: &Legs<'_>) -> Vec<Lease> {
         let blocks = prepared.request.prompt.blocks();
         let lease = |member| blocks.iter().filter_map(move |hashes| self.predictions.record(member, hashes));
-        let leases = chosen().flat_map(lease).collect();
-        Booked { route, reservation, probes, leases }
+        legs.chosen().flat_map(lease).collect()
     }
 }
 

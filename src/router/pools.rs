@@ -37,6 +37,7 @@ pub(super) struct Pools<'f> {
     pub(super) decode: Pool<'f>,
     /// Who may do the prefill; none where whoever decodes does it.
     pub(super) prefill: Option<Pool<'f>>,
+    pub(super) standings: Standings,
 }
 
 /// The candidates of one phase.
@@ -63,7 +64,7 @@ impl<'f> Pools<'f> {
             decode.members.retain(|member| member.worker.role == Role::Decode);
         }
         decode.bind(request);
-        Ok(Self { decode, prefill })
+        Ok(Self { decode, prefill, standings })
     }
 }
 

@@ -3,6 +3,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
+mod herd;
+mod phases;
+mod standing;
+
 use super::*;
 use crate::block::BlockHashes;
 use crate::block::LocalHash;
@@ -28,11 +32,47 @@ fn worker(id: u64) -> Worker {
 
 /// A router with one worker rank.
 fn router() -> Router {
-    let router = Router::new(PrefixIndex::new(), LoadTracker::new(Instant::now), RouterSettings::default(), 1);
-    let fleet = Fleet::empty().reconcile(vec![worker(1)]).fleet;
-    fleet.members().for_each(|member| router.load().open(member.slot, member.rank));
-    router.publish(Arc::new(fleet));
+    router_of([worker(1)], RouterSettings::default())
+}
+
+fn router_of(workers: impl IntoIterator<Item = Worker>, settings: RouterSettings) -> Router {
+    clocked(workers, settings, &Clock::default())
+}
+
+fn clocked(workers: impl IntoIterator<Item = Worker>, settings: RouterSettings, clock: &Clock) -> Router {
+    let clock = clock.clone();
+    let load = LoadTracker::new(move || clock.now());
+    let router = Router::new(PrefixIndex::new(), load, settings, 1);
+    publish(&router, workers);
     router
+}
+
+/// What the keeper does, as far as the router sees it.
+fn publish(router: &Router, workers: impl IntoIterator<Item = Worker>) {
+    let change = router.fleet().reconcile(workers.into_iter().collect());
+    change.added.iter().for_each(|member| router.load().open(member.slot, member.rank));
+    router.publish(Arc::new(change.fleet));
+    change.removed.iter().for_each(|member| router.load().close(member.slot));
+}
+
+/// A clock that goes only when it is told.
+#[derive(Clone)]
+struct Clock(Arc<Mutex<Instant>>);
+
+impl Default for Clock {
+    fn default() -> Self {
+        Self(Arc::new(Mutex::new(Instant::now())))
+    }
+}
+
+impl Clock {
+    fn now(&self) -> Instant {
+        *self.0.lock()
+    }
+
+    fn advance(&self, by: Duration) {
+        *self.0.lock() += by;
+    }
 }
 
 fn request(prompts: &[Vec<u64>]) -> RouteRequest {

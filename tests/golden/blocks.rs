@@ -1,7 +1,7 @@
 //! Hashes of blocks and of multimodal objects.
 
 use serde::Deserialize;
-use warmroute::block::hash::{Windows, locals};
+use warmroute::block::hash::{Content, Windows, locals};
 use warmroute::block::multimodal::{BlockObject, ObjectHash, PromptObject, objects_by_block};
 use warmroute::block::salt::SEED;
 use warmroute::block::{BlockHashes, LocalHash, Salt, SequenceHash};
@@ -82,6 +82,24 @@ fn by_block(tokens: usize, block_size: BlockSize, objects: &[Object]) -> Vec<Vec
     cut.into_iter().map(|block| shown(block).collect()).collect()
 }
 
+/// Objects that mark these blocks and no other; none if a block is marked twice by one object, which no request does.
+fn prompt_objects(by_block: &[Vec<u64>], block_size: BlockSize) -> Option<Vec<PromptObject>> {
+    let mut objects: Vec<PromptObject> = Vec::new();
+    for (block, hashes) in by_block.iter().enumerate() {
+        let place = block * block_size.tokens()..(block + 1) * block_size.tokens();
+        for (at, &hash) in hashes.iter().enumerate() {
+            if hashes[..at].contains(&hash) {
+                return None;
+            }
+            match objects.iter_mut().find(|object| object.object.0 == hash) {
+                Some(object) => object.ranges.push(place.clone()),
+                None => objects.push(PromptObject { object: ObjectHash(hash), ranges: vec![place.clone()] }),
+            }
+        }
+    }
+    Some(objects)
+}
+
 /// The helper functions are called by what they are given.
 fn name(case: &Case) -> String {
     match case {
@@ -126,6 +144,10 @@ fn check(case: Case) {
             assert_eq!(ours, hexes(&local_hashes), "{description}");
             let ours: Vec<u64> = hashes.sequences().iter().map(|hash| hash.0).collect();
             assert_eq!(ours, hexes(&sequence_hashes), "{description}");
+            if let Some(objects) = prompt_objects(&objects, block_size) {
+                let content = Content { tokens: &tokens, salt: &salt, windows, objects: &objects };
+                assert_eq!(BlockHashes::of_content(&content, block_size), hashes, "{description}");
+            }
         }
         Case::RawBytesHash { utf8, hash, .. } => {
             assert_eq!(xxh3_64_with_seed(utf8.as_bytes(), SEED), hex(&hash), "{utf8}");
@@ -147,4 +169,14 @@ fn check(case: Case) {
             assert_eq!(ours, expected, "{description}");
         }
     }
+}
+
+#[test]
+fn pad_tokens_take_the_place_of_placeholders_within_the_prompt() {
+    let object =
+        |hash, ranges: &[std::ops::Range<usize>]| PromptObject { object: ObjectHash(hash), ranges: ranges.into() };
+    let mut tokens = [1, 2, 3, 4, 5, 6];
+    let objects = [object(0, &[1..2, 4..99]), object(7, &[2..3, 9..12, 6..6])];
+    warmroute::block::multimodal::pad(&mut tokens, &objects);
+    assert_eq!(tokens, [1, 1_000_000, 1_000_007, 4, 1_000_000, 1_000_000]);
 }

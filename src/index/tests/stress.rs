@@ -45,8 +45,18 @@ fn script(seed: u64, queries: &[BlockHashes]) -> Script {
         let from = rng.random_range(0..query.len());
         let to = rng.random_range(from..query.len()) + 1;
         let tier = if rng.random_range(0..5) == 0 { Tier::HostPinned } else { Tier::Device };
+        // Every second rank is one of a hybrid model; groups 0 and 2 are alike.
+        let group = rng.random_range(0..if seed.is_multiple_of(2) { 9 } else { 1 });
         let event = match rng.random_range(0..20) {
             0 => KvEvent::Cleared,
+            1..6 if group > 2 => {
+                let (group, blocks) = (group % 3, (from..to).map(engine).collect());
+                let need = GroupNeed::Last { blocks: 2 - group % 2, stride: std::num::NonZeroU32::MIN };
+                match rng.random_range(0..4) {
+                    0 => KvEvent::GroupRemoved { group, blocks },
+                    _ => KvEvent::GroupStored { group, need, blocks },
+                }
+            }
             1..12 => {
                 let from = if rng.random() { 0 } else { from };
                 let block = |at: usize| StoredBlock { engine: engine(at), local: query.locals()[at] };

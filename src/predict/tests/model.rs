@@ -1,0 +1,123 @@
+//! What a predictor must say, by the simplest means: per rank every block by its whole path, evicted one at a time.
+
+use std::collections::BTreeMap;
+
+type Path = Vec<u8>;
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Block {
+    /// End of life, then number of the use.
+    stamp: (u64, u64),
+    leases: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct Model {
+    most: u64,
+    leases: bool,
+    ttl: u64,
+    blocks: BTreeMap<Path, Block>,
+    /// After which path how many blocks were generated, and when that ended.
+    generated: BTreeMap<Path, (u64, (u64, u64))>,
+    growing: u64,
+    uses: u64,
+}
+
+impl Model {
+    pub(super) fn new(most: u64, leases: bool, ttl: u64) -> Self {
+        let (blocks, generated) = (BTreeMap::new(), BTreeMap::new());
+        Self { most, leases, ttl, blocks, generated, growing: 0, uses: 0 }
+    }
+
+    fn stamp(&mut self, now: u64) -> (u64, u64) {
+        self.uses += 1;
+        ((now + self.ttl).div_ceil(100), self.uses)
+    }
+
+    pub(super) fn record(&mut self, path: &[u8], now: u64) {
+        let stamp = self.stamp(now);
+        let known = self.overlap(path);
+        if let Some((count, _)) = self.generated.get_mut(&path[..known]) {
+            *count -= (*count).min((path.len() - known) as u64);
+            self.generated.retain(|_, (count, _)| *count > 0);
+        }
+        for end in 1..=path.len() {
+            let block = self.blocks.entry(path[..end].to_vec()).or_insert(Block { stamp, leases: 0 });
+            block.stamp = stamp;
+            block.leases += u32::from(self.leases);
+        }
+        self.make_room();
+    }
+
+    pub(super) fn grow(&mut self, count: u64) {
+        if self.leases {
+            self.growing += count;
+            self.make_room();
+        }
+    }
+
+    pub(super) fn release(&mut self, path: &[u8], generated: u64, now: u64) {
+        if !self.leases {
+            return;
+        }
+        let stamp = self.stamp(now);
+        for end in 1..=path.len() {
+            let block = self.blocks.get_mut(&path[..end]).unwrap();
+            block.leases -= 1;
+            if block.leases == 0 {
+                block.stamp = stamp;
+            }
+        }
+        self.growing -= generated;
+        if generated > 0 {
+            let entry = self.generated.entry(path.to_vec()).or_default();
+            *entry = (entry.0 + generated, stamp);
+        }
+        self.make_room();
+    }
+
+    pub(super) fn expire(&mut self, now: u64) {
+        if !self.leases {
+            self.blocks.retain(|_, block| block.stamp.0 * 100 > now);
+        }
+    }
+
+    fn make_room(&mut self) {
+        while self.blocks() + self.generated() > self.most {
+            let free = self.blocks.iter().filter(|(_, block)| block.leases == 0);
+            let blocks = free.map(|(path, block)| (block.stamp, usize::MAX - path.len(), path.clone(), false));
+            let generated = self.generated.iter();
+            let generated =
+                generated.map(|(path, (_, stamp))| (*stamp, usize::MAX - path.len() - 1, path.clone(), true));
+            match blocks.chain(generated).min() {
+                None => return,
+                Some((_, _, path, false)) => {
+                    self.blocks.remove(&path);
+                }
+                Some((_, _, path, true)) => {
+                    self.generated.get_mut(&path).unwrap().0 -= 1;
+                    self.generated.retain(|_, (count, _)| *count > 0);
+                }
+            }
+        }
+    }
+
+    pub(super) fn blocks(&self) -> u64 {
+        self.blocks.len() as u64
+    }
+
+    pub(super) fn generated(&self) -> u64 {
+        self.growing + self.generated.values().map(|(count, _)| count).sum::<u64>()
+    }
+
+    pub(super) fn overlap(&self, path: &[u8]) -> usize {
+        (1..=path.len()).take_while(|&end| self.blocks.contains_key(&path[..end])).count()
+    }
+
+    /// Whether every block has all blocks before it: none has left before what follows it.
+    pub(super) fn is_whole(&self) -> bool {
+        let before = |path: &Path| path.len() == 1 || self.blocks.contains_key(&path[..path.len() - 1]);
+        let after = |path: &Path| path.is_empty() || self.blocks.contains_key(path);
+        self.blocks.keys().all(before) && self.generated.keys().all(after)
+    }
+}

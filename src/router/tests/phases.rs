@@ -1,0 +1,150 @@
+//! Prefill and decode on different workers: who does which, what is booked where, and what happens when one side is gone.
+
+use std::collections::BTreeMap;
+
+use super::*;
+use crate::disagg::{Bypass, Conditional, Disaggregation};
+use crate::schedule::Pin;
+use crate::worker::{DpRank, Enforcement, KvTransfer};
+
+fn with_role(id: u64, role: Role) -> Worker {
+    Worker { role, ..worker(id) }
+}
+
+fn pools() -> Vec<Worker> {
+    vec![
+        with_role(1, Role::Prefill),
+        with_role(2, Role::Prefill),
+        with_role(11, Role::Decode),
+        with_role(12, Role::Decode),
+    ]
+}
+
+fn enforcing(enforce: bool) -> RouterSettings {
+    RouterSettings { disaggregation: Disaggregation { enforce, conditional: None }, ..RouterSettings::default() }
+}
+
+fn load_of(router: &Router, id: u64) -> (u64, u64, u64) {
+    let load = router.load().snapshot().into_iter().find(|load| load.rank.worker == WorkerId(id)).unwrap();
+    (load.active_blocks, load.active_prefill_tokens, load.active_requests)
+}
+
+fn pinned(id: u64) -> Option<Pin> {
+    Some(Pin { worker: WorkerId(id), rank: None })
+}
+
+#[test]
+fn the_prefill_worker_carries_the_prompt_until_the_first_token_and_the_decode_worker_the_blocks() {
+    let router = router_of(pools(), RouterSettings::default());
+    let mut booked = router.route(request(&[vec![1, 2, 3]])).unwrap();
+    let decode = booked.route.to.rank.worker.0;
+    let prefill = booked.route.prefill().unwrap().to.rank.worker.0;
+    assert!(decode > 10 && prefill < 10);
+    assert_eq!(booked.route.steer().prefill.unwrap().rank.worker.0, prefill);
+    assert_eq!(booked.route.steer().predicted_cached_tokens, None, "what is reported after a transfer is not known");
+    assert_eq!(load_of(&router, prefill), (0, 13, 1));
+    assert_eq!(load_of(&router, decode), (3, 0, 1));
+    booked.reservation.first_token();
+    assert_eq!(load_of(&router, prefill), (0, 0, 0));
+    assert_eq!(load_of(&router, decode), (3, 0, 1));
+    drop(booked);
+    assert_eq!(load_of(&router, decode), (0, 0, 0));
+}
+
+#[test]
+fn without_prefill_workers_the_decode_workers_do_it_all_unless_that_is_refused() {
+    let decoders = || pools().into_iter().filter(|worker| worker.role == Role::Decode);
+    let lenient = router_of(decoders(), enforcing(false));
+    let booked = lenient.route(request(&[vec![1, 2]])).unwrap();
+    assert_eq!(booked.route.phases, Phases::Aggregated);
+    assert_eq!(load_of(&lenient, booked.route.to.rank.worker.0), (2, 9, 1));
+    drop(booked);
+
+    let strict = router_of(decoders(), enforcing(true));
+    assert_eq!(strict.route(request(&[vec![1, 2]])).unwrap_err(), RouteError::NoPrefill);
+    publish(&strict, pools());
+    assert!(strict.route(request(&[vec![1, 2]])).unwrap().route.prefill().is_some(), "they came back");
+    publish(&strict, decoders());
+    assert_eq!(strict.route(request(&[vec![1, 2]])).unwrap_err(), RouteError::NoPrefill);
+}
+
+#[test]
+fn decode_workers_are_preferred_over_aggregated_ones_after_a_remote_prefill() {
+    let router = router_of([with_role(1, Role::Prefill), with_role(11, Role::Decode), worker(21)], enforcing(false));
+    for _ in 0..4 {
+        let booked = router.route(request(&[vec![1, 2]])).unwrap();
+        assert_eq!(booked.route.to.rank.worker, WorkerId(11));
+        std::mem::forget(booked);
+    }
+    let mixed = router_of([with_role(1, Role::Prefill), worker(21)], enforcing(false));
+    let booked = mixed.route(request(&[vec![1, 2]])).unwrap();
+    assert_eq!((booked.route.to.rank.worker, booked.route.prefill().is_some()), (WorkerId(21), true));
+}
+
+#[test]
+fn a_short_rest_of_a_prompt_stays_with_the_decode_worker() {
+    let conditional = Some(Conditional::default());
+    let settings =
+        RouterSettings { disaggregation: Disaggregation { enforce: false, conditional }, ..RouterSettings::default() };
+    let router = router_of(pools(), settings);
+    let fleet = router.fleet();
+    let slot = fleet.members().find(|member| member.rank.worker == WorkerId(12)).unwrap().slot;
+    let mut writer = router.index().join(slot);
+    let prompt: Vec<u64> = (0..100).collect();
+    let stored =
+        |local: u64| crate::index::StoredBlock { engine: crate::block::EngineHash(local), local: LocalHash(local) };
+    let blocks = prompt.iter().copied().map(stored).collect();
+    writer.apply(&crate::index::KvEvent::Stored { parent: None, blocks, tier: crate::tier::Tier::Device });
+
+    let kept = router.route(request(std::slice::from_ref(&prompt))).unwrap();
+    assert_eq!(kept.route.phases, Phases::Kept(Bypass::LittleToCompute));
+    assert_eq!(kept.route.to.rank.worker, WorkerId(12), "where the prompt is cached");
+    assert_eq!(load_of(&router, 12), (100, 1, 1), "the uncached tail is its own prefill");
+    let unknown = router.route(request(&[(1000..1100).collect()])).unwrap();
+    assert!(unknown.route.prefill().is_some(), "all of it is uncached");
+}
+
+#[test]
+fn pins_hold_per_phase_and_one_that_cannot_be_kept_is_the_clients_mistake() {
+    let router = router_of(pools(), RouterSettings::default());
+    let with = |decode: Option<Pin>, prefill: Option<Pin>| {
+        let mut request = request(&[vec![1, 2]]);
+        request.constraints.pin = decode;
+        request.prefill_pin = prefill;
+        router.route(request).map(|booked| {
+            (booked.route.to.rank.worker.0, booked.route.prefill().map(|prefill| prefill.to.rank.worker.0))
+        })
+    };
+    for _ in 0..8 {
+        assert_eq!(with(pinned(12), pinned(1)), Ok((12, Some(1))));
+    }
+    // The older header names one worker for every phase; it is meant for the one that decodes.
+    assert_eq!(with(pinned(11), pinned(11)).map(|(decode, _)| decode), Ok(11));
+    assert!(matches!(with(pinned(99), None), Err(RouteError::Pin(_))));
+    assert!(matches!(with(None, pinned(99)), Err(RouteError::Pin(_))));
+    assert!(matches!(with(None, pinned(11)), Err(RouteError::Pin(_))), "a decode worker does no prefill");
+    assert!(matches!(with(pinned(1), None), Err(RouteError::Pin(_))), "a prefill worker does not decode");
+    let wrong_rank = Some(Pin { worker: WorkerId(11), rank: Some(DpRank(3)) });
+    assert!(matches!(with(wrong_rank, None), Err(RouteError::Pin(_))));
+}
+
+#[test]
+fn the_place_of_the_prefill_worker_binds_the_decode_worker() {
+    let placed = |id: u64, role: Role, zone: &str| Worker {
+        topology: BTreeMap::from([("zone".to_owned(), zone.to_owned())]),
+        kv_transfer: (role == Role::Prefill)
+            .then(|| KvTransfer { domain: "zone".into(), enforcement: Enforcement::Required }),
+        ..with_role(id, role)
+    };
+    let workers = || vec![placed(1, Role::Prefill, "a"), placed(11, Role::Decode, "a"), placed(12, Role::Decode, "b")];
+    let router = router_of(workers(), enforcing(false));
+    let booked: Vec<_> = (0..6).map(|at| router.route(request(&[vec![at, at]])).unwrap()).collect();
+    assert!(booked.iter().all(|booked| booked.route.to.rank.worker == WorkerId(11)), "however busy it is");
+    drop(booked);
+
+    let apart = || vec![placed(1, Role::Prefill, "c"), placed(11, Role::Decode, "a")];
+    let lenient = router_of(apart(), enforcing(false)).route(request(&[vec![1]])).unwrap();
+    assert_eq!(lenient.route.phases, Phases::Kept(Bypass::OutOfReach));
+    let strict = router_of(apart(), enforcing(true)).route(request(&[vec![1]]));
+    assert_eq!(strict.unwrap_err(), RouteError::NoPrefill);
+}
