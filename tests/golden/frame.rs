@@ -1,8 +1,10 @@
 //! What all formats share: reading a file case by case, comparing answers, and holding the deviations against their table.
 
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Once;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -17,6 +19,8 @@ pub(crate) struct Deviation {
     pub(crate) at: &'static str,
     /// What we answer, as JSON.
     pub(crate) ours: &'static str,
+    /// What the file says, as JSON.
+    pub(crate) theirs: &'static str,
     /// Why.
     pub(crate) reason: &'static str,
 }
@@ -65,10 +69,11 @@ impl Check {
             None => self.failures.push(format!("{at}: we say {ours}, but it is {theirs}")),
             Some(_) if ours == theirs => self.failures.push(format!("{at}: does not differ any more")),
             Some(deviation) => {
-                if ours == serde_json::from_str::<Value>(deviation.ours).unwrap() {
+                let meant = [deviation.ours, deviation.theirs].map(|text| serde_json::from_str::<Value>(text).unwrap());
+                if [&ours, &theirs] == [&meant[0], &meant[1]] {
                     self.met.push(*deviation);
                 } else {
-                    self.failures.push(format!("{at}: we say {ours}, and mean to say {}", deviation.ours));
+                    self.failures.push(format!("{at}: we say {ours} and it is {theirs}, not as the deviation has it"));
                 }
             }
         }
@@ -129,10 +134,8 @@ fn run_case(report: &mut Report, table: &[Deviation], name: &str, check: impl Fn
     let allowed: Vec<_> = table.iter().filter(|deviation| deviation.case == name).copied().collect();
     report.absent.remove(name);
     let mut comparisons = Check { allowed, met: Vec::new(), failures: Vec::new() };
-    if let Err(panicked) = catch_unwind(AssertUnwindSafe(|| check(&mut comparisons))) {
-        let text = panicked.downcast_ref::<String>().map(String::as_str);
-        let text = text.or_else(|| panicked.downcast_ref::<&str>().copied()).unwrap_or("it panicked");
-        comparisons.failures.push(text.to_owned());
+    if let Err(panicked) = quietly(|| check(&mut comparisons)) {
+        comparisons.failures.push(panicked);
     }
     let Check { allowed, met, mut failures } = comparisons;
     let missed = allowed.iter().filter(|deviation| !met.contains(deviation));
@@ -142,4 +145,27 @@ fn run_case(report: &mut Report, table: &[Deviation], name: &str, check: impl Fn
     }
     report.deviations.extend(met);
     report.failures.extend(failures.into_iter().map(|failure| format!("{name}: {failure}")));
+}
+
+thread_local! {
+    /// What a check said as it failed; `None` outside of checks.
+    static SAID: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Runs a check; if it panics, gives out what it said and where, instead of printing it.
+fn quietly(check: impl FnOnce()) -> Result<(), String> {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let usual = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panicked| {
+            let heard = SAID.with_borrow_mut(|said| said.as_mut().map(|said| *said = panicked.to_string()));
+            if heard.is_none() {
+                usual(panicked);
+            }
+        }));
+    });
+    SAID.set(Some(String::new()));
+    let ended = catch_unwind(AssertUnwindSafe(check));
+    let said = SAID.take().unwrap_or_default();
+    ended.map_err(|_| said)
 }

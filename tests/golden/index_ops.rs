@@ -18,18 +18,21 @@ const DEVIATIONS: &[Deviation] = &[
         case: "remove middle block truncates the rest of that run",
         at: "step 3",
         ours: "3",
+        theirs: "1",
         reason: "exactly the named block is removed; what lies behind it is still held, though not reported",
     },
     Deviation {
         case: "remove middle block truncates the rest of that run",
         at: "step 4",
         ours: r#""ok""#,
+        theirs: r#"{"error":"BlockNotFound"}"#,
         reason: "what lies behind a gap is known by name, so its own removal finds it",
     },
     Deviation {
         case: "lower-tier conflicting child hash keeps the first mapping",
         at: "step 2",
         ours: r#"{"device":[],"host_pinned":[[1,0,2.0],[2,0,2.0]],"disk":[],"external":[],"effective":[[1,0,1.5],[2,0,1.5]]}"#,
+        theirs: r#"{"device":[],"host_pinned":[[1,0,2.0]],"disk":[],"external":[],"effective":[[1,0,1.5]]}"#,
         reason: "ranks with other engine hashes for the same content are addressable in every tier",
     },
 ];

@@ -16,21 +16,56 @@ use warmroute::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
 
 use super::frame::{Check, Deviation, Report, run_cases};
 
-const LAZY: &str = "only the fleet opens slots; a booking for anybody else is refused and counts nowhere";
-const WORKER_1_IDLE: &str =
-    r#"[{"worker_id":1,"dp_rank":0,"active_blocks":0,"active_prefill_tokens":0,"active_requests":0}]"#;
+const ONLY_THE_FLEET: &str = "only the fleet opens slots; a booking for anybody else is refused and counts nowhere";
+
+/// A place where the reference begins to serve an unknown rank: what we say there, and what it says.
+macro_rules! lazy {
+    ($case:literal, $at:literal, $ours:expr, $theirs:expr) => {
+        Deviation { case: $case, at: $at, ours: $ours, theirs: $theirs, reason: ONLY_THE_FLEET }
+    };
+}
+
+/// The load of a rank that runs nothing.
+macro_rules! idle {
+    ($worker:literal) => {
+        concat!(
+            r#"{"worker_id":"#,
+            $worker,
+            r#","dp_rank":0,"active_blocks":0,"active_prefill_tokens":0,"active_requests":0}"#
+        )
+    };
+}
 
 const DEVIATIONS: &[Deviation] = &[
-    lazy("lazy worker registration on add", "result of step 0", r#""NotServing""#),
-    lazy("lazy worker registration on add", "state after step 0", WORKER_1_IDLE),
-    lazy("lazy worker registration on add", "result of step 1", r#""NoChange""#),
-    lazy("lazy worker registration on add", "state after step 1", WORKER_1_IDLE),
-    lazy("replica add lazily registers unknown worker rank", "state after step 0", WORKER_1_IDLE),
+    lazy!("lazy worker registration on add", "result of step 0", r#""NotServing""#, r#""ok""#),
+    lazy!(
+        "lazy worker registration on add",
+        "state after step 0",
+        concat!("[", idle!(1), "]"),
+        concat!(
+            "[",
+            idle!(1),
+            r#",{"worker_id":9,"dp_rank":0,"active_blocks":2,"active_prefill_tokens":32,"active_requests":1}]"#
+        )
+    ),
+    lazy!("lazy worker registration on add", "result of step 1", r#""NoChange""#, r#""Applied""#),
+    lazy!(
+        "lazy worker registration on add",
+        "state after step 1",
+        concat!("[", idle!(1), "]"),
+        concat!("[", idle!(1), ",", idle!(9), "]")
+    ),
+    lazy!(
+        "replica add lazily registers unknown worker rank",
+        "state after step 0",
+        concat!("[", idle!(1), "]"),
+        concat!(
+            "[",
+            idle!(1),
+            r#",{"worker_id":5,"dp_rank":3,"active_blocks":2,"active_prefill_tokens":32,"active_requests":1}]"#
+        )
+    ),
 ];
-
-const fn lazy(case: &'static str, at: &'static str, ours: &'static str) -> Deviation {
-    Deviation { case, at, ours, reason: LAZY }
-}
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
