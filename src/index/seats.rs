@@ -2,7 +2,6 @@
 //! cleared or leaves must vanish at once, while taking its blocks out of the tries takes time: it gives up its seat,
 //! readers no longer report the seat, and the seat is given out again only when no trie mentions it.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -27,8 +26,8 @@ pub(super) struct Seats {
     slots: Vec<Option<Slot>>,
     by_slot: Vec<Option<Seating>>,
     free: Vec<Seat>,
-    /// What the blocks under a seat need beside them to be of use.
-    needs: HashMap<Seat, Arc<Needs>>,
+    /// What the blocks under a seat need beside them to be of use; as long as the last seat that needs anything.
+    needs: Vec<Option<Arc<Needs>>>,
 }
 
 /// Who speaks for a slot now.
@@ -69,7 +68,7 @@ impl Seats {
     pub(super) fn replace(&mut self, seat: Seat, by: Seat, needs: Option<Arc<Needs>>) {
         let Some(slot) = self.rise(seat) else { return };
         self.slots[by.at()] = Some(slot);
-        self.needs.extend(needs.map(|needs| (by, needs)));
+        needs.into_iter().for_each(|needs| self.need(by, needs));
         if let Some(seating) = &mut self.by_slot[slot.at()] {
             seating.seat = by;
         }
@@ -85,7 +84,10 @@ impl Seats {
     /// From now on only prefixes that satisfy these needs are reported as reusable.
     pub(super) fn need(&mut self, seat: Seat, needs: Arc<Needs>) {
         if self.slots[seat.at()].is_some() {
-            self.needs.insert(seat, needs);
+            if self.needs.len() <= seat.at() {
+                self.needs.resize(seat.at() + 1, None);
+            }
+            self.needs[seat.at()] = Some(needs);
         }
     }
 
@@ -95,7 +97,7 @@ impl Seats {
     }
 
     pub(super) fn needs(&self, seat: Seat) -> Option<&Needs> {
-        self.needs.get(&seat).map(Arc::as_ref)
+        self.needs.get(seat.at())?.as_deref()
     }
 
     /// No trie mentions this seat any more.
@@ -121,7 +123,10 @@ impl Seats {
 
     /// Empties a seat; the slot that was reported under it.
     fn rise(&mut self, seat: Seat) -> Option<Slot> {
-        self.needs.remove(&seat);
+        if let Some(needs) = self.needs.get_mut(seat.at()) {
+            *needs = None;
+        }
+        while self.needs.pop_if(|needs| needs.is_none()).is_some() {}
         self.slots[seat.at()].take()
     }
 }
