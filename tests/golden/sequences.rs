@@ -288,7 +288,7 @@ impl Bench {
                 self.ledger.expire();
             }
             Op::ApplyReplicaEvents { events } => events.iter().for_each(|told| self.follow(told)),
-            Op::RegisterWorker(worker) => ok(self.serve([&self.workers[..], &[worker.clone()]].concat())),
+            Op::RegisterWorker(worker) => ok(self.serve([&self.workers[..], std::slice::from_ref(worker)].concat())),
             Op::UpsertWorker(worker) => {
                 let others = self.workers.iter().filter(|known| known.worker_id != worker.worker_id);
                 ok(self.serve(others.chain([worker]).cloned().collect()));
