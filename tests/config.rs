@@ -10,13 +10,18 @@ use std::process::{Command, Output};
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde_json::Value;
 use tokio::sync::watch;
-use warmroute::config::{Config, WorkerSource};
+use warmroute::admission::config::QueueConfig;
+use warmroute::config::{Config, SessionsConfig, WorkerSource};
+use warmroute::disagg::Conditional;
 use warmroute::discovery::ServedModel;
 use warmroute::discovery::config::DiscoveryConfig;
 use warmroute::discovery::file::{self, WorkersFile};
+use warmroute::engine_sessions::config::{EngineKind, EngineSessionsConfig};
 use warmroute::metrics::{Metrics, OutcomeLabel};
 use warmroute::settings::Period;
+use warmroute::shared_cache::SharedCacheConfig;
 use warmroute::worker::{Attach, BlockSize, DpRank, Role};
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
@@ -69,29 +74,91 @@ fn a_resolved_configuration_reads_back_as_itself() {
     }
 }
 
-#[test]
-fn the_example_says_the_defaults() {
-    let example = Config::load(&Path::new(ROOT).join("examples/warmroute.yaml")).unwrap();
-    let least = Config::load(&data("valid/least.yaml")).unwrap();
-    assert_eq!(example.admin, least.admin);
-    assert_eq!(example.listen.tcp, least.listen.tcp);
-    assert_eq!(example.schedule, least.schedule);
-    assert_eq!(example.limits, least.limits);
-    assert_eq!(example.readiness, least.readiness);
-    assert_eq!(example.drain, least.drain);
-    assert_eq!(example.discovery, least.discovery);
-    assert_eq!(example.response, least.response);
-    assert_eq!(example.log, least.log);
-    assert_eq!(example.models[0].block_size, least.models[0].block_size);
+/// The example with the sections that are off by default, and what they need, taken out.
+fn example_without_extras(mut example: Config) -> Config {
+    let SessionsConfig { engine, .. } = example.sessions.take().unwrap();
+    assert_eq!(engine, Some(EngineSessionsConfig::of(EngineKind::Sglang)));
+    assert_eq!(example.disaggregation.conditional.take(), Some(Conditional::default()));
+    let cache = example.shared_cache.take().unwrap();
+    assert_eq!(cache, SharedCacheConfig::at(cache.url.clone()));
+    example.schedule.shared_cache_multiplier = 0.0;
+    assert_eq!(example.envoy.take().unwrap().cluster, "workers");
+    example.listen.unix = None;
+    example
 }
 
 #[test]
-fn every_default_is_written_in_the_example() {
-    let example = fs::read_to_string(Path::new(ROOT).join("examples/warmroute.yaml")).unwrap();
-    let resolved = Config::load(&Path::new(ROOT).join("examples/warmroute.yaml")).unwrap().to_yaml().unwrap();
-    for key in resolved.lines().filter_map(|line| line.trim_start_matches(['-', ' ']).split_once(':')) {
-        let key = format!("{}:", key.0);
-        assert!(example.contains(&key), "examples/warmroute.yaml says nothing of {key}");
+fn the_example_says_the_defaults() {
+    let example = Config::load(&Path::new(ROOT).join("examples/warmroute.yaml")).unwrap();
+    let sessions = example.sessions.clone().unwrap();
+    assert_eq!(SessionsConfig { engine: None, ..sessions }, SessionsConfig::default());
+    let least = Config::load(&data("valid/least.yaml")).unwrap();
+    let example = example_without_extras(example);
+    let (model, usual) = (&example.models[0], &least.models[0]);
+    assert_eq!((model.block_size, model.eagle, &model.adapters), (usual.block_size, usual.eagle, &usual.adapters));
+    // Everything else, whatever is added later.
+    let same_world =
+        Config { models: least.models.clone(), workers_file: None, workers: least.workers.clone(), ..example };
+    assert_eq!(same_world, least);
+}
+
+/// The keys of a map and of the maps in it, each with its way from the root; lists count by their first element.
+fn keys(value: &Value, way: &str) -> Vec<String> {
+    match value {
+        Value::Object(fields) => {
+            let inner = |(key, value): (&String, &Value)| {
+                let way = format!("{way}.{key}");
+                let deeper = keys(value, &way);
+                [vec![way], deeper].concat()
+            };
+            fields.iter().flat_map(inner).collect()
+        }
+        Value::Array(items) => items.first().map(|item| keys(item, way)).unwrap_or_default(),
+        _ => Vec::new(),
+    }
+}
+
+/// The leaves of a map and of the maps in it, each with its way from the root.
+fn leaves(value: &Value, way: &str, found: &mut Vec<(String, Value)>) {
+    match value {
+        Value::Object(fields) => fields.iter().for_each(|(key, value)| leaves(value, &format!("{way}.{key}"), found)),
+        leaf => found.push((way.to_owned(), leaf.clone())),
+    }
+}
+
+#[test]
+fn the_valid_files_set_every_key_to_something_else() {
+    let resolved = |path: &Path| {
+        let value: Value = serde_saphyr::from_str(&Config::load(path).unwrap().to_yaml().unwrap()).unwrap();
+        let mut found = Vec::new();
+        leaves(&value, "", &mut found);
+        found
+    };
+    let files: Vec<_> = yaml_files(&data("valid")).iter().map(|path| resolved(path)).collect();
+    for (way, default) in resolved(&data("valid/least.yaml")) {
+        let set = |file: &Vec<(String, Value)>| !file.contains(&(way.clone(), default.clone()));
+        assert!(files.iter().any(set), "{way} reads back as itself only because it is the default");
+    }
+}
+
+#[test]
+fn every_key_is_written_in_the_example() {
+    let path = Path::new(ROOT).join("examples/warmroute.yaml");
+    let text = fs::read_to_string(&path).unwrap();
+    let written: Value = serde_saphyr::from_str(&text).unwrap();
+    let resolved: Value = serde_saphyr::from_str(&Config::load(&path).unwrap().to_yaml().unwrap()).unwrap();
+    let written = keys(&written, "");
+    assert!(written.len() > 100, "{written:?}");
+    for key in keys(&resolved, "") {
+        assert!(written.contains(&key), "examples/warmroute.yaml says nothing of {key}");
+    }
+    // What has no place in the defaults is shown in comments.
+    let comments: String =
+        text.lines().filter_map(|line| Some(line.trim().strip_prefix("#   ")?.to_owned() + "\n")).collect();
+    let queue: QueueConfig = serde_saphyr::from_str(&comments).unwrap();
+    assert_eq!(queue.problems(), []);
+    for key in keys(&serde_json::to_value(&queue.classes[0]).unwrap(), "") {
+        assert!(comments.contains(&format!("{}: ", &key[1..])), "examples/warmroute.yaml says nothing of classes{key}");
     }
 }
 
