@@ -47,6 +47,7 @@ fn json_files(folder: &Path) -> Vec<PathBuf> {
 }
 
 /// Runs one file; everything that is wrong with it.
+#[expect(clippy::print_stdout, reason = "what was run is told, and shown by `--nocapture`")]
 fn run_file(path: &Path, ours: bool) -> Vec<String> {
     let name = path.file_name().unwrap().to_str().unwrap();
     let Some((_, run)) = FORMATS.iter().find(|(known, _)| *known == name) else {

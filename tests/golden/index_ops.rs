@@ -314,10 +314,10 @@ fn outcomes(ours: Outcome, expected: &Value) -> (Value, Value) {
 }
 
 pub(crate) fn run(text: &str) -> Report {
-    run_cases(text, DEVIATIONS, |case: &Case| case.description.clone(), check)
+    run_cases(text, DEVIATIONS, |case: &Case| case.description.clone(), |case, comparisons| check(&case, comparisons))
 }
 
-fn check(case: Case, check: &mut Check) {
+fn check(case: &Case, check: &mut Check) {
     let name = case.description.as_str();
     let mut bench = Bench { index: PrefixIndex::new(), slots: vec![], writers: BTreeMap::new() };
     for (at, step) in case.steps.iter().enumerate() {

@@ -91,10 +91,10 @@ fn hex(number: u64) -> Value {
 }
 
 pub(crate) fn run(text: &str) -> Report {
-    run_cases(text, DEVIATIONS, |case: &Case| case.description.clone(), check)
+    run_cases(text, DEVIATIONS, |case: &Case| case.description.clone(), |case, comparisons| check(&case, comparisons))
 }
 
-fn check(case: Case, check: &mut Check) {
+fn check(case: &Case, check: &mut Check) {
     let size = BlockSize::new(case.kv_block_size).unwrap();
     let media = MediaTokens { image: case.image_token_id, video: case.video_token_id };
     let mut normalizer = Normalizer::new(size, media);
