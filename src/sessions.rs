@@ -185,6 +185,13 @@ impl Sessions {
         Ok(self.entry(key, step, number))
     }
 
+    /// Where a session is bound, without entering it.
+    pub fn target(&self, name: SessionName<'_>) -> Option<WorkerRank> {
+        let now = (self.clock)();
+        let table = self.table.lock();
+        table.target(&table.key(name).ok()?, now)
+    }
+
     /// Forgets what has not been used for too long, and tells which sessions left their worker rank since the last call.
     pub fn expire(&self) -> Vec<Ended> {
         let now = (self.clock)();

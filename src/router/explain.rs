@@ -1,25 +1,31 @@
 //! Why a request goes where it goes: every member of the fleet that serves the model, with what it has cached, what it is
 //! busy with, every term of its cost, or the reason why it was not a candidate. It is made by the same steps as a real
-//! decision, at one instant, and books nothing.
+//! decision. What changes from one moment to the next is read at one instant, and nothing is booked, recorded or used up
+//! by it: not even a draw, so that the next request draws what was drawn here.
+
+mod sentence;
 
 use serde::Serialize;
 
-use super::answer::{Mode, Phases, Reason, Route, RouteError};
-use super::leg::{Leg, Legs};
-use super::pools::{Pools, Standings, excluded};
+use super::answer::{Mode, Reason, Route, RouteError};
+use super::leg::{Decision, Leg, Legs};
+use super::pools::{Pools, Standings, excluded, for_prefill};
 use super::prepared::Prepared;
 use super::question::RouteRequest;
-use super::{Router, pools};
+use super::{Router, occupancy, pools};
+use crate::admission::Gate;
 use crate::fleet::Member;
 use crate::index::TierBlocks;
-use crate::load::Load;
-use crate::schedule::{Constraints, Cost, costs};
-use crate::worker::{Endpoint, Role, WorkerRank};
+use crate::load::{Load, LoadView};
+use crate::schedule::{Constraints, Cost, Excluded, Weights, costs};
+use crate::worker::{BlockSize, Endpoint, ModelName, Role, WorkerRank};
 
 /// Why one request goes where it goes.
 #[derive(Clone, Debug, Serialize)]
 pub struct Explanation {
-    /// The step of the ladder, where there is a choice.
+    /// The model that is asked for; none where any worker will do.
+    pub model: Option<ModelName>,
+    /// The step of the ladder.
     pub mode: Mode,
     /// Why not a higher step, or why there is no choice.
     pub reason: Option<Reason>,
@@ -27,6 +33,10 @@ pub struct Explanation {
     pub prompt_tokens: u64,
     /// Complete blocks of the prompt.
     pub prompt_blocks: u64,
+    /// Tokens per block, where somebody serves the model.
+    pub block_size: Option<BlockSize>,
+    /// The weights for this request. A decode choice may leave out the credit.
+    pub weights: Weights,
     /// The phases, prefill first.
     pub phases: Vec<PhaseExplained>,
     /// Why, in one sentence.
@@ -40,15 +50,17 @@ pub struct Explanation {
 pub struct PhaseExplained {
     /// What the workers of the phase do.
     pub role: Role,
+    /// Whether it comes to this phase: where a prefill is not worth sending elsewhere, its choice is shown all the same.
+    pub taken: bool,
     /// Who was chosen.
     pub winner: Option<WorkerRank>,
-    /// Who would have been chosen without the winner.
+    /// The cheapest of the others.
     pub runner_up: Option<WorkerRank>,
-    /// By how much the runner-up costs more, in blocks.
+    /// By how much the runner-up costs more, in blocks; less than nothing where a temperature drew a dearer one.
     pub margin: Option<f64>,
-    /// How many candidates cost exactly as much as the winner, itself included.
+    /// How many candidates cost exactly as much as the winner, itself included; 1 where a temperature is set.
     pub ties: usize,
-    /// Everybody who serves the model.
+    /// Everybody who serves the model, in the order of the slots.
     pub judged: Vec<Judged>,
 }
 
@@ -63,169 +75,197 @@ pub struct Judged {
     pub role: Role,
     /// What it has cached, tier by tier.
     pub overlap: TierBlocks,
-    /// Prompt tokens it would not compute.
+    /// Prompt tokens that its engine would report as cached.
     pub cached_tokens: u64,
-    /// What it is busy with.
+    /// What it is busy with, without this request.
     pub load: Load,
-    /// Prefill that would be outstanding on it, in tokens, what is cached not taken off.
+    /// Prefill that would be outstanding on it, in tokens, what is cached not taken off; none in a phase without prefill.
     pub prefill_tokens: u64,
-    /// Blocks it would hold for live requests.
+    /// Blocks it would hold for live requests, this one included.
     pub decode_blocks: u64,
     /// Its cost, term by term, where it was a candidate.
     pub cost: Option<Cost>,
-    /// Why it was no candidate.
+    /// Why it was no candidate; none where it was one, or would have been.
     pub excluded: Option<String>,
+}
+
+/// What was seen at one instant.
+struct Seen<'f> {
+    members: Vec<&'f Member>,
+    standings: Standings,
+    /// The load of each member; none where it has just left.
+    loads: Vec<Option<Load>>,
+    decided: Result<Legs<'f>, RouteError>,
 }
 
 impl Router {
     /// Says why a request would go where it would go now.
     pub fn explain(&self, request: RouteRequest) -> Explanation {
-        let prepared = self.prepare(request);
-        let fleet = self.fleet.load();
-        let members = match pools::serving(&fleet, prepared.request().model.as_ref()) {
+        let mut prepared = self.prepare(request);
+        let fleet = self.fleet_of(&mut prepared);
+        let members = match pools::serving(&fleet, prepared.request.model.as_ref()) {
             Ok(members) => members,
-            Err(error) => return unrouted(&prepared, error, Vec::new()),
+            Err(error) => return unrouted(&prepared, error, Vec::new(), None),
         };
-        let standings = self.standings(&members);
-        let found = Pools::find(&fleet, prepared.request(), self.settings(), |_| standings.clone());
-        let decided = found.and_then(|pools| {
-            let legs = self.decide_only(&prepared, &pools)?;
-            Ok(self.explained(&prepared, &members, &standings, &legs))
-        });
-        decided.unwrap_or_else(|error| {
-            let constraints = prepared.request().constraints.clone();
-            let phase = self.unchosen(&prepared, &members, &standings, &constraints);
-            unrouted(&prepared, error, vec![phase])
-        })
+        let seen = self.load.look(|view| self.see(view, &prepared, members));
+        let telling = Telling { prepared: &prepared, seen: &seen };
+        match &seen.decided {
+            Ok(legs) => telling.routed(legs, self.describe(&prepared, legs)),
+            Err(error) => {
+                let block_size = seen.members.first().map(|member| member.worker.block_size);
+                unrouted(&prepared, *error, telling.unchosen_phases(*error), block_size)
+            }
+        }
     }
 
-    fn explained(
-        &self,
-        prepared: &Prepared,
-        members: &[&Member],
-        standings: &Standings,
-        legs: &Legs<'_>,
-    ) -> Explanation {
-        let route = self.describe(prepared, legs);
-        let legs = legs.prefill.iter().chain([&legs.decode]);
-        let phases: Vec<_> = legs.map(|leg| self.phase(prepared, members, standings, leg)).collect();
+    /// Everything that has to be of one instant. Nobody books meanwhile, so nothing is put into words here.
+    fn see<'f>(&self, view: &LoadView<'_>, prepared: &Prepared, members: Vec<&'f Member>) -> Seen<'f> {
+        let standings = Standings {
+            overloaded: self.overload.peek(&members, view.now(), |member| occupancy(view, member)),
+            unwell: self.health.unwell(view.now()),
+        };
+        let loads = members.iter().map(|member| view.load(member.slot, member.rank)).collect();
+        let decided = Pools::among(&members, &prepared.request, &self.settings, standings.clone()).and_then(|pools| {
+            let gate = Gate::default();
+            let decision = Decision { prepared, pools: &pools, settings: &self.settings, gate: &gate };
+            let mut random = self.random.lock().clone();
+            decision.decide(view, &mut random).map_err(RouteError::from)
+        });
+        Seen { members, standings, loads, decided }
+    }
+}
+
+/// Puts into words what was seen.
+struct Telling<'a, 'f> {
+    prepared: &'a Prepared,
+    seen: &'a Seen<'f>,
+}
+
+impl<'f> Telling<'_, 'f> {
+    fn routed(&self, legs: &Legs<'f>, route: Route) -> Explanation {
+        let prefill = match (&legs.prefill, &legs.bypassed) {
+            (Some(leg), _) => Some(self.phase(leg, true)),
+            (None, Some(leg)) => Some(self.phase(leg, false)),
+            // Prefill workers are there, and none of them could be chosen.
+            (None, None) => self.has_prefill().then(|| self.unchosen(&for_prefill(&self.prepared.request))),
+        };
+        let phases: Vec<_> = prefill.into_iter().chain([self.phase(&legs.decode, true)]).collect();
         Explanation {
+            model: self.prepared.request.model.clone(),
             mode: route.mode,
             reason: route.reason,
             prompt_tokens: route.prompt_tokens,
             prompt_blocks: route.prompt_blocks,
-            sentence: sentence(&route, &phases),
+            block_size: Some(route.block_size),
+            weights: self.prepared.weights,
+            sentence: sentence::routed(&route, &phases, self.prepared.weights.router_temperature),
             phases,
             route: Some(route),
         }
     }
 
-    fn phase(&self, prepared: &Prepared, members: &[&Member], standings: &Standings, leg: &Leg<'_>) -> PhaseExplained {
+    fn phase(&self, leg: &Leg<'f>, taken: bool) -> PhaseExplained {
         let costs = costs(&leg.question, &leg.candidates, &leg.weights);
         let winner = leg.choice.index;
         let others = (0..costs.len()).filter(|at| *at != winner);
         let runner_up = others.min_by(|a, b| costs[*a].total.total_cmp(&costs[*b].total));
-        let verdicts = excluded(members, &leg.pool.constraints, standings);
-        let judged = members.iter().zip(verdicts).map(|(member, verdict)| {
-            let at = leg.members.iter().position(|candidate| candidate.rank == member.rank);
-            let mut judged = self.judge(prepared, member);
-            match (at, verdict) {
-                (Some(at), _) => {
-                    judged.load = leg.candidates[at].load;
-                    judged.decode_blocks = judged.load.active_blocks + leg.candidates[at].additional_blocks;
+        let mut judged = self.judge(&leg.pool.constraints);
+        let block_size = leg.question.block_size.tokens() as f64;
+        for judged in &mut judged {
+            match leg.candidates.iter().position(|candidate| candidate.rank == judged.rank) {
+                Some(at) => {
+                    let candidate = &leg.candidates[at];
+                    judged.overlap = candidate.overlap;
+                    judged.load = candidate.load;
+                    judged.prefill_tokens = (costs[at].prefill_blocks * block_size).round() as u64;
+                    judged.decode_blocks = leg.question.decode_blocks(candidate);
                     judged.cost = Some(costs[at]);
+                    judged.excluded = None;
                 }
-                (None, Some(why)) => judged.excluded = Some(why.to_string()),
-                (None, None) => judged.excluded = Some("others were preferred for this phase".to_owned()),
+                None if judged.excluded.is_none() => {
+                    judged.excluded = Some("workers that only decode go before it".to_owned());
+                }
+                None => {}
             }
-            judged
-        });
+        }
         PhaseExplained {
             role: leg.question.role,
+            taken,
             winner: Some(leg.member().rank),
-            runner_up: runner_up.map(|at| leg.members[at].rank),
+            runner_up: runner_up.map(|at| leg.candidates[at].rank),
             margin: runner_up.map(|at| costs[at].total - costs[winner].total),
             ties: leg.choice.ties,
-            judged: judged.collect(),
+            judged,
         }
     }
 
-    /// A phase for which nobody could be chosen.
-    fn unchosen(
-        &self,
-        prepared: &Prepared,
-        members: &[&Member],
-        standings: &Standings,
-        constraints: &Constraints,
-    ) -> PhaseExplained {
+    /// The phases where it came to no choice.
+    fn unchosen_phases(&self, error: RouteError) -> Vec<PhaseExplained> {
+        let request = &self.prepared.request;
+        let apart = self.has_prefill() || error == RouteError::NoPrefill;
+        let role = if apart { Role::Decode } else { Role::Aggregated };
+        let prefill = apart.then(|| self.unchosen(&for_prefill(request)));
+        prefill.into_iter().chain([self.unchosen(&Constraints { role, ..request.constraints.clone() })]).collect()
+    }
+
+    /// A phase for which nobody was chosen.
+    fn unchosen(&self, constraints: &Constraints) -> PhaseExplained {
+        PhaseExplained {
+            role: constraints.role,
+            taken: false,
+            winner: None,
+            runner_up: None,
+            margin: None,
+            ties: 0,
+            judged: self.judge(constraints),
+        }
+    }
+
+    /// Everybody, without a cost.
+    fn judge(&self, constraints: &Constraints) -> Vec<Judged> {
+        let Seen { members, standings, loads, .. } = self.seen;
         let verdicts = excluded(members, constraints, standings);
-        let judged = members.iter().zip(verdicts).map(|(member, verdict)| Judged {
-            excluded: verdict.map(|why| why.to_string()),
-            ..self.judge(prepared, member)
-        });
-        let role = constraints.role;
-        PhaseExplained { role, winner: None, runner_up: None, margin: None, ties: 0, judged: judged.collect() }
+        let judge = |((member, load), verdict): ((&&Member, &Option<Load>), Option<Excluded<'_>>)| {
+            let gone = || load.is_none().then(|| "it has just left the fleet".to_owned());
+            let load = load.unwrap_or_default();
+            Judged {
+                rank: member.rank,
+                endpoint: member.worker.endpoint,
+                role: member.worker.role,
+                overlap: self.prepared.overlap(member),
+                cached_tokens: self.prepared.cached_tokens(member, true),
+                load,
+                prefill_tokens: load.active_prefill_tokens + self.prepared.request.prompt.tokens(),
+                decode_blocks: load.active_blocks,
+                cost: None,
+                excluded: verdict.map(|why| why.to_string()).or_else(gone),
+            }
+        };
+        members.iter().zip(loads).zip(verdicts).map(judge).collect()
     }
 
-    fn judge(&self, prepared: &Prepared, member: &Member) -> Judged {
-        let load = self.load.look(|view| view.load(member.slot, member.rank)).unwrap_or_default();
-        Judged {
-            rank: member.rank,
-            endpoint: member.worker.endpoint,
-            role: member.worker.role,
-            overlap: prepared.overlap(member),
-            cached_tokens: prepared.cached_tokens(member, true),
-            load,
-            prefill_tokens: load.active_prefill_tokens + prepared.request().prompt.tokens(),
-            decode_blocks: load.active_blocks,
-            cost: None,
-            excluded: None,
-        }
+    fn has_prefill(&self) -> bool {
+        self.seen.members.iter().any(|member| member.worker.role == Role::Prefill)
     }
 }
 
-fn unrouted(prepared: &Prepared, error: RouteError, phases: Vec<PhaseExplained>) -> Explanation {
-    let prompt = &prepared.request().prompt;
+fn unrouted(
+    prepared: &Prepared,
+    error: RouteError,
+    phases: Vec<PhaseExplained>,
+    block_size: Option<BlockSize>,
+) -> Explanation {
+    let prompt = &prepared.request.prompt;
     Explanation {
+        model: prepared.request.model.clone(),
         mode: Mode::Passthrough,
         reason: Some(error.reason()),
         prompt_tokens: prompt.tokens(),
         prompt_blocks: prompt.blocks().iter().map(|hashes| hashes.len() as u64).sum(),
+        block_size,
+        weights: prepared.weights,
         phases,
-        sentence: format!("Nobody was chosen: {error}."),
+        sentence: sentence::unrouted(error),
         route: None,
     }
-}
-
-/// Why, in one sentence.
-fn sentence(route: &Route, phases: &[PhaseExplained]) -> String {
-    let blocks = route.prompt_blocks;
-    let held = route.overlap.total();
-    let mut text = match &route.phases {
-        Phases::Remote(prefill) => {
-            format!("Worker rank {} does the prefill and {} the decode: ", prefill.to.rank, route.to.rank)
-        }
-        Phases::Kept(_) | Phases::Aggregated => format!("Worker rank {} serves the request: ", route.to.rank),
-    };
-    let Some(phase) = phases.last() else { return text };
-    match (phase.ties, phase.margin, phase.runner_up) {
-        (_, None, _) => text.push_str("it is the only candidate"),
-        (2.., ..) => text.push_str(&format!(
-            "drawn among {} candidates of the same cost {:.3}",
-            phase.ties, route.choice.cost.total
-        )),
-        (_, Some(margin), Some(second)) => {
-            text.push_str(&format!("it costs {:.3}, {margin:.3} less than {second}", route.choice.cost.total));
-        }
-        (_, Some(_), None) => {}
-    }
-    match route.reason {
-        Some(reason) => text.push_str(&format!("; caches were not compared ({})", reason.as_str())),
-        None => text.push_str(&format!("; it holds {held} of {blocks} blocks")),
-    }
-    if let Phases::Kept(bypass) = &route.phases {
-        text.push_str(&format!("; no remote prefill ({})", bypass.as_str()));
-    }
-    text.push('.');
-    text
 }
