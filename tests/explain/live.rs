@@ -54,8 +54,11 @@ impl Deployment {
         Self { stack, http, _dir: dir }
     }
 
+    /// Pinned by the body: the shipped Envoy takes the header for a forgery.
     fn pinned(&self, id: u64, body: &Value) -> reqwest::RequestBuilder {
-        self.http.post(self.stack.url(CHAT)).header("x-worker-instance-id", id.to_string()).json(body)
+        let mut body = body.clone();
+        body["nvext"] = json!({"backend_instance_id": id});
+        self.http.post(self.stack.url(CHAT)).json(&body)
     }
 
     async fn misbehave(&self, id: u64, how: Value) {

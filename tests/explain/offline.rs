@@ -8,7 +8,7 @@ use super::{captured_chat, explain, explained, write};
 use crate::support::ports::FreePort;
 use crate::support::stack::{MODEL, model_file};
 
-/// A configuration with three workers in a file of their own, one of which only does prefills.
+/// A configuration with two workers in a file of their own.
 fn configuration(folder: &Path) -> PathBuf {
     let workers = json!([
         {"id": 1, "endpoint": "127.0.0.1:8001"},
@@ -38,7 +38,7 @@ async fn the_configuration_alone_shows_tokens_blocks_weights_and_who_is_eligible
     let body = body.to_str().unwrap();
 
     let table = explained(&["--config", config, "--body", body], b"").await;
-    assert!(table.contains(" 459 tokens, 28 complete blocks of 16 tokens\n"), "{table}");
+    assert!(table.contains(" 419 tokens, 26 complete blocks of 16 tokens\n"), "{table}");
     assert!(table.contains("weights  device 0.5, "), "{table}");
     assert!(table.contains("2 of 2 worker ranks are candidates"), "{table}");
     assert!(table.ends_with("Without --admin nothing is cached and nobody is busy.\n"), "{table}");
@@ -47,7 +47,7 @@ async fn the_configuration_alone_shows_tokens_blocks_weights_and_who_is_eligible
     demanding["nvext"] = json!({"routing_constraints": {"required_taints": ["spot"]}});
     let text = explained(&["--config", config, "--body", "-", "--json"], demanding.to_string().as_bytes()).await;
     let said: Value = serde_json::from_str(&text).unwrap();
-    assert_eq!((&said["prompt_tokens"], &said["weights"]["overlap_score_credit"]), (&json!(459), &json!(0.5)));
+    assert_eq!((&said["prompt_tokens"], &said["weights"]["overlap_score_credit"]), (&json!(419), &json!(0.5)));
     assert_eq!(said["phases"][0]["judged"][0]["excluded"], "lacks the required taint `spot`");
     assert_eq!(said["phases"][0]["winner"]["worker"], 2);
 
@@ -58,7 +58,7 @@ async fn the_configuration_alone_shows_tokens_blocks_weights_and_who_is_eligible
     let completion = json!({"model": MODEL, "prompt": "hello"}).to_string();
     let text = explained(&["--config", config, "--body", "-", "--json"], completion.as_bytes()).await;
     let said: Value = serde_json::from_str(&text).unwrap();
-    assert_eq!((&said["reason"], &said["prompt_tokens"]), (&json!("index_cold"), &json!(1)), "the path is guessed");
+    assert_eq!((&said["reason"], &said["prompt_tokens"]), (&json!(null), &json!(1)), "the path is guessed");
 }
 
 #[tokio::test]
@@ -70,7 +70,7 @@ async fn mistakes_of_the_configuration_end_with_2_and_all_others_with_1() {
     let unusable = write(
         dir.path(),
         "unusable.yaml",
-        json!({"models": [{"name": "m", "tokenizer": unusable}], "workers": []}).to_string(),
+        json!({"models": [{"name": "m", "tokenizer": unusable}], "workers": [{"id": 1, "endpoint": "127.0.0.1:8001"}]}).to_string(),
     );
     let nobody = format!("http://127.0.0.1:{}", FreePort::find().unwrap().release());
     let [good, broken, unusable] = [&good, &broken, &unusable].map(|file| file.to_str().unwrap());
