@@ -124,7 +124,9 @@ impl Entrance {
         {
             affinities.affinity.bind(&mut request, target);
         }
-        self.router.explain(request)
+        let prepared = self.router.prepare(request);
+        let class = self.admission.class_of(&turn(&prepared));
+        self.router.explain_prepared(prepared, Some(class))
     }
 
     /// Lets a request in. Where it has to wait, `told` hears once how long that may take at most.
@@ -183,16 +185,7 @@ impl Entrance {
     }
 
     async fn turn(&self, prepared: Prepared, told: &mut Option<impl FnOnce(Duration)>) -> Result<Booked, Refusal> {
-        let request = prepared.request();
-        let turn = Turn {
-            class: request.priority.class.clone(),
-            lane: lane(request),
-            strict_priority: request.priority.strict,
-            priority_jump: request.priority.jump,
-            due: None,
-            prompt_tokens: request.prompt.tokens(),
-            cached_tokens: prepared.best_cached_tokens(),
-        };
+        let turn = turn(&prepared);
         match self.admission.enter(prepared, turn) {
             Entered::Done(outcome) => outcome,
             Entered::Waiting(waiting) => {
@@ -200,6 +193,20 @@ impl Entrance {
                 waiting.placed().await
             }
         }
+    }
+}
+
+/// What the queue has to know of a request.
+fn turn(prepared: &Prepared) -> Turn {
+    let request = prepared.request();
+    Turn {
+        class: request.priority.class.clone(),
+        lane: lane(request),
+        strict_priority: request.priority.strict,
+        priority_jump: request.priority.jump,
+        due: None,
+        prompt_tokens: request.prompt.tokens(),
+        cached_tokens: prepared.best_cached_tokens(),
     }
 }
 
@@ -225,3 +232,6 @@ fn tell(told: &mut Option<impl FnOnce(Duration)>, wait: Duration) {
         told(wait);
     }
 }
+
+#[cfg(test)]
+mod tests;

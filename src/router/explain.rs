@@ -5,19 +5,21 @@
 
 mod sentence;
 
+use std::sync::Arc;
+
 use serde::Serialize;
 
 use super::answer::{Mode, Reason, Route, RouteError};
-use super::leg::{Decision, Leg, Legs};
+use super::leg::{Decision, Leg, Legs, Undecided};
 use super::pools::{Pools, Standings, excluded, for_prefill};
 use super::prepared::Prepared;
 use super::question::RouteRequest;
 use super::{Router, occupancy, pools};
-use crate::admission::Gate;
+use crate::admission::{Class, Gate};
 use crate::fleet::Member;
 use crate::index::TierBlocks;
 use crate::load::{Load, LoadView};
-use crate::schedule::{Constraints, Cost, Excluded, Weights, costs};
+use crate::schedule::{Constraints, Cost, Excluded, Question, Weights, costs};
 use crate::worker::{BlockSize, Endpoint, ModelName, Role, WorkerRank};
 
 /// Why one request goes where it goes.
@@ -25,6 +27,11 @@ use crate::worker::{BlockSize, Endpoint, ModelName, Role, WorkerRank};
 pub struct Explanation {
     /// The model that is asked for; none where any worker will do.
     pub model: Option<ModelName>,
+    /// The class that it would wait in, where there is a queue.
+    pub class: Option<Arc<str>>,
+    /// Whether it would have to wait, because everybody it could go to is busy for that class. The choice is then the one
+    /// without waiting.
+    pub busy: bool,
     /// The step of the ladder.
     pub mode: Mode,
     /// Why not a higher step, or why there is no choice.
@@ -93,45 +100,68 @@ pub struct Judged {
 struct Seen<'f> {
     members: Vec<&'f Member>,
     standings: Standings,
-    /// The load of each member; none where it has just left.
-    loads: Vec<Option<Load>>,
+    /// The load of each member, and the blocks of the prompt that would be new to it; none where it has just left.
+    loads: Vec<Option<(Load, u64)>>,
+    /// Whether everybody who would do is busy.
+    busy: bool,
     decided: Result<Legs<'f>, RouteError>,
 }
 
 impl Router {
-    /// Says why a request would go where it would go now.
+    /// Says why a request would go where it would go now, if nobody had to wait.
     pub fn explain(&self, request: RouteRequest) -> Explanation {
-        let mut prepared = self.prepare(request);
-        let fleet = self.fleet_of(&mut prepared);
+        self.explain_prepared(self.prepare(request), None)
+    }
+
+    /// Says why a request would go where it would go now, and whether it would have to wait in its class.
+    pub fn explain_prepared(&self, mut prepared: Prepared, class: Option<&Class>) -> Explanation {
+        let gate = class.map(|class| class.gate).unwrap_or_default();
+        let explanation = self.explain_at(&mut prepared, &gate);
+        Explanation { class: class.map(|class| class.name.clone()), ..explanation }
+    }
+
+    fn explain_at(&self, prepared: &mut Prepared, gate: &Gate) -> Explanation {
+        let fleet = self.fleet_of(prepared);
         let members = match pools::serving(&fleet, prepared.request.model.as_ref()) {
             Ok(members) => members,
-            Err(error) => return unrouted(&prepared, error, Vec::new(), None),
+            Err(error) => return unrouted(prepared, error, Vec::new(), None),
         };
-        let seen = self.load.look(|view| self.see(view, &prepared, members));
-        let telling = Telling { prepared: &prepared, seen: &seen };
+        let mut seen = self.load.look(|view| self.see(view, prepared, members.clone(), gate));
+        // Soft affinity waits for nobody, here as in placing.
+        if seen.busy && prepared.request.affinity.take().is_some() {
+            seen = self.load.look(|view| self.see(view, prepared, members, gate));
+        }
+        let telling = Telling { prepared, seen: &seen };
         match &seen.decided {
-            Ok(legs) => telling.routed(legs, self.describe(&prepared, legs)),
+            Ok(legs) => telling.routed(legs, self.describe(prepared, legs)),
             Err(error) => {
                 let block_size = seen.members.first().map(|member| member.worker.block_size);
-                unrouted(&prepared, *error, telling.unchosen_phases(*error), block_size)
+                unrouted(prepared, *error, telling.unchosen_phases(*error), block_size)
             }
         }
     }
 
     /// Everything that has to be of one instant. Nobody books meanwhile, so nothing is put into words here.
-    fn see<'f>(&self, view: &LoadView<'_>, prepared: &Prepared, members: Vec<&'f Member>) -> Seen<'f> {
+    fn see<'f>(&self, view: &LoadView<'_>, prepared: &Prepared, members: Vec<&'f Member>, gate: &Gate) -> Seen<'f> {
         let standings = Standings {
             overloaded: self.overload.peek(&members, view.now(), |member| occupancy(view, member)),
             unwell: self.health.unwell(view.now()),
         };
-        let loads = members.iter().map(|member| view.load(member.slot, member.rank)).collect();
-        let decided = Pools::among(&members, &prepared.request, &self.settings, standings.clone()).and_then(|pools| {
-            let gate = Gate::default();
-            let decision = Decision { prepared, pools: &pools, settings: &self.settings, gate: &gate };
-            let mut random = self.random.lock().clone();
-            decision.decide(view, &mut random).map_err(RouteError::from)
-        });
-        Seen { members, standings, loads, decided }
+        let load = |member: &&Member| {
+            let load = view.load(member.slot, member.rank)?;
+            Some((load, prepared.blocks.additional(view, member)))
+        };
+        let loads = members.iter().map(load).collect();
+        let pools = Pools::among(&members, &prepared.request, &self.settings, standings.clone());
+        let decide = |gate: &Gate| {
+            let pools = pools.as_ref().map_err(|error| Undecided::Refused(*error))?;
+            let decision = Decision { prepared, pools, settings: &self.settings, gate };
+            decision.decide(view, &mut self.random.lock().clone())
+        };
+        let decided = decide(gate);
+        let busy = matches!(decided, Err(Undecided::Busy));
+        let decided = if busy { decide(&Gate::default()) } else { decided };
+        Seen { members, standings, loads, busy, decided: decided.map_err(RouteError::from) }
     }
 }
 
@@ -152,13 +182,15 @@ impl<'f> Telling<'_, 'f> {
         let phases: Vec<_> = prefill.into_iter().chain([self.phase(&legs.decode, true)]).collect();
         Explanation {
             model: self.prepared.request.model.clone(),
+            class: None,
+            busy: self.seen.busy,
             mode: route.mode,
             reason: route.reason,
             prompt_tokens: route.prompt_tokens,
             prompt_blocks: route.prompt_blocks,
             block_size: Some(route.block_size),
             weights: self.prepared.weights,
-            sentence: sentence::routed(&route, &phases, self.prepared.weights.router_temperature),
+            sentence: sentence::routed(&route, &phases, self.prepared.weights.router_temperature, self.seen.busy),
             phases,
             route: Some(route),
         }
@@ -225,9 +257,12 @@ impl<'f> Telling<'_, 'f> {
     fn judge(&self, constraints: &Constraints) -> Vec<Judged> {
         let Seen { members, standings, loads, .. } = self.seen;
         let verdicts = excluded(members, constraints, standings);
-        let judge = |((member, load), verdict): ((&&Member, &Option<Load>), Option<Excluded<'_>>)| {
+        let judge = |((member, load), verdict): ((&&Member, &Option<(Load, u64)>), Option<Excluded<'_>>)| {
             let gone = || load.is_none().then(|| "it has just left the fleet".to_owned());
-            let load = load.unwrap_or_default();
+            let (load, additional) = load.unwrap_or_default();
+            let prompt_tokens = self.prepared.request.prompt.tokens();
+            let required = Question::new(prompt_tokens, member.worker.block_size).required_blocks();
+            let tail = required.saturating_sub(self.prepared.blocks.complete);
             Judged {
                 rank: member.rank,
                 endpoint: member.worker.endpoint,
@@ -235,8 +270,8 @@ impl<'f> Telling<'_, 'f> {
                 overlap: self.prepared.overlap(member),
                 cached_tokens: self.prepared.cached_tokens(member, true),
                 load,
-                prefill_tokens: load.active_prefill_tokens + self.prepared.request.prompt.tokens(),
-                decode_blocks: load.active_blocks,
+                prefill_tokens: load.active_prefill_tokens + prompt_tokens,
+                decode_blocks: load.active_blocks + additional + tail,
                 cost: None,
                 excluded: verdict.map(|why| why.to_string()).or_else(gone),
             }
@@ -258,6 +293,8 @@ fn unrouted(
     let prompt = &prepared.request.prompt;
     Explanation {
         model: prepared.request.model.clone(),
+        class: None,
+        busy: false,
         mode: Mode::Passthrough,
         reason: Some(error.reason()),
         prompt_tokens: prompt.tokens(),

@@ -70,7 +70,8 @@ async fn mistakes_of_the_configuration_end_with_2_and_all_others_with_1() {
     let unusable = write(
         dir.path(),
         "unusable.yaml",
-        json!({"models": [{"name": "m", "tokenizer": unusable}], "workers": [{"id": 1, "endpoint": "127.0.0.1:8001"}]}).to_string(),
+        json!({"models": [{"name": "m", "tokenizer": unusable}], "workers": [{"id": 1, "endpoint": "127.0.0.1:8001"}]})
+            .to_string(),
     );
     let nobody = format!("http://127.0.0.1:{}", FreePort::find().unwrap().release());
     let [good, broken, unusable] = [&good, &broken, &unusable].map(|file| file.to_str().unwrap());

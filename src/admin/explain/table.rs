@@ -66,8 +66,10 @@ fn heading(explanation: &Explanation) -> String {
     let of = block_size.map_or(String::new(), |size| format!(" of {} tokens", size.tokens()));
     let mode = explanation.mode.as_str();
     let reason = explanation.reason.map_or(String::new(), |reason| format!(" ({})", reason.as_str()));
+    let busy = if explanation.busy { ", after waiting" } else { "" };
+    let class = explanation.class.as_ref().map_or(String::new(), |class| format!(", class {class}"));
     format!(
-        "route    {mode}{reason}\nprompt   {model}, {prompt_tokens} tokens, {prompt_blocks} complete blocks{of}\n\
+        "route    {mode}{reason}{busy}{class}\nprompt   {model}, {prompt_tokens} tokens, {prompt_blocks} complete blocks{of}\n\
          weights  {}\n",
         weights(&explanation.weights)
     )

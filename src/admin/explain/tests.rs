@@ -167,7 +167,7 @@ async fn headers_and_sessions_count_and_a_table_is_to_be_had() {
     let (status, table) = pages.send(Method::POST, "text/plain", json!({ "body": EXACT }).to_string()).await;
     assert_eq!(status, 200);
     assert!(
-        table.starts_with("route    approximate\nprompt   m, 9 tokens, 2 complete blocks of 4"),
+        table.starts_with("route    approximate, class default\nprompt   m, 9 tokens, 2 complete blocks of 4"),
         "{table}"
     );
 }

@@ -6,7 +6,7 @@ use crate::router::answer::{Phases, Reason, Route, RouteError};
 use crate::worker::Role;
 
 /// Why the request goes where it goes.
-pub(super) fn routed(route: &Route, phases: &[PhaseExplained], temperature: f64) -> String {
+pub(super) fn routed(route: &Route, phases: &[PhaseExplained], temperature: f64, busy: bool) -> String {
     let taken = phases.iter().filter(|phase| phase.taken);
     let mut clauses: Vec<String> = taken.map(|phase| chosen(phase, temperature)).collect();
     match route.reason {
@@ -27,6 +27,9 @@ pub(super) fn routed(route: &Route, phases: &[PhaseExplained], temperature: f64)
             clauses.push("no prefill worker can be chosen, so it computes all itself".into());
         }
         Phases::Aggregated | Phases::Remote(_) => {}
+    }
+    if busy {
+        clauses.push("but first it waits, because everybody it could go to is busy".into());
     }
     clauses.join("; ") + "."
 }

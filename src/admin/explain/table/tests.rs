@@ -28,6 +28,8 @@ fn judged(id: u64, total: Option<f64>, excluded: Option<&str>) -> Judged {
 fn explanation(phases: Vec<PhaseExplained>) -> Explanation {
     Explanation {
         model: Some("m".into()),
+        class: Some("default".into()),
+        busy: true,
         mode: Mode::LoadOnly,
         reason: Some(Reason::IndexCold),
         prompt_tokens: 66,
@@ -57,7 +59,7 @@ fn the_winner_comes_first_the_excluded_last_and_numbers_end_in_one_column() {
         ],
     };
     let expected = "\
-route    load_only (index_cold)
+route    load_only (index_cold), after waiting, class default
 prompt   m, 66 tokens, 4 complete blocks of 16 tokens
 weights  device 1, host 0.75, disk 0.25, shared 0, decay 0; prefill 1, request 0; temperature 0
 
