@@ -28,8 +28,10 @@ mod zmq;
 
 use frame::Report;
 
-/// What each file holds, by its name.
-const FORMATS: [(&str, fn(&str) -> Report); 6] = [
+/// The name of a file, and how what it holds is run.
+type Format = (&'static str, fn(&str) -> Report);
+
+const FORMATS: [Format; 6] = [
     ("block_hashes.json", blocks::run),
     ("zmq_events.json", zmq::run),
     ("index_ops.json", index_ops::run),
