@@ -48,17 +48,16 @@ fn json_files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Runs one file; everything that is wrong with it.
-#[expect(clippy::print_stdout, reason = "what was run is told, and shown by `--nocapture`")]
-fn run_file(path: &Path, ours: bool) -> Vec<String> {
+/// Runs one file; `told` hears what was run. Everything that is wrong with it.
+fn run_file(path: &Path, ours: bool, told: impl Fn(String)) -> Vec<String> {
     let name = path.file_name().unwrap().to_str().unwrap();
     let Some((_, run)) = FORMATS.iter().find(|(known, _)| *known == name) else {
         return vec![format!("{name}: nobody knows what is in a file of this name")];
     };
     let report = run(&fs::read_to_string(path).unwrap());
-    println!("{name}: {} cases run, {} passed, {} deviating", report.run, report.passed, report.deviating());
+    told(format!("{name}: {} cases run, {} passed, {} deviating", report.run, report.passed, report.deviating()));
     for deviation in &report.deviations {
-        println!("  differs on purpose: {deviation}");
+        told(format!("  differs on purpose: {deviation}"));
     }
     // A table names cases of our files; elsewhere they need not occur.
     let absent = report.absent.iter().filter(|_| ours);
@@ -69,6 +68,7 @@ fn run_file(path: &Path, ours: bool) -> Vec<String> {
 
 #[test]
 #[expect(clippy::disallowed_methods, reason = "the folder to run is chosen from outside")]
+#[expect(clippy::print_stdout, reason = "what was run is told, and shown by `--nocapture`")]
 fn every_case_gives_the_answer_of_the_field_or_is_named_with_a_reason() {
     let elsewhere = std::env::var_os("WARMROUTE_GOLDEN_DIR").map(PathBuf::from);
     let ours = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -78,7 +78,8 @@ fn every_case_gives_the_answer_of_the_field_or_is_named_with_a_reason() {
             assert!(files.contains(&ours.join(name)), "{name} is missing");
         }
     }
-    let wrong: Vec<_> = files.iter().flat_map(|path| run_file(path, elsewhere.is_none())).collect();
+    let told = |line: String| println!("{line}");
+    let wrong: Vec<_> = files.iter().flat_map(|path| run_file(path, elsewhere.is_none(), told)).collect();
     assert!(wrong.is_empty(), "{} mistakes:\n{}", wrong.len(), wrong.join("\n"));
 }
 
@@ -154,7 +155,7 @@ fn a_changed_answer_and_a_file_of_another_name_fail() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
         fs::write(folder.path().join(name), text).unwrap();
-        run_file(&folder.path().join(name), false)
+        run_file(&folder.path().join(name), false, drop)
     };
     assert_eq!(file("queue.json", &text), [""; 0]);
     let changed = file("queue.json", &text.replacen(r#""left_pending":0"#, r#""left_pending":1"#, 1));
