@@ -68,7 +68,6 @@ fn run_file(path: &Path, ours: bool, told: impl Fn(String)) -> Vec<String> {
 
 #[test]
 #[expect(clippy::disallowed_methods, reason = "the folder to run is chosen from outside")]
-#[expect(clippy::print_stdout, reason = "what was run is told, and shown by `--nocapture`")]
 fn every_case_gives_the_answer_of_the_field_or_is_named_with_a_reason() {
     let elsewhere = std::env::var_os("WARMROUTE_GOLDEN_DIR").map(PathBuf::from);
     let ours = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
