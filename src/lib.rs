@@ -30,6 +30,7 @@ pub mod router;
 
 // Layer 4: adapters.
 pub mod admin;
+pub mod api;
 pub mod discovery;
 pub mod ext_proc;
 pub mod intake;
