@@ -166,7 +166,7 @@ metrics! {
     requests: Family<RequestLabels, Counter> = Family::default();
     /// Requests that took a lower step of the ladder than exact, by reason
     degradations: Family<ReasonLabel, Counter> = Family::default();
-    /// Exchanges by how they ended: complete, closed (the answer had begun; its end was not shown to us), abandoned
+    /// Exchanges by how they ended: complete, closed (the answer had begun; its end was not shown to us), abandoned, own_answer (refused, or asked for the choice only)
     exchanges: Family<OutcomeLabel, Counter> = Family::default();
     /// Exchanges that are open now
     exchanges_open: Gauge = Gauge::default();
@@ -220,6 +220,8 @@ metrics! {
     worker_active_requests: Family<RankLabels, Gauge> = Family::default();
     /// Blocks a worker rank has cached, by tier, as far as its KV events told
     worker_cached_blocks: Family<RankTierLabels, Gauge> = Family::default();
+    /// Blocks a worker rank is taken to have cached because prompts with them were routed there
+    worker_predicted_blocks: Family<RankLabels, Gauge> = Family::default();
     /// Workers in the fleet
     workers: Gauge = Gauge::default();
     /// Number of the fleet in use; grows with every change
