@@ -22,7 +22,6 @@ use tonic::{Request, Response, Status};
 use tracing::info;
 
 /// The messages, a client and a server, as compiled from the protocol.
-#[expect(missing_docs, unreachable_pub, clippy::all, reason = "generated")]
 pub mod pb {
     tonic::include_proto!("warmroute.v1");
 }

@@ -30,9 +30,9 @@ pub(super) fn route(route: &Route, prompts: Vec<pb::HashedPrompt>, booked: pb::B
     let place = |to, overlap, cached_tokens, choice| placement(to, overlap, cached_tokens, choice, route.block_size);
     pb::RouteResponse {
         decode: Some(place(route.to, route.overlap, route.predicted_cached_tokens, &route.choice)),
-        prefill: route.prefill().map(|prefill| {
-            place(prefill.to, prefill.overlap, prefill.cached_tokens, &prefill.choice)
-        }),
+        prefill: route
+            .prefill()
+            .map(|prefill| place(prefill.to, prefill.overlap, prefill.cached_tokens, &prefill.choice)),
         mode: match route.mode {
             Mode::Exact => pb::Mode::Exact,
             Mode::Approximate => pb::Mode::Approximate,

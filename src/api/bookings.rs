@@ -10,8 +10,8 @@ use parking_lot::Mutex;
 use super::fault::Fault;
 use crate::entrance::Admitted;
 use crate::health::Probe;
-use crate::load::{Booking, LoadTracker};
 use crate::load::ledger::{Attempt, Change, Counts, Ledger, Refused, Rules};
+use crate::load::{Booking, LoadTracker};
 use crate::predict::Lease;
 use crate::router::{Booked, Foreign, Route, Router};
 use crate::sessions::Hold;
@@ -61,13 +61,8 @@ impl Bookings {
     pub(super) fn keep(&self, attempt: Attempt<'_>, admitted: Admitted) -> Result<Kept<Arc<Route>>, Fault> {
         let Admitted { booked: Booked { route, reservation, probes, leases }, session } = admitted;
         let route = Arc::new(route);
-        let beside = Beside {
-            attempt: attempt.number,
-            route: Some(route.clone()),
-            leases,
-            _probes: probes,
-            _session: session,
-        };
+        let beside =
+            Beside { attempt: attempt.number, route: Some(route.clone()), leases, _probes: probes, _session: session };
         let mut state = self.state.lock();
         if let Some(route) = state.again(attempt)? {
             return Ok(Kept::Before(route));
@@ -80,12 +75,7 @@ impl Bookings {
     }
 
     /// Books what somebody else routed. The same once more finds what was booked before.
-    pub(super) fn add(
-        &self,
-        attempt: Attempt<'_>,
-        foreign: &Foreign,
-        router: &Router,
-    ) -> Result<Kept<Booking>, Fault> {
+    pub(super) fn add(&self, attempt: Attempt<'_>, foreign: &Foreign, router: &Router) -> Result<Kept<Booking>, Fault> {
         let mut state = self.state.lock();
         if let Some(booked) = state.ledger.get(attempt).and_then(|reservation| reservation.bookings().next().cloned()) {
             if booked.rank != foreign.booking.rank {
@@ -96,8 +86,7 @@ impl Bookings {
         }
         state.ledger.add(attempt, vec![foreign.booking.clone()])?;
         let leases = router.expect_cached(foreign);
-        let beside =
-            Beside { attempt: attempt.number, route: None, leases, _probes: Vec::new(), _session: None };
+        let beside = Beside { attempt: attempt.number, route: None, leases, _probes: Vec::new(), _session: None };
         let replaced = state.beside.insert(attempt.request.to_owned(), beside);
         drop(state);
         drop(replaced);

@@ -32,7 +32,8 @@ impl ApiConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.silence.get() == Duration::ZERO {
-            let text = "every booking would end at once; give the time in which callers give a sign of life, such as 300s";
+            let text =
+                "every booking would end at once; give the time in which callers give a sign of life, such as 300s";
             problems.push(Problem::of("silence", text));
         }
         if self.bookings == 0 {

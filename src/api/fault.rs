@@ -131,11 +131,7 @@ mod tests {
             (Refusal::Failed.into(), Code::Internal, None),
             (RouteError::NoFleet.into(), Code::Unavailable, Some("1")),
             (RouteError::Pin(Ineligible::PinUnknown(WorkerId(7))).into(), Code::NotFound, None),
-            (
-                RouteError::Pin(Ineligible::PinnedWorkerNotAllowed(WorkerId(7))).into(),
-                Code::InvalidArgument,
-                None,
-            ),
+            (RouteError::Pin(Ineligible::PinnedWorkerNotAllowed(WorkerId(7))).into(), Code::InvalidArgument, None),
             (RouteError::Unsatisfied.into(), Code::FailedPrecondition, None),
         ];
         for (fault, code, retry) in cases {

@@ -76,7 +76,9 @@ impl Router {
         });
         let costs = costs(&question, &candidates, &prepared.weights);
         let surveyed = members.iter().zip(&candidates).zip(costs);
-        Ok(surveyed.map(|((member, candidate), cost)| surveyed_of(&prepared, &question, member, candidate, cost)).collect())
+        Ok(surveyed
+            .map(|((member, candidate), cost)| surveyed_of(&prepared, &question, member, candidate, cost))
+            .collect())
     }
 
     /// What a request that somebody else sent to a worker rank will occupy there; `None` where that does not serve.
