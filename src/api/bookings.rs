@@ -24,7 +24,7 @@ pub(super) struct Bookings {
 
 struct State {
     ledger: Ledger,
-    /// By request, as in the ledger. What is here and not there any longer is dropped at the next occasion.
+    /// By request, as in the ledger.
     beside: HashMap<String, Beside>,
 }
 
@@ -61,73 +61,89 @@ impl Bookings {
     pub(super) fn keep(&self, attempt: Attempt<'_>, admitted: Admitted) -> Result<Kept<Arc<Route>>, Fault> {
         let Admitted { booked: Booked { route, reservation, probes, leases }, session } = admitted;
         let route = Arc::new(route);
-        let beside =
-            Beside { attempt: attempt.number, route: Some(route.clone()), leases, _probes: probes, _session: session };
-        let mut state = self.state.lock();
-        if let Some(route) = state.again(attempt)? {
-            return Ok(Kept::Before(route));
-        }
-        state.ledger.keep(attempt, reservation)?;
-        let replaced = state.beside.insert(attempt.request.to_owned(), beside);
-        drop(state);
-        drop(replaced);
-        Ok(Kept::Now(route))
+        let beside = Beside {
+            attempt: attempt.number,
+            route: Some(route.clone()),
+            leases,
+            _probes: probes,
+            _session: session,
+        };
+        self.change(|state| {
+            if let Some(route) = state.again(attempt)? {
+                return Ok(Kept::Before(route));
+            }
+            state.ledger.keep(attempt, reservation)?;
+            state.beside.insert(attempt.request.to_owned(), beside);
+            Ok(Kept::Now(route))
+        })
     }
 
     /// Books what somebody else routed. The same once more finds what was booked before.
     pub(super) fn add(&self, attempt: Attempt<'_>, foreign: &Foreign, router: &Router) -> Result<Kept<Booking>, Fault> {
-        let mut state = self.state.lock();
-        if let Some(booked) = state.ledger.get(attempt).and_then(|reservation| reservation.bookings().next().cloned()) {
-            if booked.rank != foreign.booking.rank {
-                return Err(booked_elsewhere(attempt, booked.rank));
+        self.change(|state| {
+            let booked = state.ledger.get(attempt).and_then(|reservation| reservation.bookings().next().cloned());
+            if let Some(booked) = booked {
+                if booked.rank != foreign.booking.rank {
+                    return Err(booked_elsewhere(attempt, booked.rank));
+                }
+                state.ledger.touch(attempt);
+                return Ok(Kept::Before(booked));
             }
-            state.ledger.touch(attempt);
-            return Ok(Kept::Before(booked));
-        }
-        state.ledger.add(attempt, vec![foreign.booking.clone()])?;
-        let leases = router.expect_cached(foreign);
-        let beside = Beside { attempt: attempt.number, route: None, leases, _probes: Vec::new(), _session: None };
-        let replaced = state.beside.insert(attempt.request.to_owned(), beside);
-        drop(state);
-        drop(replaced);
-        Ok(Kept::Now(foreign.booking.clone()))
+            state.ledger.add(attempt, vec![foreign.booking.clone()])?;
+            let beside = Beside {
+                attempt: attempt.number,
+                route: None,
+                leases: router.expect_cached(foreign),
+                _probes: Vec::new(),
+                _session: None,
+            };
+            state.beside.insert(attempt.request.to_owned(), beside);
+            Ok(Kept::Now(foreign.booking.clone()))
+        })
     }
 
     pub(super) fn mark_prefill_completed(&self, attempt: Attempt<'_>) -> Result<Change, Fault> {
-        let mut state = self.state.lock();
-        state.booked(attempt)?;
-        Ok(state.ledger.mark_prefill_completed(attempt))
+        self.change(|state| {
+            state.booked(attempt)?;
+            Ok(state.ledger.mark_prefill_completed(attempt))
+        })
     }
 
     pub(super) fn output_block(&self, attempt: Attempt<'_>, fraction: Option<f64>) -> Result<(), Fault> {
-        let mut state = self.state.lock();
-        state.booked(attempt)?;
-        state.ledger.output_block(attempt, fraction);
-        let beside = state.beside.get_mut(attempt.request).filter(|beside| beside.attempt == attempt.number);
-        beside.into_iter().flat_map(|beside| &mut beside.leases).for_each(|lease| lease.grow(1));
-        Ok(())
+        self.change(|state| {
+            state.booked(attempt)?;
+            state.ledger.output_block(attempt, fraction);
+            let beside = state.beside.get_mut(attempt.request).filter(|beside| beside.attempt == attempt.number);
+            beside.into_iter().flat_map(|beside| &mut beside.leases).for_each(|lease| lease.grow(1));
+            Ok(())
+        })
     }
 
     pub(super) fn free(&self, attempt: Attempt<'_>) -> Change {
-        let mut state = self.state.lock();
-        let change = state.ledger.free(attempt);
-        let own = state.beside.get(attempt.request).is_some_and(|beside| beside.attempt == attempt.number);
-        let freed = own.then(|| state.beside.remove(attempt.request));
-        drop(state);
-        drop(freed);
-        change
+        self.change(|state| {
+            let own = state.beside.get(attempt.request).is_some_and(|beside| beside.attempt == attempt.number);
+            if own {
+                // So that nobody has to be looked for.
+                state.beside.remove(attempt.request);
+            }
+            state.ledger.free(attempt)
+        })
     }
 
     /// Ends what was silent for too long; says how many.
     pub(super) fn expire(&self) -> usize {
+        self.change(|state| state.ledger.expire())
+    }
+
+    /// Changes something. The ledger may drop reservations on any occasion, and what belonged to them goes with them.
+    fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let mut state = self.state.lock();
-        let silent = state.ledger.expire();
+        let changed = change(&mut state);
         let State { ledger, beside } = &mut *state;
-        let ended = |request: &str, attempt| ledger.get(Attempt { request, number: attempt }).is_none();
-        let gone: Vec<_> = beside.extract_if(|request, beside| ended(request, beside.attempt)).collect();
-        drop(state);
-        drop(gone);
-        silent
+        if beside.len() > ledger.counts().bookings {
+            beside.retain(|request, beside| ledger.get(Attempt { request, number: beside.attempt }).is_some());
+        }
+        changed
     }
 
     /// Reservations, and what lies beside them.
