@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
+use warmroute::api::ApiConfig;
 use warmroute::config::{Config, WorkerSource};
 use warmroute::discovery::ServedModel;
 use warmroute::discovery::config::DiscoveryConfig;
@@ -74,6 +75,7 @@ fn the_example_says_the_defaults() {
     let example = Config::load(&Path::new(ROOT).join("examples/warmroute.yaml")).unwrap();
     let least = Config::load(&data("valid/least.yaml")).unwrap();
     assert_eq!(example.admin, least.admin);
+    assert_eq!((example.api, least.api), (Some(ApiConfig::default()), None));
     assert_eq!(example.listen.tcp, least.listen.tcp);
     assert_eq!(example.schedule, least.schedule);
     assert_eq!(example.limits, least.limits);
