@@ -40,7 +40,8 @@ fn main() -> anyhow::Result<()> {
     let hashes = BlockHashes::of(&(0..130).collect::<Vec<u32>>(), block_size, &Salt::default());
     let warm = change.added.iter().find(|member| member.rank.worker == WorkerId(3)).context("it was added")?;
     let mut writer = index.join(warm.slot);
-    let blocks = hashes.locals().iter().zip(100..).map(|(&local, name)| StoredBlock { engine: EngineHash(name), local });
+    let blocks =
+        hashes.locals().iter().zip(100..).map(|(&local, name)| StoredBlock { engine: EngineHash(name), local });
     writer.apply(&KvEvent::Stored { parent: None, blocks: blocks.take(6).collect(), tier: Tier::Device });
 
     let mut booked = router.route(RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![hashes])))?;

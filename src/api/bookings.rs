@@ -61,13 +61,8 @@ impl Bookings {
     pub(super) fn keep(&self, attempt: Attempt<'_>, admitted: Admitted) -> Result<Kept<Arc<Route>>, Fault> {
         let Admitted { booked: Booked { route, reservation, probes, leases }, session } = admitted;
         let route = Arc::new(route);
-        let beside = Beside {
-            attempt: attempt.number,
-            route: Some(route.clone()),
-            leases,
-            _probes: probes,
-            _session: session,
-        };
+        let beside =
+            Beside { attempt: attempt.number, route: Some(route.clone()), leases, _probes: probes, _session: session };
         self.change(|state| {
             if let Some(route) = state.again(attempt)? {
                 return Ok(Kept::Before(route));

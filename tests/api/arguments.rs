@@ -233,7 +233,8 @@ async fn a_body_is_read_as_the_engines_read_it() {
          tokenizer_config: '{root}/examples/models/qwen2.5/tokenizer_config.json'}}\n- {{name: bare, block_size: 4}}\n"
     );
     let site = Site::start(&models, &[worker(1, ", model: qwen2.5"), worker(2, ", model: bare")]).await;
-    let ask = |question| pb::RouteRequest { question: Some(question), with_tokens: true, ..pb::RouteRequest::default() };
+    let ask =
+        |question| pb::RouteRequest { question: Some(question), with_tokens: true, ..pb::RouteRequest::default() };
     let chat = r#"{"model":"qwen2.5","messages":[{"role":"user","content":"Why is the sky blue?"}]}"#;
     let answer = site.route(ask(body("/v1/chat/completions", chat))).await.unwrap();
     assert_eq!((answer.model.as_str(), answer.decode.as_ref().unwrap().worker), ("qwen2.5", rank(1)));

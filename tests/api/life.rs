@@ -79,7 +79,8 @@ async fn the_same_attempt_gets_the_same_answer_and_another_is_refused() {
     // Many at once, as a client does that hedges: one booking.
     let hedged = (0..32).map(|_| site.route(book("h", 0, 22)));
     let answers = futures_util::future::join_all(hedged).await;
-    let workers: Vec<_> = answers.iter().map(|answer| answer.as_ref().unwrap().decode.as_ref().unwrap().worker).collect();
+    let workers: Vec<_> =
+        answers.iter().map(|answer| answer.as_ref().unwrap().decode.as_ref().unwrap().worker).collect();
     assert!(workers.iter().all(|worker| *worker == workers[0]), "{workers:?}");
     assert_eq!(site.load().await.2, 2);
 }
@@ -143,7 +144,8 @@ async fn who_waits_is_served_in_turn_and_who_leaves_leaves_nothing() {
     // It leaves without a word.
     let leave = CancellationToken::new();
     let mut client = site.client.clone();
-    let left = tokio::spawn(leave.clone().run_until_cancelled_owned(async move { client.route(book("left", 0, 22)).await }));
+    let left =
+        tokio::spawn(leave.clone().run_until_cancelled_owned(async move { client.route(book("left", 0, 22)).await }));
     site.waiting(1).await;
     leave.cancel();
     assert!(left.await.unwrap().is_none());

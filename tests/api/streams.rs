@@ -86,7 +86,8 @@ async fn a_dump_builds_an_index_that_answers_the_same() {
 
     // One of them, and one that tells nothing of its cache.
     let one = dump(&site, rank(2).into_iter().collect()).await;
-    let ranks: Vec<_> = one.iter().filter_map(|kind| if let Kind::Rank(rank) = kind { rank.worker } else { None }).collect();
+    let ranks: Vec<_> =
+        one.iter().filter_map(|kind| if let Kind::Rank(rank) = kind { rank.worker } else { None }).collect();
     assert_eq!(ranks, [rank(2).unwrap()]);
     let silent = pb::DumpEventsRequest { ranks: rank(3).into_iter().collect() };
     assert_eq!(site.client.clone().dump_events(silent).await.unwrap_err().code(), Code::NotFound);
@@ -118,7 +119,8 @@ async fn overlaps_say_what_each_rank_holds_and_what_that_is_worth() {
     // The engine always computes the last token, so of 4 cached blocks it uses 3.
     assert_eq!(answer.ranks, [score(1, 4, 2.0, 12), score(2, 0, 0.0, 0)]);
     // The same by the hashes that a choice tells.
-    let told = site.route(pb::RouteRequest { question: Some(tokens(16)), ..pb::RouteRequest::default() }).await.unwrap();
+    let told =
+        site.route(pb::RouteRequest { question: Some(tokens(16)), ..pb::RouteRequest::default() }).await.unwrap();
     assert_eq!(told.decode.unwrap().worker, rank(1));
     let blocks = pb::BlockHashes {
         local_hashes: told.prompts[0].local_hashes.clone(),
