@@ -131,6 +131,15 @@ impl RankTierLabels {
     }
 }
 
+/// A call to an engine about one of its sessions.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct EngineSessionLabels {
+    /// `open`, `close`.
+    pub call: &'static str,
+    /// `ok`, `timeout`, `unreachable`, `connection`, `status`, `overflow`.
+    pub outcome: &'static str,
+}
+
 /// A background task.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct TaskLabel {
@@ -208,6 +217,10 @@ metrics! {
     sessions: Gauge = Gauge::default();
     /// Requests that run in a session
     session_requests: Gauge = Gauge::default();
+    /// Sessions that engines have open because of us
+    engine_sessions: Gauge = Gauge::default();
+    /// Calls that open and close sessions on engines, by call and outcome: ok, timeout, unreachable, connection, status, overflow (too many waited)
+    engine_session_calls: Family<EngineSessionLabels, Counter> = Family::default();
     /// Error of the estimated prefill times, relative to the times, by model and role
     prefill_time_error: Family<ModelRoleLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
     /// Shared cache look-ups that failed, by reason

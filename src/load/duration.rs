@@ -181,7 +181,7 @@ mod tests {
 
     #[test]
     fn nothing_is_estimated_from_too_little() {
-        let times = fitted(7, |tokens| millis(tokens));
+        let times = fitted(7, millis);
         assert_eq!(times.estimate(100), None);
         assert_eq!(times.observed(), 7);
     }
