@@ -22,6 +22,7 @@ use tonic::{Request, Response, Status};
 use tracing::info;
 
 /// The messages, a client and a server, as compiled from the protocol.
+#[expect(clippy::too_many_lines, reason = "generated")]
 pub mod pb {
     tonic::include_proto!("warmroute.v1");
 }
