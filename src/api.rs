@@ -22,6 +22,7 @@ use tonic::{Request, Response, Status};
 use tracing::info;
 
 /// The messages, a client and a server, as compiled from the protocol.
+#[expect(clippy::too_many_lines, reason = "generated")]
 pub mod pb {
     tonic::include_proto!("warmroute.v1");
 }
@@ -34,7 +35,8 @@ pub use feed::{Feed, Joined};
 
 use crate::entrance::Entrance;
 use crate::intake::Intake;
-use crate::load::ledger::{Change, Counts};
+use crate::load::ledger::{Change, Refused};
+use crate::metrics::{CallLabels, Metrics};
 use crate::router::Elsewhere;
 use bookings::{Bookings, Kept};
 use pb::router_server::{Router, RouterServer};
@@ -47,22 +49,33 @@ struct Shared {
     intake: Arc<Intake>,
     entrance: Arc<Entrance>,
     feed: Arc<Feed>,
+    metrics: Arc<Metrics>,
     bookings: Bookings,
     silence: Duration,
     closing: CancellationToken,
 }
 
+/// What the service is made of.
+pub struct Parts {
+    /// The way in.
+    pub intake: Arc<Intake>,
+    /// The way to the router.
+    pub entrance: Arc<Entrance>,
+    /// What the keeper tells.
+    pub feed: Arc<Feed>,
+    /// Measures.
+    pub metrics: Arc<Metrics>,
+    /// Ends the streams that have no end.
+    pub closing: CancellationToken,
+}
+
 impl Api {
-    /// A service in which nothing is booked. Streams without an end end with `closing`.
-    pub fn new(
-        intake: Arc<Intake>,
-        entrance: Arc<Entrance>,
-        feed: Arc<Feed>,
-        config: &ApiConfig,
-        closing: CancellationToken,
-    ) -> Self {
-        let bookings = Bookings::new(entrance.router().load().clone(), config.rules());
-        Self(Arc::new(Shared { intake, entrance, feed, bookings, silence: config.silence.get(), closing }))
+    /// A service in which nothing is booked.
+    pub fn new(parts: Parts, config: &ApiConfig) -> Self {
+        let Parts { intake, entrance, feed, metrics, closing } = parts;
+        let bookings = Bookings::new(entrance.router().load().clone(), config.rules(), metrics.clone());
+        let silence = config.silence.get();
+        Self(Arc::new(Shared { intake, entrance, feed, metrics, bookings, silence, closing }))
     }
 
     /// The same as a gRPC server. `largest` is the most bytes that a message to it may have.
@@ -84,9 +97,11 @@ impl Api {
         }
     }
 
-    /// How many bookings there are, and how many names something lies under beside them.
-    pub fn counts(&self) -> (Counts, usize) {
-        self.0.bookings.counts()
+    /// Counts a call, and makes its answer a message.
+    fn told<T>(&self, call: &'static str, answer: Result<T, Fault>) -> Result<Response<T>, Status> {
+        let code = answer.as_ref().err().map_or("OK", Fault::name);
+        self.0.metrics.api_calls.get_or_create(&CallLabels { call, code }).inc();
+        Ok(Response::new(answer?))
     }
 
     async fn choose(&self, asked: pb::RouteRequest) -> Result<pb::RouteResponse, Fault> {
@@ -125,7 +140,7 @@ impl Api {
             return Err(Fault::argument("more tokens are cached than the prompt has"));
         }
         let router = entrance.router();
-        let foreign = router.foreign(request, rank, how).ok_or(crate::load::ledger::Refused::NotServing { rank })?;
+        let foreign = router.foreign(request, rank, how).ok_or(Refused::NotServing { rank })?;
         let (booking, booked) = match bookings.add(attempt, &foreign, router)? {
             Kept::Now(booking) => (booking, pb::Booked::Now),
             Kept::Before(booking) => (booking, pb::Booked::Before),
@@ -136,6 +151,30 @@ impl Api {
             prefill_tokens: if booking.track_prefill { uncached } else { 0 },
             prompt_blocks: booking.sequences.len() as u64,
         })
+    }
+
+    fn prefilled(&self, asked: &pb::MarkPrefillCompletedRequest) -> Result<pb::MarkPrefillCompletedResponse, Fault> {
+        let change = self.0.bookings.mark_prefill_completed(question::attempt(asked.attempt.as_ref())?)?;
+        Ok(pb::MarkPrefillCompletedResponse { changed: change == Change::Applied })
+    }
+
+    fn output(&self, asked: &pb::AddOutputBlockRequest) -> Result<pb::AddOutputBlockResponse, Fault> {
+        let attempt = question::attempt(asked.attempt.as_ref())?;
+        if asked.decay_fraction.is_some_and(|fraction| !(0.0..=1.0).contains(&fraction)) {
+            return Err(Fault::argument("the decay fraction is not between 0 and 1"));
+        }
+        self.0.bookings.output_block(attempt, asked.decay_fraction)?;
+        Ok(pb::AddOutputBlockResponse {})
+    }
+
+    fn release(&self, asked: &pb::FreeRequest) -> Result<pb::FreeResponse, Fault> {
+        let change = self.0.bookings.free(question::attempt(asked.attempt.as_ref())?);
+        Ok(pb::FreeResponse { changed: change == Change::Applied })
+    }
+
+    fn dump(&self, asked: pb::DumpEventsRequest) -> Result<DumpStream, Fault> {
+        let wanted = asked.ranks.into_iter().map(|rank| question::rank(Some(rank))).collect::<Result<_, _>>()?;
+        dump::dump(self.0.feed.clone(), self.0.entrance.router().fleet(), wanted)
     }
 
     async fn overlaps(&self, asked: pb::OverlapScoresRequest) -> Result<pb::OverlapScoresResponse, Fault> {
@@ -189,66 +228,53 @@ impl Router for Api {
     type WatchFleetStream = WatchStream;
 
     async fn route(&self, request: Request<pb::RouteRequest>) -> Result<Response<pb::RouteResponse>, Status> {
-        Ok(Response::new(self.choose(request.into_inner()).await?))
+        self.told("Route", self.choose(request.into_inner()).await)
     }
 
     async fn add_request(
         &self,
         request: Request<pb::AddRequestRequest>,
     ) -> Result<Response<pb::AddRequestResponse>, Status> {
-        Ok(Response::new(self.add(request.into_inner()).await?))
+        self.told("AddRequest", self.add(request.into_inner()).await)
     }
 
     async fn mark_prefill_completed(
         &self,
         request: Request<pb::MarkPrefillCompletedRequest>,
     ) -> Result<Response<pb::MarkPrefillCompletedResponse>, Status> {
-        let asked = request.into_inner();
-        let change = self.0.bookings.mark_prefill_completed(question::attempt(asked.attempt.as_ref())?)?;
-        Ok(Response::new(pb::MarkPrefillCompletedResponse { changed: change == Change::Applied }))
+        self.told("MarkPrefillCompleted", self.prefilled(&request.into_inner()))
     }
 
     async fn add_output_block(
         &self,
         request: Request<pb::AddOutputBlockRequest>,
     ) -> Result<Response<pb::AddOutputBlockResponse>, Status> {
-        let asked = request.into_inner();
-        let attempt = question::attempt(asked.attempt.as_ref())?;
-        if asked.decay_fraction.is_some_and(|fraction| !(0.0..=1.0).contains(&fraction)) {
-            return Err(Fault::argument("the decay fraction is not between 0 and 1").into());
-        }
-        self.0.bookings.output_block(attempt, asked.decay_fraction)?;
-        Ok(Response::new(pb::AddOutputBlockResponse {}))
+        self.told("AddOutputBlock", self.output(&request.into_inner()))
     }
 
     async fn free(&self, request: Request<pb::FreeRequest>) -> Result<Response<pb::FreeResponse>, Status> {
-        let asked = request.into_inner();
-        let change = self.0.bookings.free(question::attempt(asked.attempt.as_ref())?);
-        Ok(Response::new(pb::FreeResponse { changed: change == Change::Applied }))
+        self.told("Free", self.release(&request.into_inner()))
     }
 
     async fn overlap_scores(
         &self,
         request: Request<pb::OverlapScoresRequest>,
     ) -> Result<Response<pb::OverlapScoresResponse>, Status> {
-        Ok(Response::new(self.overlaps(request.into_inner()).await?))
+        self.told("OverlapScores", self.overlaps(request.into_inner()).await)
     }
 
     async fn potential_loads(
         &self,
         request: Request<pb::PotentialLoadsRequest>,
     ) -> Result<Response<pb::PotentialLoadsResponse>, Status> {
-        Ok(Response::new(self.loads(request.into_inner()).await?))
+        self.told("PotentialLoads", self.loads(request.into_inner()).await)
     }
 
     async fn dump_events(&self, request: Request<pb::DumpEventsRequest>) -> Result<Response<DumpStream>, Status> {
-        let wanted = request.into_inner().ranks.into_iter().map(|rank| question::rank(Some(rank)));
-        let wanted = wanted.collect::<Result<_, _>>()?;
-        let fleet = self.0.entrance.router().fleet();
-        Ok(Response::new(dump::dump(self.0.feed.clone(), fleet, wanted)?))
+        self.told("DumpEvents", self.dump(request.into_inner()))
     }
 
     async fn watch_fleet(&self, request: Request<pb::WatchFleetRequest>) -> Result<Response<WatchStream>, Status> {
-        Ok(Response::new(self.watch(&request.into_inner())?))
+        self.told("WatchFleet", self.watch(&request.into_inner()))
     }
 }

@@ -22,7 +22,7 @@ use tracing::{info, warn};
 
 use crate::admin::explain::WayIn;
 use crate::admin::{self, Admin};
-use crate::api::{Api, Feed};
+use crate::api::{self, Api, Feed};
 use crate::config::{Config, WorkerSource};
 use crate::discovery::{self, file::WorkersFile};
 use crate::engine_sessions::EngineSessions;
@@ -116,11 +116,14 @@ impl App {
         let intake = parts::intake(&config, models, &metrics)?;
         // Only here is it set.
         let _set = way_in.intake.set(intake.clone());
-        if let Some(api) = &config.api {
-            let service = Api::new(intake.clone(), entrance.clone(), feed, api, app.closing.clone());
-            let health = tonic::service::Routes::new(health_service.clone());
-            app.serve_api(&config, service, health, &metrics).await?;
-        }
+        let parts = api::Parts {
+            intake: intake.clone(),
+            entrance: entrance.clone(),
+            feed,
+            metrics: metrics.clone(),
+            closing: app.closing.clone(),
+        };
+        app.serve_api(&config, parts, tonic::service::Routes::new(health_service.clone())).await?;
         let service = app.ext_proc(&config, intake, entrance.clone(), &metrics);
         for listener in grpc {
             let routes = tonic::service::Routes::new(health_service.clone()).add_service(service.clone());
@@ -197,17 +200,17 @@ impl App {
     async fn serve_api(
         &mut self,
         config: &Config,
-        api: Api,
+        parts: api::Parts,
         routes: tonic::service::Routes,
-        metrics: &Arc<Metrics>,
     ) -> anyhow::Result<()> {
-        let Some(address) = config.api.as_ref().map(|api| api.listen) else { return Ok(()) };
-        let listener = sockets::bind_tcp("api", address).await?;
+        let Some(settings) = &config.api else { return Ok(()) };
+        let (metrics, stop) = (parts.metrics.clone(), self.stop.clone());
+        let api = Api::new(parts, settings);
+        let listener = sockets::bind_tcp("api", settings.listen).await?;
         self.api_address = listener.address();
         let largest = config.limits.body.bytes().saturating_add(MESSAGE_OVERHEAD);
         let routes = routes.add_service(api.server(largest));
         self.servers.spawn(listener.serve(routes, self.closing.clone()));
-        let (metrics, stop) = (metrics.clone(), self.stop.clone());
         self.background.spawn(async move {
             supervise("bookings", &metrics, stop, || {
                 let api = api.clone();

@@ -10,8 +10,9 @@ use parking_lot::Mutex;
 use super::fault::Fault;
 use crate::entrance::Admitted;
 use crate::health::Probe;
-use crate::load::ledger::{Attempt, Change, Counts, Ledger, Refused, Rules};
+use crate::load::ledger::{Attempt, Change, Ledger, Refused, Rules};
 use crate::load::{Booking, LoadTracker};
+use crate::metrics::Metrics;
 use crate::predict::Lease;
 use crate::router::{Booked, Foreign, Route, Router};
 use crate::sessions::Hold;
@@ -20,6 +21,7 @@ use crate::worker::WorkerRank;
 /// All bookings.
 pub(super) struct Bookings {
     state: Mutex<State>,
+    metrics: Arc<Metrics>,
 }
 
 struct State {
@@ -48,13 +50,13 @@ pub(super) enum Kept<T> {
 }
 
 impl Bookings {
-    pub(super) fn new(load: Arc<LoadTracker>, rules: Rules) -> Self {
-        Self { state: Mutex::new(State { ledger: Ledger::new(load, rules), beside: HashMap::new() }) }
+    pub(super) fn new(load: Arc<LoadTracker>, rules: Rules, metrics: Arc<Metrics>) -> Self {
+        Self { state: Mutex::new(State { ledger: Ledger::new(load, rules), beside: HashMap::new() }), metrics }
     }
 
     /// The route that the attempt got before, if it is booked; refused where another attempt is.
     pub(super) fn again(&self, attempt: Attempt<'_>) -> Result<Option<Arc<Route>>, Fault> {
-        self.state.lock().again(attempt)
+        self.change(|state| state.again(attempt))
     }
 
     /// Keeps what was booked for a request. Where the same attempt has been booked meanwhile, that stays, and this goes.
@@ -133,18 +135,16 @@ impl Bookings {
     /// Changes something. The ledger may drop reservations on any occasion, and what belonged to them goes with them.
     fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let mut state = self.state.lock();
+        let expired = state.ledger.counts().expired;
         let changed = change(&mut state);
         let State { ledger, beside } = &mut *state;
-        if beside.len() > ledger.counts().bookings {
+        let counts = ledger.counts();
+        self.metrics.api_bookings.set(counts.bookings as i64);
+        self.metrics.api_bookings_expired.inc_by(counts.expired - expired);
+        if beside.len() > counts.bookings {
             beside.retain(|request, beside| ledger.get(Attempt { request, number: beside.attempt }).is_some());
         }
         changed
-    }
-
-    /// Reservations, and what lies beside them.
-    pub(super) fn counts(&self) -> (Counts, usize) {
-        let state = self.state.lock();
-        (state.ledger.counts(), state.beside.len())
     }
 }
 

@@ -70,6 +70,19 @@ impl Fault {
         Fault::Argument(text.into())
     }
 
+    /// The status as metrics name it.
+    pub(super) fn name(&self) -> &'static str {
+        match self.code().0 {
+            Code::InvalidArgument => "INVALID_ARGUMENT",
+            Code::NotFound => "NOT_FOUND",
+            Code::AlreadyExists => "ALREADY_EXISTS",
+            Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
+            Code::FailedPrecondition => "FAILED_PRECONDITION",
+            Code::Unavailable => "UNAVAILABLE",
+            _ => "INTERNAL",
+        }
+    }
+
     /// The status, and after how long to come back.
     fn code(&self) -> (Code, Option<Duration>) {
         match self {

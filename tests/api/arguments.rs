@@ -133,6 +133,9 @@ async fn bookings_need_a_name_a_place_and_sense() {
         refused(&fraction.to_string(), answer, Code::InvalidArgument);
     }
     assert_eq!(site.load().await, (9, 2, 1));
+    let page = site.page("metrics").await;
+    let counted = r#"warmroute_api_calls_total{call="AddOutputBlock",code="INVALID_ARGUMENT"} 7"#;
+    assert!(page.lines().any(|line| line == counted), "{page}");
     let ranks = rank(9).into_iter().collect();
     refused("an unknown rank", client.dump_events(pb::DumpEventsRequest { ranks }).await.map(drop), Code::NotFound);
     let watch = pb::WatchFleetRequest { model: "x".into() };

@@ -91,6 +91,10 @@ async fn what_is_silent_for_too_long_is_released_and_may_be_booked_again() {
     site.route(book("r", 0, 22)).await.unwrap();
     assert_eq!(site.load().await.2, 1);
     site.loaded((0, 0, 0)).await;
+    let page = site.page("metrics").await;
+    for line in ["warmroute_api_bookings 0", "warmroute_api_bookings_expired_total 1"] {
+        assert!(page.lines().any(|found| found == line), "{line} is not in {page}");
+    }
     let gone = pb::MarkPrefillCompletedRequest { attempt: attempt("r", 0) };
     assert_eq!(site.client.clone().mark_prefill_completed(gone).await.unwrap_err().code(), Code::NotFound);
     let answer = site.route(book("r", 1, 22)).await.unwrap();

@@ -51,7 +51,7 @@ impl Scene {
         change.added.iter().for_each(|member| load.open(member.slot, member.rank));
         let router = Router::new(PrefixIndex::new(), load.clone(), RouterSettings::default(), 1);
         router.publish(Arc::new(change.fleet));
-        let bookings = Bookings::new(load, Rules { silence: SILENCE, most: 4 });
+        let bookings = Bookings::new(load, Rules { silence: SILENCE, most: 4 }, Arc::new(Metrics::new()));
         Self { router, sessions: Sessions::new(SessionRules::default(), now()), bookings, clock }
     }
 
@@ -92,7 +92,10 @@ impl Scene {
 
     /// Live requests by the load, by the ledger, beside it, and by the sessions.
     fn counts(&self) -> (u64, usize, usize, usize) {
-        let (counts, beside) = self.bookings.counts();
+        let state = self.bookings.state.lock();
+        let (counts, beside) = (state.ledger.counts(), state.beside.len());
+        drop(state);
+        assert_eq!(self.bookings.metrics.api_bookings.get(), counts.bookings as i64);
         let requests = self.router.load().snapshot().iter().map(|load| load.active_requests).sum();
         (requests, counts.bookings, beside, self.sessions.counts().running)
     }
