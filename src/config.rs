@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::admin::config::AdminConfig;
-use crate::admission::QueueConfig;
+use crate::admission::config::QueueConfig;
 use crate::disagg::Disaggregation;
 use crate::discovery::config::{DiscoveryConfig, WorkerConfig};
 use crate::discovery::{self, ServedModel};
