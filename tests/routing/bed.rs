@@ -85,7 +85,7 @@ impl Bed {
     }
 
     pub(crate) fn post(&self, body: &Value) -> RequestBuilder {
-        self.http.post(self.stack.url("/v1/chat/completions")).json(body)
+        self.http.post(self.stack.url(path_of(body))).json(body)
     }
 
     pub(crate) async fn ask(&self, body: &Value) -> Answer {
@@ -188,7 +188,7 @@ impl Bed {
 
     /// Asks engine after engine for the same, directly, so that each of them has it cached.
     pub(crate) async fn warm(&self, id: u64, body: &Value) {
-        let request = self.http.post(self.engine(id).url("/v1/chat/completions")).json(body);
+        let request = self.http.post(self.engine(id).url(path_of(body))).json(body);
         assert_eq!(request.send().await.unwrap().status(), StatusCode::OK);
         self.settle().await;
     }
@@ -202,7 +202,16 @@ fn programs() -> Programs {
     Programs { warmroute: vec![env!("CARGO_BIN_EXE_warmroute").into()], engine: vec![engine.into()] }
 }
 
-/// A unary request of a few words.
+fn path_of(body: &Value) -> &'static str {
+    if body["prompt"].is_null() { "/v1/chat/completions" } else { "/v1/completions" }
+}
+
+/// A unary completion. All chats begin alike, so that whoever had one is warmer for the next; completions need not.
+pub(crate) fn text(prompt: &str) -> Value {
+    json!({"model": MODEL, "prompt": prompt, "max_tokens": 2})
+}
+
+/// A unary chat.
 pub(crate) fn chat(question: &str) -> Value {
     json!({"model": MODEL, "messages": [{"role": "user", "content": question}], "max_tokens": 2})
 }

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 use futures_util::future::join_all;
 use serde_json::json;
 
-use crate::bed::{Answer, Bed, SOON, chat, engine};
+use crate::bed::{Answer, Bed, SOON, engine, text};
 use crate::support::ports::until;
 
-/// Questions that have nothing in common but how chats begin.
+/// Questions that have nothing in common.
 async fn many(bed: &Bed, count: usize, name: &str) -> Vec<Answer> {
-    let bodies: Vec<_> = (0..count).map(|at| chat(&format!("{name} {at}"))).collect();
+    let bodies: Vec<_> = (0..count).map(|at| text(&format!("{name} {at}"))).collect();
     join_all(bodies.iter().map(|body| bed.ask(body))).await
 }
 
@@ -36,7 +36,7 @@ async fn a_dead_worker_is_left_out_tried_once_at_a_time_and_used_again_when_it_i
     let mut turn = 0;
     let went_out = until(SOON, async || {
         turn += 1;
-        let answer = bed.ask(&chat(&format!("{turn} before"))).await;
+        let answer = bed.ask(&text(&format!("{turn} before"))).await;
         assert_eq!(answer.engine(), 1, "Envoy tries another: {answer:?}");
         misses += u64::from(answer.chosen() == 2);
         bed.quiet().await;
@@ -68,7 +68,7 @@ async fn a_dead_worker_is_left_out_tried_once_at_a_time_and_used_again_when_it_i
     let mut turn = 0;
     let back = until(SOON, async || {
         turn += 1;
-        let answer = bed.ask(&chat(&format!("{turn} after"))).await;
+        let answer = bed.ask(&text(&format!("{turn} after"))).await;
         assert_eq!(answer.engine(), answer.chosen());
         out(&bed).await == 0.0
     });
@@ -86,7 +86,7 @@ async fn a_worker_that_has_too_much_to_do_is_left_alone_for_a_second() {
         let mut turn = 0;
         let mut ask = async |wanted: &dyn Fn(&Answer) -> bool| {
             turn += 1;
-            let answer = bed.ask(&chat(&format!("{turn} {status}"))).await;
+            let answer = bed.ask(&text(&format!("{turn} {status}"))).await;
             (wanted(&answer), answer)
         };
         // A busy machine may need more than a second for so few requests; then once more.

@@ -78,7 +78,7 @@ async fn a_prefill_is_booked_on_its_worker_until_the_first_token() {
     };
     let [prefill, decode] = [booked(11).await, booked(21).await];
     assert!(prefill[0] > 300 && prefill[1] == 1 && prefill[2] == 0, "{prefill:?}");
-    assert!(decode[0] == 0 && decode[1] == 1 && decode[2] > 20, "{decode:?}");
+    assert!(decode[0] == 0 && decode[1] == 1 && decode[2] > 15, "{decode:?}");
 
     bed.first_tokens(21, true).await;
     response.chunk().await.unwrap().unwrap();

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use futures_util::future::join_all;
 use serde_json::{Value, json};
 
-use crate::bed::{Answer, Bed, SOON, chat, engine, essay, stream};
+use crate::bed::{Answer, Bed, SOON, chat, engine, essay, stream, text};
 use crate::support::ports::until;
 
 /// Two workers and sessions, whose first requests are waited for as long as a busy machine may need.
@@ -55,8 +55,10 @@ async fn a_session_whose_worker_died_is_bound_to_another_and_stays_there() {
     });
     assert!(rebound.await, "bound to the dead worker");
     bed.restart(home).await;
+    let mut turn = 0;
     let well = async || {
-        bed.ask(&chat("Somebody else")).await;
+        turn += 1;
+        bed.ask(&text(&format!("{turn} somebody else"))).await;
         bed.metrics().await.sum("workers_out", &[]) == 0.0
     };
     assert!(until(SOON, well).await, "it does not come back");
@@ -107,7 +109,7 @@ async fn many_first_requests_of_a_session_at_once_go_to_one_worker() {
         let mut homes = BTreeSet::new();
         for session in 0..6 {
             let name = format!("session {session}");
-            let bodies: Vec<_> = (0..16).map(|at| chat(&essay(100 * session + at))).collect();
+            let bodies: Vec<_> = (0..16).map(|at| text(&essay(100 * session + at))).collect();
             let answers = join_all(bodies.iter().map(|body| ask(&bed, &name, body))).await;
             let workers: BTreeSet<u64> = answers.iter().map(Answer::engine).collect();
             assert_eq!(workers.len(), 1, "{affinity} {name}: {workers:?}");

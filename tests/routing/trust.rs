@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use crate::bed::{Answer, Bed, chat, engine, engine_for, essay, letting_pins_through};
+use crate::bed::{Answer, Bed, chat, engine, engine_for, essay, letting_pins_through, text};
 use crate::support::stack::EngineSpec;
 
 async fn bed(specs: &[EngineSpec], trusted: bool) -> Bed {
@@ -156,11 +156,13 @@ async fn what_clients_say_has_no_effect_where_they_are_not_trusted() {
     let headers = [("x-worker-instance-id", "1"), ("x-dynamo-worker-instance-id", "1"), ("x-dp-rank", "7")];
     let mut served = BTreeSet::new();
     for turn in 0..24 {
-        let answer = ask(&bed, &headers, &with_nvext(&format!("{turn}"), &nvext)).await;
+        let mut body = text(&format!("{turn} times untrusted"));
+        body["nvext"] = nvext.clone();
+        let answer = ask(&bed, &headers, &body).await;
         assert_eq!((answer.mode(), answer.engine()), ("exact", answer.chosen()), "{answer:?}");
         let received = ["x-received-worker-instance-id", "x-received-dp-rank"].map(|name| answer.header(name));
         assert_eq!(received, [&answer.engine().to_string(), "0"], "{answer:?}");
-        assert_eq!(answer.json()["object"], "chat.completion", "an answer and not the choice");
+        assert_eq!(answer.json()["object"], "text_completion", "an answer and not the choice");
         served.insert(answer.engine());
         bed.quiet().await;
     }
