@@ -39,7 +39,7 @@ fn storm_engine(id: u64) -> EngineSpec {
 }
 
 fn config() -> Value {
-    let class = json!({"name": "all", "family": "f", "bucket": "any", "requests_per_worker": 12});
+    let class = json!({"name": "all", "family": "f", "bucket": "any", "requests_per_worker": 8});
     json!({
         "queue": {
             "prefill_busy_threshold": 200, "policy": "wspt", "default_family": "f",
