@@ -69,6 +69,7 @@ async fn metrics(State(admin): State<Admin>) -> Response {
 /// Sets the gauges to what is decided by at this instant.
 fn gauges(metrics: &Metrics, entrance: &Entrance) {
     gauge_ranks(metrics, entrance.router());
+    gauge_predictions(metrics, entrance.router());
     gauge_queue(metrics, entrance);
     metrics.workers_out.set(entrance.router().out().len() as i64);
     if let Some(sessions) = entrance.sessions() {
@@ -79,6 +80,13 @@ fn gauges(metrics: &Metrics, entrance: &Entrance) {
     for (model, role, error) in entrance.router().prefill_time_errors() {
         let label = ModelRoleLabels { model: model.as_str().to_owned(), role: role.to_string() };
         metrics.prefill_time_error.get_or_create(&label).set(error);
+    }
+}
+
+fn gauge_predictions(metrics: &Metrics, router: &Router) {
+    metrics.worker_predicted_blocks.clear();
+    for rank in router.predictions().stats() {
+        metrics.worker_predicted_blocks.get_or_create(&RankLabels::from(rank.rank)).set(gauge(rank.blocks));
     }
 }
 

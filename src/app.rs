@@ -22,6 +22,7 @@ use tracing::{info, warn};
 use crate::admin::{self, Admin};
 use crate::config::{Config, WorkerSource};
 use crate::discovery::{self, file::WorkersFile};
+use crate::engine_sessions::EngineSessions;
 use crate::entrance::Entrance;
 use crate::ext_proc::exchange::Options;
 use crate::ext_proc::pipeline::Pipeline;
@@ -58,6 +59,9 @@ pub struct App {
 /// How often what has grown old is looked for.
 const SWEEP: Duration = Duration::from_millis(100);
 
+/// How long engines may take at the end to close the sessions that we opened.
+const FAREWELL: Duration = Duration::from_secs(2);
+
 impl App {
     /// Builds everything, binds the sockets and starts the background tasks.
     pub async fn start(config: Config) -> anyhow::Result<Self> {
@@ -87,6 +91,7 @@ impl App {
         app.follow_readiness();
         app.feed(&config, &entrance, metrics.clone());
         app.keep_time(&entrance, &metrics);
+        app.tell_engines(&config, &entrance, &metrics)?;
         let models = parts::load_models(&config).await?;
         // Bound only now: a socket that accepts and does not answer would hold every request until Envoy gives up on it,
         // while one that refuses lets Envoy go on at once.
@@ -221,6 +226,32 @@ impl App {
                 }
             }
         });
+    }
+
+    /// Starts what tells engines of sessions, if they are to be told.
+    fn tell_engines(
+        &mut self,
+        config: &Config,
+        entrance: &Arc<Entrance>,
+        metrics: &Arc<Metrics>,
+    ) -> anyhow::Result<()> {
+        let engine = config.sessions.as_ref().and_then(|sessions| sessions.engine.clone());
+        let (Some(engine), Some(sessions)) = (engine, entrance.sessions()) else { return Ok(()) };
+        let engines = EngineSessions::new(engine, sessions.clone(), entrance.router().clone(), metrics.clone())?;
+        let (metrics, stop) = (metrics.clone(), self.stop.clone());
+        self.background.spawn(async move {
+            supervise("engine_sessions", &metrics, stop, || {
+                let engines = engines.clone();
+                async move {
+                    engines.run().await;
+                    Ok(())
+                }
+            })
+            .await;
+            // Our sessions end with us, and the next of us would open them anew.
+            engines.close_all(FAREWELL).await;
+        });
+        Ok(())
     }
 
     /// Keeps the gRPC health service in step with readiness.

@@ -203,3 +203,6 @@ fn tell(told: &mut Option<impl FnOnce(Duration)>, wait: Duration) {
         told(wait);
     }
 }
+
+#[cfg(test)]
+mod tests;

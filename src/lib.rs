@@ -31,6 +31,7 @@ pub mod router;
 // Layer 4: adapters.
 pub mod admin;
 pub mod discovery;
+pub mod engine_sessions;
 pub mod ext_proc;
 pub mod intake;
 pub mod kv_events;

@@ -131,6 +131,15 @@ impl RankTierLabels {
     }
 }
 
+/// A call to an engine about one of its sessions.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct EngineSessionLabels {
+    /// `open`, `close`.
+    pub call: &'static str,
+    /// `ok`, `timeout`, `unreachable`, `connection`, `status`, `overflow`.
+    pub outcome: &'static str,
+}
+
 /// A background task.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct TaskLabel {
@@ -166,7 +175,7 @@ metrics! {
     requests: Family<RequestLabels, Counter> = Family::default();
     /// Requests that took a lower step of the ladder than exact, by reason
     degradations: Family<ReasonLabel, Counter> = Family::default();
-    /// Exchanges by how they ended: complete, closed (the answer had begun; its end was not shown to us), abandoned
+    /// Exchanges by how they ended: complete, closed (the answer had begun; its end was not shown to us), abandoned, own_answer (refused, or asked for the choice only)
     exchanges: Family<OutcomeLabel, Counter> = Family::default();
     /// Exchanges that are open now
     exchanges_open: Gauge = Gauge::default();
@@ -208,6 +217,10 @@ metrics! {
     sessions: Gauge = Gauge::default();
     /// Requests that run in a session
     session_requests: Gauge = Gauge::default();
+    /// Sessions that engines have open because of us
+    engine_sessions: Gauge = Gauge::default();
+    /// Calls that open and close sessions on engines, by call and outcome: ok, timeout, unreachable, connection, status, overflow (too many waited)
+    engine_session_calls: Family<EngineSessionLabels, Counter> = Family::default();
     /// Error of the estimated prefill times, relative to the times, by model and role
     prefill_time_error: Family<ModelRoleLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
     /// Shared cache look-ups that failed, by reason
@@ -220,6 +233,8 @@ metrics! {
     worker_active_requests: Family<RankLabels, Gauge> = Family::default();
     /// Blocks a worker rank has cached, by tier, as far as its KV events told
     worker_cached_blocks: Family<RankTierLabels, Gauge> = Family::default();
+    /// Blocks a worker rank is taken to have cached because prompts with them were routed there
+    worker_predicted_blocks: Family<RankLabels, Gauge> = Family::default();
     /// Workers in the fleet
     workers: Gauge = Gauge::default();
     /// Number of the fleet in use; grows with every change

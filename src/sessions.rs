@@ -9,11 +9,11 @@ mod table;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::worker::{WorkerId, WorkerRank};
@@ -108,23 +108,35 @@ pub struct Counts {
     pub waiting: usize,
 }
 
-/// A session that left a worker rank: it ended, or it went to another.
+/// A session at a worker rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Ended {
+pub struct Stay {
     /// The id, or the parent's where it is a group.
     pub id: String,
     /// Whether it is a group.
     pub group: bool,
-    /// Where it was.
+    /// Where.
     pub target: WorkerRank,
 }
 
+/// A move of a session.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Moved {
+    /// It was bound there.
+    Came(Stay),
+    /// It ended, or went to another worker rank.
+    Left(Stay),
+}
+
 type Clock = Box<dyn Fn() -> Instant + Send + Sync>;
+type Hear = Box<dyn Fn() + Send + Sync>;
 
 /// All sessions.
 pub struct Sessions {
     clock: Clock,
     table: Mutex<Table>,
+    hear: OnceLock<Hear>,
 }
 
 impl fmt::Debug for Sessions {
@@ -171,36 +183,60 @@ pub struct Waiting {
 impl Sessions {
     /// No session. The clock must not go backwards.
     pub fn new(rules: SessionRules, clock: impl Fn() -> Instant + Send + Sync + 'static) -> Arc<Self> {
-        Arc::new(Self { clock: Box::new(clock), table: Mutex::new(Table::new(rules)) })
+        Arc::new(Self { clock: Box::new(clock), table: Mutex::new(Table::new(rules)), hear: OnceLock::new() })
     }
 
     /// A request of a session arrives.
     pub fn enter(self: &Arc<Self>, name: SessionName<'_>) -> Result<Entry, Refused> {
         let now = (self.clock)();
-        let mut table = self.table.lock();
-        let key = Arc::new(table.key(name)?);
-        let step = table.enter(&key, now)?;
-        let number = if let Step::Wait = step { table.wait() } else { 0 };
-        drop(table);
+        let (key, step, number) = self.change(|table| {
+            let key = Arc::new(table.key(name)?);
+            let step = table.enter(&key, now)?;
+            let number = if let Step::Wait = step { table.wait() } else { 0 };
+            Ok((key, step, number))
+        })?;
         Ok(self.entry(key, step, number))
     }
 
-    /// Forgets what has not been used for too long, and tells which sessions left their worker rank since the last call.
-    pub fn expire(&self) -> Vec<Ended> {
+    /// Forgets what has not been used for too long.
+    pub fn expire(&self) {
         let now = (self.clock)();
-        let mut table = self.table.lock();
-        table.expire(now);
-        table.take_ended()
+        self.change(|table| table.expire(now));
+    }
+
+    /// From now on notes the moves for [`Sessions::moves`], and calls `hear` whenever there are some, with no lock of ours
+    /// held. Who called first is the one who hears.
+    pub fn on_move(&self, hear: impl Fn() + Send + Sync + 'static) {
+        if self.hear.set(Box::new(hear)).is_ok() {
+            self.table.lock().note_moves();
+        }
+    }
+
+    /// The moves since the last call, in their order.
+    pub fn moves(&self) -> Vec<Moved> {
+        self.table.lock().take_moves()
     }
 
     /// Forgets the targets on workers that left; their sessions are decided anew.
     pub fn retain(&self, known: impl Fn(WorkerId) -> bool) {
-        self.table.lock().retain(known);
+        self.change(|table| table.retain(known));
     }
 
     /// How much there is.
     pub fn counts(&self) -> Counts {
         self.table.lock().counts()
+    }
+
+    /// Changes the table, and tells who listens if something moved.
+    fn change<T>(&self, change: impl FnOnce(&mut Table) -> T) -> T {
+        let mut table = self.table.lock();
+        let outcome = change(&mut table);
+        let moved = table.has_moved();
+        drop(table);
+        if let Some(hear) = self.hear.get().filter(|_| moved) {
+            hear();
+        }
+        outcome
     }
 
     fn entry(self: &Arc<Self>, key: Arc<Key>, step: Step, waiter: u64) -> Entry {
@@ -222,19 +258,20 @@ impl Hold {
     /// This request goes somewhere else and takes the session with it: soft affinity. While another request decides
     /// anew, that one's word counts.
     pub fn rebind(&mut self, target: WorkerRank) {
-        self.seat.table().rebind(&self.seat.key, self.seat.number, target);
+        self.seat.change(|table, key, number| table.rebind(key, number, target));
         self.target = target;
     }
 
     /// The target is gone or refuses: the session is decided anew, by this request unless another has been quicker.
     pub fn gone(self) -> Result<Entry, Refused> {
-        let Seat { sessions, key, number } = &self.seat;
+        let Seat { sessions, key, .. } = &self.seat;
         let now = (sessions.clock)();
-        let mut table = sessions.table.lock();
-        table.loosen(key, *number, self.target);
-        let step = table.enter(key, now)?;
-        let waiter = if let Step::Wait = step { table.wait() } else { 0 };
-        drop(table);
+        let (step, waiter) = self.seat.change(|table, key, number| {
+            table.loosen(key, number, self.target);
+            let step = table.enter(key, now)?;
+            let waiter = if let Step::Wait = step { table.wait() } else { 0 };
+            Ok((step, waiter))
+        })?;
         // This hold ends only with the function, so the session could not end in between.
         Ok(sessions.entry(key.clone(), step, waiter))
     }
@@ -242,14 +279,14 @@ impl Hold {
     /// This is the last request of the session: it is forgotten as soon as nothing of it runs, unless it is used again.
     /// A group goes on, because it has other members.
     pub fn finish(&self) {
-        self.seat.table().finish(&self.seat.key, self.seat.number);
+        self.seat.change(Table::finish);
     }
 }
 
 impl Drop for Hold {
     fn drop(&mut self) {
         let now = (self.seat.sessions.clock)();
-        self.seat.table().release(&self.seat.key, self.seat.number, now);
+        self.seat.change(|table, key, number| table.release(key, number, now));
     }
 }
 
@@ -257,7 +294,7 @@ impl Binding {
     /// The session goes there, with all that wait for it.
     pub fn bind(mut self, target: WorkerRank) -> Hold {
         self.decided = true;
-        let waiters = self.seat.table().bind(&self.seat.key, self.seat.number, target);
+        let waiters = self.seat.change(|table, key, number| table.bind(key, number, target));
         waiters.into_iter().for_each(Waker::wake);
         Hold { seat: self.seat.clone(), target }
     }
@@ -266,15 +303,15 @@ impl Binding {
 impl Drop for Binding {
     fn drop(&mut self) {
         if !self.decided {
-            let waiters = self.seat.table().unbind(&self.seat.key, self.seat.number);
+            let waiters = self.seat.change(Table::unbind);
             waiters.into_iter().for_each(Waker::wake);
         }
     }
 }
 
 impl Seat {
-    fn table(&self) -> MutexGuard<'_, Table> {
-        self.sessions.table.lock()
+    fn change<T>(&self, change: impl FnOnce(&mut Table, &Arc<Key>, u64) -> T) -> T {
+        self.sessions.change(|table| change(table, &self.key, self.number))
     }
 }
 
@@ -283,19 +320,16 @@ impl Future for Waiting {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let now = (self.sessions.clock)();
-        let mut table = self.sessions.table.lock();
-        let step = match table.enter(&self.key, now) {
-            Ok(Step::Wait) => {
-                let former = table.listen(&self.key, self.number, context.waker());
-                drop(table);
-                drop(former);
-                return Poll::Pending;
-            }
-            Ok(step) => step,
-            Err(refused) => return Poll::Ready(Err(refused)),
-        };
-        drop(table);
-        Poll::Ready(Ok(self.sessions.entry(self.key.clone(), step, 0)))
+        // The former waker is dropped with the table free, because whose it is may come back here.
+        let (step, _former) = self.sessions.change(|table| match table.enter(&self.key, now) {
+            Ok(Step::Wait) => (Ok(Step::Wait), table.listen(&self.key, self.number, context.waker())),
+            step => (step, None),
+        });
+        match step {
+            Ok(Step::Wait) => Poll::Pending,
+            Ok(step) => Poll::Ready(Ok(self.sessions.entry(self.key.clone(), step, 0))),
+            Err(refused) => Poll::Ready(Err(refused)),
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::engine_sessions::config::EngineSessionsConfig;
 use crate::sessions::SessionRules;
 use crate::settings::{Period, Problem, Step};
 
@@ -28,6 +29,9 @@ pub struct SessionsConfig {
     pub most_sessions: usize,
     /// Longest id in bytes; longer ones are ignored.
     pub longest_id: usize,
+    /// Whether engines are told of sessions that come to them and leave; none: they are not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub engine: Option<EngineSessionsConfig>,
 }
 
 /// How strictly a session stays with its worker rank.
@@ -54,6 +58,7 @@ impl Default for SessionsConfig {
             wait: Period::millis(500),
             most_sessions,
             longest_id,
+            engine: None,
         }
     }
 }
@@ -88,6 +93,8 @@ impl SessionsConfig {
             let text = format!("`{name}` cannot be the name of a header; write letters, digits and hyphens");
             problems.push(Problem::at([Step::from(key), at.into()], text));
         }
+        let engine = self.engine.as_ref().map(|engine| engine.problems(self.ttl)).unwrap_or_default();
+        problems.extend(engine.into_iter().map(|problem| problem.within("engine")));
         problems
     }
 }
@@ -108,7 +115,7 @@ mod tests {
     fn sections_that_cannot_work_are_refused_where_they_are_wrong() {
         assert!(SessionsConfig::default().problems().is_empty());
         assert_eq!(SessionsConfig::default().rules(), SessionRules::default());
-        let cases: [(&str, &[Step]); 7] = [
+        let cases: [(&str, &[Step]); 10] = [
             (r#"{"ttl": "999ms"}"#, &["ttl".into()]),
             (r#"{"ttl": "367days"}"#, &["ttl".into()]),
             (r#"{"most_sessions": 0}"#, &["most_sessions".into()]),
@@ -116,6 +123,9 @@ mod tests {
             (r#"{"headers": ["x-a", "x b"]}"#, &["headers".into(), 1.into()]),
             (r#"{"body_field": "a..b"}"#, &["body_field".into()]),
             (r#"{"final_headers": [""]}"#, &["final_headers".into(), 0.into()]),
+            (r#"{"engine": {"kind": "sglang", "capacity": 0}}"#, &["engine".into(), "capacity".into()]),
+            (r#"{"engine": {"kind": "sglang", "timeout": "0s"}}"#, &["engine".into(), "timeout".into()]),
+            (r#"{"engine": {"kind": "sglang", "idle": "9m"}}"#, &["engine".into(), "idle".into()]),
         ];
         for (text, trail) in cases {
             let config: SessionsConfig = serde_json::from_str(text).unwrap();

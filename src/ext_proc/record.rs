@@ -38,6 +38,8 @@ enum End {
     Closed,
     /// The answer's end was seen.
     Complete,
+    /// The answer was ours.
+    Own,
 }
 
 impl Record {
@@ -62,6 +64,11 @@ impl Record {
         self.label = admitted.as_ref().map(|admitted| ModelLabel::from(&admitted.booked.route.model));
         self.admitted = admitted;
         self.admitted_at = Instant::now();
+    }
+
+    /// The client gets our own answer.
+    pub(super) fn own_answer(&mut self) {
+        self.end = End::Own;
     }
 
     /// The answer began.
@@ -143,7 +150,7 @@ impl Record {
     }
 
     fn end_at_least(&self, end: End) -> End {
-        if self.end == End::Complete { End::Complete } else { end }
+        if matches!(self.end, End::Complete | End::Own) { self.end } else { end }
     }
 }
 
@@ -155,6 +162,7 @@ impl Drop for Record {
             End::Abandoned => "abandoned",
             End::Closed => "closed",
             End::Complete => "complete",
+            End::Own => "own_answer",
         };
         self.metrics.exchanges.get_or_create(&OutcomeLabel { outcome }).inc();
         if self.end == End::Closed {

@@ -109,7 +109,10 @@ impl Stream {
                 Effect::Reply(reply) => self.replies.send(Ok(*reply)).await.map_err(|_| Closed)?,
                 Effect::Route(inbound) => match self.route(inbound, early).await? {
                     None => {}
-                    Some(Routed::Answered(answer)) => effects.extend(self.exchange.on_immediate(&answer)),
+                    Some(Routed::Answered(answer)) => {
+                        effects.extend(self.exchange.on_immediate(&answer));
+                        self.record.own_answer();
+                    }
                     Some(Routed::Steered { steer, admitted }) => {
                         effects.extend(self.exchange.on_route(&steer));
                         self.record.routed(admitted);

@@ -84,7 +84,7 @@ impl<R: Read> Reader<R> {
         match kind {
             Kind::Rank => {
                 self.ranks = self.ranks.saturating_add(1);
-                RankDump::read(payload, &mut frames).map(Some)
+                RankDump::read(&payload, &mut frames).map(Some)
             }
             Kind::End if payload == self.ranks.to_le_bytes() => {
                 let mut more = [0];

@@ -120,7 +120,7 @@ mod tests {
             let stride = class.stride.get();
             let blocks = length / stride;
             let wanted = blocks.saturating_sub(class.blocks)..blocks;
-            length % stride == 0 && wanted.into_iter().all(|block| holds(number, (block + 1) * stride - 1))
+            length.is_multiple_of(stride) && wanted.into_iter().all(|block| holds(number, (block + 1) * stride - 1))
         };
         let fits =
             |length: &u32| needs.classes.iter().enumerate().all(|(number, class)| serves(*length, number, class));

@@ -147,24 +147,30 @@ impl Overlaps {
     /// Shortens what was found on seats with needs to what all their cache groups can serve.
     pub(super) fn limit(&mut self, trie: &Trie, locals: &[LocalHash], seats: &Seats, most: u32) {
         let mut path: Option<Vec<_>> = None;
-        for &seat in &self.walked {
-            let Some(needs) = seats.needs(seat) else { continue };
-            let blocks = &mut self.by_seat[seat.at()].blocks;
+        let by_seat = &mut self.by_seat;
+        self.walked.retain(|&seat| {
+            let Some(needs) = seats.needs(seat) else { return true };
+            let progress = &mut by_seat[seat.at()];
             let path = path.get_or_insert_with(|| trie.path(locals).collect());
             let held = path.iter().map(|(run, owners)| (run.clone(), owners.layers(seat)));
-            let device = needs.reusable(held, blocks.device.min(most));
-            if device < blocks.device {
+            let device = needs.reusable(held, progress.blocks.device.min(most));
+            if device < progress.blocks.device {
                 // What lies lower continues a prefix that cannot be reused so far.
-                *blocks = TierBlocks { device, ..TierBlocks::default() };
+                progress.blocks = TierBlocks { device, ..TierBlocks::default() };
             }
-        }
+            let found = progress.blocks.total() > 0;
+            if !found {
+                *progress = Progress::default();
+            }
+            found
+        });
     }
 
     /// Ends a walk: from seats to slots, leaving out the seats that nobody sits on any more.
     pub(super) fn settle(&mut self, seats: &Seats) {
         for seat in self.walked.drain(..) {
             let progress = std::mem::take(&mut self.by_seat[seat.at()]);
-            let Some(slot) = seats.slot(seat).filter(|_| progress.blocks.total() > 0) else { continue };
+            let Some(slot) = seats.slot(seat) else { continue };
             if self.by_slot.len() <= slot.at() {
                 self.by_slot.resize(slot.at() + 1, TierBlocks::default());
             }

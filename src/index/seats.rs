@@ -23,18 +23,11 @@ impl Seat {
 /// All seats.
 #[derive(Debug, Default)]
 pub(super) struct Seats {
-    seats: Vec<Option<Taken>>,
+    slots: Vec<Option<Slot>>,
     by_slot: Vec<Option<Seating>>,
     free: Vec<Seat>,
-    /// Seats with needs.
-    needy: usize,
-}
-
-/// Whose blocks lie under a seat, and what they need beside them to be of use.
-#[derive(Clone, Debug)]
-struct Taken {
-    slot: Slot,
-    needs: Option<Arc<Needs>>,
+    /// What the blocks under a seat need beside them to be of use; as long as the last seat that needs anything.
+    needs: Vec<Option<Arc<Needs>>>,
 }
 
 /// Who speaks for a slot now.
@@ -54,7 +47,7 @@ impl Seats {
             self.rise(before.seat);
         }
         let seat = self.vacant();
-        self.seats[seat.at()] = Some(Taken { slot, needs: None });
+        self.slots[seat.at()] = Some(slot);
         self.by_slot[slot.at()] = Some(Seating { seat, tally });
         seat
     }
@@ -74,8 +67,8 @@ impl Seats {
     /// Reports the blocks under another seat of the same writer instead of those under this one.
     pub(super) fn replace(&mut self, seat: Seat, by: Seat, needs: Option<Arc<Needs>>) {
         let Some(slot) = self.rise(seat) else { return };
-        self.needy += usize::from(needs.is_some());
-        self.seats[by.at()] = Some(Taken { slot, needs });
+        self.slots[by.at()] = Some(slot);
+        needs.into_iter().for_each(|needs| self.need(by, needs));
         if let Some(seating) = &mut self.by_slot[slot.at()] {
             seating.seat = by;
         }
@@ -90,19 +83,21 @@ impl Seats {
 
     /// From now on only prefixes that satisfy these needs are reported as reusable.
     pub(super) fn need(&mut self, seat: Seat, needs: Arc<Needs>) {
-        if let Some(taken) = &mut self.seats[seat.at()] {
-            self.needy += usize::from(taken.needs.is_none());
-            taken.needs = Some(needs);
+        if self.slots[seat.at()].is_some() {
+            if self.needs.len() <= seat.at() {
+                self.needs.resize(seat.at() + 1, None);
+            }
+            self.needs[seat.at()] = Some(needs);
         }
     }
 
     /// Whether any seat has needs.
     pub(super) fn any_needs(&self) -> bool {
-        self.needy > 0
+        !self.needs.is_empty()
     }
 
     pub(super) fn needs(&self, seat: Seat) -> Option<&Needs> {
-        self.seats.get(seat.at())?.as_ref()?.needs.as_deref()
+        self.needs.get(seat.at())?.as_deref()
     }
 
     /// No trie mentions this seat any more.
@@ -111,7 +106,7 @@ impl Seats {
     }
 
     pub(super) fn slot(&self, seat: Seat) -> Option<Slot> {
-        self.seats.get(seat.at())?.as_ref().map(|taken| taken.slot)
+        self.slots.get(seat.at()).copied().flatten()
     }
 
     pub(super) fn stats(&self) -> Vec<SlotStats> {
@@ -121,16 +116,18 @@ impl Seats {
 
     fn vacant(&mut self) -> Seat {
         self.free.pop().unwrap_or_else(|| {
-            self.seats.push(None);
-            Seat(self.seats.len() as u32 - 1)
+            self.slots.push(None);
+            Seat(self.slots.len() as u32 - 1)
         })
     }
 
     /// Empties a seat; the slot that was reported under it.
     fn rise(&mut self, seat: Seat) -> Option<Slot> {
-        let taken = self.seats[seat.at()].take()?;
-        self.needy -= usize::from(taken.needs.is_some());
-        Some(taken.slot)
+        if let Some(needs) = self.needs.get_mut(seat.at()) {
+            *needs = None;
+        }
+        while self.needs.pop_if(|needs| needs.is_none()).is_some() {}
+        self.slots[seat.at()].take()
     }
 }
 

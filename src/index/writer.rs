@@ -127,15 +127,25 @@ impl RankWriter {
         let mut scratch = std::mem::take(&mut self.scratch);
         let mut outcome = Outcome::Ok;
         for &engine in blocks {
-            if !self.holds(engine, tier) {
-                outcome = Outcome::BlockNotFound;
+            let Some(named) = self.held.get_mut(&engine).filter(|named| named.layers.has(tier)) else {
+                if !self.remove_waiting(engine, tier) {
+                    outcome = Outcome::BlockNotFound;
+                }
+                continue;
+            };
+            self.tally.add_copies(-1);
+            if take_extra(&mut self.extra, engine, tier) {
                 continue;
             }
-            self.tally.add_copies(-1);
-            match self.extra.get_mut(&(engine, tier)) {
-                None => self.lose(engine, tier, &mut scratch.lost),
-                Some(1) => drop(self.extra.remove(&(engine, tier))),
-                Some(extra) => *extra -= 1,
+            named.layers = named.layers.without(tier);
+            named.doubted = named.doubted.without(tier);
+            scratch.lost.push((named.place, tier.into()));
+            if named.layers.tiers().is_empty() {
+                if !named.layers.is_empty() {
+                    // What the groups hold of it has no place any more either.
+                    scratch.lost.extend(named.layers.iter().map(|layer| (named.place, layer)));
+                }
+                self.held.remove(&engine);
             }
         }
         self.release_elsewhere(&mut scratch);
@@ -143,27 +153,20 @@ impl RankWriter {
         outcome
     }
 
-    /// Whether a name is held in a tier, with or without a place.
-    fn holds(&mut self, engine: EngineHash, tier: Tier) -> bool {
-        match self.held.get(&engine) {
-            Some(named) => named.layers.has(tier),
-            None => self.waiting.get_mut(engine).is_some_and(|apart| apart.tiers.has(tier)),
+    /// Takes out one copy of a block without a place; false if there is none.
+    #[cold]
+    fn remove_waiting(&mut self, engine: EngineHash, tier: Tier) -> bool {
+        if !self.waiting.get_mut(engine).is_some_and(|apart| apart.tiers.has(tier)) {
+            return false;
         }
+        self.tally.add_copies(-1);
+        if !take_extra(&mut self.extra, engine, tier) {
+            self.lose_waiting(engine, tier);
+        }
+        true
     }
 
-    /// A name has no copy left in a tier in which it had some.
-    fn lose(&mut self, engine: EngineHash, tier: Tier, lost: &mut Vec<(Place, Layer)>) {
-        let Some(named) = self.held.get_mut(&engine) else { return self.lose_waiting(engine, tier) };
-        named.layers = named.layers.without(tier);
-        named.doubted = named.doubted.without(tier);
-        lost.push((named.place, tier.into()));
-        if named.layers.tiers().is_empty() {
-            // What the groups hold of it has no place any more either.
-            lost.extend(named.layers.iter().map(|layer| (named.place, layer)));
-            self.held.remove(&engine);
-        }
-    }
-
+    /// A block without a place has no copy left in a tier in which it had some.
     fn lose_waiting(&mut self, engine: EngineHash, tier: Tier) {
         let Some(apart) = self.waiting.get_mut(engine) else { return };
         apart.tiers = apart.tiers.without(tier);
@@ -245,4 +248,14 @@ impl RankWriter {
         scratch.granted.clear();
         self.scratch = scratch;
     }
+}
+
+/// Takes one of the copies beyond the first, if there is any.
+fn take_extra(extra: &mut HashMap<(EngineHash, Tier), u32>, engine: EngineHash, tier: Tier) -> bool {
+    let Some(copies) = extra.get_mut(&(engine, tier)) else { return false };
+    *copies -= 1;
+    if *copies == 0 {
+        extra.remove(&(engine, tier));
+    }
+    true
 }

@@ -8,8 +8,8 @@ use std::str::FromStr;
 
 use crate::openai::Extension;
 use crate::router::Priority;
-use crate::schedule::{Constraints, Overrides, Pin};
-use crate::worker::{DpRank, WorkerId};
+use crate::schedule::{Constraints, NamedWorkers, Overrides, Pin};
+use crate::worker::{DpRank, Role, WorkerId};
 
 /// Looks a request header up by its name.
 pub type Headers<'h> = &'h (dyn Fn(&str) -> Option<Cow<'h, str>> + Sync);
@@ -23,9 +23,6 @@ const STRICT_PRIORITY: &[&str] = &["x-dynamo-request-strict-priority"];
 const CLASS: &[&str] = &["x-dynamo-meta-policy-class"];
 /// JSON of the weights for one request.
 const OVERRIDES: &str = "x-warmroute-override";
-
-/// The rank that stands for none.
-const UNSET_RANK: u32 = u32::MAX;
 
 /// What a trusted client wishes.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -49,24 +46,25 @@ impl Wishes {
     pub fn read(headers: Headers<'_>, extension: Option<&Extension>) -> Self {
         let none = Extension::default();
         let body = extension.unwrap_or(&none);
-        let decode_rank = header::<u32>(headers, DECODE_RANK).or(body.dp_rank);
-        let prefill_rank = header::<u32>(headers, PREFILL_RANK).or(body.prefill_dp_rank).or(body.dp_rank);
-        // The header of the worker stands for every phase, as `backend_instance_id` does.
-        let everywhere = header::<u64>(headers, DECODE_WORKER);
-        let decode = everywhere.or(body.decode_worker_id).or(body.backend_instance_id);
-        let prefill = header::<u64>(headers, PREFILL_WORKER)
-            .or(body.prefill_worker_id)
-            .or(everywhere)
-            .or(body.backend_instance_id);
+        let worker = |names| header(headers, names).map(WorkerId);
+        let rank = |names| header(headers, names).map(DpRank);
+        // The header of the worker says both who serves in general and who decodes.
+        let named = NamedWorkers {
+            worker: worker(DECODE_WORKER).or(body.backend_instance_id.map(WorkerId)),
+            decode_worker: worker(DECODE_WORKER).or(body.decode_worker_id.map(WorkerId)),
+            prefill_worker: worker(PREFILL_WORKER).or(body.prefill_worker_id.map(WorkerId)),
+            rank: rank(DECODE_RANK).or(body.dp_rank.map(DpRank)),
+            prefill_rank: rank(PREFILL_RANK).or(body.prefill_dp_rank.map(DpRank)),
+        };
         let jump = header::<f64>(headers, PRIORITY).or(body.agent_hints.priority_jump());
         Self {
             constraints: Constraints {
-                pin: decode.map(|worker| pin(worker, decode_rank)),
+                pin: named.pin(Role::Decode),
                 required_taints: body.routing_constraints.required_taints.iter().cloned().collect(),
                 preferred_taints: finite(&body.routing_constraints.preferred_taints),
                 ..Constraints::default()
             },
-            prefill_pin: prefill.map(|worker| pin(worker, prefill_rank)),
+            prefill_pin: named.pin(Role::Prefill),
             overrides: overrides(headers, body),
             expected_output_tokens: body.agent_hints.osl,
             priority: Priority {
@@ -77,10 +75,6 @@ impl Wishes {
             query: body.is_query(),
         }
     }
-}
-
-fn pin(worker: u64, rank: Option<u32>) -> Pin {
-    Pin { worker: WorkerId(worker), rank: rank.filter(|rank| *rank != UNSET_RANK).map(DpRank) }
 }
 
 fn finite(weights: &BTreeMap<String, f64>) -> BTreeMap<String, f64> {
@@ -129,7 +123,7 @@ mod tests {
                 pinned(8, Some(1)),
                 pinned(9, Some(2)),
             ),
-            (&[("x-worker-instance-id", "3")], r#"{"decode_worker_id":8}"#, pinned(3, None), pinned(3, None)),
+            (&[("x-worker-instance-id", "3")], r#"{"decode_worker_id":8}"#, pinned(3, None), None),
             (
                 &[("x-prefill-instance-id", "4"), ("x-dp-rank", "4294967295")],
                 r#"{"decode_worker_id":8}"#,
@@ -138,7 +132,7 @@ mod tests {
             ),
             // A canonical header hides the older one even where it cannot be read.
             (&[("x-dynamo-worker-instance-id", "abc"), ("x-worker-instance-id", "3")], "{}", None, None),
-            (&[("x-worker-instance-id", "18446744073709551615")], "{}", pinned(u64::MAX, None), pinned(u64::MAX, None)),
+            (&[("x-worker-instance-id", "18446744073709551615")], "{}", pinned(u64::MAX, None), None),
             (&[("x-worker-instance-id", "-1")], r#"{"decode_worker_id":8}"#, pinned(8, None), None),
         ];
         for (headers, nvext, decode, prefill) in cases {

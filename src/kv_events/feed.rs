@@ -264,3 +264,63 @@ fn kind(event: &Event) -> &'static str {
         Event::Ignored => "ignored",
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::index::{GroupNeed, PrefixIndex};
+    use crate::worker::{Attach, DpRank, EventSource, Slot, WorkerId};
+
+    /// Plays captured batches of a model with a sliding window into a rank with blocks of some size.
+    fn play(block_size: u32) -> (Arc<Metrics>, Vec<KvEvent>) {
+        let session: serde_json::Value = serde_json::from_str(include_str!("../../tests/data/hybrid.json")).unwrap();
+        let hex = session["requests"][0]["payloads"][0].as_str().unwrap();
+        let byte = |at: usize| u8::from_str_radix(&hex[at..at + 2], 16).unwrap();
+        let payload: Vec<u8> = (0..hex.len()).step_by(2).map(byte).collect();
+        let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
+        let spec = SourceSpec {
+            rank,
+            source: EventSource {
+                endpoint: String::new(),
+                topic: String::new(),
+                attach: Attach::Connect,
+                replay: None,
+            },
+            block_size: BlockSize::new(block_size).unwrap(),
+            media: Default::default(),
+        };
+        let (told, metrics) = (Arc::new(parking_lot::Mutex::new(Vec::new())), Arc::new(Metrics::new()));
+        let mut writer = PrefixIndex::new().join(Slot(0));
+        let heard = told.clone();
+        let apply = move |event: &KvEvent| {
+            heard.lock().push(event.clone());
+            writer.apply(event)
+        };
+        let sink = RankSink { apply: Box::new(apply), doubt: Box::new(|| {}) };
+        assert_eq!(Feed::new(&spec, sink, metrics.clone()).live(0, &payload), None);
+        let told = told.lock().clone();
+        (metrics, told)
+    }
+
+    fn count(metrics: &Metrics, outcome: &'static str) -> u64 {
+        metrics.kv_events.get_or_create(&EventLabels { kind: "stored", outcome }).get()
+    }
+
+    #[test]
+    fn what_a_group_holds_is_told_and_still_counted_as_filtered() {
+        let (metrics, told) = play(32);
+        let [KvEvent::GroupStored { group: 0, need, blocks }, KvEvent::Stored { .. }] = &told[..] else {
+            panic!("{told:?}")
+        };
+        assert_eq!((*need, blocks.len()), (GroupNeed::Last { blocks: 2, stride: std::num::NonZeroU32::MIN }, 2));
+        assert_eq!((count(&metrics, "filtered_non_main_attention_kind"), count(&metrics, "ok")), (1, 1));
+    }
+
+    #[test]
+    fn a_group_with_blocks_of_another_size_is_counted_by_that_reason() {
+        let (metrics, told) = play(24);
+        assert!(matches!(told[..], [KvEvent::GroupStored { need: GroupNeed::Unknown, .. }]), "{told:?}");
+        assert_eq!(count(&metrics, "filtered_group_block_size_mismatch"), 1);
+        assert_eq!(count(&metrics, "filtered_block_size_mismatch"), 1);
+    }
+}

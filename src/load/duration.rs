@@ -11,6 +11,9 @@ const ENOUGH: u64 = 8;
 /// What one observation leaves of the weight of all before it: about the last hundred count.
 const KEEP: f64 = 0.99;
 
+/// The same for the usual error, so that a lasting change is soon believed.
+const KEEP_USUAL: f64 = 0.95;
+
 /// An observation counts as no farther from the line than so many usual errors.
 const USUAL_ERRORS: f64 = 3.0;
 
@@ -77,7 +80,7 @@ impl PrefillTimes {
         self.sums.add(tokens, heard);
         self.observed += 1;
         // The first few say how far observations usually are from the line that they make.
-        let keep = KEEP.min(1.0 - 1.0 / self.observed as f64);
+        let keep = KEEP_USUAL.min(1.0 - 1.0 / self.observed as f64);
         let off = (heard - if trusted { expected } else { self.sums.line().at(tokens) }).abs();
         self.usual = keep * self.usual + (1.0 - keep) * off;
     }
@@ -178,7 +181,7 @@ mod tests {
 
     #[test]
     fn nothing_is_estimated_from_too_little() {
-        let times = fitted(7, |tokens| millis(tokens));
+        let times = fitted(7, millis);
         assert_eq!(times.estimate(100), None);
         assert_eq!(times.observed(), 7);
     }

@@ -1,10 +1,9 @@
-use std::collections::BTreeMap;
-
-use proptest::collection::vec;
-use proptest::prelude::*;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
 use crate::worker::{DpRank, WorkerId};
+
+mod replay;
 
 fn rank(worker: u64) -> WorkerRank {
     WorkerRank { worker: WorkerId(worker), rank: DpRank(0) }
@@ -125,88 +124,100 @@ fn simultaneous_bookings_see_one_another() {
     assert_eq!(loads(&tracker), [(0, 0, 0, 0), (1, 0, 0, 0), (2, 0, 0, 0), (3, 0, 0, 0)]);
 }
 
-/// What is live, kept by the simplest means: the list of live requests.
-#[derive(Default)]
-struct Naive(BTreeMap<usize, (u32, Vec<u64>, u64)>);
-
-impl Naive {
-    fn rows(&self, slot: u32) -> impl Iterator<Item = &(u32, Vec<u64>, u64)> {
-        self.0.values().filter(move |row| row.0 == slot)
-    }
-
-    fn load(&self, slot: u32) -> Load {
-        let mut blocks: Vec<u64> = self.rows(slot).flat_map(|row| row.1.clone()).collect();
-        blocks.sort_unstable();
-        blocks.dedup();
-        Load {
-            active_blocks: blocks.len() as u64,
-            active_prefill_tokens: self.rows(slot).map(|row| row.2).sum(),
-            active_requests: self.rows(slot).count() as u64,
-        }
-    }
-
-    fn additional(&self, slot: u32, prompt: &[u64]) -> u64 {
-        let held = |block: &&u64| self.rows(slot).any(|row| row.1.contains(block));
-        (prompt.len() - prompt.iter().take_while(held).count()) as u64
-    }
+/// A tracker with two open ranks and its clock.
+fn timed() -> (Arc<LoadTracker>, Arc<Mutex<Instant>>) {
+    let now = Arc::new(Mutex::new(Instant::now()));
+    let clock = now.clone();
+    let tracker = LoadTracker::new(move || *clock.lock());
+    (0..2).for_each(|slot| tracker.open(Slot(slot), rank(u64::from(slot))));
+    (tracker, now)
 }
 
-/// Chained names, as sequence hashes are: equal only after equal prefixes.
-fn chained(locals: &[u64]) -> Vec<u64> {
-    let step = |last: &mut u64, local: &u64| {
-        *last = *last * 4 + local + 1;
-        Some(*last)
-    };
-    locals.iter().scan(0, step).collect()
+#[test]
+fn a_prefill_worker_is_free_with_the_first_token_and_the_decode_worker_with_the_last() {
+    let (tracker, _) = timed();
+    let prefill = Booking { until: Until::FirstToken, ..booking(0, 0, &[1, 2], 32) };
+    let decode = Booking { track_prefill: false, ..booking(1, 1, &[1, 2], 32) };
+    let mut both = tracker.book_with(|_| Ok::<_, ()>(vec![decode, prefill])).unwrap();
+    assert_eq!(both.parts().collect::<Vec<_>>(), [(Slot(1), rank(1)), (Slot(0), rank(0))]);
+    assert_eq!((both.slot(), both.rank()), (Some(Slot(1)), Some(rank(1))));
+    assert_eq!(loads(&tracker), [(0, 2, 32, 1), (1, 2, 0, 1)]);
+    both.output_block(None);
+    assert_eq!(loads(&tracker), [(0, 2, 32, 1), (1, 3, 0, 1)]);
+    assert!(both.first_token());
+    assert!(!both.first_token());
+    assert_eq!(loads(&tracker), [(0, 0, 0, 0), (1, 3, 0, 1)]);
+    assert!(both.counts());
+    assert!(both.release());
+    assert_eq!(loads(&tracker), [(0, 0, 0, 0), (1, 0, 0, 0)]);
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 600, failure_persistence: None, ..ProptestConfig::default() })]
+#[test]
+fn if_one_of_two_ranks_has_gone_neither_is_booked() {
+    let (tracker, _) = timed();
+    let both = vec![booking(0, 0, &[1], 16), booking(1, 7, &[1], 16)];
+    let none = tracker.book_with(|_| Ok::<_, ()>(both)).unwrap();
+    assert!(!none.counts());
+    assert_eq!(loads(&tracker), [(0, 0, 0, 0), (1, 0, 0, 0)]);
+}
 
-    #[test]
-    fn load_is_that_of_the_live_requests(
-        script in vec((0..6u8, 0..3u32, vec(0..3u64, 0..7), 0..100u64, any::<u16>()), 1..50),
-    ) {
-        let tracker = LoadTracker::new(Instant::now);
-        (0..3).for_each(|slot| tracker.open(Slot(slot), rank(u64::from(slot))));
-        let mut naive = Naive::default();
-        let mut live: BTreeMap<usize, Reservation> = BTreeMap::new();
-        for (at, (kind, slot, locals, tokens, pick)) in script.into_iter().enumerate() {
-            let prompt = chained(&locals);
-            let picked = live.keys().copied().nth(usize::from(pick) % live.len().max(1));
-            match (kind, picked) {
-                (0..3, _) => {
-                    live.insert(at, book(&tracker, booking(slot, u64::from(slot), &prompt, tokens)));
-                    naive.0.insert(at, (slot, prompt.clone(), tokens));
-                }
-                (3, Some(picked)) => {
-                    live.get_mut(&picked).unwrap().first_token();
-                    naive.0.entry(picked).and_modify(|row| row.2 = 0);
-                }
-                (4, Some(picked)) => {
-                    live.remove(&picked);
-                    naive.0.remove(&picked);
-                }
-                (5, _) if pick % 8 == 0 => {
-                    tracker.close(Slot(slot));
-                    tracker.open(Slot(slot), rank(u64::from(slot)));
-                    naive.0.retain(|_, row| row.0 != slot);
-                }
-                _ => {}
-            }
-            let hashes: Vec<_> = prompt.iter().copied().map(SequenceHash).collect();
-            let read = tracker.book_with(|view| {
-                let row = |slot: u32| {
-                    (view.load(Slot(slot), rank(u64::from(slot))).unwrap(), view.additional_blocks(Slot(slot), &hashes))
-                };
-                Err::<Vec<Booking>, _>([row(0), row(1), row(2)])
-            });
-            for slot in 0..3 {
-                let expected = (naive.load(slot), naive.additional(slot, &prompt));
-                prop_assert_eq!(read.as_ref().unwrap_err()[slot as usize], expected);
-            }
-        }
-        live.clear();
-        prop_assert!(tracker.snapshot().iter().all(|load| load.active_blocks + load.active_requests == 0));
+#[test]
+fn whoever_waits_hears_when_load_goes_down_and_may_look_at_once() {
+    let (tracker, _) = timed();
+    let heard = Arc::new(AtomicUsize::new(0));
+    let (count, looked) = (heard.clone(), Arc::downgrade(&tracker));
+    tracker.on_relief(move || {
+        looked.upgrade().unwrap().snapshot();
+        count.fetch_add(1, Ordering::SeqCst);
+    });
+    let heard = |expected, what: &str| assert_eq!(heard.swap(0, Ordering::SeqCst), expected, "{what}");
+    let mut first = book(&tracker, booking(0, 0, &[1], 16));
+    first.output_block(None);
+    heard(0, "more load");
+    first.output_block(Some(0.0));
+    heard(1, "the answer will soon be over");
+    first.first_token();
+    heard(1, "first token");
+    first.first_token();
+    heard(0, "first token again");
+    drop(first);
+    heard(1, "the end");
+    let second = book(&tracker, booking(1, 1, &[1], 16));
+    tracker.close(Slot(1));
+    heard(1, "the worker has gone");
+    drop(second);
+    heard(0, "nothing was left to release");
+}
+
+#[test]
+fn fractions_outside_of_nothing_and_one_do_no_harm() {
+    let (tracker, _) = timed();
+    for (fraction, expected) in [(-1.0, 0), (0.1, 0), (0.5, 1), (2.0, 2), (f64::INFINITY, 2), (f64::NAN, 2)] {
+        let mut held = book(&tracker, booking(0, 0, &[1], 16));
+        held.output_block(Some(fraction));
+        assert_eq!(loads(&tracker)[0].1, expected, "{fraction}");
     }
+    let mut held = book(&tracker, booking(0, 0, &[], 0));
+    (0..5).for_each(|_| held.output_block(Some(0.7)));
+    assert_eq!(loads(&tracker)[0].1, 4, "3.5 is rounded upwards");
+}
+
+#[test]
+fn prefill_shrinks_with_time_as_long_as_it_is_known_how_fast() {
+    let (tracker, now) = timed();
+    let timed =
+        |tokens, millis| Booking { prefill_time: Some(Duration::from_millis(millis)), ..booking(0, 0, &[], tokens) };
+    let _instant = book(&tracker, timed(100, 0));
+    assert_eq!(loads(&tracker)[0].2, 0, "what takes no time is done");
+    let other = book(&tracker, timed(100, 1000));
+    assert_eq!(loads(&tracker)[0].2, 100);
+    drop(_instant);
+    *now.lock() += Duration::from_millis(333);
+    assert_eq!(loads(&tracker)[0].2, 67, "the remaining part is rounded upwards");
+    *now.lock() += Duration::from_secs(1 << 60);
+    assert_eq!(loads(&tracker)[0].2, 0);
+    let unknown = book(&tracker, booking(0, 0, &[], 50));
+    assert_eq!(loads(&tracker)[0].2, 50, "only the anchor shrinks");
+    drop((other, unknown));
+    assert_eq!(loads(&tracker)[0], (0, 0, 0, 0));
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::block::BlockHashes;
 use crate::fleet::Member;
 use crate::index::Overlaps;
-use crate::predict::{Lease, Predictor};
+use crate::predict::{Lease, Predictor, RankPrediction};
 
 /// Both kinds of prediction, as far as they are wanted.
 #[derive(Clone, Default)]
@@ -43,6 +43,11 @@ impl Predictions {
     /// Lets what is due expire.
     pub fn expire(&self) {
         self.all().for_each(|predictor| predictor.expire());
+    }
+
+    /// What is predicted, rank by rank.
+    pub fn stats(&self) -> impl Iterator<Item = RankPrediction> {
+        self.all().flat_map(|predictor| predictor.stats().ranks)
     }
 
     /// Raises what is known of a prompt to what is predicted.

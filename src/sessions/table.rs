@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::Instant;
 
-use super::{Counts, Ended, Refused, SessionName, SessionRules};
+use super::{Counts, Moved, Refused, SessionName, SessionRules, Stay};
 use crate::worker::{WorkerId, WorkerRank};
 
 /// What names an entry. A group and a session never meet, whatever clients call them.
@@ -51,7 +51,8 @@ pub(super) struct Table {
     sessions: HashMap<Arc<Key>, Session>,
     /// The sessions of which no request runs, in the order of their last use.
     idle: BTreeMap<(Instant, u64), Arc<Key>>,
-    ended: Vec<Ended>,
+    /// What moved and was not asked for yet; none while nobody wants to know.
+    moves: Option<Vec<Moved>>,
     numbers: u64,
     running: usize,
     waiting: usize,
@@ -59,15 +60,7 @@ pub(super) struct Table {
 
 impl Table {
     pub(super) fn new(rules: SessionRules) -> Self {
-        Self {
-            rules,
-            sessions: HashMap::new(),
-            idle: BTreeMap::new(),
-            ended: Vec::new(),
-            numbers: 0,
-            running: 0,
-            waiting: 0,
-        }
+        Self { rules, sessions: HashMap::new(), idle: BTreeMap::new(), moves: None, numbers: 0, running: 0, waiting: 0 }
     }
 
     pub(super) fn key(&self, name: SessionName<'_>) -> Result<Key, Refused> {
@@ -118,6 +111,7 @@ impl Table {
         session.running += 1;
         let waiters = session.wakers();
         self.running += 1;
+        self.note(Moved::Came, key, target);
         waiters
     }
 
@@ -155,12 +149,13 @@ impl Table {
         let Some(session) = self.session(key, number) else { return };
         match session.bond {
             Bond::Deciding => {}
-            Bond::Loose => session.bond = Bond::Bound(target),
-            Bond::Bound(left) => {
+            Bond::Bound(left) if left == target => {}
+            bond => {
                 session.bond = Bond::Bound(target);
-                if left != target {
-                    self.end(key, left);
+                if let Bond::Bound(left) = bond {
+                    self.note(Moved::Left, key, left);
                 }
+                self.note(Moved::Came, key, target);
             }
         }
     }
@@ -171,7 +166,7 @@ impl Table {
             return;
         };
         session.bond = Bond::Loose;
-        self.end(key, gone);
+        self.note(Moved::Left, key, gone);
     }
 
     pub(super) fn finish(&mut self, key: &Arc<Key>, number: u64) {
@@ -237,8 +232,16 @@ impl Table {
         Some(waiters.swap_remove(at).1)
     }
 
-    pub(super) fn take_ended(&mut self) -> Vec<Ended> {
-        std::mem::take(&mut self.ended)
+    pub(super) fn note_moves(&mut self) {
+        self.moves.get_or_insert_default();
+    }
+
+    pub(super) fn has_moved(&self) -> bool {
+        self.moves.as_ref().is_some_and(|moves| !moves.is_empty())
+    }
+
+    pub(super) fn take_moves(&mut self) -> Vec<Moved> {
+        self.moves.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     pub(super) fn counts(&self) -> Counts {
@@ -251,21 +254,19 @@ impl Table {
 
     fn remove(&mut self, key: &Arc<Key>) {
         if let Some(Session { bond: Bond::Bound(target), .. }) = self.sessions.remove(key) {
-            self.end(key, target);
+            self.note(Moved::Left, key, target);
         }
     }
 
-    /// Notes what left its target, unless nobody has asked for so long that the notes have become as many as there can be
-    /// sessions.
-    fn end(&mut self, key: &Key, target: WorkerRank) {
-        if self.ended.len() >= self.rules.most_sessions {
-            return;
-        }
+    /// Notes a move, unless nobody has asked for so long that the notes have become several for each session there can be.
+    fn note(&mut self, moved: fn(Stay) -> Moved, key: &Key, target: WorkerRank) {
+        let most = self.rules.most_sessions.saturating_mul(4);
+        let Some(moves) = self.moves.as_mut().filter(|moves| moves.len() < most) else { return };
         let (id, group) = match key {
             Key::Session(id) => (id, false),
             Key::Group(id) => (id, true),
         };
-        self.ended.push(Ended { id: id.to_string(), group, target });
+        moves.push(moved(Stay { id: id.to_string(), group, target }));
     }
 
     fn next_number(&mut self) -> u64 {

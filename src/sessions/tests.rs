@@ -34,7 +34,19 @@ fn sessions(most_sessions: usize) -> (Arc<Sessions>, Hands) {
     let hands = Hands::new();
     let rules = SessionRules { ttl: Duration::from_secs(TTL), most_sessions, longest_id: 8 };
     let clock = hands.clone();
-    (Sessions::new(rules, move || clock.now()), hands)
+    let sessions = Sessions::new(rules, move || clock.now());
+    sessions.on_move(|| ());
+    (sessions, hands)
+}
+
+/// Who left since the last call, what is too old included.
+fn left(sessions: &Sessions) -> Vec<Stay> {
+    sessions.expire();
+    let left = |moved| match moved {
+        Moved::Left(stay) => Some(stay),
+        Moved::Came(_) => None,
+    };
+    sessions.moves().into_iter().filter_map(left).collect()
 }
 
 fn rank(worker: u64) -> WorkerRank {
@@ -103,8 +115,9 @@ fn a_session_stays_where_its_first_request_went_until_it_was_not_used_for_its_ti
     hands.forward(TTL);
     drop(first(enter(&sessions, "a")));
     assert_eq!(sessions.counts(), Counts::default());
-    let ended = Ended { id: "a".to_owned(), group: false, target: rank(1) };
-    assert_eq!((sessions.expire(), sessions.expire()), (vec![ended], vec![]));
+    let stay = Stay { id: "a".to_owned(), group: false, target: rank(1) };
+    assert_eq!(sessions.moves(), [Moved::Came(stay.clone()), Moved::Left(stay)]);
+    assert_eq!(sessions.moves(), []);
 }
 
 #[test]
@@ -182,7 +195,7 @@ fn sessions_on_a_worker_that_left_are_decided_anew() {
     drop(first(enter(&sessions, "other")).bind(rank(2)));
     sessions.retain(|worker| worker != WorkerId(1));
     assert_eq!(sessions.counts(), Counts { sessions: 2, running: 1, waiting: 0 });
-    assert_eq!(sessions.expire().len(), 2);
+    assert_eq!(left(&sessions).len(), 2);
     let again = first(enter(&sessions, "busy")).bind(rank(3));
     drop((hold, again));
     assert_eq!(bound(enter(&sessions, "busy")).target(), rank(3));
@@ -195,10 +208,10 @@ fn soft_affinity_takes_the_session_along() {
     let (sessions, _) = sessions(8);
     let mut hold = first(enter(&sessions, "a")).bind(rank(1));
     hold.rebind(rank(1));
-    assert!(sessions.expire().is_empty());
+    assert_eq!(left(&sessions), []);
     hold.rebind(rank(2));
     assert_eq!(bound(enter(&sessions, "a")).target(), rank(2));
-    assert_eq!(sessions.expire()[0].target, rank(1));
+    assert_eq!(left(&sessions)[0].target, rank(1));
 }
 
 #[test]

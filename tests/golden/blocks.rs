@@ -8,6 +8,8 @@ use warmroute::block::{BlockHashes, LocalHash, Salt, SequenceHash};
 use warmroute::worker::BlockSize;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use super::frame::{Report, run_cases};
+
 #[derive(Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 enum Case {
@@ -24,8 +26,7 @@ enum Case {
         sequence_hashes: Vec<String>,
     },
     RawBytesHash {
-        #[serde(rename = "description")]
-        _description: String,
+        description: String,
         utf8: String,
         hash: String,
     },
@@ -99,66 +100,75 @@ fn prompt_objects(by_block: &[Vec<u64>], block_size: BlockSize) -> Option<Vec<Pr
     Some(objects)
 }
 
-#[test]
-fn blocks_hash_as_the_field_hashes_them() {
-    let mut requests = 0;
-    for case in super::cases::<Case>(include_str!("block_hashes.json")) {
-        match case {
-            Case::BlockHash { description, block_size: 0, local_hashes, .. } => {
-                assert_eq!((BlockSize::new(0), local_hashes.len()), (None, 0), "{description}");
-            }
-            Case::BlockHash {
-                description,
-                tokens,
-                block_size,
-                lora_name,
-                cache_namespace,
-                block_mm_hashes,
-                is_eagle,
-                block_seed,
-                local_hashes,
-                sequence_hashes,
-            } => {
-                let salt = Salt { lora: lora_name, cache: cache_namespace };
-                let windows = if is_eagle == Some(true) { Windows::Eagle } else { Windows::Plain };
-                let objects = block_mm_hashes.unwrap_or_default();
-                let objects: Vec<_> = objects.iter().map(|block| hexes(block.as_deref().unwrap_or(&[]))).collect();
-                let block_size = BlockSize::new(block_size).unwrap();
-                let locals = locals(&tokens, block_size, &salt, windows, &objects);
-                let hashes = BlockHashes::chain(tokens.len(), block_size, locals);
-                assert_eq!(salt.seed(), hex(&block_seed), "{description}");
-                let ours: Vec<u64> = hashes.locals().iter().map(|hash| hash.0).collect();
-                assert_eq!(ours, hexes(&local_hashes), "{description}");
-                let ours: Vec<u64> = hashes.sequences().iter().map(|hash| hash.0).collect();
-                assert_eq!(ours, hexes(&sequence_hashes), "{description}");
-                if let Some(objects) = prompt_objects(&objects, block_size) {
-                    let content = Content { tokens: &tokens, salt: &salt, windows, objects: &objects };
-                    assert_eq!(BlockHashes::of_content(&content, block_size), hashes, "{description}");
-                    requests += 1;
-                }
-            }
-            Case::RawBytesHash { utf8, hash, .. } => {
-                assert_eq!(xxh3_64_with_seed(utf8.as_bytes(), SEED), hex(&hash), "{utf8}");
-            }
-            Case::ChainStep { parent_sequence_hash, block_hash, next_sequence_hash } => {
-                let next = SequenceHash(hex(&parent_sequence_hash)).then(LocalHash(hex(&block_hash)));
-                assert_eq!(next, SequenceHash(hex(&next_sequence_hash)), "{parent_sequence_hash} {block_hash}");
-            }
-            Case::MmIdentifierHash { identifier, mm_hash } => {
-                let expected = mm_hash.map(|hash| ObjectHash(hex(&hash)));
-                assert_eq!(ObjectHash::of(&identifier), expected, "{identifier}");
-            }
-            Case::MmPadValue { mm_hash, pad_value_token } => {
-                assert_eq!(ObjectHash(hex(&mm_hash)).pad_token(), pad_value_token, "{mm_hash}");
-            }
-            Case::RequestMmToBlockMm { description, block_size, total_tokens, objects, blocks } => {
-                let ours = by_block(total_tokens, BlockSize::new(block_size).unwrap(), &objects);
-                let expected: Vec<Vec<Object>> = blocks.into_iter().map(Option::unwrap_or_default).collect();
-                assert_eq!(ours, expected, "{description}");
+/// The helper functions are called by what they are given.
+fn name(case: &Case) -> String {
+    match case {
+        Case::BlockHash { description, .. } | Case::RequestMmToBlockMm { description, .. } => description.clone(),
+        Case::RawBytesHash { description, utf8, .. } => format!("{description}: {utf8:?}"),
+        Case::ChainStep { parent_sequence_hash, block_hash, .. } => format!("{parent_sequence_hash} then {block_hash}"),
+        Case::MmIdentifierHash { identifier, .. } => format!("object hash of {identifier:?}"),
+        Case::MmPadValue { mm_hash, .. } => format!("pad token of {mm_hash}"),
+    }
+}
+
+pub(crate) fn run(text: &str) -> Report {
+    run_cases(text, &[], name, |case, _| check(case))
+}
+
+fn check(case: Case) {
+    match case {
+        Case::BlockHash { description, block_size: 0, local_hashes, .. } => {
+            assert_eq!((BlockSize::new(0), local_hashes.len()), (None, 0), "{description}");
+        }
+        Case::BlockHash {
+            description,
+            tokens,
+            block_size,
+            lora_name,
+            cache_namespace,
+            block_mm_hashes,
+            is_eagle,
+            block_seed,
+            local_hashes,
+            sequence_hashes,
+        } => {
+            let salt = Salt { lora: lora_name, cache: cache_namespace };
+            let windows = if is_eagle == Some(true) { Windows::Eagle } else { Windows::Plain };
+            let objects = block_mm_hashes.unwrap_or_default();
+            let objects: Vec<_> = objects.iter().map(|block| hexes(block.as_deref().unwrap_or(&[]))).collect();
+            let block_size = BlockSize::new(block_size).unwrap();
+            let locals = locals(&tokens, block_size, &salt, windows, &objects);
+            let hashes = BlockHashes::chain(tokens.len(), block_size, locals);
+            assert_eq!(salt.seed(), hex(&block_seed), "{description}");
+            let ours: Vec<u64> = hashes.locals().iter().map(|hash| hash.0).collect();
+            assert_eq!(ours, hexes(&local_hashes), "{description}");
+            let ours: Vec<u64> = hashes.sequences().iter().map(|hash| hash.0).collect();
+            assert_eq!(ours, hexes(&sequence_hashes), "{description}");
+            if let Some(objects) = prompt_objects(&objects, block_size) {
+                let content = Content { tokens: &tokens, salt: &salt, windows, objects: &objects };
+                assert_eq!(BlockHashes::of_content(&content, block_size), hashes, "{description}");
             }
         }
+        Case::RawBytesHash { utf8, hash, .. } => {
+            assert_eq!(xxh3_64_with_seed(utf8.as_bytes(), SEED), hex(&hash), "{utf8}");
+        }
+        Case::ChainStep { parent_sequence_hash, block_hash, next_sequence_hash } => {
+            let next = SequenceHash(hex(&parent_sequence_hash)).then(LocalHash(hex(&block_hash)));
+            assert_eq!(next, SequenceHash(hex(&next_sequence_hash)), "{parent_sequence_hash} {block_hash}");
+        }
+        Case::MmIdentifierHash { identifier, mm_hash } => {
+            let expected = mm_hash.map(|hash| ObjectHash(hex(&hash)));
+            assert_eq!(ObjectHash::of(&identifier), expected, "{identifier}");
+        }
+        Case::MmPadValue { mm_hash, pad_value_token } => {
+            assert_eq!(ObjectHash(hex(&mm_hash)).pad_token(), pad_value_token, "{mm_hash}");
+        }
+        Case::RequestMmToBlockMm { description, block_size, total_tokens, objects, blocks } => {
+            let ours = by_block(total_tokens, BlockSize::new(block_size).unwrap(), &objects);
+            let expected: Vec<Vec<Object>> = blocks.into_iter().map(Option::unwrap_or_default).collect();
+            assert_eq!(ours, expected, "{description}");
+        }
     }
-    assert!(requests > 30, "only {requests} cases were hashed as requests");
 }
 
 #[test]

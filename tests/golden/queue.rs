@@ -8,6 +8,8 @@ use warmroute::admission::config::{BucketConfig, ClassConfig, QueueConfig};
 use warmroute::admission::{Classes, Entry, Lane, Policy, Queue, Turn};
 use warmroute::worker::{DpRank, WorkerId, WorkerRank};
 
+use super::frame::{Report, run_cases};
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Case {
@@ -152,7 +154,7 @@ impl Arrival {
     }
 }
 
-fn run(case: Case) {
+fn check(case: Case) {
     let Case { description, profile, worker_count, enqueue, blocked_names, dispatch_order, left_pending } = case;
     let config = profile.config();
     assert_eq!(config.problems(), [], "{description}");
@@ -188,9 +190,6 @@ fn run(case: Case) {
     assert_eq!(queue.len(), left_pending, "{description}");
 }
 
-#[test]
-fn requests_wait_and_go_as_in_the_field() {
-    let cases = super::cases::<Case>(include_str!("queue.json"));
-    assert!(!cases.is_empty());
-    cases.into_iter().for_each(run);
+pub(crate) fn run(text: &str) -> Report {
+    run_cases(text, &[], |case: &Case| case.description.clone(), |case, _| check(case))
 }

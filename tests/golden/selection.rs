@@ -14,6 +14,8 @@ use warmroute::schedule::{
 };
 use warmroute::worker::{BlockSize, Capacity, DpRank, Endpoint, Ranks, Role, WorkerId};
 
+use super::frame::{Report, run_cases};
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Case {
@@ -89,9 +91,17 @@ struct Config {
 #[serde(deny_unknown_fields)]
 struct Computed {
     base_logit_3dp: Option<Vec<Logit>>,
-    #[serde(rename = "effective_overlap")]
-    _effective_overlap: Option<Value>,
+    effective_overlap: Option<Vec<EffectiveOverlap>>,
     final_cost_full_precision: Option<Vec<FullCost>>,
+}
+
+#[derive(Deserialize, Debug, PartialEq)]
+#[serde(deny_unknown_fields)]
+struct EffectiveOverlap {
+    worker_id: u64,
+    dp_rank: u32,
+    effective_blocks: f64,
+    cached_tokens: u64,
 }
 
 #[derive(Deserialize)]
@@ -135,6 +145,18 @@ struct Selected {
     effective_overlap_blocks: f64,
     potential_decode_blocks: u64,
     selected_raw_cached_tokens: u64,
+}
+
+impl WorkerCase {
+    fn overlap_of(&self, dp_rank: u32) -> TierBlocks {
+        let of = |pairs: &[(u32, u32)]| pairs.iter().find(|(rank, _)| *rank == dp_rank).map_or(0, |pair| pair.1);
+        TierBlocks {
+            device: of(&self.overlap.device),
+            host: of(&self.overlap.host_pinned_extension),
+            disk: of(&self.overlap.disk_extension),
+            external: of(&self.overlap.external_extension),
+        }
+    }
 }
 
 impl Case {
@@ -221,17 +243,11 @@ impl Case {
     fn candidate(&self, member: &Member) -> Candidate {
         let case = self.workers.iter().find(|case| WorkerId(case.worker_id) == member.rank.worker).unwrap();
         let DpRank(dp_rank) = member.rank.rank;
-        let of = |pairs: &[(u32, u32)]| pairs.iter().find(|(rank, _)| *rank == dp_rank).map_or(0, |pair| pair.1);
         let load = case.loads.iter().find(|load| load.dp_rank == dp_rank);
         Candidate {
             slot: member.slot,
             rank: member.rank,
-            overlap: TierBlocks {
-                device: of(&case.overlap.device),
-                host: of(&case.overlap.host_pinned_extension),
-                disk: of(&case.overlap.disk_extension),
-                external: of(&case.overlap.external_extension),
-            },
+            overlap: case.overlap_of(dp_rank),
             load: load.map_or(Load::default(), |load| Load {
                 active_blocks: load.active_decode_blocks,
                 active_prefill_tokens: load.active_prefill_tokens,
@@ -267,6 +283,27 @@ fn check_costs(case: &Case, candidates: &[Candidate]) {
     }
 }
 
+/// Ranks with nothing are the same as absent ones.
+fn check_overlaps(case: &Case) {
+    let Some(expected) = &case.computed.effective_overlap else { return };
+    let something = |overlap: &&EffectiveOverlap| overlap.effective_blocks > 0.0;
+    let weights = case.weights();
+    let mut ours = Vec::new();
+    for worker in &case.workers {
+        let tiers = &worker.overlap;
+        let known = [&tiers.device, &tiers.host_pinned_extension, &tiers.disk_extension, &tiers.external_extension];
+        let ranks: BTreeSet<u32> = known.into_iter().flatten().map(|(rank, _)| *rank).collect();
+        for dp_rank in ranks {
+            let overlap = worker.overlap_of(dp_rank);
+            let effective_blocks = overlap.effective(weights.host_cache_hit_weight, weights.disk_cache_hit_weight);
+            let cached_tokens = (effective_blocks * f64::from(case.block_size)).round() as u64;
+            ours.push(EffectiveOverlap { worker_id: worker.worker_id, dp_rank, effective_blocks, cached_tokens });
+        }
+    }
+    let (ours, expected) = (ours.iter().filter(something), expected.iter().filter(something));
+    assert!(ours.clone().eq(expected.clone()), "{ours:?} against {expected:?}");
+}
+
 fn check_choice(case: &Case, candidates: &[Candidate]) {
     let name = &case.description;
     let (question, weights) = (case.question(), case.weights());
@@ -298,27 +335,24 @@ fn check_choice(case: &Case, candidates: &[Candidate]) {
     assert_eq!(seen, chosen, "{name}");
 }
 
-#[test]
-fn the_choice_is_that_of_the_reference_selector() {
-    let cases = super::cases::<Case>(include_str!("selection.json"));
-    let mut refused = 0;
-    for case in cases {
-        let fleet = case.fleet();
-        let everybody: Vec<_> = fleet.members().map(|member| case.candidate(member)).collect();
-        check_costs(&case, &everybody);
-        match case.eligible(&fleet) {
-            Ok(members) => {
-                assert_eq!(case.result.error, None, "{}", case.description);
-                let candidates: Vec<_> = members.into_iter().map(|member| case.candidate(member)).collect();
-                check_choice(&case, &candidates);
-            }
-            Err(why) => {
-                let expected = case.result.error.as_deref();
-                assert_eq!(Some(in_words_of_the_reference(why).as_str()), expected, "{}", case.description);
-                assert!(case.result.chosen_workers.is_none(), "{}", case.description);
-                refused += 1;
-            }
+pub(crate) fn run(text: &str) -> Report {
+    run_cases(text, &[], |case: &Case| case.description.clone(), |case, _| check(&case))
+}
+
+fn check(case: &Case) {
+    let fleet = case.fleet();
+    let everybody: Vec<_> = fleet.members().map(|member| case.candidate(member)).collect();
+    check_overlaps(case);
+    check_costs(case, &everybody);
+    match case.eligible(&fleet) {
+        Ok(members) => {
+            assert_eq!(case.result.error, None);
+            let candidates: Vec<_> = members.into_iter().map(|member| case.candidate(member)).collect();
+            check_choice(case, &candidates);
+        }
+        Err(why) => {
+            assert_eq!(Some(in_words_of_the_reference(why).as_str()), case.result.error.as_deref());
+            assert!(case.result.chosen_workers.is_none());
         }
     }
-    assert!(refused > 5, "only {refused} cases were about eligibility");
 }

@@ -1,69 +1,85 @@
-//! The load of live requests, step by step.
+//! The load of live requests, step by step: bookings by id through the ledger, workers through discovery and the fleet.
 
-use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use serde::Deserialize;
-use serde_json::Value;
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 use warmroute::block::{BlockHashes, LocalHash, SequenceHash};
-use warmroute::load::{Booking, LoadTracker, Reservation, Until};
+use warmroute::discovery::{self, ServedModel};
+use warmroute::fleet::{Fleet, Member};
+use warmroute::load::ledger::{Attempt, Change, Ledger, PeerChange, PeerEvent, Peers, Refused, Rules};
+use warmroute::load::{Booking, LoadTracker, LoadView, RankLoad, Until};
 use warmroute::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
 
-const OUTPUT: &str = "output blocks are not counted yet";
-const DURATION: &str = "prefill does not shrink with time yet: no durations are estimated";
-const EXPIRY: &str = "a reservation ends when it is dropped; there is nothing to expire";
-const REPLICA: &str = "loads of peers are not mirrored yet";
+use super::frame::{Check, Deviation, Report, run_cases};
 
-/// Cases that are not run.
-const NOT_RUN: &[(&str, &str)] = &[
-    ("unknown request ids", OUTPUT),
-    ("output block with decay fraction weights unique suffix (prompt+outputs)", OUTPUT),
-    ("decay when prompts are identical (no unique prompt suffix)", OUTPUT),
-    ("decayed prompt weight persists for a later identical request", OUTPUT),
-    ("mixed modeled and unmodeled prefills: only the anchor decays", DURATION),
-    ("unmodeled anchor never decays", DURATION),
-    ("out-of-order modeled completion shifts the anchor forward", DURATION),
-    ("forced expiry across workers", EXPIRY),
-    ("exactly 300 s old is not expired; 300.001 s is", EXPIRY),
-    ("replica events from a peer mirror state", REPLICA),
-    ("replica free for wrong worker ignored; duplicate add ignored", REPLICA),
-    ("replica add lazily registers unknown worker rank", REPLICA),
-    ("lazy worker registration on add", "only the fleet opens slots; a booking for anybody else counts nowhere"),
-    ("register/upsert/reconcile topology", "membership is the fleet's, and tested there"),
-];
+const ONLY_THE_FLEET: &str = "only the fleet opens slots; a booking for anybody else is refused and counts nowhere";
 
-/// All fields of the steps that are run; a flattened struct cannot refuse others itself.
-const FIELDS: &[&str] = &[
-    "op",
-    "request_id",
-    "worker_id",
-    "dp_rank",
-    "prompt_sequence_hashes",
-    "effective_prefill_tokens",
-    "track_prefill_tokens",
-    "expected_output_tokens",
-    "expected_prefill_duration_ms",
-    "lora_name",
-    "query_sequence_hashes",
+/// A place where the reference begins to serve an unknown rank: what we say there, and what it says.
+macro_rules! lazy {
+    ($case:literal, $at:literal, $ours:expr, $theirs:expr) => {
+        Deviation { case: $case, at: $at, ours: $ours, theirs: $theirs, reason: ONLY_THE_FLEET }
+    };
+}
+
+/// The load of a rank that runs nothing.
+macro_rules! idle {
+    ($worker:literal) => {
+        concat!(
+            r#"{"worker_id":"#,
+            $worker,
+            r#","dp_rank":0,"active_blocks":0,"active_prefill_tokens":0,"active_requests":0}"#
+        )
+    };
+}
+
+const DEVIATIONS: &[Deviation] = &[
+    lazy!("lazy worker registration on add", "result of step 0", r#""NotServing""#, r#""ok""#),
+    lazy!(
+        "lazy worker registration on add",
+        "state after step 0",
+        concat!("[", idle!(1), "]"),
+        concat!(
+            "[",
+            idle!(1),
+            r#",{"worker_id":9,"dp_rank":0,"active_blocks":2,"active_prefill_tokens":32,"active_requests":1}]"#
+        )
+    ),
+    lazy!("lazy worker registration on add", "result of step 1", r#""NoChange""#, r#""Applied""#),
+    lazy!(
+        "lazy worker registration on add",
+        "state after step 1",
+        concat!("[", idle!(1), "]"),
+        concat!("[", idle!(1), ",", idle!(9), "]")
+    ),
+    lazy!(
+        "replica add lazily registers unknown worker rank",
+        "state after step 0",
+        concat!("[", idle!(1), "]"),
+        concat!(
+            "[",
+            idle!(1),
+            r#",{"worker_id":5,"dp_rank":3,"active_blocks":2,"active_prefill_tokens":32,"active_requests":1}]"#
+        )
+    ),
 ];
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Case {
     description: String,
-    #[serde(rename = "block_size")]
-    _block_size: u32,
+    block_size: u32,
     initial_workers: Vec<Worker>,
-    #[serde(rename = "replica_sync")]
-    _replica_sync: bool,
-    #[serde(rename = "router_id")]
-    _router_id: u64,
-    #[serde(rename = "stale_request_expiry_s")]
-    _stale_request_expiry_s: u64,
-    steps: Vec<Value>,
+    replica_sync: bool,
+    router_id: u64,
+    stale_request_expiry_s: u64,
+    steps: Vec<Step>,
 }
 
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Worker {
     worker_id: u64,
@@ -77,11 +93,10 @@ struct Step {
     step: Op,
     result: Value,
     state_after: Vec<State>,
-    #[serde(rename = "elapsed_ms_since_start")]
-    _elapsed: u64,
+    elapsed_ms_since_start: u64,
 }
 
-#[derive(Deserialize, Debug, PartialEq)]
+#[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 struct State {
     worker_id: u64,
@@ -92,31 +107,42 @@ struct State {
 }
 
 #[derive(Deserialize)]
-#[serde(tag = "op", rename_all = "snake_case")]
+#[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
 enum Op {
-    AddRequest {
-        #[serde(flatten)]
-        request: Request,
-        track_prefill_tokens: bool,
-        expected_output_tokens: Option<u64>,
-        expected_prefill_duration_ms: Option<u64>,
-        #[serde(rename = "lora_name")]
-        _lora_name: Option<String>,
-    },
-    AddRequestIfRegistered(Request),
-    MarkPrefillCompleted {
-        request_id: String,
-    },
-    Free {
-        request_id: String,
-    },
-    ProjectWorkerLoads {
-        query_sequence_hashes: Vec<u64>,
-    },
+    AddRequest(Request),
+    AddRequestIfRegistered(Plain),
+    MarkPrefillCompleted { request_id: String },
+    AddOutputBlock { request_id: String, decay_fraction: Option<f64> },
+    Free { request_id: String },
+    ProjectWorkerLoads { query_sequence_hashes: Vec<u64> },
+    AdvanceClock { ms: u64 },
+    ForceExpireAllWorkers {},
+    ApplyReplicaEvents { events: Vec<Told> },
+    RegisterWorker(Worker),
+    UpsertWorker(Worker),
+    ReconcileWorkers { ranges: Vec<(u64, u32, u32)> },
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Request {
+    request_id: String,
+    worker_id: u64,
+    dp_rank: u32,
+    prompt_sequence_hashes: Option<Vec<u64>>,
+    effective_prefill_tokens: u64,
+    track_prefill_tokens: bool,
+    /// Told to the load with each block of the answer, as what is left of it.
+    #[serde(rename = "expected_output_tokens")]
+    _expected_output_tokens: Option<u64>,
+    expected_prefill_duration_ms: Option<u64>,
+    #[serde(rename = "lora_name")]
+    _lora_name: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Plain {
     request_id: String,
     worker_id: u64,
     dp_rank: u32,
@@ -124,24 +150,45 @@ struct Request {
     effective_prefill_tokens: u64,
 }
 
-impl Request {
-    /// Its booking, but for the slot.
-    fn booking(&self) -> Booking {
-        Booking {
-            slot: Slot(0),
-            rank: rank(self.worker_id, self.dp_rank),
-            sequences: chained(self.prompt_sequence_hashes.as_deref().unwrap_or(&[])).into(),
-            prompt_tokens: self.effective_prefill_tokens,
-            cached_tokens: 0,
-            track_prefill: true,
-            prefill_time: None,
-            until: Until::End,
-        }
-    }
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
+enum Told {
+    AddRequest {
+        request_id: String,
+        router_id: u64,
+        worker: (u64, u32),
+        token_sequence: Option<Vec<u64>>,
+        prefill_tokens: u64,
+    },
+    MarkPrefillCompleted {
+        request_id: String,
+        router_id: u64,
+        worker: (u64, u32),
+    },
+    Free {
+        request_id: String,
+        router_id: u64,
+        worker: (u64, u32),
+    },
 }
 
-fn rank(worker: u64, rank: u32) -> WorkerRank {
+#[derive(Serialize)]
+struct Projection {
+    worker_id: u64,
+    dp_rank: u32,
+    active_decode_blocks: u64,
+    active_prefill_tokens: u64,
+    active_requests: u64,
+    additional_active_blocks: u64,
+    potential_decode_blocks: u64,
+}
+
+fn rank((worker, rank): (u64, u32)) -> WorkerRank {
     WorkerRank { worker: WorkerId(worker), rank: DpRank(rank) }
+}
+
+fn named(request: &str) -> Attempt<'_> {
+    Attempt { request, number: 0 }
 }
 
 /// The cases number the blocks of a prompt; real sequence hashes also tell what comes before.
@@ -150,107 +197,220 @@ fn chained(blocks: &[u64]) -> Vec<SequenceHash> {
     BlockHashes::chain(blocks.len() * 16, BlockSize::new(16).unwrap(), locals).sequences().to_vec()
 }
 
+/// The workers as discovery reads them, or that it refuses them.
+fn discover(workers: &[Worker], block_size: u32) -> Result<Vec<warmroute::worker::Worker>, ()> {
+    let model = ServedModel { name: "m".into(), block_size: BlockSize::new(block_size).unwrap() };
+    let list = workers.iter().enumerate().map(|(at, Worker { worker_id, dp_start, dp_size })| {
+        let ranks = format!("{{start: {dp_start}, size: {dp_size}}}");
+        format!("- {{id: {worker_id}, endpoint: '10.0.0.1:{}', data_parallel: {ranks}}}\n", at + 1)
+    });
+    let text = if workers.is_empty() { "[]".to_owned() } else { list.collect() };
+    discovery::parse(Path::new("workers"), text.as_bytes(), &[model]).map_err(|_| ())
+}
+
 struct Bench {
+    block_size: u32,
+    peers: Peers,
+    now: Arc<Mutex<Instant>>,
+    start: Instant,
     tracker: Arc<LoadTracker>,
-    slots: Vec<WorkerRank>,
-    live: BTreeMap<String, Reservation>,
+    ledger: Ledger,
+    fleet: Fleet,
+    workers: Vec<Worker>,
 }
 
 impl Bench {
-    fn new(workers: &[Worker]) -> Self {
-        let ranks = workers.iter().flat_map(|worker| {
-            (worker.dp_start..worker.dp_start + worker.dp_size).map(|number| rank(worker.worker_id, number))
-        });
-        let bench =
-            Self { tracker: LoadTracker::new(std::time::Instant::now), slots: ranks.collect(), live: BTreeMap::new() };
-        for (slot, rank) in bench.slots.iter().enumerate() {
-            bench.tracker.open(Slot(slot as u32), *rank);
-        }
+    fn new(case: &Case) -> Self {
+        let start = Instant::now();
+        let now = Arc::new(Mutex::new(start));
+        let clock = now.clone();
+        let tracker = LoadTracker::new(move || *clock.lock());
+        let silence = Duration::from_secs(case.stale_request_expiry_s);
+        let ledger = Ledger::new(tracker.clone(), Rules { silence, ..Rules::default() });
+        let mut bench = Self {
+            block_size: case.block_size,
+            peers: Peers { own: case.router_id, mirror: case.replica_sync },
+            now,
+            start,
+            tracker,
+            ledger,
+            fleet: Fleet::empty(),
+            workers: Vec::new(),
+        };
+        bench.serve(case.initial_workers.clone()).unwrap();
         bench
     }
 
-    /// Books; `false` if the rank is not there.
-    fn book(&mut self, id: &str, booking: Booking) -> bool {
-        let Some(slot) = self.slots.iter().position(|known| *known == booking.rank) else { return false };
-        let booking = Booking { slot: Slot(slot as u32), ..booking };
-        let reservation = self.tracker.book_with(|_| Ok::<_, ()>(vec![booking])).unwrap();
-        assert!(self.live.insert(id.into(), reservation).is_none());
-        true
+    /// Changes the fleet, and the load with it, as the keeper does.
+    fn serve(&mut self, workers: Vec<Worker>) -> Result<(), ()> {
+        let change = self.fleet.reconcile(discover(&workers, self.block_size)?);
+        change.removed.iter().for_each(|member| self.tracker.close(member.slot));
+        change.added.iter().for_each(|member| self.tracker.open(member.slot, member.rank));
+        (self.fleet, self.workers) = (change.fleet, workers);
+        Ok(())
     }
 
-    fn run(&mut self, step: &Step, case: &str) {
-        match &step.step {
-            Op::AddRequest {
-                request,
-                track_prefill_tokens,
-                expected_output_tokens,
-                expected_prefill_duration_ms,
-                ..
-            } => {
-                assert_eq!((*expected_output_tokens, *expected_prefill_duration_ms), (None, None), "{case}");
-                let booking = Booking { track_prefill: *track_prefill_tokens, ..request.booking() };
-                assert!(self.book(&request.request_id, booking), "{case}");
+    /// The booking of a request; a rank that is not there has no slot, so any number will do.
+    fn booking(&self, on: (u64, u32), blocks: Option<&[u64]>, tokens: u64) -> Booking {
+        Booking {
+            slot: self.fleet.slot(rank(on)).unwrap_or(Slot(u32::MAX)),
+            rank: rank(on),
+            sequences: chained(blocks.unwrap_or(&[])).into(),
+            prompt_tokens: tokens,
+            cached_tokens: 0,
+            track_prefill: true,
+            prefill_time: None,
+            until: Until::End,
+        }
+    }
+
+    /// Takes a step; what comes of it, in the words of the reference.
+    fn run(&mut self, step: Op, expected: &Value) -> Value {
+        match step {
+            Op::AddRequest(request) => {
+                let on = (request.worker_id, request.dp_rank);
+                let blocks = request.prompt_sequence_hashes.as_deref();
+                let booking = Booking {
+                    track_prefill: request.track_prefill_tokens,
+                    prefill_time: request.expected_prefill_duration_ms.map(Duration::from_millis),
+                    ..self.booking(on, blocks, request.effective_prefill_tokens)
+                };
+                self.add(&request.request_id, booking, expected)
             }
             Op::AddRequestIfRegistered(request) => {
-                let booked = self.book(&request.request_id, request.booking());
-                assert_eq!(booked, step.result == "ok", "{case}");
+                let on = (request.worker_id, request.dp_rank);
+                let blocks = request.prompt_sequence_hashes.as_deref();
+                let booking = self.booking(on, blocks, request.effective_prefill_tokens);
+                self.add(&request.request_id, booking, expected)
             }
-            Op::MarkPrefillCompleted { request_id } => {
-                self.live.get_mut(request_id).into_iter().for_each(|held| drop(held.first_token()));
+            Op::MarkPrefillCompleted { request_id } => changed(self.ledger.mark_prefill_completed(named(&request_id))),
+            Op::AddOutputBlock { request_id, decay_fraction } => {
+                match self.ledger.output_block(named(&request_id), decay_fraction) {
+                    Change::Applied => json!("ok"),
+                    _ => json!({ "error": format!("Request {request_id} not found") }),
+                }
             }
-            Op::Free { request_id } => {
-                self.live.remove(request_id);
+            Op::Free { request_id } => changed(self.ledger.free(named(&request_id))),
+            Op::ProjectWorkerLoads { query_sequence_hashes } => self.project(&query_sequence_hashes),
+            Op::AdvanceClock { ms } => {
+                *self.now.lock() += Duration::from_millis(ms);
+                Value::Null
             }
-            Op::ProjectWorkerLoads { query_sequence_hashes } => self.project(query_sequence_hashes, &step.result, case),
+            Op::ForceExpireAllWorkers {} => {
+                self.ledger.expire();
+                Value::Null
+            }
+            Op::ApplyReplicaEvents { events } => {
+                events.into_iter().for_each(|told| self.follow(told));
+                Value::Null
+            }
+            Op::RegisterWorker(worker) => self.reconcile([&self.workers[..], &[worker]].concat(), expected),
+            Op::UpsertWorker(worker) => {
+                let others = self.workers.iter().filter(|known| known.worker_id != worker.worker_id);
+                self.reconcile(others.chain([&worker]).cloned().collect(), expected)
+            }
+            Op::ReconcileWorkers { ranges } => {
+                let worker = |(worker_id, dp_start, dp_size)| Worker { worker_id, dp_start, dp_size };
+                self.reconcile(ranges.into_iter().map(worker).collect(), expected)
+            }
         }
-        let state = self.tracker.snapshot().into_iter().map(|load| State {
+    }
+
+    /// A booking for a rank that is not there is refused in our own words.
+    fn add(&mut self, request: &str, booking: Booking, expected: &Value) -> Value {
+        let asked = booking.rank;
+        match self.ledger.add(named(request), vec![booking]) {
+            Ok(_) => json!("ok"),
+            Err(Refused::NotServing { rank }) => {
+                assert_eq!(rank, asked);
+                if is_error(expected) { expected.clone() } else { json!("NotServing") }
+            }
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+
+    /// Discovery refuses lists in its own words.
+    fn reconcile(&mut self, workers: Vec<Worker>, expected: &Value) -> Value {
+        match self.serve(workers) {
+            Ok(()) => json!("ok"),
+            Err(()) if is_error(expected) => expected.clone(),
+            Err(()) => json!("refused"),
+        }
+    }
+
+    fn follow(&mut self, told: Told) {
+        let (request, router, change) = match told {
+            Told::AddRequest { request_id, router_id, worker, token_sequence, prefill_tokens } => {
+                let booking = self.booking(worker, token_sequence.as_deref(), prefill_tokens);
+                (request_id, router_id, PeerChange::Add(booking))
+            }
+            Told::MarkPrefillCompleted { request_id, router_id, worker } => {
+                (request_id, router_id, PeerChange::PrefillCompleted(rank(worker)))
+            }
+            Told::Free { request_id, router_id, worker } => (request_id, router_id, PeerChange::Free(rank(worker))),
+        };
+        self.ledger.follow(&self.peers, PeerEvent { router, request, attempt: 0, change });
+    }
+
+    fn project(&self, query: &[u64]) -> Value {
+        let query = chained(query);
+        let project = |view: &LoadView<'_>| {
+            let row = |member: &Member| {
+                let load = view.load(member.slot, member.rank).unwrap();
+                let additional = view.additional_blocks(member.slot, &query);
+                Projection {
+                    worker_id: member.rank.worker.0,
+                    dp_rank: member.rank.rank.0,
+                    active_decode_blocks: load.active_blocks,
+                    active_prefill_tokens: load.active_prefill_tokens,
+                    active_requests: load.active_requests,
+                    additional_active_blocks: additional,
+                    potential_decode_blocks: load.active_blocks + additional,
+                }
+            };
+            let mut rows: Vec<_> = self.fleet.members().map(row).collect();
+            rows.sort_by_key(|row| (row.worker_id, row.dp_rank));
+            rows
+        };
+        json!(self.tracker.look(project))
+    }
+
+    fn state(&self) -> Vec<State> {
+        let state = |load: RankLoad| State {
             worker_id: load.rank.worker.0,
             dp_rank: load.rank.rank.0,
             active_blocks: load.active_blocks,
             active_prefill_tokens: load.active_prefill_tokens,
             active_requests: load.active_requests,
-        });
-        assert_eq!(state.collect::<Vec<_>>(), step.state_after, "{case}");
-    }
-
-    fn project(&self, query: &[u64], expected: &Value, case: &str) {
-        let query = chained(query);
-        let rows = expected.as_array().unwrap();
-        assert_eq!(rows.len(), self.slots.len(), "{case}");
-        let checked = self.tracker.book_with(|view| {
-            for row in rows {
-                let number = |key: &str| row[key].as_u64().unwrap();
-                let rank = rank(number("worker_id"), number("dp_rank") as u32);
-                let slot = Slot(self.slots.iter().position(|known| *known == rank).unwrap() as u32);
-                let load = view.load(slot, rank).unwrap();
-                let additional = view.additional_blocks(slot, &query);
-                assert_eq!(load.active_blocks, number("active_decode_blocks"), "{case}");
-                assert_eq!(load.active_prefill_tokens, number("active_prefill_tokens"), "{case}");
-                assert_eq!(load.active_requests, number("active_requests"), "{case}");
-                assert_eq!(additional, number("additional_active_blocks"), "{case}");
-                assert_eq!(load.active_blocks + additional, number("potential_decode_blocks"), "{case}");
-            }
-            Err::<Vec<Booking>, _>("only looked")
-        });
-        assert!(checked.is_err());
+        };
+        sorted(self.tracker.snapshot().into_iter().map(state).collect())
     }
 }
 
-#[test]
-fn the_load_is_counted_as_the_field_counts_it() {
-    let cases = super::cases::<Case>(include_str!("sequences.json"));
-    super::check_table(NOT_RUN, cases.iter().map(|case| case.description.as_str()));
-    for case in cases {
-        if super::excused(NOT_RUN, &case.description).is_some() {
-            continue;
-        }
-        let mut bench = Bench::new(&case.initial_workers);
-        for step in case.steps {
-            let shown = step.to_string();
-            let fields = step["step"].as_object().unwrap().keys();
-            fields.for_each(|field| assert!(FIELDS.contains(&field.as_str()), "unknown field {field} in {shown}"));
-            let step: Step = serde_json::from_value(step).unwrap_or_else(|problem| panic!("{problem} in {shown}"));
-            bench.run(&step, &case.description);
-        }
+fn is_error(expected: &Value) -> bool {
+    expected.as_object().is_some_and(|fields| fields.keys().eq(["error"]))
+}
+
+fn changed(change: Change) -> Value {
+    json!(if change == Change::Applied { "Applied" } else { "NoChange" })
+}
+
+fn sorted(mut state: Vec<State>) -> Vec<State> {
+    state.sort_by_key(|row| (row.worker_id, row.dp_rank));
+    state
+}
+
+pub(crate) fn run(text: &str) -> Report {
+    run_cases(text, DEVIATIONS, |case: &Case| case.description.clone(), check)
+}
+
+fn check(case: Case, check: &mut Check) {
+    let mut bench = Bench::new(&case);
+    for (at, step) in case.steps.into_iter().enumerate() {
+        let result = bench.run(step.step, &step.result);
+        check.same(format_args!("result of step {at}"), result, step.result);
+        check.same(format_args!("state after step {at}"), bench.state(), sorted(step.state_after));
+        let elapsed = bench.tracker.now() - bench.start;
+        assert_eq!(elapsed.as_millis(), u128::from(step.elapsed_ms_since_start));
     }
 }

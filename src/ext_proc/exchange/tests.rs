@@ -80,6 +80,11 @@ fn short_one(effect: Effect) -> String {
         Effect::Answer(bytes) => format!("answer {}", bytes.len()),
         Effect::Answered(head) => format!("status {}", head.status),
         Effect::Finished => "finished".into(),
+        Effect::Reply(reply) if reply.override_message_timeout.is_some() => {
+            assert_eq!(reply.response, None, "Envoy takes the wish only alone");
+            let wait = reply.override_message_timeout.unwrap();
+            format!("hold {}.{:03}", wait.seconds, wait.nanos / 1_000_000)
+        }
         Effect::Reply(reply) => {
             let (name, common) = match reply.response.clone().unwrap() {
                 Response::RequestHeaders(headers) => ("request headers", headers.response),
@@ -88,6 +93,11 @@ fn short_one(effect: Effect) -> String {
                 Response::ResponseBody(body) => ("response body", body.response),
                 Response::RequestTrailers(_) => ("request trailers", None),
                 Response::ResponseTrailers(_) => ("response trailers", None),
+                Response::ImmediateResponse(own) => {
+                    let status = own.status.unwrap().code;
+                    let headers = changes(CommonResponse { header_mutation: own.headers, ..Default::default() });
+                    return format!("own {status}{headers} {}", String::from_utf8(own.body).unwrap());
+                }
                 other => panic!("unexpected {other:?}"),
             };
             let mut line = name.to_owned();
@@ -293,4 +303,66 @@ fn full_duplex_responses_go_back_byte_for_byte() {
     let first = ["response body 62000", "response body 1000", "first token", "answer 63000"];
     assert_eq!(short(exchange.on_message(answer(&[7; 63_000], false))), first);
     assert_eq!(short(exchange.on_message(answer(b"", true))), ["response body 0 end", "finished"]);
+}
+
+fn refusal() -> Immediate {
+    Immediate { status: 429, retry_after: Some(2), body: b"{}".to_vec(), details: "test" }
+}
+
+const OWN: &str = "own 429 content-type=application/json retry-after=2 {}";
+
+#[test]
+fn a_request_that_gets_no_worker_is_answered_by_us_in_every_body_mode() {
+    let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
+    buffered.on_message(headers(CHAT, false));
+    buffered.on_message(body(b"{}", true));
+    assert_eq!(short(buffered.on_immediate(&refusal())), [OWN]);
+    assert_eq!(short(buffered.on_route(&to_worker())), [""; 0], "a late route is not sent");
+    assert_eq!(short(buffered.on_immediate(&refusal())), [""; 0], "nor a second answer");
+
+    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    duplex.on_message(headers(CHAT, false));
+    duplex.on_message(body(b"{}", true));
+    assert_eq!(short(duplex.on_immediate(&refusal())), [OWN]);
+
+    let mut bodiless = exchange(BodyMode::Buffered, BodyMode::None);
+    bodiless.on_message(headers(CHAT, true));
+    assert_eq!(short(bodiless.on_immediate(&refusal())), [OWN]);
+
+    let mut early = exchange(BodyMode::Buffered, BodyMode::None);
+    early.on_message(headers(CHAT, false));
+    assert_eq!(short(early.on_immediate(&refusal())), [""; 0], "nothing was asked");
+}
+
+#[test]
+fn envoy_is_asked_to_wait_only_while_it_waits_with_a_limit() {
+    let wait = Duration::from_millis(30_500);
+    let hold = |exchange: &Exchange| exchange.hold(wait).map(short_one);
+    let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
+    buffered.on_message(headers(CHAT, false));
+    assert_eq!(hold(&buffered), None);
+    buffered.on_message(body(b"{}", true));
+    assert_eq!(hold(&buffered).as_deref(), Some("hold 30.500"));
+    buffered.on_route(&to_worker());
+    assert_eq!(hold(&buffered), None);
+
+    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    duplex.on_message(headers(CHAT, false));
+    duplex.on_message(body(b"{}", true));
+    assert_eq!(hold(&duplex), None, "there it waits without limit");
+}
+
+#[test]
+fn the_prefill_worker_is_named_beside_the_one_that_decodes() {
+    let rank = WorkerRank { worker: WorkerId(7), rank: DpRank(1) };
+    let endpoint = "10.0.0.7:8000".parse().unwrap();
+    let prefill = Some(Destination { rank, endpoint, several_ranks: true });
+    let steer = Steer { prefill, why: Some("because".into()), ..to_worker() };
+    let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
+    exchange.on_message(headers(CHAT, false));
+    exchange.on_message(body(b"{}", true));
+    let expected = "request body x-worker-instance-id=18446744073709551615 x-dp-rank=3 \
+                    x-gateway-destination-endpoint=10.0.0.1:8000 x-prefill-instance-id=7 x-prefill-dp-rank=1 \
+                    x-prefiller-host-port=10.0.0.7:8000 +metadata";
+    assert_eq!(short(exchange.on_route(&steer)), [expected]);
 }

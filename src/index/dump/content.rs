@@ -100,8 +100,8 @@ impl RankDump {
         frames.write(Kind::RankEnd, &[])
     }
 
-    pub(super) fn read(head: Vec<u8>, frames: &mut FrameReader<impl Read>) -> Result<Self, DumpError> {
-        let mut dump = Self::of_head(&head)?;
+    pub(super) fn read(head: &[u8], frames: &mut FrameReader<impl Read>) -> Result<Self, DumpError> {
+        let mut dump = Self::of_head(head)?;
         let mut before = Kind::Rank;
         loop {
             let (kind, payload) = frames.read()?;

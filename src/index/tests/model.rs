@@ -215,7 +215,7 @@ impl Rank {
             let stride = stride.get() as usize;
             let all = prefix.len() / stride;
             let wanted = all.saturating_sub(blocks as usize)..all;
-            prefix.len() % stride == 0
+            prefix.len().is_multiple_of(stride)
                 && wanted.into_iter().all(|block| {
                     let of_block = self.names.iter().filter(|(_, name)| name.path == prefix[..(block + 1) * stride]);
                     of_block.into_iter().any(|(engine, _)| alike().all(|other| other.shares.contains_key(engine)))

@@ -46,7 +46,7 @@ fn script(seed: u64, queries: &[BlockHashes]) -> Script {
         let to = rng.random_range(from..query.len()) + 1;
         let tier = if rng.random_range(0..5) == 0 { Tier::HostPinned } else { Tier::Device };
         // Every second rank is one of a hybrid model; groups 0 and 2 are alike.
-        let group = rng.random_range(0..if seed % 2 == 0 { 9 } else { 1 });
+        let group = rng.random_range(0..if seed.is_multiple_of(2) { 9 } else { 1 });
         let event = match rng.random_range(0..20) {
             0 => KvEvent::Cleared,
             1..6 if group > 2 => {

@@ -28,14 +28,8 @@ impl RankWriter {
         let waiting = self.waiting.iter().filter(|(_, apart)| apart.tiers.has(tier)).map(|(engine, _)| engine);
         let names: Vec<EngineHash> = held.chain(waiting).collect();
         for some in names.chunks(SWEEP) {
-            let mut scratch = std::mem::take(&mut self.scratch);
-            for &engine in some {
-                let copies = 1 + self.extra.remove(&(engine, tier)).unwrap_or(0);
-                self.tally.add_copies(-i64::from(copies));
-                self.lose(engine, tier, &mut scratch.lost);
-            }
-            self.release_elsewhere(&mut scratch);
-            self.recycle(scratch);
+            some.iter().for_each(|engine| self.forget_extra(*engine, tier));
+            self.remove(some, tier);
         }
         if let Some(groups) = self.groups.as_mut().filter(|_| tier == Tier::Device) {
             groups.empty();

@@ -81,17 +81,18 @@ impl RankWriter {
         }
         let fresh = Named { place, layers: Layers::one(tier), doubted: Layers::NONE };
         let named = self.held.entry(engine).or_insert(Named { layers: Layers::NONE, ..fresh });
-        if named.layers.is_empty() {
-            *named = fresh;
-            self.name_in_groups(engine, scratch);
+        if named.place == place && !named.layers.has(tier) {
+            let new = named.layers.is_empty();
+            named.layers = named.layers.with(tier);
+            if new && self.groups.is_some() {
+                self.name_in_groups(engine, scratch);
+            }
         } else if named.place != place {
             let (before, layers) = (named.place, named.layers);
             *named = fresh;
             scratch.lost.extend(layers.iter().map(|layer| (before, layer)));
             self.forget_copies(engine, layers);
             self.name_in_groups(engine, scratch);
-        } else if !named.layers.has(tier) {
-            named.layers = named.layers.with(tier);
         } else if named.doubted.has(tier) {
             named.doubted = named.doubted.without(tier);
             self.forget_extra(engine, tier);
@@ -106,6 +107,7 @@ impl RankWriter {
     }
 
     /// Enters what the cache groups hold of a name that has just got its place.
+    #[cold]
     fn name_in_groups(&mut self, engine: EngineHash, scratch: &mut Scratch) {
         let Some(groups) = &self.groups else { return };
         let layers = groups.layers(engine);
@@ -116,6 +118,7 @@ impl RankWriter {
     }
 
     /// Enters one copy of a name that had no place until now. What it holds already comes along if it is the same block.
+    #[cold]
     fn name_waiting(&mut self, block: StoredBlock, place: Place, tier: Tier, scratch: &mut Scratch) -> bool {
         let engine = block.engine;
         let Some(apart) = self.take_waiting(engine) else { return false };
@@ -221,7 +224,7 @@ impl RankWriter {
         }
     }
 
-    fn forget_extra(&mut self, engine: EngineHash, tier: Tier) {
+    pub(super) fn forget_extra(&mut self, engine: EngineHash, tier: Tier) {
         let copies = self.extra.remove(&(engine, tier)).unwrap_or(0);
         self.tally.add_copies(-i64::from(copies));
     }

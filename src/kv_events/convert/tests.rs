@@ -118,3 +118,86 @@ fn a_foreign_block_size_is_named() {
     let stored = Stored { block_size: 16, ..store(1, None) };
     assert_eq!(local(&mut normalizer(), stored), Err(Filtered::BlockSize { engine: 16 }));
 }
+
+fn grouped(group: u32, kind: Option<Kind>, window: Option<u32>) -> Origin {
+    Origin { group: Some(group), kind, window, ..Origin::default() }
+}
+
+fn need(blocks: u32, stride: u32) -> GroupNeed {
+    GroupNeed::Last { blocks, stride: NonZeroU32::new(stride).unwrap() }
+}
+
+#[test]
+fn a_group_beside_the_main_one_tells_what_it_needs() {
+    let window = Some(Kind::Partial(Part::Window));
+    let state = Some(Kind::Partial(Part::State));
+    let other = Some(Kind::Partial(Part::Other));
+    let all = GroupNeed::whole(NonZeroU32::MIN);
+    // Blocks of four tokens: a window of nine sees eight tokens back, one of ten reaches into a third block.
+    let cases = [
+        (1, window, Some(9), 4, Filtered::NonMainKind, need(2, 1)),
+        (1, window, Some(10), 4, Filtered::NonMainKind, need(3, 1)),
+        (1, window, Some(1), 4, Filtered::NonMainKind, need(0, 1)),
+        (1, window, Some(10), 8, Filtered::NonMainKind, need(2, 2)),
+        (1, window, None, 4, Filtered::NonMainKind, all),
+        (1, state, None, 12, Filtered::NonMainKind, need(1, 3)),
+        (1, other, Some(64), 4, Filtered::NonMainKind, all),
+        (1, Some(Kind::Unknown), None, 4, Filtered::UnknownKind, all),
+        (7, None, None, 4, Filtered::UnlearnedGroup, all),
+        (1, window, Some(9), 6, Filtered::GroupBlockSize { engine: 6 }, GroupNeed::Unknown),
+        (1, window, Some(9), 2, Filtered::GroupBlockSize { engine: 2 }, GroupNeed::Unknown),
+        (1, window, Some(9), 0, Filtered::GroupBlockSize { engine: 0 }, GroupNeed::Unknown),
+    ];
+    for (group, kind, window, block_size, reason, need) in cases {
+        let origin = grouped(group, kind, window);
+        let stored = Stored { origin, block_size, ..store(5, Some(1)) };
+        let share = KvEvent::GroupStored { group, need, blocks: vec![EngineHash(5)] };
+        let event = Event::Stored(Box::new(stored));
+        assert_eq!(normalizer().convert(&event), Converted::Group(reason, share), "{origin:?} {block_size}");
+    }
+}
+
+#[test]
+fn a_group_explained_once_is_known_by_its_number() {
+    let mut normalizer = normalizer();
+    let stored = |origin| Event::Stored(Box::new(Stored { origin, ..store(5, None) }));
+    let removed = |origin| Event::Removed { hashes: vec![EngineHash(5)], origin };
+    normalizer.convert(&stored(grouped(1, Some(Kind::Partial(Part::Window)), Some(9))));
+    let blocks = vec![EngineHash(5)];
+    let share = KvEvent::GroupStored { group: 1, need: need(2, 1), blocks: blocks.clone() };
+    let bare = grouped(1, None, None);
+    assert_eq!(normalizer.convert(&stored(bare)), Converted::Group(Filtered::NonMainGroup, share));
+    let gone = KvEvent::GroupRemoved { group: 1, blocks };
+    assert_eq!(normalizer.convert(&removed(bare)), Converted::Group(Filtered::NonMainGroup, gone.clone()));
+    let host = Origin { medium: Medium::Tier(Tier::HostPinned), ..bare };
+    assert_eq!(
+        normalizer.convert(&removed(host)),
+        Converted::Filtered(Filtered::NonMainGroup),
+        "groups lie on the device"
+    );
+    normalizer.reset();
+    assert_eq!(normalizer.convert(&removed(bare)), Converted::Group(Filtered::UnlearnedGroup, gone));
+}
+
+#[test]
+fn of_several_groups_with_whole_prefixes_the_first_names_the_blocks() {
+    let mut normalizer = normalizer();
+    let main = Some(Kind::Main);
+    let of = |group, kind| Event::Stored(Box::new(Stored { origin: grouped(group, kind, None), ..store(5, None) }));
+    for kind in [main, None] {
+        assert!(matches!(normalizer.convert(&of(2, kind)), Converted::Event(KvEvent::Stored { .. })));
+    }
+    let share = KvEvent::GroupStored { group: 3, need: GroupNeed::whole(NonZeroU32::MIN), blocks: vec![EngineHash(5)] };
+    for kind in [main, None] {
+        let further = Converted::Group(Filtered::FurtherMainGroup, share.clone());
+        assert_eq!(normalizer.convert(&of(3, kind)), further);
+    }
+}
+
+#[test]
+fn a_partial_list_below_the_host_is_not_paired_with_tokens_it_does_not_hold() {
+    let origin = Origin { medium: Medium::Tier(Tier::Disk), ..grouped(1, Some(Kind::Partial(Part::Window)), Some(9)) };
+    let tokens = Tokens { ids: (0..12).collect(), bigrams: false };
+    let tail = Stored { origin, tokens, ..store(5, None) };
+    assert_eq!(local(&mut normalizer(), tail), Err(Filtered::NonMainKind));
+}

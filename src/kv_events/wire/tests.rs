@@ -122,3 +122,32 @@ proptest! {
         let _ = decode(&payload);
     }
 }
+
+#[test]
+fn words_are_classed_as_the_field_classes_them() {
+    let tiers = [
+        (Tier::Device, vec!["", "GPU", "DEVICE"]),
+        (Tier::HostPinned, vec!["CPU", "CPU_PINNED", "CPU_TIER1"]),
+        (Tier::Disk, vec!["CPU_TIER2", "DISK", "NVME", "STORAGE"]),
+        (Tier::External, vec!["EXTERNAL", "NETWORK", "REMOTE", "SHARED"]),
+    ];
+    for (tier, words) in tiers {
+        words.iter().for_each(|word| assert_eq!(Medium::from(*word), Medium::Tier(tier), "{word}"));
+    }
+    ["FS", "OBJ", "gpu", "Cpu"].iter().for_each(|word| assert_eq!(Medium::from(*word), Medium::Unknown, "{word}"));
+    let kinds = [
+        (Kind::Main, vec!["full_attention", "mla_attention", "sink_full_attention"]),
+        (Kind::Partial(Part::Window), vec!["sliding_window", "sliding_window_mla"]),
+        (Kind::Partial(Part::State), vec!["mamba"]),
+        (Kind::Partial(Part::Other), vec!["chunked_local_attention", "encoder_only_attention", "cross_attention"]),
+        (Kind::Unknown, vec!["", "Mamba", "next"]),
+    ];
+    for (kind, words) in kinds {
+        words.iter().for_each(|word| assert_eq!(Kind::from(*word), kind, "{word}"));
+    }
+    assert_eq!(Locality::from("LOCAL"), Locality::Local);
+    assert_eq!(Locality::from("local"), Locality::Elsewhere);
+    assert_eq!(Ownership::from("framework"), Ownership::Framework);
+    assert_eq!(Ownership::from("kvcr"), Ownership::Kvcr);
+    assert_eq!(Ownership::from(""), Ownership::Unknown);
+}

@@ -159,6 +159,8 @@ struct Life {
     sessions: Arc<Sessions>,
     hands: Hands,
     model: Model,
+    /// Where each session is, by what was told.
+    there: BTreeMap<usize, u64>,
     holds: Vec<(usize, Hold)>,
     bindings: Vec<(usize, Binding)>,
     waiting: Vec<(usize, Waiting, Arc<Bell>, bool)>,
@@ -167,7 +169,8 @@ struct Life {
 impl Life {
     fn new() -> Self {
         let (sessions, hands) = sessions(MOST);
-        Self { sessions, hands, model: Model::default(), holds: vec![], bindings: vec![], waiting: vec![] }
+        let model = Model::default();
+        Self { sessions, hands, model, there: BTreeMap::new(), holds: vec![], bindings: vec![], waiting: vec![] }
     }
 
     fn enter(&self, id: usize) -> Result<Entry, Refused> {
@@ -246,7 +249,7 @@ impl Life {
             Op::StopWaiting(nth) if nth < self.waiting.len() => drop(self.waiting.remove(nth)),
             Op::Lose(worker) => {
                 self.model.lose(worker);
-                drop(self.sessions.expire().into_iter().map(|ended| self.forget(&ended)).collect::<Vec<_>>());
+                self.follow();
                 self.sessions.retain(|known| known != WorkerId(worker));
             }
             Op::Pass(seconds) => {
@@ -271,12 +274,24 @@ impl Life {
         self.waiting.iter_mut().filter(|(of, ..)| *of == id).for_each(|(.., woken)| *woken = true);
     }
 
-    /// Takes one end that was told off the list of the model.
-    fn forget(&mut self, ended: &Ended) {
-        let id = IDS.iter().position(|id| *id == ended.id).unwrap();
-        assert_eq!(ended.group, IDS[id] == "p");
-        let at = self.model.ended.iter().position(|one| *one == (id, ended.target.worker.0));
-        self.model.ended.swap_remove(at.unwrap_or_else(|| panic!("{ended:?} has not ended")));
+    /// Takes the ends that are told off the list of the model; whoever leaves has come before, and has left before he
+    /// comes again.
+    fn follow(&mut self) {
+        self.sessions.expire();
+        for moved in self.sessions.moves() {
+            let (Moved::Came(stay) | Moved::Left(stay)) = &moved;
+            let id = IDS.iter().position(|id| *id == stay.id).unwrap();
+            assert_eq!(stay.group, IDS[id] == "p");
+            let here = stay.target.worker.0;
+            match moved {
+                Moved::Came(_) => assert_eq!(self.there.insert(id, here), None, "{stay:?} came twice"),
+                Moved::Left(_) => {
+                    assert_eq!(self.there.remove(&id), Some(here), "{stay:?} was not there");
+                    let at = self.model.ended.iter().position(|one| *one == (id, here));
+                    self.model.ended.swap_remove(at.unwrap_or_else(|| panic!("{stay:?} has not ended")));
+                }
+            }
+        }
     }
 
     fn check(&mut self) {
@@ -286,10 +301,13 @@ impl Life {
         let running = self.model.sessions.values().map(|session| session.running).sum();
         assert_eq!(running, self.holds.len());
         self.model.expire();
-        for ended in self.sessions.expire() {
-            self.forget(&ended);
-        }
+        self.follow();
         assert_eq!(self.model.ended, [], "ended without a word");
+        let bound = |(id, session): (&usize, &Session)| match session.bond {
+            Bond::Bound(worker) => Some((*id, worker)),
+            _ => None,
+        };
+        assert!(self.model.sessions.iter().filter_map(bound).eq(self.there.clone()), "bound without a word");
         let counts = Counts { sessions: self.model.sessions.len(), running, waiting: self.waiting.len() };
         assert_eq!(self.sessions.counts(), counts);
     }

@@ -1,0 +1,185 @@
+use std::time::Instant;
+
+use super::*;
+use crate::admission::Prefill;
+use crate::admission::config::QueueConfig;
+use crate::block::{BlockHashes, LocalHash};
+use crate::fleet::Fleet;
+use crate::index::PrefixIndex;
+use crate::load::LoadTracker;
+use crate::router::{Prompt, RouterSettings};
+use crate::sessions::SessionRules;
+use crate::worker::{BlockSize, Capacity, Ranks, Role, Worker, WorkerId};
+
+fn worker(id: u64) -> Worker {
+    Worker {
+        id: WorkerId(id),
+        endpoint: "127.0.0.1:8000".parse().unwrap(),
+        model: "m".into(),
+        role: Role::Aggregated,
+        block_size: BlockSize::new(4).unwrap(),
+        ranks: Ranks::ONE,
+        capacity: Capacity::default(),
+        taints: Default::default(),
+        adapters: Default::default(),
+        topology: Default::default(),
+        kv_transfer: None,
+        event_sources: Vec::new(),
+    }
+}
+
+/// An entrance to workers that are busy beyond `threshold` prefill tokens.
+fn entrance(workers: u64, threshold: Option<u64>, affinity: Affinity) -> Arc<Entrance> {
+    let load = LoadTracker::new(Instant::now);
+    let router = Router::new(PrefixIndex::new(), load.clone(), RouterSettings::default(), 1);
+    let router = Arc::new(router);
+    publish(&router, 1..=workers);
+    let queue = QueueConfig { prefill_busy_threshold: threshold, ..QueueConfig::default() };
+    let admission = Admission::new(router.clone(), &queue, Prefill::Steady);
+    let nudged = Arc::downgrade(&admission);
+    load.on_relief(move || nudged.upgrade().into_iter().for_each(|admission| admission.nudge()));
+    let sessions = Sessions::new(SessionRules::default(), Instant::now);
+    let affinities = Affinities { sessions, affinity, wait: Duration::from_secs(20) };
+    Entrance::new(router, admission, Some(affinities), queue.deadline.get())
+}
+
+fn publish(router: &Router, ids: std::ops::RangeInclusive<u64>) {
+    let change = Fleet::clone(&router.fleet()).reconcile(ids.map(worker).collect());
+    change.added.iter().for_each(|member| router.load().open(member.slot, member.rank));
+    router.publish(Arc::new(change.fleet));
+    change.removed.iter().for_each(|member| router.load().close(member.slot));
+}
+
+/// A prompt of its own, of 401 tokens.
+fn request(first: u64) -> RouteRequest {
+    let locals = (0..100).map(|at| LocalHash(first * 1000 + at)).collect();
+    let hashes = BlockHashes::chain(401, BlockSize::new(4).unwrap(), locals);
+    RouteRequest::new(None, Prompt::Hashed(vec![hashes]))
+}
+
+fn word(id: &str) -> SessionWord {
+    SessionWord { id: id.to_owned(), parent: None, last: false }
+}
+
+async fn admit(entrance: &Entrance, first: u64, session: Option<&SessionWord>) -> Admitted {
+    entrance.admit(request(first), session, |_| panic!("nobody waits here")).await.unwrap()
+}
+
+fn chosen(admitted: &Admitted) -> u64 {
+    admitted.booked.route.to.rank.worker.0
+}
+
+fn at_rest(entrance: &Entrance) -> bool {
+    let idle = entrance.router().load().snapshot().iter().all(|load| load.active_requests == 0);
+    let waiting: u64 = entrance.admission().standing().iter().map(|class| class.pending.requests).sum();
+    let sessions = entrance.sessions().unwrap().counts();
+    idle && waiting == 0 && (sessions.running, sessions.waiting) == (0, 0)
+}
+
+#[tokio::test]
+async fn a_hard_session_stays_however_busy_its_worker_is() {
+    let entrance = entrance(4, None, Affinity::Hard);
+    let first = admit(&entrance, 0, Some(&word("s"))).await;
+    let mut held = Vec::new();
+    for at in 1..20 {
+        let next = admit(&entrance, at, Some(&word("s"))).await;
+        assert_eq!(chosen(&next), chosen(&first));
+        held.push(next);
+    }
+    assert_ne!(chosen(&admit(&entrance, 99, None).await), chosen(&first), "others go where nothing is booked");
+    drop((first, held));
+    assert!(at_rest(&entrance));
+}
+
+#[tokio::test]
+async fn a_soft_session_leaves_a_busy_worker_and_a_hard_one_waits_for_it() {
+    for (affinity, stays) in [(Affinity::Hard, true), (Affinity::Soft, false)] {
+        let entrance = entrance(2, Some(500), affinity);
+        let held = [admit(&entrance, 0, Some(&word("s"))).await, admit(&entrance, 1, Some(&word("s"))).await];
+        assert_eq!(chosen(&held[0]), chosen(&held[1]));
+        let mut waits = None;
+        let session = word("s");
+        let next = entrance.admit(request(2), Some(&session), |wait| waits = Some(wait));
+        let next = tokio::time::timeout(Duration::from_millis(50), next).await;
+        if stays {
+            assert!(next.is_err(), "it waits for its own worker");
+            assert_eq!(waits.map(|wait| wait.as_secs_f64().round()), Some(30.0), "and Envoy is told how long");
+        } else {
+            assert_ne!(chosen(&next.unwrap().unwrap()), chosen(&held[0]));
+            assert_ne!(chosen(&admit(&entrance, 3, Some(&word("s"))).await), chosen(&held[0]), "the session moved");
+        }
+        drop(held);
+        assert!(at_rest(&entrance), "who left while waiting leaves no trace");
+    }
+}
+
+#[tokio::test]
+async fn first_requests_of_a_session_that_come_together_go_to_one_worker() {
+    let entrance = entrance(8, Some(500), Affinity::Hard);
+    // Everybody is busy, so the first request of the session has to wait, and the others for it.
+    let held: Vec<_> = futures_util::future::join_all((0..16).map(|at| {
+        let entrance = &entrance;
+        async move { admit(entrance, at, None).await }
+    }))
+    .await;
+    let running: Vec<_> = (100..110)
+        .map(|at| {
+            let entrance = entrance.clone();
+            tokio::spawn(async move { entrance.admit(request(at), Some(&word("s")), |_| {}).await.unwrap() })
+        })
+        .collect();
+    while entrance.sessions().unwrap().counts().waiting < 9 {
+        tokio::task::yield_now().await;
+    }
+    drop(held);
+    let mut ids = Vec::new();
+    for task in running {
+        let mut admitted = task.await.unwrap();
+        admitted.booked.reservation.first_token();
+        ids.push(chosen(&admitted));
+    }
+    ids.dedup();
+    assert_eq!(ids.len(), 1);
+    assert!(at_rest(&entrance));
+}
+
+#[tokio::test]
+async fn a_session_whose_worker_is_gone_is_bound_to_another_and_the_last_request_ends_it() {
+    let entrance = entrance(2, None, Affinity::Hard);
+    let first = chosen(&admit(&entrance, 0, Some(&word("s"))).await);
+    publish(entrance.router(), if first == 1 { 2..=3 } else { 1..=1 });
+    let second = chosen(&admit(&entrance, 1, Some(&word("s"))).await);
+    assert_ne!(first, second);
+    for at in 2..10 {
+        assert_eq!(chosen(&admit(&entrance, at, Some(&word("s"))).await), second);
+    }
+    let last = SessionWord { last: true, ..word("s") };
+    let admitted = admit(&entrance, 10, Some(&last)).await;
+    assert_eq!(entrance.sessions().unwrap().counts().sessions, 1);
+    drop(admitted);
+    assert_eq!(entrance.sessions().unwrap().counts().sessions, 0);
+}
+
+#[tokio::test]
+async fn requests_for_different_workers_do_not_hold_each_other_up() {
+    let entrance = entrance(2, Some(300), Affinity::Hard);
+    let only = |id: u64, first: u64| {
+        let mut request = request(first);
+        request.constraints.allowed = Some([WorkerId(id)].into());
+        request
+    };
+    let _held = entrance.admit(only(1, 0), None, |_| {}).await.unwrap();
+    let stuck = tokio::spawn({
+        let entrance = entrance.clone();
+        let request = only(1, 1);
+        async move { entrance.admit(request, None, |_| {}).await }
+    });
+    while entrance.admission().standing()[0].pending.requests == 0 {
+        tokio::task::yield_now().await;
+    }
+    let other = entrance.admit(only(2, 2), None, |_| panic!("it need not wait")).await.unwrap();
+    assert_eq!(chosen(&other), 2);
+    stuck.abort();
+    assert!(stuck.await.is_err_and(|error| error.is_cancelled()));
+    assert_eq!(entrance.admission().standing()[0].pending.requests, 0);
+}

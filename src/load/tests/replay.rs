@@ -1,0 +1,233 @@
+//! The load against a log of what happened, from which everything is computed anew after each step.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::*;
+
+/// Weights are counted in these, so that halves, eighths and tenths add up exactly.
+const PARTS: u64 = 40;
+
+/// One line of the log.
+#[derive(Clone, Debug)]
+enum Line {
+    /// A request came, with an estimate or without.
+    Came {
+        id: usize,
+        slot: u32,
+        prompt: Vec<u64>,
+        tokens: u64,
+        millis: Option<u64>,
+        at: u64,
+    },
+    Token {
+        id: usize,
+        at: u64,
+    },
+    Output {
+        id: usize,
+        parts: Option<u64>,
+    },
+    Left {
+        id: usize,
+        at: u64,
+    },
+    /// The slot was closed, and opened again.
+    Emptied {
+        slot: u32,
+    },
+}
+
+#[derive(Clone, Debug)]
+struct Live {
+    id: usize,
+    prompt: Vec<u64>,
+    outputs: Vec<u64>,
+}
+
+#[derive(Clone, Debug)]
+struct Prefill {
+    id: usize,
+    tokens: u64,
+    millis: Option<u64>,
+}
+
+/// One slot as the log has it.
+#[derive(Default)]
+struct Naive {
+    live: Vec<Live>,
+    prefills: Vec<Prefill>,
+    since: u64,
+    /// Blocks that count for less than one.
+    faded: BTreeMap<u64, u64>,
+}
+
+impl Naive {
+    fn of(log: &[Line], slot: u32) -> Self {
+        let mut naive = Self::default();
+        log.iter().for_each(|line| naive.read(line, slot));
+        naive
+    }
+
+    fn read(&mut self, line: &Line, slot: u32) {
+        match line {
+            Line::Came { id, slot: there, prompt, tokens, millis, at } if *there == slot => {
+                self.live.push(Live { id: *id, prompt: prompt.clone(), outputs: Vec::new() });
+                if *tokens > 0 {
+                    self.since = if self.prefills.is_empty() { *at } else { self.since };
+                    self.prefills.push(Prefill { id: *id, tokens: *tokens, millis: *millis });
+                }
+            }
+            Line::Token { id, at } => self.end_prefill(*id, *at),
+            Line::Output { id, parts } => self.output(*id, *parts),
+            Line::Left { id, at } => {
+                self.end_prefill(*id, *at);
+                self.live.retain(|live| live.id != *id);
+                let held = self.held();
+                self.faded.retain(|block, _| held.contains(block));
+            }
+            Line::Emptied { slot: there } if *there == slot => *self = Self::default(),
+            Line::Came { .. } | Line::Emptied { .. } => {}
+        }
+    }
+
+    fn end_prefill(&mut self, id: usize, at: u64) {
+        let Some(place) = self.prefills.iter().position(|prefill| prefill.id == id) else { return };
+        let ended = self.prefills.remove(place);
+        match (place, ended.millis) {
+            (0, _) => self.since = at,
+            (_, Some(millis)) => self.since = at.min(self.since + millis),
+            (_, None) => {}
+        }
+    }
+
+    fn output(&mut self, id: usize, parts: Option<u64>) {
+        let others =
+            |block: &u64, live: &[Live]| live.iter().any(|other| other.id != id && other.prompt.contains(block));
+        let Some(at) = self.live.iter().position(|live| live.id == id) else { return };
+        self.live[at].outputs.push(PARTS);
+        let Some(parts) = parts else { return };
+        self.live[at].outputs.fill(parts);
+        let alone = self.live[at].prompt.iter().filter(|block| !others(block, &self.live)).copied();
+        self.faded.extend(alone.map(|block| (block, parts)).collect::<Vec<_>>());
+    }
+
+    fn held(&self) -> BTreeSet<u64> {
+        self.live.iter().flat_map(|live| live.prompt.iter().copied()).collect()
+    }
+
+    fn load(&self, now: u64) -> Load {
+        let prompts: u64 = self.held().iter().map(|block| self.faded.get(block).unwrap_or(&PARTS)).sum();
+        let outputs: u64 = self.live.iter().flat_map(|live| &live.outputs).sum();
+        Load {
+            active_blocks: (prompts + outputs + PARTS / 2) / PARTS,
+            active_prefill_tokens: self.prefill(now),
+            active_requests: self.live.len() as u64,
+        }
+    }
+
+    fn prefill(&self, now: u64) -> u64 {
+        let sum: u64 = self.prefills.iter().map(|prefill| prefill.tokens).sum();
+        let Some(Prefill { tokens, millis: Some(millis), .. }) = self.prefills.first() else { return sum };
+        let done = if *millis == 0 { *tokens } else { tokens * (now - self.since) / millis };
+        if self.prefills.iter().all(|prefill| prefill.millis.is_some()) {
+            sum.saturating_sub(done)
+        } else {
+            sum - tokens + tokens.saturating_sub(done)
+        }
+    }
+
+    fn additional(&self, prompt: &[u64]) -> u64 {
+        let held = self.held();
+        (prompt.len() - prompt.iter().take_while(|block| held.contains(block)).count()) as u64
+    }
+}
+
+/// Chained names, as sequence hashes are: equal only after equal prefixes.
+fn chained(locals: &[u64]) -> Vec<u64> {
+    let step = |last: &mut u64, local: &u64| {
+        *last = *last * 4 + local + 1;
+        Some(*last)
+    };
+    locals.iter().scan(0, step).collect()
+}
+
+/// What is read of the three slots, for one more prompt.
+fn read(tracker: &Arc<LoadTracker>, prompt: &[u64]) -> [(Load, u64); 3] {
+    let hashes: Vec<_> = prompt.iter().copied().map(SequenceHash).collect();
+    let looked = tracker.book_with(|view| {
+        let row = |slot: u32| {
+            let load = view.load(Slot(slot), rank(u64::from(slot))).unwrap();
+            (load, view.additional_blocks(Slot(slot), &hashes))
+        };
+        Err::<Vec<Booking>, _>([row(0), row(1), row(2)])
+    });
+    looked.unwrap_err()
+}
+
+/// A fraction that is seldom none, by a number.
+fn parts(pick: u16) -> Option<u64> {
+    let eighths = (0..=8).map(|of| of * PARTS / 8);
+    let mut all = eighths.chain((1..10).map(|of| of * PARTS / 10));
+    all.nth(usize::from(pick) % 22)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_load_is_that_of_the_log(
+        script in vec((0..12u8, 0..3u32, vec(0..3u64, 0..7), 0..100u64, any::<u16>()), 1..40),
+    ) {
+        let now = Arc::new(Mutex::new(Instant::now()));
+        let (start, clock) = (*now.lock(), now.clone());
+        let tracker = LoadTracker::new(move || *clock.lock());
+        (0..3).for_each(|slot| tracker.open(Slot(slot), rank(u64::from(slot))));
+        let (mut log, mut live) = (Vec::new(), BTreeMap::<usize, Reservation>::new());
+        for (id, (kind, slot, locals, tokens, pick)) in script.into_iter().enumerate() {
+            let at = (*now.lock() - start).as_millis() as u64;
+            let prompt = chained(&locals);
+            let picked = live.keys().copied().nth(usize::from(pick) % live.len().max(1));
+            match (kind, picked) {
+                (0..4, _) => {
+                    let millis = [None, Some(0), Some(7), Some(100), Some(1000)][usize::from(pick) % 5];
+                    let prefill_time = millis.map(Duration::from_millis);
+                    let booking = Booking { prefill_time, ..booking(slot, u64::from(slot), &prompt, tokens) };
+                    live.insert(id, book(&tracker, booking));
+                    log.push(Line::Came { id, slot, prompt: prompt.clone(), tokens, millis, at });
+                }
+                (4, Some(id)) => {
+                    live.get_mut(&id).unwrap().first_token();
+                    log.push(Line::Token { id, at });
+                }
+                (5 | 6, Some(id)) => {
+                    let parts = parts(pick / 7);
+                    live.get_mut(&id).unwrap().output_block(parts.map(|parts| parts as f64 / PARTS as f64));
+                    log.push(Line::Output { id, parts });
+                }
+                (7 | 8, Some(id)) => {
+                    drop(live.remove(&id));
+                    log.push(Line::Left { id, at });
+                }
+                (9 | 10, _) => *now.lock() += Duration::from_millis(tokens * u64::from(pick % 20)),
+                (11, _) if pick % 4 == 0 => {
+                    tracker.close(Slot(slot));
+                    tracker.open(Slot(slot), rank(u64::from(slot)));
+                    log.push(Line::Emptied { slot });
+                }
+                _ => {}
+            }
+            let at = (*now.lock() - start).as_millis() as u64;
+            let read = read(&tracker, &prompt);
+            for slot in 0..3 {
+                let naive = Naive::of(&log, slot);
+                prop_assert_eq!(read[slot as usize], (naive.load(at), naive.additional(&prompt)), "{:?}", log);
+            }
+        }
+        live.clear();
+        let idle = |load: &RankLoad| load.active_blocks + load.active_prefill_tokens + load.active_requests == 0;
+        prop_assert!(tracker.snapshot().iter().all(idle));
+    }
+}
