@@ -52,7 +52,7 @@ async fn a_dead_worker_is_left_out_tried_once_at_a_time_and_used_again_when_it_i
     let tried = until(SOON, async || {
         round += 1;
         let sent = Instant::now();
-        let answers = many(&bed, 8, &format!("{round} meanwhile")).await;
+        let answers = many(&bed, 16, &format!("{round} meanwhile")).await;
         assert!(answers.iter().all(|answer| answer.engine() == 1), "{answers:?}");
         let probes = answers.iter().filter(|answer| answer.chosen() == 2).count();
         // The next probe is not due before twice that time.

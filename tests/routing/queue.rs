@@ -127,3 +127,96 @@ async fn who_waited_as_long_as_it_may_is_told_to_come_back() {
     release(&bed, holder).await;
     bed.quiet().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_waits_has_its_turn_although_warmroute_is_told_to_end() {
+    let (bed, holder) = busy(&json!({})).await;
+    let waiter = waiting(&bed, "waits", 1.0).await;
+    let router = bed.stack.router().unwrap();
+    router.terminate();
+    let draining = async || {
+        let response = bed.http.get(bed.stack.admin_url("/readyz")).send().await.unwrap();
+        response.text().await.unwrap().contains("draining")
+    };
+    assert!(until(SOON, draining).await);
+    assert!(!waiter.is_finished());
+    release(&bed, holder).await;
+    let answer = waiter.await.unwrap();
+    assert_eq!((answer.engine(), answer.mode()), (1, "exact"), "{answer:?}");
+    assert!(until(SOON, async || !router.is_running()).await, "{}", router.log_tail());
+    assert!(router.wait_exit(Instant::now()).unwrap().success());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_waits_is_served_by_envoys_choice_when_warmroute_dies() {
+    let (mut bed, holder) = busy(&json!({})).await;
+    let waiters = [waiting(&bed, "first", 1.0).await, waiting(&bed, "second", 2.0).await];
+    bed.stack.kill9_router();
+    release(&bed, holder).await;
+    for waiter in waiters {
+        let answer = waiter.await.unwrap();
+        assert_eq!((answer.engine(), answer.mode()), (1, ""), "{answer:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_overload_is_refused_clients_are_told_to_come_back() {
+    let more = json!({"overload": {"prefill_tokens": 10, "when_all": "reject"}});
+    let bed = Bed::start(&[engine(1)], more).await;
+    bed.first_tokens(1, false).await;
+    let holder = bed.asking(&stream("one that keeps the worker busy", 4));
+    bed.wait_load(1, "active_prefill_tokens", |tokens| tokens > 10).await;
+    let refused = bed.ask(&chat("another")).await;
+    let (code, message) = refused.error(429);
+    assert_eq!((code.as_str(), refused.retry_after()), ("overloaded", 1), "{message}");
+    release(&bed, holder).await;
+    bed.quiet().await;
+    assert_eq!(bed.ask(&chat("another")).await.engine(), 1);
+}
+
+/// As gateways do it that know only this mode.
+fn full_duplex(shipped: &str) -> String {
+    let mut config = shipped.to_owned();
+    for (from, to) in [
+        ("request_body_mode: BUFFERED", "request_body_mode: FULL_DUPLEX_STREAMED"),
+        ("request_trailer_mode: SKIP", "request_trailer_mode: SEND"),
+    ] {
+        assert_eq!(config.matches(from).count(), 1);
+        config = config.replace(from, to);
+    }
+    config
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn in_full_duplex_requests_wait_and_are_refused_in_the_same_way() {
+    let class = json!({"name": "all", "family": "f", "bucket": "any", "requests_per_worker": 1});
+    let mut config = narrow(&json!({
+        "default_family": "f", "uncached_buckets": [{"min_tokens": 0, "bucket": "any"}], "classes": [class],
+    }));
+    config["clients"] = json!({"trusted": true});
+    let bed = Bed::behind(&[engine(1)], config, full_duplex).await;
+    bed.first_tokens(1, false).await;
+    let holder = bed.asking(&stream("one that keeps the worker busy", 4));
+    bed.wait_load(1, "active_prefill_tokens", |tokens| tokens > 10).await;
+    let waiter = waiting(&bed, "waits", 1.0).await;
+    let long = "This one is long enough for many pieces. ".repeat(20_000);
+    for question in ["short", &long] {
+        let refused = bed.ask(&chat(question)).await;
+        assert_eq!(refused.error(429).0, "queue_full");
+        assert_eq!(refused.retry_after(), 1);
+        let mut query = chat(question);
+        query["nvext"] = json!({"annotations": ["query_instance_id:"]});
+        let choice = bed.ask(&query).await;
+        assert_eq!(choice.json()["nvext"]["worker_id"]["decode_worker_id"], 1, "{choice:?}");
+    }
+    let since = Instant::now();
+    let patient = until(SOON, async || {
+        assert!(!waiter.is_finished(), "{:?} gave up", bed.metrics().await.text());
+        since.elapsed() > MESSAGE_TIMEOUT + MESSAGE_TIMEOUT / 2
+    });
+    assert!(patient.await);
+    release(&bed, holder).await;
+    let answer = waiter.await.unwrap();
+    assert_eq!((answer.engine(), answer.mode()), (1, "exact"), "{answer:?}");
+    bed.quiet().await;
+}

@@ -129,3 +129,45 @@ async fn a_session_is_forgotten_when_it_was_not_used_for_long_or_says_that_it_en
     bed.shows("none is left", |page| page.sum("sessions", &[]) == 0.0).await;
     bed.quiet().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_stays_with_one_rank_of_a_worker() {
+    let mut spec = engine(1).with(&["--dp-size", "2"]).listed(json!({"data_parallel": {"size": 2}}));
+    // The port after that of the events is the second rank's, and without replay endpoint nobody else's.
+    spec.replay = false;
+    let bed = Bed::start(&[spec], json!({"sessions": {}})).await;
+    let mut ranks = BTreeSet::new();
+    for turn in 0..24 {
+        let body = text(&essay(turn));
+        let rank = |answer: &Answer| {
+            assert_eq!(answer.header("x-received-dp-rank"), answer.header("x-served-dp-rank"), "{answer:?}");
+            answer.header("x-served-dp-rank").to_owned()
+        };
+        let bound = rank(&ask(&bed, "alice", &body).await);
+        ranks.insert((true, bound));
+        let free = rank(&bed.ask(&text(&essay(100 + turn))).await);
+        ranks.insert((false, free));
+        bed.quiet().await;
+    }
+    let of = |bound: bool| ranks.iter().filter(|(is, _)| *is == bound).count();
+    assert_eq!((of(true), of(false)), (1, 2), "{ranks:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_waits_for_its_sessions_worker_goes_to_another_when_that_is_removed() {
+    let bed = bed("hard", json!({"queue": {"prefill_busy_threshold": 10}})).await;
+    let home = ask(&bed, "alice", &chat("Good morning.")).await.engine();
+    bed.quiet().await;
+    bed.first_tokens(home, false).await;
+    let holder = tokio::spawn(Answer::of(bed.post(&stream("Busy.", 4)).header("x-session-id", "alice")));
+    bed.wait_load(home, "active_prefill_tokens", |tokens| tokens > 10).await;
+    let asking = tokio::spawn(Answer::of(bed.post(&chat("And now?")).header("x-session-id", "alice")));
+    bed.shows("it waits", |page| page.sum("queue_requests", &[]) == 1.0).await;
+    bed.stack.write_worker_entries(&json!([bed.engine(other(home)).entry()])).unwrap();
+    let answer = asking.await.unwrap();
+    assert_eq!((answer.engine(), answer.chosen()), (other(home), other(home)), "{answer:?}");
+    // Who is being answered by a worker that was removed is answered to the end.
+    bed.first_tokens(home, true).await;
+    assert_eq!(holder.await.unwrap().engine(), home);
+    bed.quiet().await;
+}

@@ -143,13 +143,7 @@ async fn ten_thousand_requests_with_cancels_and_a_death_leave_nothing_behind() {
     nothing_is_left(&bed, &summary).await;
 }
 
-async fn send(
-    bed: &Bed,
-    numbers: std::ops::Range<usize>,
-    done: &AtomicUsize,
-    death: &Death,
-    fates: &mut Vec<Fate>,
-) {
+async fn send(bed: &Bed, numbers: std::ops::Range<usize>, done: &AtomicUsize, death: &Death, fates: &mut Vec<Fate>) {
     let one = async |at| {
         let fate = one(bed, at, death).await;
         done.fetch_add(1, Ordering::Relaxed);

@@ -83,7 +83,10 @@ async fn trusted_clients_pin_each_phase() {
         let (p, d) = (prefill.to_string(), decode.to_string());
         let cases: [(&[(&str, &str)], Value); 3] = [
             (&[("x-prefill-instance-id", &p), ("x-worker-instance-id", &d)], json!({})),
-            (&[("x-dynamo-prefill-instance-id", &p), ("x-dynamo-prefill-dp-rank", "0")], json!({"decode_worker_id": decode})),
+            (
+                &[("x-dynamo-prefill-instance-id", &p), ("x-dynamo-prefill-dp-rank", "0")],
+                json!({"decode_worker_id": decode}),
+            ),
             (&[], json!({"prefill_worker_id": prefill, "decode_worker_id": decode})),
         ];
         for (headers, nvext) in cases {
@@ -140,8 +143,7 @@ async fn a_query_names_the_workers_of_both_phases() {
     let bed = bed(&[engine_for("prefill", 11), engine_for("decode", 21)], true).await;
     let query = with_nvext("Hello", &json!({"annotations": ["query_instance_id:"]}));
     let choice = bed.ask(&query).await.json();
-    let workers =
-        json!({"decode_worker_id": 21, "decode_dp_rank": 0, "prefill_worker_id": 11, "prefill_dp_rank": 0});
+    let workers = json!({"decode_worker_id": 21, "decode_dp_rank": 0, "prefill_worker_id": 11, "prefill_dp_rank": 0});
     assert_eq!(choice["nvext"]["worker_id"], workers, "{choice}");
     bed.quiet().await;
 }
@@ -168,4 +170,22 @@ async fn what_clients_say_has_no_effect_where_they_are_not_trusted() {
     }
     assert_eq!(served.len(), 2, "the pins steer nothing");
     assert_eq!(bed.metrics().await.sum("degradations_total", &[]), 0.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn demands_of_trusted_clients_are_met_or_refused() {
+    let specs = [engine(1), engine(2).listed(json!({"taints": ["large"]}))];
+    let bed = bed(&specs, true).await;
+    let demanding = |turn: usize, taint: &str| {
+        let mut body = text(&format!("{turn} demands"));
+        body["nvext"] = json!({"routing_constraints": {"required_taints": [taint]}});
+        body
+    };
+    for turn in 0..8 {
+        assert_eq!(bed.ask(&demanding(turn, "large")).await.engine(), 2);
+    }
+    let refused = bed.ask(&demanding(9, "huge")).await;
+    let (code, message) = refused.error(503);
+    assert_eq!((code.as_str(), refused.retry_after()), ("no_eligible_worker", 1), "{message}");
+    bed.quiet().await;
 }
