@@ -7,12 +7,15 @@ use serde_json::{Value, json};
 use crate::bed::{Answer, Bed, chat, engine, engine_for, essay, letting_pins_through, text};
 use crate::support::stack::EngineSpec;
 
+/// Headers as a client sends them.
+type Sent<'h> = &'h [(&'h str, &'h str)];
+
 async fn bed(specs: &[EngineSpec], trusted: bool) -> Bed {
     let more = json!({"clients": {"trusted": trusted}});
     Bed::behind(specs, more, letting_pins_through).await
 }
 
-async fn ask(bed: &Bed, headers: &[(&str, &str)], body: &Value) -> Answer {
+async fn ask(bed: &Bed, headers: Sent<'_>, body: &Value) -> Answer {
     let request = headers.iter().fold(bed.post(body), |request, (name, value)| request.header(*name, *value));
     Answer::of(request).await
 }
@@ -31,7 +34,7 @@ async fn trusted_clients_pin_workers_by_header_and_by_body_whatever_is_cached_el
         bed.warm(warm, &chat(&question)).await;
         let id = pinned.to_string();
         let other = warm.to_string();
-        let cases: [(&[(&str, &str)], Value); 7] = [
+        let cases: [(Sent<'_>, Value); 7] = [
             (&[("x-worker-instance-id", &id)], json!({})),
             (&[("X-Dynamo-Worker-Instance-Id", &id)], json!({})),
             (&[("x-dynamo-worker-instance-id", &id), ("x-worker-instance-id", &other)], json!({})),
@@ -52,7 +55,7 @@ async fn trusted_clients_pin_workers_by_header_and_by_body_whatever_is_cached_el
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_pin_that_cannot_be_kept_is_the_clients_mistake() {
     let bed = bed(&[engine(1), engine(2)], true).await;
-    let cases: [(&[(&str, &str)], Value, &str); 5] = [
+    let cases: [(Sent<'_>, Value, &str); 5] = [
         (&[("x-worker-instance-id", "9223372036854775809")], json!({}), "9223372036854775809"),
         (&[("x-dynamo-worker-instance-id", "77")], json!({}), "77"),
         (&[], json!({"backend_instance_id": 78}), "78"),
@@ -81,7 +84,7 @@ async fn trusted_clients_pin_each_phase() {
     let bed = bed(&specs, true).await;
     for (prefill, decode) in [(11, 21), (11, 22), (12, 21), (12, 22)] {
         let (p, d) = (prefill.to_string(), decode.to_string());
-        let cases: [(&[(&str, &str)], Value); 3] = [
+        let cases: [(Sent<'_>, Value); 3] = [
             (&[("x-prefill-instance-id", &p), ("x-worker-instance-id", &d)], json!({})),
             (
                 &[("x-dynamo-prefill-instance-id", &p), ("x-dynamo-prefill-dp-rank", "0")],
