@@ -12,6 +12,7 @@ use crate::worker::Role;
 pub(super) fn problems(config: &Config) -> Vec<Problem> {
     let sections = [
         ("listen", config.listen.problems()),
+        ("api", config.api.as_ref().map(|api| api.problems()).unwrap_or_default()),
         ("limits", config.limits.problems()),
         ("discovery", config.discovery.problems()),
         ("schedule", weights(config).into_iter().collect()),
@@ -119,10 +120,17 @@ fn without_use(config: &Config) -> Vec<Problem> {
     problems
 }
 
-fn addresses(config: &Config) -> Option<Problem> {
-    let tcp = config.listen.tcp.filter(|tcp| collide(*tcp, config.admin.listen))?;
-    let text = format!("{} is taken by `listen.tcp` ({tcp}) already; choose another port", config.admin.listen);
-    Some(Problem::at([Step::from("admin"), "listen".into()], text))
+fn addresses(config: &Config) -> Vec<Problem> {
+    let api = config.api.as_ref().map(|api| api.listen);
+    let (admin, envoy) = (Some(config.admin.listen), config.listen.tcp);
+    let pairs =
+        [("admin", admin, "listen.tcp", envoy), ("api", api, "listen.tcp", envoy), ("api", api, "admin.listen", admin)];
+    let taken = |(section, listen, by, other): (&'static str, Option<SocketAddr>, &str, Option<SocketAddr>)| {
+        let (listen, other) = listen.zip(other).filter(|(listen, other)| collide(*listen, *other))?;
+        let text = format!("{listen} is taken by `{by}` ({other}) already; choose another port");
+        Some(Problem::at([Step::from(section), "listen".into()], text))
+    };
+    pairs.into_iter().filter_map(taken).collect()
 }
 
 /// Whether two listeners would fight for a port. Port 0 asks the system for a free one.

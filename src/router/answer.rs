@@ -316,6 +316,9 @@ impl Route {
         }
         let (cached, candidates, ties) = (self.predicted_cached_tokens, self.candidates, self.choice.ties);
         line.push_str(&format!(" cached_tokens={cached} candidates={candidates} ties={ties}"));
+        if let Some(reason) = self.reason {
+            line.push_str(&format!(" reason={}", reason.as_str()));
+        }
         match &self.phases {
             Phases::Remote(prefill) => line.push_str(&format!(
                 " prefill_worker={} prefill_cost={:.3} prefill_cached_tokens={}",

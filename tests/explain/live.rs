@@ -182,6 +182,7 @@ async fn the_next_real_request_logs_the_numbers_that_explain_prints_for_eight_wo
     assert_eq!(header("x-warmroute-predicted-cached-tokens"), expected["cached_tokens"]);
     let log = deployment.log();
     let line = log.lines().find(|line| line.contains("routed worker=") && line.contains("the-next"));
+    print(&format!("x-warmroute-why: {}\n{}", header("x-warmroute-why"), line.unwrap_or_default()));
     let logged = pairs(line.unwrap_or_else(|| panic!("{log}")));
     for (key, value) in &expected {
         assert_eq!(logged.get(key), Some(value), "{key} in {line:?}");
@@ -255,6 +256,6 @@ fn check(said: &Value, table: &str) {
 }
 
 #[expect(clippy::print_stdout, reason = "to be looked at with --nocapture")]
-fn print(table: &str) {
-    println!("{table}");
+fn print(text: &str) {
+    println!("{text}");
 }

@@ -31,7 +31,8 @@ pub(super) fn routed(route: &Route, phases: &[PhaseExplained], temperature: f64,
     if busy {
         clauses.push("but first it waits, because everybody it could go to is busy".into());
     }
-    clauses.join("; ") + "."
+    let text = clauses.join("; ") + ".";
+    text.replacen("worker rank", "Worker rank", 1)
 }
 
 /// Why it goes nowhere.

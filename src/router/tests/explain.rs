@@ -77,7 +77,7 @@ fn an_explanation_shows_tiers_load_every_term_the_runner_up_and_the_margin() {
     assert_eq!(totals, [21.0, 16.25, 20.25]);
     assert_eq!((phase.winner, phase.runner_up, phase.margin), (Some(rank(2)), Some(rank(3)), Some(4.0)));
     assert_eq!((phase.taken, phase.ties), (true, 1));
-    let sentence = "worker rank 2/0 serves the request, because it costs 16.250, 4.000 less than 3/0; caches were not \
+    let sentence = "Worker rank 2/0 serves the request, because it costs 16.250, 4.000 less than 3/0; caches were not \
                     compared, because no event source of any candidate has caught up.";
     assert_eq!(explanation.sentence, sentence);
 
@@ -211,7 +211,7 @@ fn prefill_and_decode_are_explained_apart_each_with_its_runner_up() {
     assert_eq!(judged(prefill, 11).excluded.as_deref(), Some("does not do this phase"));
     assert_eq!(judged(decode, 1).excluded.as_deref(), Some("does not do this phase"));
     assert_eq!(judged(decode, 12).prefill_tokens, 0, "no prefill in this phase");
-    assert!(explanation.sentence.starts_with("worker rank 2/0 does the prefill, because"), "{}", explanation.sentence);
+    assert!(explanation.sentence.starts_with("Worker rank 2/0 does the prefill, because"), "{}", explanation.sentence);
     assert!(explanation.sentence.contains("; worker rank 12/0 decodes, because"), "{}", explanation.sentence);
     assert!(explanation.sentence.ends_with("; it holds 3 of 4 blocks."), "{}", explanation.sentence);
     let route = router.route(request(&[(0..4).collect()])).unwrap().route;
@@ -383,4 +383,32 @@ fn agrees(explanation: &Explanation, route: &Route) -> Result<(), TestCaseError>
     let won = decode.judged.iter().find(|judged| judged.rank == route.to.rank).unwrap();
     prop_assert_eq!(won.cached_tokens, route.predicted_cached_tokens);
     Ok(())
+}
+
+#[test]
+fn the_short_form_leaves_out_what_changes_nothing() {
+    let router = router_of([worker(1)], RouterSettings::default());
+    let short = router.explain(request(&[vec![1, 2]])).route.unwrap().short();
+    let plain = "worker=1/0 cost=4.250 prefill=2.250 decode=2.000 blocks=2 device=0 cached_tokens=0 candidates=1 ties=1 \
+                 reason=index_cold";
+    assert_eq!(short, plain);
+
+    let weights = Weights { decode_active_request_weight: 1.0, ..Weights::default() };
+    let tainted = |worker: Worker| Worker { taints: ["gpu".to_owned()].into(), ..worker };
+    let workers = [with_role(1, Role::Prefill), tainted(with_role(11, Role::Decode))];
+    let router = router_of(workers, RouterSettings { weights, ..RouterSettings::default() });
+    let mut cache = holds(&router, 1, 0..1, Tier::Device);
+    store(&mut cache, 1..2, Tier::HostPinned);
+    router.set_live(rank(11), true);
+    let _busy = booked_at(&router, 11, vec![8]);
+    let mut wished = request(&[vec![0, 1, 2]]);
+    wished.constraints.preferred_taints.insert("gpu".into(), 1.0);
+    let short = router.explain(wished).route.unwrap().short();
+    let factor = (-1.0_f64.tanh()).exp();
+    let expected = format!(
+        "worker=11/0 cost={:.3} prefill=0.000 decode=4.000 requests=1.000 taints={factor:.3} blocks=3 device=0 \
+         cached_tokens=0 candidates=1 ties=1 prefill_worker=1/0 prefill_cost=3.750 prefill_cached_tokens=8",
+        5.0 * factor
+    );
+    assert_eq!(short, expected);
 }
