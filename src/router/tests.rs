@@ -4,6 +4,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 mod herd;
+mod outside;
 mod phases;
 mod standing;
 
