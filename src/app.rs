@@ -2,13 +2,14 @@
 //! sockets; [`App::run_until`] serves until told to stop, and then drains.
 
 mod keeper;
+mod offline;
 mod parts;
 mod sockets;
 
 use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -19,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tonic_health::server::HealthReporter;
 use tracing::{info, warn};
 
+use crate::admin::explain::WayIn;
 use crate::admin::{self, Admin};
 use crate::api::{self, Api, Feed};
 use crate::config::{Config, WorkerSource};
@@ -34,6 +36,8 @@ use crate::metrics::Metrics;
 use crate::worker::Worker;
 use keeper::Keeper;
 use sockets::GrpcListener;
+
+pub use offline::Offline;
 
 /// gRPC message overhead on top of a body: headers, attributes, metadata.
 const MESSAGE_OVERHEAD: usize = 1 << 20;
@@ -90,7 +94,13 @@ impl App {
         };
         // The pages come first, so that they can say what the rest is waiting for.
         let loading = app.readiness.wait_for("tokenizers");
-        let pages = Admin { entrance: entrance.clone(), metrics: metrics.clone(), readiness: app.readiness.clone() };
+        let way_in = WayIn { intake: Arc::new(OnceLock::new()), body_limit: config.limits.body.bytes() };
+        let pages = Admin {
+            entrance: entrance.clone(),
+            metrics: metrics.clone(),
+            readiness: app.readiness.clone(),
+            way_in: way_in.clone(),
+        };
         app.servers.spawn(sockets::serve_admin(admin_listener, admin::routes(pages), app.stop.clone()));
         app.follow_readiness();
         let feed = Arc::new(Feed::default());
@@ -104,6 +114,8 @@ impl App {
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
         let intake = parts::intake(&config, models, &metrics)?;
+        // Only here is it set.
+        let _set = way_in.intake.set(intake.clone());
         let parts = api::Parts {
             intake: intake.clone(),
             entrance: entrance.clone(),

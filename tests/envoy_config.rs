@@ -26,12 +26,13 @@ use serde_json::json;
 use support::child::Child;
 use support::envoy::{self, Standalone};
 use support::ports::{FreePort, until};
+use tokio::io::AsyncReadExt as _;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_stream::{Stream, StreamExt as _};
-use warmroute::ext_proc::headers::ROUTING;
+use warmroute::ext_proc::headers::{AnsweredBy, ROUTING, ResponseHead};
 
 const SOON: Duration = Duration::from_secs(20);
 const MB: usize = 1_000_000;
@@ -82,19 +83,25 @@ impl Drop for Worker {
 struct OneEndpoint {
     endpoint: SocketAddr,
     seen: Arc<Mutex<Vec<&'static str>>>,
+    /// The heads of the responses, as warmroute reads them.
+    heads: Arc<Mutex<Vec<ResponseHead>>>,
 }
 
 impl OneEndpoint {
     /// Serves at the socket until the test's runtime ends.
     fn start(endpoint: SocketAddr, socket: &Path) -> Self {
-        let server = Self { endpoint, seen: Arc::default() };
+        let server = Self { endpoint, seen: Arc::default(), heads: Arc::default() };
         let service = ExternalProcessorServer::new(server.clone()).max_decoding_message_size(33 << 20);
         let incoming = UnixListenerStream::new(UnixListener::bind(socket).unwrap());
         tokio::spawn(tonic::transport::Server::builder().serve_with_incoming(service, incoming));
         server
     }
 
-    fn answer(&self, message: &Message) -> proto::ProcessingResponse {
+    fn answer(&self, request: &proto::ProcessingRequest) -> Option<proto::ProcessingResponse> {
+        let message = request.request.as_ref()?;
+        if let Message::ResponseHeaders(headers) = message {
+            self.heads.lock().push(ResponseHead::read(headers.headers.as_ref(), &request.attributes));
+        }
         let (name, reply) = match message {
             Message::RequestHeaders(_) => ("request headers", Reply::RequestHeaders(Default::default())),
             Message::RequestBody(_) => ("request body", Reply::RequestBody(Default::default())),
@@ -109,7 +116,7 @@ impl OneEndpoint {
         let namespace = Value { kind: Some(Kind::StructValue(fields)) };
         let dynamic_metadata = matches!(message, Message::RequestBody(_))
             .then(|| Struct { fields: [("envoy.lb".to_owned(), namespace)].into() });
-        proto::ProcessingResponse { response: Some(reply), dynamic_metadata, ..Default::default() }
+        Some(proto::ProcessingResponse { response: Some(reply), dynamic_metadata, ..Default::default() })
     }
 }
 
@@ -132,8 +139,7 @@ impl ExternalProcessor for OneEndpoint {
     ) -> Result<tonic::Response<Self::ProcessStream>, tonic::Status> {
         let exchange = Exchange(self.clone());
         // An error is one of the ways in which the stream of an ordinary exchange ends.
-        let replies =
-            request.into_inner().map_while(move |message| Some(Ok(exchange.0.answer(&message.ok()?.request?))));
+        let replies = request.into_inner().map_while(move |message| Some(Ok(exchange.0.answer(&message.ok()?)?)));
         Ok(tonic::Response::new(Box::pin(replies)))
     }
 }
@@ -323,6 +329,59 @@ async fn the_endpoint_named_in_metadata_gets_every_request() {
         assert_eq!(gateway.served_by().await, (200, Some(endpoints[1].to_string())));
     }
     assert_eq!(server.seen.lock().iter().filter(|name| **name == "request body").count(), 20);
+}
+
+/// A worker that reads a request and closes the connection without an answer.
+async fn start_mute() -> SocketAddr {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let endpoint = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        loop {
+            let (mut connection, _) = listener.accept().await.unwrap();
+            let mut some = [0; 1];
+            connection.read_exact(&mut some).await.ok();
+        }
+    });
+    endpoint
+}
+
+/// A worker that refuses everything with 503.
+async fn start_refusing() -> SocketAddr {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let endpoint = listener.local_addr().unwrap();
+    let app = Router::new().fallback(async || axum::http::StatusCode::SERVICE_UNAVAILABLE);
+    tokio::spawn(async move { axum::serve(listener, app).await.unwrap() });
+    endpoint
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn warmroute_is_told_who_answered() {
+    let worker = Worker::start().await;
+    let (mute, refusing) = (start_mute().await, start_refusing().await);
+    let dead = SocketAddr::from((Ipv4Addr::LOCALHOST, FreePort::find().unwrap().release()));
+    let alive = worker.endpoint;
+    for (what, endpoints, status, by) in [
+        ("the worker that was chosen", vec![alive], 200, AnsweredBy::Worker(alive)),
+        ("another, because the chosen one is dead", vec![dead, alive], 200, AnsweredBy::Worker(alive)),
+        ("Envoy, because the only one is dead", vec![dead], 503, AnsweredBy::Envoy),
+        ("Envoy, because the chosen one died meanwhile", vec![mute], 503, AnsweredBy::Envoy),
+        ("Envoy, because there is nobody", vec![], 503, AnsweredBy::Envoy),
+        ("the chosen one, and be it with an error", vec![refusing], 503, AnsweredBy::Worker(refusing)),
+    ] {
+        // As shipped, and where the operator has errors tried again: a worker may answer after the last try too.
+        for retry_on in ["connect-failure", "5xx,connect-failure"] {
+            let patient = |shipped: String| {
+                let patient = shipped.replace(" message_timeout: 1s", " message_timeout: 20s");
+                patient.replace("retry_on: connect-failure", &format!("retry_on: {retry_on}"))
+            };
+            let gateway = Gateway::start_with(&endpoints, patient).await;
+            let chosen = endpoints.first().copied().unwrap_or(dead);
+            let server = OneEndpoint::start(chosen, &gateway.place().ext_proc_socket());
+            assert_eq!(gateway.post("/v1/completions", 100).send().await.unwrap().status(), status, "{what}");
+            let head = server.heads.lock().pop().unwrap();
+            assert_eq!((head.status, head.from), (status, by), "{what}, retry on {retry_on}");
+        }
+    }
 }
 
 /// What frees the load of a worker: the end of the exchange must not come early, and must come when the client leaves.

@@ -49,6 +49,7 @@ const SIDE: &[&str] = &["metrics", "lifecycle", "settings"];
 
 /// Adapter → adapter, the declared exceptions.
 const EXCEPTIONS: &[(&str, &str)] = &[
+    ("admin", "intake"),
     ("api", "intake"),
     ("ext_proc", "intake"),
     ("ext_proc", "openai"),

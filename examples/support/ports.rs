@@ -82,12 +82,13 @@ pub(crate) async fn wait_ready(ready: Ready<'_>, within: Duration, child: &Child
     // A proxy from the environment has no business on the loopback.
     let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(1)).build()?;
     let answered = until(within, async || ready.answers(&http).await || !child.is_running()).await;
-    let (name, log) = (child.name(), child.log_tail());
+    let name = child.name();
+    // The log is read once the process has ended: what it says last is why.
     if !child.is_running() {
-        bail!("{name} has ended before it was ready; its last lines:\n{log}");
+        bail!("{name} has ended before it was ready; its last lines:\n{}", child.log_tail());
     }
     if !answered {
-        bail!("{name} did not answer at {ready:?} within {within:?}; its last lines:\n{log}");
+        bail!("{name} did not answer at {ready:?} within {within:?}; its last lines:\n{}", child.log_tail());
     }
     Ok(())
 }

@@ -38,15 +38,23 @@ pub(crate) struct EngineSpec {
     pub(crate) replay: bool,
     /// Further arguments of the simulator.
     pub(crate) args: Vec<String>,
+    /// What its entry in the workers file says beyond where it is.
+    pub(crate) more: Value,
 }
 
 impl EngineSpec {
     pub(crate) fn new(id: u64) -> Self {
-        Self { id, replay: true, args: Vec::new() }
+        Self { id, replay: true, args: Vec::new(), more: json!({}) }
     }
 
     pub(crate) fn with(mut self, args: &[&str]) -> Self {
         self.args.extend(args.iter().map(|arg| (*arg).to_owned()));
+        self
+    }
+
+    /// Adds keys to its entry in the workers file, such as its role.
+    pub(crate) fn listed(mut self, more: Value) -> Self {
+        self.more = more;
         self
     }
 }
@@ -112,7 +120,11 @@ impl Engine {
         if self.spec.replay {
             events["replay"] = json!(format!("tcp://127.0.0.1:{}", self.replay));
         }
-        json!({"id": self.spec.id, "endpoint": self.address.to_string(), "kv_events": events})
+        let mut entry = json!({"id": self.spec.id, "endpoint": self.address.to_string(), "kv_events": events});
+        if let (Some(entry), Some(more)) = (entry.as_object_mut(), self.spec.more.as_object()) {
+            entry.extend(more.clone());
+        }
+        entry
     }
 }
 

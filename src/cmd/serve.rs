@@ -34,9 +34,12 @@ pub fn run(path: &Path, err: &mut impl Write) -> anyhow::Result<u8> {
         let drain = CancellationToken::new();
         let running = app.run_until(drain.clone().cancelled_owned());
         let signals = async {
-            info!(signal = signalled().await, "the end begins");
+            // Outside of the log lines: what they say is not even computed where they are switched off.
+            let signal = signalled().await;
+            info!(signal, "the end begins");
             drain.cancel();
-            info!(signal = signalled().await, "the end is now");
+            let signal = signalled().await;
+            info!(signal, "the end is now");
         };
         tokio::select! {
             ended = running => ended.map(|()| 0),

@@ -129,10 +129,13 @@ impl ResponseHead {
     }
 }
 
-/// `upstream.address` names who was tried last, `response.flags` is not zero where Envoy made the answer itself.
+/// Flag of Envoy's that also stands on answers of workers: there will be no further try.
+const RETRIES_EXHAUSTED: u64 = 1 << 15;
+
+/// `upstream.address` names who was tried last, `response.flags` says what went wrong where Envoy made the answer itself.
 fn answered_by(attributes: &HashMap<String, Struct>) -> AnsweredBy {
     let find = |name: &str| attributes.values().find_map(|group| group.fields.get(name)?.kind.as_ref());
-    if matches!(find("response.flags"), Some(Kind::NumberValue(flags)) if *flags != 0.0) {
+    if matches!(find("response.flags"), Some(Kind::NumberValue(flags)) if *flags as u64 & !RETRIES_EXHAUSTED != 0) {
         return AnsweredBy::Envoy;
     }
     match find("upstream.address") {

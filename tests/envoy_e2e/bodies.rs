@@ -76,7 +76,14 @@ async fn bodies_arrive(shown: Shown) {
                 let response = request.header("content-type", "application/json").send().await.unwrap();
                 assert_eq!(response.version(), version, "{what}");
                 let answered = Answered::read(response).await;
-                assert_eq!((answered.status.as_u16(), answered.mode()), (200, "load_only"), "{what}: {answered:?}");
+                // Workers without events are routed by what was sent to them. What cannot be read, or not in time, goes by
+                // load.
+                let modes: &[&str] = match body.len() {
+                    1 => &["load_only"],
+                    2..=4_000 => &["approximate"],
+                    _ => &["approximate", "load_only"],
+                };
+                assert!(answered.status == 200 && modes.contains(&answered.mode()), "{what}: {answered:?}");
                 let report = &answered.documents()[0];
                 assert_eq!(
                     (&report["bytes"], &report["xxh3"]),

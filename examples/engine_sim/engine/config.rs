@@ -33,7 +33,7 @@ pub(crate) struct EngineConfig {
     pub(crate) pace: Pace,
     /// Misbehaviour from the start, as JSON; POST /sim/misbehave takes the same, and changes only the fields it gets:
     /// `crash` ("next_step" or {"after_requests": n}), `hang`, `refuse` (a status), `slow_first_token_ms`,
-    /// `cut_stream_after_tokens`, `drop_events` ({"batches": n, "keep_for_replay": bool}).
+    /// `hold_first_tokens`, `cut_stream_after_tokens`, `drop_events` ({"batches": n, "keep_for_replay": bool}).
     #[arg(long, value_parser = |text: &str| serde_json::from_str::<Faults>(text), default_value = "{}")]
     pub(crate) misbehave: Faults,
     /// Do not print the line that says where the engine listens.

@@ -21,6 +21,8 @@ pub(crate) struct Faults {
     pub(crate) refuse: Option<u16>,
     /// Every first token comes so much later.
     pub(crate) slow_first_token_ms: u64,
+    /// First tokens are computed and kept back, until this is taken back.
+    pub(crate) hold_first_tokens: bool,
     /// Connections are cut after this many tokens of a stream.
     pub(crate) cut_stream_after_tokens: Option<u64>,
     /// The next batches of KV events get lost, on every rank.

@@ -26,7 +26,17 @@ use super::rank::{Rank, Ticket};
 use super::scheduler::Output;
 
 /// Headers that tests want to see as the engine saw them.
-const ECHOED: [&str; 4] = ["x-worker-instance-id", "x-dp-rank", "x-prefill-instance-id", "x-prefill-dp-rank"];
+const ECHOED: [&str; 6] = [
+    "x-worker-instance-id",
+    "x-dp-rank",
+    "x-prefill-instance-id",
+    "x-prefill-dp-rank",
+    "x-prefiller-host-port",
+    "x-envoy-attempt-count",
+];
+
+/// How often a first token that is kept back looks whether it may go.
+const HELD_LOOK: Duration = Duration::from_millis(5);
 
 pub(crate) fn router(engine: Arc<Engine>) -> Router {
     Router::new()
@@ -176,6 +186,9 @@ async fn delay_first(engine: &Engine, output: Output) {
     let slow = engine.mood.faults().slow_first_token_ms;
     if output.is_first && slow > 0 {
         tokio::time::sleep(Duration::from_millis(slow)).await;
+    }
+    while output.is_first && engine.mood.faults().hold_first_tokens {
+        tokio::time::sleep(HELD_LOOK).await;
     }
 }
 

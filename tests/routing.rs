@@ -1,0 +1,25 @@
+//! Routing in full through a real Envoy with the shipped configuration: prefill and decode pools, the queue, sessions,
+//! workers that fail, trusted clients, and a storm of requests after which nothing is left over. Every test starts a
+//! deployment of its own on free ports.
+
+#![expect(clippy::unwrap_used, reason = "a test ends where something fails")]
+
+#[path = "../examples/support/mod.rs"]
+mod support;
+
+#[path = "routing/bed.rs"]
+mod bed;
+#[path = "routing/health.rs"]
+mod health;
+#[path = "envoy_e2e/openmetrics.rs"]
+mod openmetrics;
+#[path = "routing/phases.rs"]
+mod phases;
+#[path = "routing/queue.rs"]
+mod queue;
+#[path = "routing/sessions.rs"]
+mod sessions;
+#[path = "routing/storm.rs"]
+mod storm;
+#[path = "routing/trust.rs"]
+mod trust;
