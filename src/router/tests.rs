@@ -5,6 +5,7 @@ use proptest::prelude::*;
 
 mod explain;
 mod herd;
+mod outside;
 mod phases;
 mod standing;
 
