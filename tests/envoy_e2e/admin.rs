@@ -213,3 +213,21 @@ async fn the_load_of_a_worker_rank_shows_while_it_lasts_and_is_gone_after() {
         })
         .await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn how_much_is_logged_does_not_change_how_it_runs_and_ends() {
+    let mut deployment = Deployment::engines(&[]).await;
+    deployment.write_worker_entries(&json!([])).unwrap();
+    for level in ["error", "warn", "info", "debug", "trace"] {
+        let more = json!({"log": {"level": level}, "readiness": {"min_initial_workers": 0}});
+        deployment.start_router(&telling(more)).await.unwrap();
+        // A request from the end of the start on, so that it had the time to end by itself.
+        let alive = deployment.http.get(deployment.admin_url("/metrics")).send().await.unwrap();
+        assert_eq!(alive.status(), StatusCode::OK, "{level}");
+        let router = deployment.router().unwrap();
+        assert!(router.is_running(), "{level}: {}", router.log_tail());
+        router.terminate();
+        assert!(until(PATIENCE, async || !router.is_running()).await, "{level}: {}", router.log_tail());
+        assert!(router.wait_exit(std::time::Instant::now()).unwrap().success(), "{level}: {}", router.log_tail());
+    }
+}
