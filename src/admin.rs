@@ -1,14 +1,15 @@
 //! Admin HTTP: health, readiness, metrics, and the live state as JSON of the very structs that decide. Bound to loopback
-//! by default; nothing here changes anything.
+//! by default; nothing here changes anything, not even a question why.
 
 pub mod config;
+pub mod explain;
 
 use std::sync::Arc;
 
-use axum::extract::State;
+use axum::extract::{DefaultBodyLimit, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
+use axum::routing::{get, post};
 use axum::{Json, Router as Routes};
 use serde_json::json;
 
@@ -27,10 +28,13 @@ pub struct Admin {
     pub metrics: Arc<Metrics>,
     /// What is still pending.
     pub readiness: Readiness,
+    /// From a body to a question, for explanations.
+    pub way_in: explain::WayIn,
 }
 
 /// The pages.
 pub fn routes(admin: Admin) -> Routes {
+    let longest = DefaultBodyLimit::max(admin.way_in.longest());
     Routes::new()
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(ready))
@@ -47,6 +51,7 @@ pub fn routes(admin: Admin) -> Routes {
             "/debug/load",
             get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().load().snapshot())) }),
         )
+        .route(explain::PAGE, post(explain::explain).layer(longest))
         .with_state(admin)
 }
 

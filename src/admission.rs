@@ -141,6 +141,11 @@ impl<P: Placing> Admission<P> {
         self.wait(request, turn, class)
     }
 
+    /// The class that a request would wait in.
+    pub fn class_of(&self, turn: &Turn) -> &Class {
+        self.classes.get(self.classes.resolve(turn.class.as_deref(), turn.uncached()))
+    }
+
     /// Load went down or the fleet changed: those who wait are looked at again. Cheap, and may be called from anywhere.
     pub fn nudge(&self) {
         // Whoever begins to wait counts itself first and only then looks for its place; we changed the load first and only

@@ -2,13 +2,14 @@
 //! sockets; [`App::run_until`] serves until told to stop, and then drains.
 
 mod keeper;
+mod offline;
 mod parts;
 mod sockets;
 
 use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -19,7 +20,9 @@ use tokio_util::sync::CancellationToken;
 use tonic_health::server::HealthReporter;
 use tracing::{info, warn};
 
+use crate::admin::explain::WayIn;
 use crate::admin::{self, Admin};
+use crate::api::{self, Api, Feed};
 use crate::config::{Config, WorkerSource};
 use crate::discovery::{self, file::WorkersFile};
 use crate::engine_sessions::EngineSessions;
@@ -34,6 +37,8 @@ use crate::worker::Worker;
 use keeper::Keeper;
 use sockets::GrpcListener;
 
+pub use offline::Offline;
+
 /// gRPC message overhead on top of a body: headers, attributes, metadata.
 const MESSAGE_OVERHEAD: usize = 1 << 20;
 
@@ -41,6 +46,8 @@ const MESSAGE_OVERHEAD: usize = 1 << 20;
 pub struct App {
     /// Where the admin pages are.
     pub admin_address: SocketAddr,
+    /// Where callers that are not Envoy are served, if they are.
+    pub api_address: Option<SocketAddr>,
     /// Where ext_proc listens by TCP.
     pub ext_proc_address: Option<SocketAddr>,
     /// Where ext_proc listens by unix socket.
@@ -74,6 +81,7 @@ impl App {
         let (health, health_service) = tonic_health::server::health_reporter();
         let mut app = Self {
             admin_address: admin_listener.local_addr()?,
+            api_address: None,
             ext_proc_address: None,
             ext_proc_socket: None,
             readiness,
@@ -86,10 +94,17 @@ impl App {
         };
         // The pages come first, so that they can say what the rest is waiting for.
         let loading = app.readiness.wait_for("tokenizers");
-        let pages = Admin { entrance: entrance.clone(), metrics: metrics.clone(), readiness: app.readiness.clone() };
+        let way_in = WayIn { intake: Arc::new(OnceLock::new()), body_limit: config.limits.body.bytes() };
+        let pages = Admin {
+            entrance: entrance.clone(),
+            metrics: metrics.clone(),
+            readiness: app.readiness.clone(),
+            way_in: way_in.clone(),
+        };
         app.servers.spawn(sockets::serve_admin(admin_listener, admin::routes(pages), app.stop.clone()));
         app.follow_readiness();
-        app.feed(&config, &entrance, metrics.clone());
+        let feed = Arc::new(Feed::default());
+        app.feed(&config, &entrance, feed.clone(), metrics.clone());
         app.keep_time(&entrance, &metrics);
         app.tell_engines(&config, &entrance, &metrics)?;
         let models = parts::load_models(&config).await?;
@@ -99,6 +114,16 @@ impl App {
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
         let intake = parts::intake(&config, models, &metrics)?;
+        // Only here is it set.
+        let _set = way_in.intake.set(intake.clone());
+        let parts = api::Parts {
+            intake: intake.clone(),
+            entrance: entrance.clone(),
+            feed,
+            metrics: metrics.clone(),
+            closing: app.closing.clone(),
+        };
+        app.serve_api(&config, parts, tonic::service::Routes::new(health_service.clone())).await?;
         let service = app.ext_proc(&config, intake, entrance.clone(), &metrics);
         for listener in grpc {
             let routes = tonic::service::Routes::new(health_service.clone()).add_service(service.clone());
@@ -110,7 +135,13 @@ impl App {
 
     /// Serves until `shutdown` completes, then drains: not ready, no new streams, open ones up to the deadline.
     pub async fn run_until(mut self, shutdown: impl Future<Output = ()>) -> anyhow::Result<()> {
-        info!(admin = %self.admin_address, tcp = ?self.ext_proc_address, unix = ?self.ext_proc_socket, "listening");
+        info!(
+            admin = %self.admin_address,
+            tcp = ?self.ext_proc_address,
+            unix = ?self.ext_proc_socket,
+            api = ?self.api_address,
+            "listening"
+        );
         tokio::select! {
             () = shutdown => {}
             ended = self.servers.join_next() => {
@@ -165,10 +196,38 @@ impl App {
             .max_encoding_message_size(usize::MAX)
     }
 
+    /// Serves callers that are not Envoy, and ends what they book and forget.
+    async fn serve_api(
+        &mut self,
+        config: &Config,
+        parts: api::Parts,
+        routes: tonic::service::Routes,
+    ) -> anyhow::Result<()> {
+        let Some(settings) = &config.api else { return Ok(()) };
+        let (metrics, stop) = (parts.metrics.clone(), self.stop.clone());
+        let api = Api::new(parts, settings);
+        let listener = sockets::bind_tcp("api", settings.listen).await?;
+        self.api_address = listener.address();
+        let largest = config.limits.body.bytes().saturating_add(MESSAGE_OVERHEAD);
+        let routes = routes.add_service(api.server(largest));
+        self.servers.spawn(listener.serve(routes, self.closing.clone()));
+        self.background.spawn(async move {
+            supervise("bookings", &metrics, stop, || {
+                let api = api.clone();
+                async move {
+                    api.run_expiry().await;
+                    Ok(())
+                }
+            })
+            .await;
+        });
+        Ok(())
+    }
+
     /// Starts what feeds the fleet.
-    fn feed(&mut self, config: &Config, entrance: &Arc<Entrance>, metrics: Arc<Metrics>) {
+    fn feed(&mut self, config: &Config, entrance: &Arc<Entrance>, feed: Arc<Feed>, metrics: Arc<Metrics>) {
         let (desired, sets) = mpsc::unbounded_channel::<Vec<Worker>>();
-        let keeper = Keeper::new(config, entrance.clone(), metrics.clone(), self.readiness.clone());
+        let keeper = Keeper::new(config, entrance.clone(), feed, metrics.clone(), self.readiness.clone());
         self.background.spawn(keeper.run(sets, self.stop.clone()));
         match config.worker_source() {
             WorkerSource::Fixed(workers) => {
@@ -266,6 +325,7 @@ impl App {
                 };
                 health.set_service_status("", status).await;
                 health.set_service_status("envoy.service.ext_proc.v3.ExternalProcessor", status).await;
+                health.set_service_status("warmroute.v1.Router", status).await;
                 tokio::select! {
                     () = stop.cancelled() => break,
                     changed = changes.changed() => if changed.is_err() { break },

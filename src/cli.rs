@@ -20,6 +20,9 @@ pub struct Cli {
 pub enum Command {
     /// Checks a configuration: prints it with every default filled in, or each mistake with its line
     Check(ConfigArgs),
+    /// Says why a request would go where it would go: per worker rank what is cached, what it is busy with, every term of
+    /// its cost, or why it is excluded
+    Explain(ExplainArgs),
     /// Serves until SIGTERM or SIGINT
     Serve(ConfigArgs),
 }
@@ -30,6 +33,39 @@ pub struct ConfigArgs {
     /// The configuration file
     #[arg(long, short, value_name = "FILE")]
     pub config: PathBuf,
+}
+
+/// What to explain, and who is asked.
+#[derive(Debug, Args)]
+pub struct ExplainArgs {
+    /// The configuration file; not needed where a running process is asked
+    #[arg(long, short, value_name = "FILE", required_unless_present = "admin")]
+    pub config: Option<PathBuf>,
+    /// The request's body; `-` is standard input
+    #[arg(long, short, value_name = "FILE")]
+    pub body: PathBuf,
+    /// The request's path; by default /v1/chat/completions, or /v1/completions where the body has a prompt
+    #[arg(long)]
+    pub path: Option<String>,
+    /// A header of the request; may be repeated
+    #[arg(long = "header", short = 'H', value_name = "NAME=VALUE", value_parser = header)]
+    pub headers: Vec<(String, String)>,
+    /// Ask the running process with these admin pages, which knows the caches and the load; else only the configuration
+    #[arg(long, value_name = "URL")]
+    pub admin: Option<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn header(text: &str) -> Result<(String, String), String> {
+    let (name, value) = text.split_once('=').ok_or("a header is written NAME=VALUE")?;
+    let name = name.trim();
+    if name.is_empty() {
+        Err("the header has no name".to_owned())
+    } else {
+        Ok((name.to_lowercase(), value.trim().to_owned()))
+    }
 }
 
 /// The filter of the log: `RUST_LOG` where it is set, else the level of the configuration.
@@ -56,5 +92,27 @@ mod tests {
         let cli = Cli::try_parse_from(["warmroute", "check", "--config", "w.yaml"]).unwrap();
         let Command::Check(args) = cli.command else { panic!("another command") };
         assert_eq!(args.config, PathBuf::from("w.yaml"));
+    }
+
+    fn explain(more: &[&str]) -> Result<ExplainArgs, clap::Error> {
+        let cli = Cli::try_parse_from(["warmroute", "explain"].iter().chain(more))?;
+        let Command::Explain(args) = cli.command else { panic!("another command") };
+        Ok(args)
+    }
+
+    #[test]
+    fn an_explanation_needs_a_body_and_a_configuration_or_somebody_to_ask() {
+        let args = explain(&["--config", "w.yaml", "--body", "-", "--header", "X-Prio = a=b", "-H", "y=2"]).unwrap();
+        assert_eq!(args.config, Some(PathBuf::from("w.yaml")));
+        assert_eq!(args.headers, [("x-prio".to_owned(), "a=b".to_owned()), ("y".to_owned(), "2".to_owned())]);
+        assert_eq!((args.path, args.admin, args.json), (None, None, false));
+        let args = explain(&["--admin", "http://h:1", "--body", "b", "--path", "/v1/completions", "--json"]).unwrap();
+        assert_eq!((args.config, args.admin.as_deref(), args.json), (None, Some("http://h:1"), true));
+        for missing in
+            [&["--body", "b"][..], &["--config", "w"], &["--config", "w", "--body", "b", "--header", "novalue"]]
+        {
+            assert!(explain(missing).is_err(), "{missing:?}");
+        }
+        assert!(explain(&["--config", "w", "--body", "b", "--header", "=v"]).is_err());
     }
 }

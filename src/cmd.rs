@@ -1,6 +1,7 @@
 //! The commands.
 
 pub mod check;
+pub mod explain;
 pub mod serve;
 
 use std::io::{self, Write};
@@ -19,6 +20,7 @@ pub fn main(cli: Cli) -> ExitCode {
     let mut err = io::stderr();
     let ended = match cli.command {
         Command::Check(args) => check::run(&args.config, &mut io::stdout(), &mut err),
+        Command::Explain(args) => explain::run(&args, &mut io::stdout(), &mut err),
         Command::Serve(args) => serve::run(&args.config, &mut err),
     };
     ended.map_or_else(|error| failed(&error, &mut err), ExitCode::from)

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::admin::config::AdminConfig;
 use crate::admission::config::QueueConfig;
+use crate::api::ApiConfig;
 use crate::disagg::Disaggregation;
 use crate::discovery::config::{DiscoveryConfig, WorkerConfig};
 use crate::discovery::{self, ServedModel};
@@ -48,6 +49,9 @@ pub struct Config {
     /// Where operators reach us.
     #[serde(default)]
     pub admin: AdminConfig,
+    /// Where callers that are not Envoy reach us; none: nowhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub api: Option<ApiConfig>,
     /// What is served.
     pub models: Vec<ModelConfig>,
     /// The file that lists the workers, followed while we run.

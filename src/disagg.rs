@@ -146,9 +146,9 @@ impl Disaggregation {
         ];
         for (name, share) in shares {
             let most = if name == "prefill_busy_threshold" { f64::INFINITY } else { 1.0 };
-            if share.is_some_and(|share| !(share.is_finite() && (0.0..=most).contains(&share))) {
-                let range = if most == 1.0 { "from 0 to 1" } else { "at least 0 and finite" };
-                return Err((name, format!("must be {range}")));
+            if let Some(share) = share.filter(|share| !(share.is_finite() && (0.0..=most).contains(share))) {
+                let range = if most == 1.0 { "from 0 to 1" } else { "finite and at least 0" };
+                return Err((name, format!("is {share}, but must be {range}")));
             }
         }
         if rule.policy != Rule::IslBounding && rule.prefill_busy_threshold.is_none() {

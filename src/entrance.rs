@@ -9,7 +9,7 @@ use tokio::time::timeout;
 use tracing::debug;
 
 use crate::admission::{Admission, Entered, Lane, Rejected, Turn};
-use crate::router::{Booked, Prepared, Route, RouteError, RouteRequest, Router};
+use crate::router::{Booked, Explanation, Prepared, Route, RouteError, RouteRequest, Router};
 use crate::sessions::{Binding, Entry, Hold, SessionName, Sessions};
 use crate::worker::WorkerRank;
 
@@ -31,6 +31,22 @@ pub enum Affinity {
     Hard,
     /// They go elsewhere when it is busy.
     Soft,
+}
+
+impl Affinity {
+    /// Sends a request where its session is.
+    fn bind(self, request: &mut RouteRequest, target: WorkerRank) {
+        match self {
+            Affinity::Hard => request.constraints.exclusive = Some(target),
+            Affinity::Soft => request.affinity = Some(target),
+        }
+    }
+}
+
+impl SessionWord {
+    fn name(&self) -> SessionName<'_> {
+        SessionName { id: &self.id, parent: self.parent.as_deref() }
+    }
 }
 
 /// The sessions, and what they mean for routing.
@@ -101,6 +117,18 @@ impl Entrance {
         self.router.ask(request)
     }
 
+    /// Says why a request would go where it would go now, without entering its session or taking a turn.
+    pub fn explain(&self, mut request: RouteRequest, session: Option<&SessionWord>) -> Explanation {
+        if let (Some(affinities), Some(word)) = (&self.affinities, session)
+            && let Some(target) = affinities.sessions.target(word.name())
+        {
+            affinities.affinity.bind(&mut request, target);
+        }
+        let prepared = self.router.prepare(request);
+        let class = self.admission.class_of(&turn(&prepared));
+        self.router.explain_prepared(prepared, Some(class))
+    }
+
     /// Lets a request in. Where it has to wait, `told` hears once how long that may take at most.
     pub async fn admit(
         &self,
@@ -111,10 +139,7 @@ impl Entrance {
         let mut told = Some(told);
         let standing = self.session(session, &mut told).await;
         if let (Standing::Bound(hold), Some(affinities)) = (&standing, &self.affinities) {
-            match affinities.affinity {
-                Affinity::Hard => request.constraints.exclusive = Some(hold.target()),
-                Affinity::Soft => request.affinity = Some(hold.target()),
-            }
+            affinities.affinity.bind(&mut request, hold.target());
         }
         let booked = self.turn(self.router.prepare(request), &mut told).await?;
         let target = booked.route.to.rank;
@@ -137,8 +162,7 @@ impl Entrance {
 
     async fn session(&self, session: Option<&SessionWord>, told: &mut Option<impl FnOnce(Duration)>) -> Standing {
         let (Some(affinities), Some(word)) = (&self.affinities, session) else { return Standing::None };
-        let name = SessionName { id: &word.id, parent: word.parent.as_deref() };
-        let entry = match affinities.sessions.enter(name) {
+        let entry = match affinities.sessions.enter(word.name()) {
             Ok(Entry::Wait(waiting)) => {
                 tell(told, affinities.wait + self.queue_deadline);
                 match timeout(affinities.wait, waiting).await {
@@ -161,16 +185,7 @@ impl Entrance {
     }
 
     async fn turn(&self, prepared: Prepared, told: &mut Option<impl FnOnce(Duration)>) -> Result<Booked, Refusal> {
-        let request = prepared.request();
-        let turn = Turn {
-            class: request.priority.class.clone(),
-            lane: lane(request),
-            strict_priority: request.priority.strict,
-            priority_jump: request.priority.jump,
-            due: None,
-            prompt_tokens: request.prompt.tokens(),
-            cached_tokens: prepared.best_cached_tokens(),
-        };
+        let turn = turn(&prepared);
         match self.admission.enter(prepared, turn) {
             Entered::Done(outcome) => outcome,
             Entered::Waiting(waiting) => {
@@ -178,6 +193,20 @@ impl Entrance {
                 waiting.placed().await
             }
         }
+    }
+}
+
+/// What the queue has to know of a request.
+fn turn(prepared: &Prepared) -> Turn {
+    let request = prepared.request();
+    Turn {
+        class: request.priority.class.clone(),
+        lane: lane(request),
+        strict_priority: request.priority.strict,
+        priority_jump: request.priority.jump,
+        due: None,
+        prompt_tokens: request.prompt.tokens(),
+        cached_tokens: prepared.best_cached_tokens(),
     }
 }
 

@@ -4,6 +4,7 @@
 //! its reason, and never an error for the client.
 
 pub mod config;
+mod direct;
 mod models;
 mod sessions;
 mod shared;

@@ -30,6 +30,7 @@ pub mod router;
 
 // Layer 4: adapters.
 pub mod admin;
+pub mod api;
 pub mod discovery;
 pub mod engine_sessions;
 pub mod ext_proc;

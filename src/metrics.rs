@@ -98,6 +98,15 @@ pub struct EventLabels {
     pub outcome: &'static str,
 }
 
+/// A call to the service and what became of it.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct CallLabels {
+    /// Its name in the protocol.
+    pub call: &'static str,
+    /// `OK`, or the gRPC status.
+    pub code: &'static str,
+}
+
 /// A worker rank.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct RankLabels {
@@ -203,6 +212,12 @@ metrics! {
     phases: Family<PhasesLabel, Counter> = Family::default();
     /// Requests whose chosen worker rank did not answer them, because it could not be reached
     chosen_not_reached: Family<RankLabels, Counter> = Family::default();
+    /// Calls to the service for callers that are not Envoy, by call and gRPC status; a stream counts when it begins
+    api_calls: Family<CallLabels, Counter> = Family::default();
+    /// Requests booked through the service
+    api_bookings: Gauge = Gauge::default();
+    /// Bookings of the service that were released because nothing was heard of them
+    api_bookings_expired: Counter = Counter::default();
     /// Workers that rest because they failed
     workers_out: Gauge = Gauge::default();
     /// Requests that wait for their turn, by class

@@ -7,6 +7,7 @@ mod answer;
 mod explain;
 mod feedback;
 mod leg;
+mod outside;
 mod placing;
 mod pools;
 mod predictions;
@@ -26,6 +27,7 @@ use rand::rngs::SmallRng;
 pub use answer::{Destination, Mode, Phases, Prefill, Reason, Route, RouteError, Steer};
 pub use explain::{Explanation, Judged, PhaseExplained};
 pub use feedback::{Answer, AnswerFrom};
+pub use outside::{Elsewhere, Foreign, Surveyed};
 pub use placing::Booked;
 pub use predictions::Predictions;
 pub use prepared::Prepared;
@@ -37,7 +39,7 @@ use crate::block::tracking::unshared;
 use crate::fleet::{Fleet, Member};
 use crate::health::Health;
 use crate::index::PrefixIndex;
-use crate::load::LoadTracker;
+use crate::load::{LoadTracker, LoadView};
 use crate::schedule::{Occupancy, Overload};
 use crate::worker::WorkerRank;
 use feedback::Durations;
@@ -219,17 +221,24 @@ impl Router {
 
     /// Chooses without booking.
     pub fn ask(&self, request: RouteRequest) -> Result<Route, RouteError> {
-        let prepared = self.prepare(request);
-        let fleet = self.fleet.load();
+        let mut prepared = self.prepare(request);
+        let fleet = self.fleet_of(&mut prepared);
         let pools = self.pools(&fleet, &prepared.request).map_err(RouteError::from)?;
-        let legs = self.decide_only(&prepared, &pools)?;
+        let decision =
+            Decision { prepared: &prepared, pools: &pools, settings: &self.settings, gate: &Gate::default() };
+        let legs = self.load.look(|view| decision.decide(view, &mut *self.random.lock())).map_err(RouteError::from)?;
         Ok(self.describe(&prepared, &legs))
     }
 
-    fn decide_only<'f>(&self, prepared: &Prepared, pools: &Pools<'f>) -> Result<Legs<'f>, RouteError> {
-        let decision = Decision { prepared, pools, settings: &self.settings, gate: &Gate::default() };
-        let decided = self.load.look(|view| decision.decide(view, &mut *self.random.lock()));
-        decided.map_err(RouteError::from)
+    /// The fleet of this instant, to which the overlaps belong.
+    fn fleet_of(&self, prepared: &mut Prepared) -> Arc<Fleet> {
+        loop {
+            let fleet = self.fleet.load_full();
+            if prepared.generation == fleet.generation() {
+                return fleet;
+            }
+            self.look_up(prepared);
+        }
     }
 
     fn pools<'f>(&self, fleet: &'f Fleet, request: &RouteRequest) -> Result<Pools<'f>, Undecided> {
@@ -239,10 +248,7 @@ impl Router {
     fn standings(&self, members: &[&Member]) -> Standings {
         let now = self.load.now();
         let overloaded = match self.settings.overload.any() {
-            true => self.load.look(|view| {
-                let load = |member: &Member| view.load(member.slot, member.rank).unwrap_or_default();
-                self.overload.overloaded(members, now, |member| Occupancy { load: load(member), reported_usage: None })
-            }),
+            true => self.load.look(|view| self.overload.overloaded(members, now, |member| occupancy(view, member))),
             false => self.overload.overloaded(members, now, |_| Occupancy::default()),
         };
         Standings { overloaded, unwell: self.health.unwell(now) }
@@ -294,6 +300,10 @@ impl Router {
             Prompt::Hashed(_) => (Mode::LoadOnly, Some(Reason::IndexCold)),
         }
     }
+}
+
+fn occupancy(view: &LoadView<'_>, member: &Member) -> Occupancy {
+    Occupancy { load: view.load(member.slot, member.rank).unwrap_or_default(), reported_usage: None }
 }
 
 fn destination(member: &Member) -> Destination {

@@ -55,6 +55,12 @@ impl Question {
     pub fn required_blocks(&self) -> u64 {
         self.prompt_tokens.div_ceil(self.block_size.tokens() as u64)
     }
+
+    /// Blocks that a candidate would hold for live requests, this one included.
+    pub fn decode_blocks(&self, candidate: &Candidate) -> u64 {
+        let tail = self.required_blocks().saturating_sub(self.tracked_blocks);
+        candidate.load.active_blocks + candidate.additional_blocks + tail
+    }
 }
 
 /// One worker rank that may be chosen.
@@ -118,9 +124,7 @@ pub fn choose(question: &Question, candidates: &[Candidate], weights: &Weights, 
         best_raw_cached_tokens: candidates.iter().map(raw_cached_tokens).max()?,
         effective_overlap_blocks: scale.effective(chosen),
         required_blocks,
-        potential_decode_blocks: chosen.load.active_blocks
-            + chosen.additional_blocks
-            + required_blocks.saturating_sub(question.tracked_blocks),
+        potential_decode_blocks: question.decode_blocks(chosen),
     })
 }
 

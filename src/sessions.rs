@@ -198,6 +198,13 @@ impl Sessions {
         Ok(self.entry(key, step, number))
     }
 
+    /// Where a session is bound, without entering it.
+    pub fn target(&self, name: SessionName<'_>) -> Option<WorkerRank> {
+        let now = (self.clock)();
+        let table = self.table.lock();
+        table.target(&table.key(name).ok()?, now)
+    }
+
     /// Forgets what has not been used for too long.
     pub fn expire(&self) {
         let now = (self.clock)();

@@ -10,13 +10,17 @@ use std::process::{Command, Output};
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde_json::Value;
 use tokio::sync::watch;
-use warmroute::config::{Config, WorkerSource};
+use warmroute::config::{Config, SessionsConfig, WorkerSource};
+use warmroute::disagg::Conditional;
 use warmroute::discovery::ServedModel;
 use warmroute::discovery::config::DiscoveryConfig;
 use warmroute::discovery::file::{self, WorkersFile};
+use warmroute::engine_sessions::config::{EngineKind, EngineSessionsConfig};
 use warmroute::metrics::{Metrics, OutcomeLabel};
 use warmroute::settings::Period;
+use warmroute::shared_cache::SharedCacheConfig;
 use warmroute::worker::{Attach, BlockSize, DpRank, Role};
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
@@ -69,29 +73,108 @@ fn a_resolved_configuration_reads_back_as_itself() {
     }
 }
 
-#[test]
-fn the_example_says_the_defaults() {
-    let example = Config::load(&Path::new(ROOT).join("examples/warmroute.yaml")).unwrap();
-    let least = Config::load(&data("valid/least.yaml")).unwrap();
-    assert_eq!(example.admin, least.admin);
-    assert_eq!(example.listen.tcp, least.listen.tcp);
-    assert_eq!(example.schedule, least.schedule);
-    assert_eq!(example.limits, least.limits);
-    assert_eq!(example.readiness, least.readiness);
-    assert_eq!(example.drain, least.drain);
-    assert_eq!(example.discovery, least.discovery);
-    assert_eq!(example.response, least.response);
-    assert_eq!(example.log, least.log);
-    assert_eq!(example.models[0].block_size, least.models[0].block_size);
+fn example() -> (PathBuf, String) {
+    let path = Path::new(ROOT).join("examples/warmroute.yaml");
+    let text = fs::read_to_string(&path).unwrap();
+    (path, text)
+}
+
+/// The example with everything switched on that is off by default.
+fn example_with_all() -> (PathBuf, String) {
+    let (path, text) = example();
+    let on = |line: &str| match line.split_once('#') {
+        Some((indent, rest)) if indent.trim().is_empty() && !rest.starts_with(' ') => format!("{indent}{rest}\n"),
+        // Inside a setting that is switched on.
+        Some((indent, rest)) if indent.trim().is_empty() && rest.starts_with("  ") => format!("{indent}{rest}\n"),
+        _ => format!("{line}\n"),
+    };
+    // A shared cache whose blocks are worth nothing is refused.
+    (
+        path,
+        text.lines()
+            .map(on)
+            .collect::<String>()
+            .replace("shared_cache_multiplier: 0.0", "shared_cache_multiplier: 0.5"),
+    )
 }
 
 #[test]
-fn every_default_is_written_in_the_example() {
-    let example = fs::read_to_string(Path::new(ROOT).join("examples/warmroute.yaml")).unwrap();
-    let resolved = Config::load(&Path::new(ROOT).join("examples/warmroute.yaml")).unwrap().to_yaml().unwrap();
-    for key in resolved.lines().filter_map(|line| line.trim_start_matches(['-', ' ']).split_once(':')) {
-        let key = format!("{}:", key.0);
-        assert!(example.contains(&key), "examples/warmroute.yaml says nothing of {key}");
+fn the_example_says_the_defaults() {
+    let (path, text) = example();
+    let mut example = Config::parse(&path, text.as_bytes()).unwrap();
+    assert_eq!(example.envoy.take().unwrap().cluster, "workers");
+    assert!(example.listen.unix.take().is_some());
+    let least = Config::load(&data("valid/least.yaml")).unwrap();
+    let (model, usual) = (&example.models[0], &least.models[0]);
+    assert_eq!((model.block_size, model.eagle, &model.adapters), (usual.block_size, usual.eagle, &usual.adapters));
+    // Everything else, whatever is added later.
+    let workers = least.workers.clone();
+    assert_eq!(Config { models: least.models.clone(), workers_file: None, workers, ..example }, least);
+}
+
+#[test]
+fn what_is_off_in_the_example_says_its_defaults_as_well() {
+    let (path, text) = example_with_all();
+    let config = Config::parse(&path, text.as_bytes()).unwrap_or_else(|errors| panic!("{errors:?}\n{text}"));
+    let sessions = config.sessions.unwrap();
+    assert_eq!(sessions.engine, Some(EngineSessionsConfig::of(EngineKind::Sglang)));
+    assert_eq!(SessionsConfig { engine: None, ..sessions }, SessionsConfig::default());
+    assert_eq!(config.disaggregation.conditional, Some(Conditional::default()));
+    let cache = config.shared_cache.unwrap();
+    assert_eq!(cache, SharedCacheConfig::at(cache.url.clone()));
+    let [class] = &config.queue.classes[..] else { panic!("{:?}", config.queue) };
+    assert_eq!((class.policy, class.quantum), (Some(config.queue.policy), 1));
+}
+
+/// The keys of a map and of the maps in it, each with its way from the root; lists count by their first element.
+fn keys(value: &Value, way: &str) -> Vec<String> {
+    match value {
+        Value::Object(fields) => {
+            let inner = |(key, value): (&String, &Value)| {
+                let way = format!("{way}.{key}");
+                let deeper = keys(value, &way);
+                [vec![way], deeper].concat()
+            };
+            fields.iter().flat_map(inner).collect()
+        }
+        Value::Array(items) => items.first().map(|item| keys(item, way)).unwrap_or_default(),
+        _ => Vec::new(),
+    }
+}
+
+/// The leaves of a map and of the maps in it, each with its way from the root.
+fn leaves(value: &Value, way: &str, found: &mut Vec<(String, Value)>) {
+    match value {
+        Value::Object(fields) => fields.iter().for_each(|(key, value)| leaves(value, &format!("{way}.{key}"), found)),
+        leaf => found.push((way.to_owned(), leaf.clone())),
+    }
+}
+
+#[test]
+fn the_valid_files_set_every_key_to_something_else() {
+    let resolved = |path: &Path| {
+        let value: Value = serde_saphyr::from_str(&Config::load(path).unwrap().to_yaml().unwrap()).unwrap();
+        let mut found = Vec::new();
+        leaves(&value, "", &mut found);
+        found
+    };
+    let files: Vec<_> = yaml_files(&data("valid")).iter().map(|path| resolved(path)).collect();
+    for (way, default) in resolved(&data("valid/least.yaml")) {
+        let set = |file: &Vec<(String, Value)>| !file.contains(&(way.clone(), default.clone()));
+        assert!(files.iter().any(set), "{way} reads back as itself only because it is the default");
+    }
+}
+
+#[test]
+fn every_key_is_written_in_the_example() {
+    let (path, text) = example_with_all();
+    let written: Value = serde_saphyr::from_str(&text).unwrap();
+    let resolved = Config::parse(&path, text.as_bytes()).unwrap().to_yaml().unwrap();
+    let resolved: Value = serde_saphyr::from_str(&resolved).unwrap();
+    let written = keys(&written, "");
+    assert!(written.len() > 100, "{written:?}");
+    for key in keys(&resolved, "") {
+        assert!(written.contains(&key), "examples/warmroute.yaml says nothing of {key}");
     }
 }
 

@@ -12,10 +12,10 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use crate::api::Feed;
 use crate::config::Config;
 use crate::entrance::Entrance;
 use crate::fleet::Member;
-use crate::index::PrefixIndex;
 use crate::kv_events::{self, MediaTokens, RankSink, SourceSpec, SourceState};
 use crate::lifecycle::{self, Readiness, ReadyGuard, supervise};
 use crate::metrics::{Metrics, RankLabels};
@@ -30,6 +30,7 @@ const ENVOY_READS: Duration = Duration::from_millis(100);
 pub(super) struct Keeper {
     router: Arc<Router>,
     entrance: Arc<Entrance>,
+    feed: Arc<Feed>,
     metrics: Arc<Metrics>,
     readiness: Readiness,
     sources: HashMap<WorkerRank, Source>,
@@ -45,12 +46,19 @@ struct Source {
 }
 
 impl Keeper {
-    pub(super) fn new(config: &Config, entrance: Arc<Entrance>, metrics: Arc<Metrics>, readiness: Readiness) -> Self {
+    pub(super) fn new(
+        config: &Config,
+        entrance: Arc<Entrance>,
+        feed: Arc<Feed>,
+        metrics: Arc<Metrics>,
+        readiness: Readiness,
+    ) -> Self {
         let least = config.readiness.min_initial_workers as usize;
         let guard = readiness.wait_for(format!("initial workers: at least {least}"));
         Self {
             router: entrance.router().clone(),
             entrance,
+            feed,
             metrics,
             sources: HashMap::new(),
             initial_workers: Some((least, guard)),
@@ -98,6 +106,7 @@ impl Keeper {
             tokio::time::sleep(ENVOY_READS).await;
         }
         self.router.publish(fleet.clone());
+        self.feed.publish(&fleet);
         self.write_endpoints(fleet.workers());
         for member in &change.removed {
             self.router.load().close(member.slot);
@@ -145,6 +154,7 @@ impl Keeper {
             spec,
             slot: member.slot,
             router: self.router.clone(),
+            feed: self.feed.clone(),
             metrics: self.metrics.clone(),
             deadline: self.sources_deadline,
         };
@@ -172,6 +182,7 @@ struct Followed {
     spec: SourceSpec,
     slot: Slot,
     router: Arc<Router>,
+    feed: Arc<Feed>,
     metrics: Arc<Metrics>,
     deadline: Instant,
 }
@@ -182,7 +193,7 @@ impl Followed {
         let name = task_name(self.spec.rank);
         let source = supervise(&name, &self.metrics, stop, || {
             let (spec, metrics, state) = (self.spec.clone(), self.metrics.clone(), state.clone());
-            let sink = sink(self.router.index(), self.slot);
+            let sink = self.sink();
             let detached = Detached(state.clone());
             async move {
                 let _detached = detached;
@@ -194,6 +205,13 @@ impl Followed {
             () = source => {}
             () = self.follow(states, ready) => {}
         }
+    }
+
+    /// The way of the rank's events into the index. Dropping it takes the rank out of the index.
+    fn sink(&self) -> RankSink {
+        let joined = Arc::new(self.feed.join(self.spec.rank, self.router.index().join(self.slot)));
+        let doubted = joined.clone();
+        RankSink { apply: Box::new(move |event| joined.apply(event)), doubt: Box::new(move || doubted.doubt()) }
     }
 
     /// Tells the router whether the source can be believed, and readiness when it can, or when waiting is over.
@@ -218,15 +236,5 @@ struct Detached(watch::Sender<SourceState>);
 impl Drop for Detached {
     fn drop(&mut self) {
         self.0.send_replace(SourceState::Connecting);
-    }
-}
-
-/// The way of one rank's events into the index. Dropping it takes the rank out of the index.
-fn sink(index: &Arc<PrefixIndex>, slot: Slot) -> RankSink {
-    let writer = Arc::new(parking_lot::Mutex::new(index.join(slot)));
-    let doubted = writer.clone();
-    RankSink {
-        apply: Box::new(move |event| writer.lock().apply(event)),
-        doubt: Box::new(move || doubted.lock().doubt()),
     }
 }

@@ -67,12 +67,16 @@ impl GrpcListener {
     }
 }
 
+/// Binds one address; `what` is for the message where that fails.
+pub(super) async fn bind_tcp(what: &str, address: SocketAddr) -> anyhow::Result<GrpcListener> {
+    let listener = TcpListener::bind(address).await;
+    Ok(GrpcListener::Tcp(listener.with_context(|| format!("the {what} address {address} cannot be bound"))?))
+}
+
 pub(super) async fn bind(listen: &ListenConfig) -> anyhow::Result<Vec<GrpcListener>> {
     let mut listeners = Vec::new();
     if let Some(address) = listen.tcp {
-        let listener = TcpListener::bind(address).await;
-        let listener = listener.with_context(|| format!("the ext_proc address {address} cannot be bound"))?;
-        listeners.push(GrpcListener::Tcp(listener));
+        listeners.push(bind_tcp("ext_proc", address).await?);
     }
     if let Some(path) = &listen.unix {
         let listener = bind_unix(path).await;

@@ -6,15 +6,18 @@ use std::net::SocketAddr;
 use super::model::missing;
 use super::{Config, ModelConfig};
 use crate::settings::{Problem, Step};
+use crate::worker::Role;
 
 /// Every mistake of meaning.
 pub(super) fn problems(config: &Config) -> Vec<Problem> {
     let sections = [
         ("listen", config.listen.problems()),
+        ("api", config.api.as_ref().map(|api| api.problems()).unwrap_or_default()),
         ("limits", config.limits.problems()),
         ("discovery", config.discovery.problems()),
         ("schedule", weights(config).into_iter().collect()),
         ("tracking_hash", config.tracking_hash.load().err().into_iter().collect()),
+        ("load", load(config)),
         ("overload", config.overload.problems()),
         ("health", config.health.problems()),
         ("queue", config.queue.problems()),
@@ -29,6 +32,8 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         .into_iter()
         .flat_map(|(key, found)| found.into_iter().map(move |problem| problem.within(key)))
         .collect();
+    problems.extend(uncounted(config));
+    problems.extend(without_use(config));
     problems.extend(addresses(config));
     problems.extend(models(&config.models));
     problems.extend(workers(config));
@@ -46,10 +51,86 @@ fn disaggregation(config: &Config) -> Option<Problem> {
     Some(Problem::at([Step::from("conditional"), name.into()], format!("`{name}` {text}")))
 }
 
-fn addresses(config: &Config) -> Option<Problem> {
-    let tcp = config.listen.tcp.filter(|tcp| collide(*tcp, config.admin.listen))?;
-    let text = format!("{} is taken by `listen.tcp` ({tcp}) already; choose another port", config.admin.listen);
-    Some(Problem::at([Step::from("admin"), "listen".into()], text))
+fn load(config: &Config) -> Vec<Problem> {
+    let shrinks = config.load.prefill_durations && !config.load.prefill_tokens;
+    let text = "prefill tokens are not counted, so nothing would shrink; set `prefill_tokens: true`, or leave this out";
+    shrinks.then(|| Problem::of("prefill_durations", text)).into_iter().collect()
+}
+
+/// Thresholds on what is not counted.
+fn uncounted(config: &Config) -> Vec<Problem> {
+    if config.load.prefill_tokens {
+        return Vec::new();
+    }
+    let (overload, queue) = (&config.overload, &config.queue);
+    let conditional = config.disaggregation.conditional.as_ref();
+    let mut found = vec![
+        (vec![Step::from("overload"), "prefill_tokens".into()], overload.prefill_tokens.is_some()),
+        (vec!["overload".into(), "prefill_tokens_fraction".into()], overload.prefill_tokens_fraction.is_some()),
+        (vec!["queue".into(), "prefill_busy_threshold".into()], queue.prefill_busy_threshold.is_some()),
+        (vec!["queue".into(), "prefill_busy_threshold_frac".into()], queue.prefill_busy_threshold_frac.is_some()),
+        (
+            vec!["disaggregation".into(), "conditional".into(), "prefill_busy_threshold".into()],
+            conditional.is_some_and(|conditional| conditional.prefill_busy_threshold.is_some()),
+        ),
+    ];
+    for (at, class) in queue.classes.iter().enumerate() {
+        let place = |key: &str| vec!["queue".into(), "classes".into(), at.into(), key.into()];
+        found.push((place("prefill_busy_threshold"), class.prefill_busy_threshold.is_some()));
+        found.push((place("prefill_busy_threshold_frac"), class.prefill_busy_threshold_frac.is_some()));
+    }
+    let text =
+        "prefill tokens are not counted, so this is never reached; set `load.prefill_tokens: true`, or leave it out";
+    found.into_iter().filter(|(_, given)| *given).map(|(trail, _)| Problem::at(trail, text)).collect()
+}
+
+/// What other sections make useless or harmful.
+fn without_use(config: &Config) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    if let Some(sessions) = &config.sessions
+        && sessions.wait > config.queue.deadline
+    {
+        let text = format!(
+            "{} is longer than `queue.deadline` ({}), by when the first request of a session is routed or refused; give at \
+             most as much",
+            sessions.wait, config.queue.deadline
+        );
+        problems.push(Problem::at([Step::from("sessions"), "wait".into()], text));
+    }
+    if let Some(cache) = &config.shared_cache {
+        if cache.timeout >= config.limits.exchange_deadline {
+            let text = format!(
+                "{} is not less than `limits.exchange_deadline` ({}), and Envoy waits for both; the default is 20ms",
+                cache.timeout, config.limits.exchange_deadline
+            );
+            problems.push(Problem::at([Step::from("shared_cache"), "timeout".into()], text));
+        }
+        if config.schedule.shared_cache_multiplier == 0.0 && !config.clients.trusted {
+            let text = "its hits are worth nothing; set `schedule.shared_cache_multiplier`, usually to 0.5";
+            problems.push(Problem::of("shared_cache", text));
+        }
+    }
+    let workers = config.workers.as_deref().filter(|workers| !workers.is_empty());
+    if config.disaggregation.enforce
+        && workers.is_some_and(|list| list.iter().all(|worker| worker.role != Role::Prefill))
+    {
+        let text = "no worker has `role: prefill`, so every request would be refused; add one, or leave this out";
+        problems.push(Problem::at([Step::from("disaggregation"), "enforce".into()], text));
+    }
+    problems
+}
+
+fn addresses(config: &Config) -> Vec<Problem> {
+    let api = config.api.as_ref().map(|api| api.listen);
+    let (admin, envoy) = (Some(config.admin.listen), config.listen.tcp);
+    let pairs =
+        [("admin", admin, "listen.tcp", envoy), ("api", api, "listen.tcp", envoy), ("api", api, "admin.listen", admin)];
+    let taken = |(section, listen, by, other): (&'static str, Option<SocketAddr>, &str, Option<SocketAddr>)| {
+        let (listen, other) = listen.zip(other).filter(|(listen, other)| collide(*listen, *other))?;
+        let text = format!("{listen} is taken by `{by}` ({other}) already; choose another port");
+        Some(Problem::at([Step::from(section), "listen".into()], text))
+    };
+    pairs.into_iter().filter_map(taken).collect()
 }
 
 /// Whether two listeners would fight for a port. Port 0 asks the system for a free one.

@@ -17,7 +17,7 @@ pub struct ModelConfig {
     #[serde(default)]
     pub aliases: Vec<ModelName>,
     /// `tokenizer.json`, plain or with `.gz`; without one, requests for the model are routed by load only.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub tokenizer: Option<PathBuf>,
     /// `tokenizer_config.json`: special tokens and, usually, the chat template.
     #[serde(default)]
@@ -26,10 +26,10 @@ pub struct ModelConfig {
     #[serde(default)]
     pub chat_template: Option<PathBuf>,
     /// Names of LoRA adapters on top of it, as requests use them and as its engines report them.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default)]
     pub adapters: Vec<ModelName>,
     /// Whether its engines key blocks by pairs of tokens, as EAGLE speculative decoding does.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    #[serde(default)]
     pub eagle: bool,
     /// Tokens per KV block of its engines.
     #[serde(default = "vllm_default")]
@@ -65,6 +65,11 @@ impl ModelConfig {
             .collect();
         if self.name.as_str().is_empty() {
             problems.push(Problem::of("name", "the model has no name; write it as the engines serve it"));
+        }
+        for (key, names) in [("aliases", &self.aliases), ("adapters", &self.adapters)] {
+            let empty = names.iter().enumerate().filter(|(_, name)| name.as_str().is_empty());
+            let text = "one of the names is empty; write what requests say, or leave it out";
+            problems.extend(empty.map(|(at, _)| Problem::at([key.into(), at.into()], text)));
         }
         problems
     }

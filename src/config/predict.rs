@@ -17,10 +17,8 @@ pub struct ApproximateConfig {
     /// Under `ttl`: most blocks of one rank.
     pub most_blocks_per_rank: u64,
     /// Under `lru`: KV blocks of a rank that does not report how many it has.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub default_blocks: Option<u64>,
     /// For workers with KV events: how long a decision stands for the event that will follow it. None: only events count.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub predicted_ttl: Option<Period>,
 }
 

@@ -30,7 +30,6 @@ pub struct SessionsConfig {
     /// Longest id in bytes; longer ones are ignored.
     pub longest_id: usize,
     /// Whether engines are told of sessions that come to them and leave; none: they are not.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineSessionsConfig>,
 }
 

@@ -29,10 +29,8 @@ pub struct TrackingHashConfig {
     /// Which names.
     pub family: TrackingFamily,
     /// File with the 32 bytes of the key, raw.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub key_file: Option<PathBuf>,
     /// Name of the key; all routers that share load figures need the same key under the same name.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub key_id: Option<String>,
 }
 
@@ -46,7 +44,14 @@ impl TrackingHashConfig {
     /// Reads the key.
     pub fn load(&self) -> Result<TrackingHash, Problem> {
         if self.family == TrackingFamily::Public {
-            return Ok(TrackingHash::Public);
+            let given = [("key_file", self.key_file.is_some()), ("key_id", self.key_id.is_some())];
+            return match given.into_iter().find(|(_, given)| *given) {
+                Some((name, _)) => {
+                    let text = "public names need no key, so this has no effect; write `family: keyed-xxh3-v1`, or leave it out";
+                    Err(Problem::of(name, text))
+                }
+                None => Ok(TrackingHash::Public),
+            };
         }
         let Some(file) = &self.key_file else {
             return Err(Problem::of("family", "this family needs a key; name its file as `key_file`"));
@@ -96,5 +101,7 @@ mod tests {
             let problem = keyed(file, id).unwrap_err();
             assert!(problem.text.contains(expected), "{}", problem.text);
         }
+        let public = TrackingHashConfig { key_id: Some("k1".into()), ..TrackingHashConfig::default() };
+        assert!(public.load().unwrap_err().text.contains("no effect"));
     }
 }

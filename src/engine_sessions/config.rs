@@ -17,7 +17,7 @@ pub struct EngineSessionsConfig {
     #[serde(default)]
     pub streaming: bool,
     /// After so long without a request the engine closes a session by itself, should we never come to do it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub idle: Option<Period>,
     /// How long one call may take.
     #[serde(default = "timeout")]

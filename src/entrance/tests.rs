@@ -183,3 +183,28 @@ async fn requests_for_different_workers_do_not_hold_each_other_up() {
     assert!(stuck.await.is_err_and(|error| error.is_cancelled()));
     assert_eq!(entrance.admission().standing()[0].pending.requests, 0);
 }
+
+#[tokio::test]
+async fn an_explanation_knows_the_session_and_the_queue_and_enters_neither() {
+    for (affinity, stays) in [(Affinity::Hard, true), (Affinity::Soft, false)] {
+        let entrance = entrance(2, Some(100), affinity);
+        let held = admit(&entrance, 1, Some(&word("s"))).await;
+        let before = (entrance.router().load().snapshot(), entrance.sessions().unwrap().counts());
+        let winner = |session: &str| {
+            let explanation = entrance.explain(request(2), Some(&word(session)));
+            assert_eq!(explanation.class.as_deref(), Some("default"));
+            (explanation.phases[0].winner.map(|rank| rank.worker.0), explanation.busy, explanation.sentence)
+        };
+        let (bound, busy, sentence) = winner("s");
+        assert_eq!((bound == Some(chosen(&held)), busy), (stays, stays), "{affinity:?}: {sentence}");
+        assert_eq!(sentence.contains("but first it waits, because everybody it could go to is busy"), stays);
+        let (free, busy, _) = winner("another");
+        assert!(free != Some(chosen(&held)) && !busy, "{affinity:?}");
+        let other = admit(&entrance, 3, None).await;
+        assert!(winner("another").1, "{affinity:?}: now both are busy");
+        drop(other);
+        assert_eq!((entrance.router().load().snapshot(), entrance.sessions().unwrap().counts()), before);
+        drop(held);
+        assert!(at_rest(&entrance));
+    }
+}

@@ -12,7 +12,6 @@ pub struct ClientsConfig {
     /// `nvext`. Off by default: anybody could choose a worker or go before everybody else.
     pub trusted: bool,
     /// Header whose value separates the caches of tenants, where the engines read it as well, as Dynamo's front ends do.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub tenant_header: Option<String>,
 }
 

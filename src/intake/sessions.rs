@@ -47,7 +47,8 @@ mod tests {
         let word = |id: &str, parent: Option<&str>, last| {
             Some(SessionWord { id: id.to_owned(), parent: parent.map(str::to_owned), last })
         };
-        let cases: [(&[(&str, &str)], &[u8], Option<SessionWord>); 7] = [
+        type Case<'a> = (&'a [(&'a str, &'a str)], &'a [u8], Option<SessionWord>);
+        let cases: [Case<'_>; 7] = [
             (&[("x-b", "2"), ("x-a", "1")], body, word("1", None, false)),
             (&[("x-b", " 2 "), ("x-final", "TRUE")], body, word("2", None, true)),
             (&[("x-parent", "p"), ("x-final", "no")], body, word("in-body", Some("p"), false)),

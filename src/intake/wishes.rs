@@ -114,7 +114,8 @@ mod tests {
 
     #[test]
     fn ids_become_pins_per_phase() {
-        let cases: [(&[(&str, &str)], &str, Option<Pin>, Option<Pin>); 8] = [
+        type Case<'a> = (&'a [(&'a str, &'a str)], &'a str, Option<Pin>, Option<Pin>);
+        let cases: [Case<'_>; 8] = [
             (&[], "{}", None, None),
             (&[], r#"{"backend_instance_id":7,"dp_rank":1}"#, pinned(7, Some(1)), pinned(7, Some(1))),
             (

@@ -296,29 +296,36 @@ impl Route {
         }
     }
 
-    /// Why, in one line of keys and values.
+    /// Why, in one line of keys and values, with the numbers that an explanation shows. What changes nothing is left out.
     pub fn short(&self) -> String {
-        let cost = &self.choice.cost;
+        let (cost, held) = (&self.choice.cost, self.overlap);
         let mut line = format!(
-            "worker={} cost={:.3} prefill={:.3} decode={:.3} device={} host={} disk={} candidates={} ties={}",
-            self.to.rank,
-            cost.total,
-            cost.prefill_cost,
-            cost.decode_cost,
-            self.overlap.device,
-            self.overlap.host,
-            self.overlap.disk + self.overlap.external,
-            self.candidates,
-            self.choice.ties,
+            "worker={} cost={:.3} prefill={:.3} decode={:.3}",
+            self.to.rank, cost.total, cost.prefill_cost, cost.decode_cost
         );
-        if let Some(prefill) = self.prefill() {
-            line.push_str(&format!(
-                " prefill_worker={} prefill_cost={:.3}",
-                prefill.to.rank, prefill.choice.cost.total
-            ));
+        if cost.request_cost != 0.0 {
+            line.push_str(&format!(" requests={:.3}", cost.request_cost));
         }
-        if let Phases::Kept(bypass) = &self.phases {
-            line.push_str(&format!(" kept={}", bypass.as_str()));
+        if cost.taint_factor != 1.0 {
+            line.push_str(&format!(" taints={:.3}", cost.taint_factor));
+        }
+        line.push_str(&format!(" blocks={} device={}", self.prompt_blocks, held.device));
+        let lower = [("host", held.host), ("disk", held.disk), ("external", held.external)];
+        for (tier, blocks) in lower.into_iter().filter(|(_, blocks)| *blocks > 0) {
+            line.push_str(&format!(" {tier}={blocks}"));
+        }
+        let (cached, candidates, ties) = (self.predicted_cached_tokens, self.candidates, self.choice.ties);
+        line.push_str(&format!(" cached_tokens={cached} candidates={candidates} ties={ties}"));
+        if let Some(reason) = self.reason {
+            line.push_str(&format!(" reason={}", reason.as_str()));
+        }
+        match &self.phases {
+            Phases::Remote(prefill) => line.push_str(&format!(
+                " prefill_worker={} prefill_cost={:.3} prefill_cached_tokens={}",
+                prefill.to.rank, prefill.choice.cost.total, prefill.cached_tokens
+            )),
+            Phases::Kept(bypass) => line.push_str(&format!(" kept={}", bypass.as_str())),
+            Phases::Aggregated => {}
         }
         line
     }

@@ -8,6 +8,7 @@ use dashmap::DashMap;
 use super::Router;
 use super::leg::Legs;
 use super::placing::Booked;
+use crate::fleet::Member;
 use crate::health::{Change, Outcome};
 use crate::load::Booking;
 use crate::load::duration::PrefillTimes;
@@ -41,11 +42,16 @@ impl Durations {
     /// Enters what each prefill is expected to take.
     pub(super) fn estimate(&self, legs: &Legs<'_>, bookings: &mut [Booking]) {
         for (member, booking) in legs.chosen().zip(bookings) {
-            let worker = &member.worker;
-            let tokens = booking.prompt_tokens.saturating_sub(booking.cached_tokens);
-            let key = (worker.model.clone(), worker.role);
-            booking.prefill_time = self.0.get(&key).and_then(|times| times.estimate(tokens));
+            self.estimate_one(member, booking);
         }
+    }
+
+    /// Enters what one prefill is expected to take.
+    pub(super) fn estimate_one(&self, member: &Member, booking: &mut Booking) {
+        let worker = &member.worker;
+        let tokens = booking.prompt_tokens.saturating_sub(booking.cached_tokens);
+        let key = (worker.model.clone(), worker.role);
+        booking.prefill_time = self.0.get(&key).and_then(|times| times.estimate(tokens));
     }
 }
 

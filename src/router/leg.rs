@@ -42,6 +42,8 @@ pub(super) struct Legs<'f> {
     pub(super) prefill: Option<Leg<'f>>,
     /// Why there is no prefill leg although a prefill worker was at hand.
     pub(super) bypass: Option<Bypass>,
+    /// The prefill leg that there would have been.
+    pub(super) bypassed: Option<Leg<'f>>,
 }
 
 /// Why nothing was decided.
@@ -78,20 +80,21 @@ impl<'f> Decision<'_, 'f> {
     pub(super) fn decide(&self, view: &LoadView<'_>, rng: &mut impl Rng) -> Result<Legs<'f>, Undecided> {
         let Some(pool) = &self.pools.prefill else {
             let decode = self.leg(view, self.pools.decode.clone(), Phase::Both, rng)?;
-            return Ok(Legs { decode, prefill: None, bypass: None });
+            return Ok(Legs { decode, prefill: None, bypass: None, bypassed: None });
         };
         let prefill = self.leg(view, pool.clone(), Phase::Prefill, rng)?;
         match self.after(&prefill) {
             Some(pool) => {
                 let decode = self.leg(view, pool, Phase::Decode, rng)?;
                 let bypass = self.bypass(view, &prefill, &decode);
-                Ok(Legs { prefill: bypass.is_none().then_some(prefill), decode, bypass })
+                let (prefill, bypassed) = if bypass.is_none() { (Some(prefill), None) } else { (None, Some(prefill)) };
+                Ok(Legs { decode, prefill, bypass, bypassed })
             }
             // Nobody stands where the prefill worker could hand over to.
             None if self.settings.disaggregation.enforce => Err(Undecided::Refused(RouteError::NoPrefill)),
             None => {
                 let decode = self.leg(view, self.pools.decode.clone(), Phase::Both, rng)?;
-                Ok(Legs { decode, prefill: None, bypass: Some(Bypass::OutOfReach) })
+                Ok(Legs { decode, prefill: None, bypass: Some(Bypass::OutOfReach), bypassed: Some(prefill) })
             }
         }
     }

@@ -56,10 +56,20 @@ impl<'f> Pools<'f> {
     ) -> Result<Self, RouteError> {
         let members = serving(fleet, request.model.as_ref())?;
         let standings = standings(&members);
+        Self::among(&members, request, settings, standings)
+    }
+
+    /// The same among members that serve the model.
+    pub(super) fn among(
+        members: &[&'f Member],
+        request: &RouteRequest,
+        settings: &RouterSettings,
+        standings: Standings,
+    ) -> Result<Self, RouteError> {
         let rules = Rules { settings, standings: &standings };
-        let prefill = rules.prefill(&members, request)?;
+        let prefill = rules.prefill(members, request)?;
         let role = if prefill.is_some() { Role::Decode } else { Role::Aggregated };
-        let mut decode = rules.pool(&members, Constraints { role, ..request.constraints.clone() })?;
+        let mut decode = rules.pool(members, Constraints { role, ..request.constraints.clone() })?;
         if prefill.is_some() && decode.members.iter().any(|member| member.worker.role == Role::Decode) {
             decode.members.retain(|member| member.worker.role == Role::Decode);
         }
@@ -110,15 +120,7 @@ impl Rules<'_> {
     fn prefill<'f>(&self, members: &[&'f Member], request: &RouteRequest) -> Result<Option<Pool<'f>>, RouteError> {
         let enforce = self.settings.disaggregation.enforce;
         let exists = members.iter().any(|member| member.worker.role == Role::Prefill);
-        let constraints = Constraints {
-            role: Role::Prefill,
-            pin: request.prefill_pin,
-            required_taints: request.constraints.required_taints.clone(),
-            preferred_taints: request.constraints.preferred_taints.clone(),
-            adapter: request.constraints.adapter.clone(),
-            ..Constraints::default()
-        };
-        match exists.then(|| self.pool(members, constraints)) {
+        match exists.then(|| self.pool(members, for_prefill(request))) {
             Some(Ok(pool)) => Ok(Some(pool)),
             // A pin that cannot be kept is the client's mistake, whatever else could be done. Where it named a worker for
             // every phase, it is meant for the others only.
@@ -126,6 +128,18 @@ impl Rules<'_> {
             _ if enforce => Err(RouteError::NoPrefill),
             _ => Ok(None),
         }
+    }
+}
+
+/// What a request demands of whoever does its prefill.
+pub(super) fn for_prefill(request: &RouteRequest) -> Constraints {
+    Constraints {
+        role: Role::Prefill,
+        pin: request.prefill_pin,
+        required_taints: request.constraints.required_taints.clone(),
+        preferred_taints: request.constraints.preferred_taints.clone(),
+        adapter: request.constraints.adapter.clone(),
+        ..Constraints::default()
     }
 }
 

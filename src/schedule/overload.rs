@@ -129,23 +129,42 @@ impl Overload {
         now: Instant,
         occupancy: impl Fn(&Member) -> Occupancy,
     ) -> Overloaded {
-        let mut workers = Vec::new();
+        let full = match self.thresholds.any() {
+            true => self.over_thresholds(members, occupancy, &mut self.latched.lock()),
+            false => Vec::new(),
+        };
+        self.marked_or(full, now)
+    }
+
+    /// The same without taking note of what is seen: who only looks must not change later verdicts.
+    pub fn peek(&self, members: &[&Member], now: Instant, occupancy: impl Fn(&Member) -> Occupancy) -> Overloaded {
+        let full = match self.thresholds.any() {
+            true => self.over_thresholds(members, occupancy, &mut self.latched.lock().clone()),
+            false => Vec::new(),
+        };
+        self.marked_or(full, now)
+    }
+
+    /// The workers that are full, and those that said so.
+    fn marked_or(&self, mut workers: Vec<WorkerId>, now: Instant) -> Overloaded {
         if self.marked.load(Ordering::Acquire) > 0 {
             let mut marks = self.marks.lock();
             marks.retain(|_, end| *end > now);
             self.marked.store(marks.len(), Ordering::Release);
             workers.extend(marks.keys());
-        }
-        if self.thresholds.any() {
-            workers.extend(self.over_thresholds(members, occupancy));
             workers.sort_unstable();
             workers.dedup();
         }
         Overloaded { workers }
     }
 
-    fn over_thresholds(&self, members: &[&Member], occupancy: impl Fn(&Member) -> Occupancy) -> Vec<WorkerId> {
-        let mut latched = self.latched.lock();
+    /// In the order of their ids, each once.
+    fn over_thresholds(
+        &self,
+        members: &[&Member],
+        occupancy: impl Fn(&Member) -> Occupancy,
+        latched: &mut HashSet<WorkerRank>,
+    ) -> Vec<WorkerId> {
         let mut full: Vec<&Member> = members
             .iter()
             .copied()
@@ -153,11 +172,10 @@ impl Overload {
                 let occupancy = occupancy(member);
                 let capacity = member.worker.capacity;
                 // Both are looked at, because the latch must see every value.
-                let blocks = self.blocks_exceeded(member.rank, occupancy, capacity, &mut latched);
+                let blocks = self.blocks_exceeded(member.rank, occupancy, capacity, latched);
                 blocks | self.thresholds.prefill_exceeded(occupancy.load, capacity)
             })
             .collect();
-        drop(latched);
         full.sort_unstable_by_key(|member| member.rank);
         full.chunk_by(|a, b| a.rank.worker == b.rank.worker)
             .filter(|ranks| ranks.len() >= ranks[0].worker.ranks.size.get() as usize)

@@ -104,6 +104,16 @@ impl Table {
         Ok(Step::First { number })
     }
 
+    /// Where a session is bound, as far as it is not forgotten by now.
+    pub(super) fn target(&self, key: &Key, now: Instant) -> Option<WorkerRank> {
+        let session = self.sessions.get(key)?;
+        let over = session.idle.is_some_and(|since| now.saturating_duration_since(since) >= self.rules.ttl);
+        match session.bond {
+            Bond::Bound(target) if !over => Some(target),
+            _ => None,
+        }
+    }
+
     /// The request that decided runs in the session from now on. Gives out who has to be woken.
     pub(super) fn bind(&mut self, key: &Arc<Key>, number: u64, target: WorkerRank) -> Vec<Waker> {
         let Some(session) = self.session(key, number) else { return Vec::new() };

@@ -302,3 +302,20 @@ async fn first_requests_from_many_threads_end_up_together_though_some_give_up() 
     assert!(holds.windows(2).all(|pair| pair[0].target() == pair[1].target()));
     assert_eq!(sessions.counts(), Counts { sessions: 1, running: holds.len(), waiting: 0 });
 }
+
+#[test]
+fn looking_where_a_session_is_enters_nothing_and_keeps_nothing_alive() {
+    let (sessions, hands) = sessions(10);
+    let target = |id| sessions.target(SessionName { id, parent: None });
+    assert_eq!((target("a"), sessions.counts()), (None, Counts::default()));
+    let binding = first(enter(&sessions, "a"));
+    assert_eq!(target("a"), None, "nobody has decided");
+    let hold = binding.bind(rank(3));
+    assert_eq!((target("a"), sessions.counts().running), (Some(rank(3)), 1));
+    drop(hold);
+    hands.forward(TTL - 1);
+    assert_eq!(target("a"), Some(rank(3)));
+    hands.forward(1);
+    assert_eq!(target("a"), None, "looking has not made it younger");
+    assert_eq!(target("an id that is too long"), None);
+}

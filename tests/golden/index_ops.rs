@@ -242,6 +242,13 @@ impl Bench {
         }
         let lower = &expected["lower_tiers"];
         only(lower.as_object().unwrap(), &["host_pinned", "disk", "external"]);
+        for (tier, depth) in [("host_pinned", 2), ("disk", 3), ("external", 4)] {
+            for row in rows(&lower[tier]) {
+                let blocks = ours.get(&rank(row)).copied().unwrap_or_default();
+                let reached: u32 = [blocks.device, blocks.host, blocks.disk, blocks.external][..depth].iter().sum();
+                assert_eq!(row["next_position"], reached, "{tier}");
+            }
+        }
         let theirs = json!({
             "device": by_rank(&expected["device"], "blocks"),
             "host_pinned": by_rank(&lower["host_pinned"], "extension_blocks"),
@@ -314,10 +321,10 @@ fn outcomes(ours: Outcome, expected: &Value) -> (Value, Value) {
 }
 
 pub(crate) fn run(text: &str) -> Report {
-    run_cases(text, DEVIATIONS, |case: &Case| case.description.clone(), check)
+    run_cases(text, DEVIATIONS, |case: &Case| case.description.clone(), |case, comparisons| check(&case, comparisons))
 }
 
-fn check(case: Case, check: &mut Check) {
+fn check(case: &Case, check: &mut Check) {
     let name = case.description.as_str();
     let mut bench = Bench { index: PrefixIndex::new(), slots: vec![], writers: BTreeMap::new() };
     for (at, step) in case.steps.iter().enumerate() {

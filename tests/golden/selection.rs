@@ -10,7 +10,8 @@ use warmroute::fleet::{Fleet, Member};
 use warmroute::index::TierBlocks;
 use warmroute::load::Load;
 use warmroute::schedule::{
-    Candidate, Constraints, Ineligible, Overrides, Pin, Question, Standing, Weights, choose, eligible, preference,
+    Candidate, Constraints, Ineligible, Overrides, Pin, Question, Standing, Weights, choose, costs, eligible,
+    preference,
 };
 use warmroute::worker::{BlockSize, Capacity, DpRank, Endpoint, Ranks, Role, WorkerId};
 
@@ -304,6 +305,20 @@ fn check_overlaps(case: &Case) {
     assert!(ours.clone().eq(expected.clone()), "{ours:?} against {expected:?}");
 }
 
+/// The cost of every candidate among the others, but for taints.
+fn check_logits(case: &Case, candidates: &[Candidate]) {
+    let costs = costs(&case.question(), candidates, &case.weights());
+    let named =
+        |logit: &&Logit, one: &Candidate| (logit.worker_id, logit.dp_rank) == (one.rank.worker.0, one.rank.rank.0);
+    let logits = case.computed.base_logit_3dp.as_deref().unwrap_or_default();
+    assert_eq!(logits.len(), candidates.len());
+    for (candidate, cost) in candidates.iter().zip(costs) {
+        let logit = logits.iter().find(|logit| named(logit, candidate)).unwrap();
+        let ours = cost.prefill_cost + cost.decode_cost + cost.request_cost;
+        assert!((ours - logit.logit).abs() <= 0.000_501, "{ours} against {}", logit.logit);
+    }
+}
+
 fn check_choice(case: &Case, candidates: &[Candidate]) {
     let name = &case.description;
     let (question, weights) = (case.question(), case.weights());
@@ -324,11 +339,6 @@ fn check_choice(case: &Case, candidates: &[Candidate]) {
             assert_eq!(choice.effective_overlap_blocks, selected.effective_overlap_blocks, "{name}");
             assert_eq!(choice.potential_decode_blocks, selected.potential_decode_blocks, "{name}");
         }
-        let logits = case.computed.base_logit_3dp.iter().flatten();
-        for logit in logits.filter(|logit| (logit.worker_id, logit.dp_rank) == (rank.worker.0, rank.rank.0)) {
-            let ours = choice.cost.prefill_cost + choice.cost.decode_cost + choice.cost.request_cost;
-            assert!((ours - logit.logit).abs() <= 0.000_501, "{name}: {ours} against {}", logit.logit);
-        }
     }
     let chosen = case.result.chosen_workers.iter().flatten();
     let chosen: BTreeSet<_> = chosen.map(|rank| (rank.worker_id, rank.dp_rank)).collect();
@@ -348,6 +358,7 @@ fn check(case: &Case) {
         Ok(members) => {
             assert_eq!(case.result.error, None);
             let candidates: Vec<_> = members.into_iter().map(|member| case.candidate(member)).collect();
+            check_logits(case, &candidates);
             check_choice(case, &candidates);
         }
         Err(why) => {

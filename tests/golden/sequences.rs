@@ -316,14 +316,18 @@ impl Bench {
         }
     }
 
-    /// A booking for a rank that is not there is refused in our own words.
+    /// A booking for a rank that is not there is refused.
     fn add(&mut self, request: &str, booking: Booking, expected: &Value) -> Value {
         let asked = booking.rank;
         match self.ledger.add(named(request), vec![booking]) {
             Ok(_) => json!("ok"),
             Err(Refused::NotServing { rank }) => {
                 assert_eq!(rank, asked);
-                if is_error(expected) { expected.clone() } else { json!("NotServing") }
+                let shown = format!("WorkerWithDpRank {{ worker_id: {}, dp_rank: {} }}", rank.worker.0, rank.rank.0);
+                if is_error(expected) {
+                    return json!({ "error": format!("Worker {shown} not found") });
+                }
+                json!("NotServing")
             }
             Err(other) => panic!("{other:?}"),
         }

@@ -91,10 +91,10 @@ fn hex(number: u64) -> Value {
 }
 
 pub(crate) fn run(text: &str) -> Report {
-    run_cases(text, DEVIATIONS, |case: &Case| case.description.clone(), check)
+    run_cases(text, DEVIATIONS, |case: &Case| case.description.clone(), |case, comparisons| check(&case, comparisons))
 }
 
-fn check(case: Case, check: &mut Check) {
+fn check(case: &Case, check: &mut Check) {
     let size = BlockSize::new(case.kv_block_size).unwrap();
     let media = MediaTokens { image: case.image_token_id, video: case.video_token_id };
     let mut normalizer = Normalizer::new(size, media);
@@ -114,8 +114,20 @@ fn check(case: Case, check: &mut Check) {
             let place = format!("batch {nth}, event {at}");
             check_decoded(&place, event, &expected.decoded);
             let ours = result(normalizer.convert(event), decoded.rank.unwrap_or(case.listener_dp_rank), &mut next_id);
+            check_media(&place, event, &expected.result);
             check.same(place, ours, comparable(&expected.result));
         }
+    }
+}
+
+/// The objects that entered the block hashes are those of the event.
+fn check_media(place: &str, event: &Event, expected: &Value) {
+    let Event::Stored(stored) = event else { return };
+    let media = stored.media.clone().unwrap_or_else(|| marked(stored));
+    let blocks = expected["event"]["data"]["blocks"].as_array().cloned().unwrap_or_default();
+    for (at, block) in blocks.iter().enumerate().filter(|(_, block)| !block["mm_hashes"].is_null()) {
+        let ours: Vec<Value> = media[at].iter().copied().map(hex).collect();
+        assert_eq!(json!(ours), block["mm_hashes"], "{place}, block {at}");
     }
 }
 

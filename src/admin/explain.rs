@@ -1,0 +1,153 @@
+//! `POST /debug/explain`: why a request would go where it would go now. The request comes as it would come through Envoy,
+//! path, headers and body, and takes the same way in; then it is judged and not let in, so nothing is booked.
+
+pub mod table;
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock};
+
+use axum::Json;
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use serde_json::value::RawValue;
+use tracing::debug;
+
+use super::Admin;
+use crate::intake::{Body, Intake};
+
+/// The page.
+pub const PAGE: &str = "/debug/explain";
+const CHAT: &str = "/v1/chat/completions";
+const COMPLETIONS: &str = "/v1/completions";
+/// How much longer than the body a question may be: every byte of it as an escape, and the headers.
+const MOST_ESCAPED: usize = 6;
+const AROUND: usize = 1 << 20;
+
+/// The way in, as soon as there is one: the pages are there before the tokenizers are.
+#[derive(Clone)]
+pub struct WayIn {
+    /// The way in.
+    pub intake: Arc<OnceLock<Arc<Intake>>>,
+    /// Longest body that is read.
+    pub body_limit: usize,
+}
+
+impl WayIn {
+    /// Longest question that is read.
+    pub(super) fn longest(&self) -> usize {
+        self.body_limit.saturating_mul(MOST_ESCAPED).saturating_add(AROUND)
+    }
+}
+
+/// A request to be explained.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Question {
+    /// Its path; by default what the body looks like.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub path: Option<String>,
+    /// Its headers.
+    pub headers: BTreeMap<String, String>,
+    /// Its body: the text of it, or the JSON itself.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub body: Option<Box<RawValue>>,
+    /// The body byte by byte, where it is no text.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<Vec<u8>>,
+}
+
+impl Question {
+    /// A question about a body of any kind.
+    pub fn new(path: Option<String>, headers: BTreeMap<String, String>, body: Vec<u8>) -> serde_json::Result<Self> {
+        let (body, bytes) = match String::from_utf8(body) {
+            Ok(text) => (Some(serde_json::value::to_raw_value(&text)?), None),
+            Err(error) => (None, Some(error.into_bytes())),
+        };
+        Ok(Self { path, headers, body, bytes })
+    }
+
+    /// The body byte for byte; `None` where there is none.
+    pub fn body(&self) -> serde_json::Result<Option<Bytes>> {
+        let Some(body) = &self.body else { return Ok(self.bytes.clone().map(Bytes::from)) };
+        let text = match body.get().starts_with('"') {
+            true => serde_json::from_str(body.get())?,
+            false => body.get().to_owned(),
+        };
+        Ok(Some(Bytes::from(text)))
+    }
+
+    /// The body as the way in is shown it: as Envoy would show it.
+    pub fn seen(body: Bytes, limit: usize) -> Body {
+        match body.len() {
+            0 => Body::Absent,
+            length if length > limit => Body::TooLarge(length),
+            _ => Body::Whole(body),
+        }
+    }
+
+    /// A header by its name in any case.
+    pub fn header(&self, name: &str) -> Option<Cow<'_, str>> {
+        let found = self.headers.iter().find(|(key, _)| key.eq_ignore_ascii_case(name));
+        found.map(|(_, value)| Cow::Borrowed(value.as_str()))
+    }
+
+    /// The path, if need be as the body looks like.
+    pub fn path_for(&self, body: &[u8]) -> &str {
+        self.path.as_deref().unwrap_or_else(|| guess(body))
+    }
+}
+
+/// The path of the API that a body is for, as far as can be seen.
+fn guess(body: &[u8]) -> &'static str {
+    #[derive(Deserialize)]
+    struct Shape {
+        messages: Option<IgnoredAny>,
+        prompt: Option<IgnoredAny>,
+    }
+    match serde_json::from_slice(body) {
+        Ok(Shape { messages: None, prompt: Some(_) }) => COMPLETIONS,
+        _ => CHAT,
+    }
+}
+
+pub(super) async fn explain(State(admin): State<Admin>, headers: HeaderMap, question: Bytes) -> Response {
+    let Some(intake) = admin.way_in.intake.get() else {
+        let text = "the tokenizers are still being loaded; /readyz says when they are there";
+        return refusal(StatusCode::SERVICE_UNAVAILABLE, text);
+    };
+    let question: Question = match serde_json::from_slice(&question) {
+        Ok(question) => question,
+        Err(error) => {
+            let text = format!("this is no question of the form {{\"path\", \"headers\", \"body\"}}: {error}");
+            return refusal(StatusCode::BAD_REQUEST, &text);
+        }
+    };
+    let body = match question.body() {
+        Ok(body) => body.unwrap_or_default(),
+        Err(error) => return refusal(StatusCode::BAD_REQUEST, &format!("the body is no text: {error}")),
+    };
+    let path = question.path_for(&body).to_owned();
+    let seen = Question::seen(body, admin.way_in.body_limit);
+    let taken = intake.take(&path, &|name| question.header(name), &seen).await;
+    let explanation = admin.entrance.explain(taken.request, taken.session.as_ref());
+    debug!(path, "explained: {}", explanation.sentence);
+    let wanted = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    if wanted.contains("text/plain") {
+        table::render(&explanation).into_response()
+    } else {
+        Json(explanation).into_response()
+    }
+}
+
+fn refusal(status: StatusCode, text: &str) -> Response {
+    (status, Json(json!({ "error": text }))).into_response()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,104 @@
+use super::*;
+use crate::index::TierBlocks;
+use crate::load::Load;
+use crate::router::{Mode, Reason};
+use crate::schedule::Cost;
+use crate::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
+
+fn rank(id: u64) -> WorkerRank {
+    WorkerRank { worker: WorkerId(id), rank: DpRank(0) }
+}
+
+fn judged(id: u64, total: Option<f64>, excluded: Option<&str>) -> Judged {
+    let cost = total.map(|total| Cost { prefill_cost: total - 1.0, decode_cost: 1.0, total, ..Cost::default() });
+    Judged {
+        rank: rank(id),
+        endpoint: format!("10.0.0.{id}:8000").parse().unwrap(),
+        role: Role::Aggregated,
+        overlap: TierBlocks { device: id as u32, ..TierBlocks::default() },
+        cached_tokens: 16 * id,
+        load: Load { active_blocks: 3, active_prefill_tokens: 1234, active_requests: 2 },
+        prefill_tokens: 1300,
+        decode_blocks: 8,
+        cost,
+        excluded: excluded.map(str::to_owned),
+    }
+}
+
+fn explanation(phases: Vec<PhaseExplained>) -> Explanation {
+    Explanation {
+        model: Some("m".into()),
+        class: Some("default".into()),
+        busy: true,
+        mode: Mode::LoadOnly,
+        reason: Some(Reason::IndexCold),
+        prompt_tokens: 66,
+        prompt_blocks: 4,
+        block_size: BlockSize::new(16),
+        weights: Weights::default(),
+        phases,
+        sentence: "Because.".to_owned(),
+        route: None,
+    }
+}
+
+#[test]
+fn the_winner_comes_first_the_excluded_last_and_numbers_end_in_one_column() {
+    let phase = PhaseExplained {
+        role: Role::Aggregated,
+        taken: true,
+        winner: Some(rank(10)),
+        runner_up: Some(rank(9)),
+        margin: Some(0.5),
+        ties: 1,
+        judged: vec![
+            judged(7, None, Some("is overloaded")),
+            judged(8, Some(1020.25), None),
+            judged(9, Some(12.5), None),
+            judged(10, Some(12.0), None),
+        ],
+    };
+    let expected = "\
+route    load_only (index_cold), after waiting, class default
+prompt   m, 66 tokens, 4 complete blocks of 16 tokens
+weights  device 1, host 0.75, disk 0.25, shared 0, decay 0; prefill 1, request 0; temperature 0
+
+prefill and decode: 3 of 4 worker ranks are candidates; winner 10/0, runner-up 9/0, margin 0.500
+                                   blocks:                         cached      live  prefill tokens:             decode blocks:
+worker  endpoint       role         device  host  disk  external  tokens  requests           active  with this          active  with this
+";
+    let table = render(&explanation(vec![phase]));
+    let lines: Vec<&str> = table.lines().collect();
+    assert_eq!(lines[..5], expected.lines().collect::<Vec<_>>()[..5], "{table}");
+    let first = |at: usize| lines[at].split_whitespace().collect::<Vec<_>>();
+    assert_eq!(first(6)[..3], ["worker", "endpoint", "role"], "{table}");
+    let row = ["10/0", "10.0.0.10:8000", "aggregated", "10", "0", "0", "0", "160", "2", "1234", "1300", "3", "8"];
+    assert_eq!(first(7), row, "{table}");
+    let order: Vec<&str> = lines[14..18].iter().map(|line| line.split_whitespace().next().unwrap()).collect();
+    assert_eq!(order, ["10/0", "9/0", "8/0", "7/0"], "{table}");
+    let verdicts = ["winner", "runner-up", "candidate", "excluded: is overloaded"];
+    assert!(lines[14..18].iter().zip(verdicts).all(|(line, verdict)| line.ends_with(verdict)), "{table}");
+    assert!(lines[17].contains("  -  "), "no cost without candidature: {table}");
+    let ends = |number: &str| lines[14..17].iter().find_map(|line| Some(line.find(number)? + number.len()));
+    assert_eq!((ends(" 1020.250"), ends(" 12.500")), (ends(" 12.000"), ends(" 12.000")), "{table}");
+    assert_eq!(lines[19], "Because.", "{table}");
+    assert!(lines.iter().all(|line| line.len() <= 160 && !line.ends_with(' ')), "{table}");
+}
+
+#[test]
+fn phases_without_a_choice_or_without_effect_say_so() {
+    let phase = |role, winner: Option<u64>| PhaseExplained {
+        role,
+        taken: false,
+        winner: winner.map(rank),
+        runner_up: None,
+        margin: None,
+        ties: 1,
+        judged: vec![judged(1, winner.map(|_| 2.0), None)],
+    };
+    let table = render(&explanation(vec![phase(Role::Prefill, Some(1)), phase(Role::Decode, None)]));
+    let said = |text: &str| table.lines().any(|line| line == text);
+    assert!(said("prefill: 1 of 1 worker ranks are candidates; winner 1/0; not taken"), "{table}");
+    assert!(said("decode: 1 of 1 worker ranks are candidates; nobody is chosen"), "{table}");
+    assert!(table.lines().any(|line| line.starts_with("1/0") && line.ends_with("eligible")), "{table}");
+}

@@ -1,0 +1,157 @@
+//! What can go wrong in a call, and the one place that says which gRPC status it is.
+
+use std::time::Duration;
+
+use tonic::metadata::MetadataValue;
+use tonic::{Code, Status};
+
+use crate::entrance::Refusal;
+use crate::load::ledger::Refused;
+use crate::router::{Reason, RouteError};
+use crate::schedule::Ineligible;
+use crate::worker::WorkerRank;
+
+/// When to come back where nothing better is known.
+const SOON: Duration = Duration::from_secs(1);
+
+/// Why a call failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    /// What was asked makes no sense.
+    #[error("{0}")]
+    Argument(String),
+    /// No such model.
+    #[error("the model `{0}` is not configured")]
+    UnknownModel(String),
+    /// No such worker rank, or it has no event source.
+    #[error("worker rank {0} is not known, or tells nothing of its cache")]
+    NoEvents(WorkerRank),
+    /// No such booking.
+    #[error(
+        "nothing is booked for attempt {number} at request `{request}`: it never was, has ended, was silent for too long, \
+         or its worker has gone"
+    )]
+    NotBooked {
+        /// The request.
+        request: String,
+        /// The attempt.
+        number: u64,
+    },
+    /// The attempt is booked somewhere else.
+    #[error("attempt {number} at request `{request}` is booked on worker rank {rank} already")]
+    BookedElsewhere {
+        /// The request.
+        request: String,
+        /// The attempt.
+        number: u64,
+        /// Where.
+        rank: WorkerRank,
+    },
+    /// It cannot be booked.
+    #[error(transparent)]
+    Booking(#[from] Refused),
+    /// It was not let in.
+    #[error(transparent)]
+    Refusal(#[from] Refusal),
+    /// The body is nothing that could be routed.
+    #[error("the body cannot be routed: {}", .0.as_str())]
+    Body(Reason),
+}
+
+impl From<RouteError> for Fault {
+    fn from(error: RouteError) -> Self {
+        Fault::Refusal(Refusal::Refused(error))
+    }
+}
+
+impl Fault {
+    /// A call that makes no sense.
+    pub(super) fn argument(text: impl Into<String>) -> Self {
+        Fault::Argument(text.into())
+    }
+
+    /// The status as metrics name it.
+    pub(super) fn name(&self) -> &'static str {
+        match self.code().0 {
+            Code::InvalidArgument => "INVALID_ARGUMENT",
+            Code::NotFound => "NOT_FOUND",
+            Code::AlreadyExists => "ALREADY_EXISTS",
+            Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
+            Code::FailedPrecondition => "FAILED_PRECONDITION",
+            Code::Unavailable => "UNAVAILABLE",
+            _ => "INTERNAL",
+        }
+    }
+
+    /// The status, and after how long to come back.
+    fn code(&self) -> (Code, Option<Duration>) {
+        match self {
+            Fault::Argument(_) | Fault::Body(_) => (Code::InvalidArgument, None),
+            Fault::UnknownModel(_) | Fault::NoEvents(_) | Fault::NotBooked { .. } => (Code::NotFound, None),
+            Fault::BookedElsewhere { .. } | Fault::Booking(Refused::Booked { .. }) => (Code::AlreadyExists, None),
+            Fault::Booking(Refused::NotServing { .. }) => (Code::NotFound, None),
+            Fault::Booking(Refused::Full { .. }) => (Code::ResourceExhausted, Some(SOON)),
+            Fault::Refusal(Refusal::Overflow { retry_after, .. } | Refusal::Deadline { retry_after, .. }) => {
+                (Code::ResourceExhausted, Some(*retry_after))
+            }
+            Fault::Refusal(Refusal::Failed) => (Code::Internal, None),
+            Fault::Refusal(Refusal::Refused(error)) => code_of(*error),
+        }
+    }
+}
+
+fn code_of(error: RouteError) -> (Code, Option<Duration>) {
+    match error {
+        RouteError::NoFleet | RouteError::NoCandidate | RouteError::NoPrefill => (Code::Unavailable, Some(SOON)),
+        RouteError::Pin(Ineligible::PinUnknown(_) | Ineligible::PinRankUnknown { .. }) => (Code::NotFound, None),
+        RouteError::Pin(_) => (Code::InvalidArgument, None),
+        RouteError::Overloaded(_) => (Code::ResourceExhausted, Some(SOON)),
+        RouteError::Unsatisfied => (Code::FailedPrecondition, None),
+    }
+}
+
+impl From<Fault> for Status {
+    fn from(fault: Fault) -> Self {
+        let (code, retry) = fault.code();
+        let mut status = Status::new(code, fault.to_string());
+        if let Some(retry) = retry {
+            // A fraction of a second is still a second.
+            let seconds = retry.as_secs() + u64::from(retry.subsec_nanos() > 0);
+            status.metadata_mut().insert("retry-after", MetadataValue::from(seconds));
+        }
+        status
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::worker::{DpRank, WorkerId};
+
+    #[test]
+    fn every_refusal_has_the_status_that_says_what_to_do() {
+        let rank = WorkerRank { worker: WorkerId(7), rank: DpRank(0) };
+        let retry_after = Duration::from_millis(1500);
+        let full = Refusal::Deadline { class: "default".into(), waited: Duration::ZERO, retry_after };
+        let cases: [(Fault, Code, Option<&str>); 12] = [
+            (Fault::argument("x"), Code::InvalidArgument, None),
+            (Fault::Body(Reason::Unreadable), Code::InvalidArgument, None),
+            (Fault::UnknownModel("m".into()), Code::NotFound, None),
+            (Refused::Booked { attempt: 1 }.into(), Code::AlreadyExists, None),
+            (Refused::NotServing { rank }.into(), Code::NotFound, None),
+            (Refused::Full { most: 1 }.into(), Code::ResourceExhausted, Some("1")),
+            (full.into(), Code::ResourceExhausted, Some("2")),
+            (Refusal::Failed.into(), Code::Internal, None),
+            (RouteError::NoFleet.into(), Code::Unavailable, Some("1")),
+            (RouteError::Pin(Ineligible::PinUnknown(WorkerId(7))).into(), Code::NotFound, None),
+            (RouteError::Pin(Ineligible::PinnedWorkerNotAllowed(WorkerId(7))).into(), Code::InvalidArgument, None),
+            (RouteError::Unsatisfied.into(), Code::FailedPrecondition, None),
+        ];
+        for (fault, code, retry) in cases {
+            let status = Status::from(fault.clone());
+            let told = status.metadata().get("retry-after").map(|value| value.to_str().unwrap());
+            assert_eq!((status.code(), told), (code, retry), "{fault}");
+            assert_eq!(status.message(), fault.to_string());
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! The parts of a process that never runs: the way in and the router as the configuration describes them, with the
+//! configured fleet, nothing cached and nobody busy. For commands that only look.
+
+use std::sync::Arc;
+
+use anyhow::Context as _;
+
+use super::parts;
+use crate::config::{Config, WorkerSource};
+use crate::discovery;
+use crate::entrance::Entrance;
+use crate::intake::Intake;
+use crate::metrics::Metrics;
+use crate::worker::Worker;
+
+/// The way in and the way to the router.
+pub struct Offline {
+    /// From a body to a question.
+    pub intake: Arc<Intake>,
+    /// From a question to an answer.
+    pub entrance: Arc<Entrance>,
+}
+
+impl Offline {
+    /// Builds the parts and puts the configured fleet in its place.
+    pub async fn new(config: &Config) -> anyhow::Result<Self> {
+        let metrics = Arc::new(Metrics::new());
+        let models = parts::load_models(config).await?;
+        let intake = parts::intake(config, models, &metrics)?;
+        let entrance = parts::entrance(config, rand::random());
+        let router = entrance.router();
+        let change = router.fleet().reconcile(workers(config)?);
+        for member in &change.added {
+            router.load().open(member.slot, member.rank);
+            router.predictions().open(member);
+        }
+        router.publish(Arc::new(change.fleet));
+        Ok(Self { intake, entrance })
+    }
+}
+
+fn workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
+    let path = match config.worker_source() {
+        WorkerSource::Fixed(workers) => return Ok(workers),
+        WorkerSource::File(path) => path,
+    };
+    let bytes = std::fs::read(&path).with_context(|| format!("the workers file {} cannot be read", path.display()))?;
+    discovery::parse(&path, &bytes, &config.served_models()).map_err(|mistakes| {
+        let mistakes: Vec<String> = mistakes.iter().map(ToString::to_string).collect();
+        anyhow::anyhow!("{}", mistakes.join("\n"))
+    })
+}

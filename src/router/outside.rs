@@ -1,0 +1,170 @@
+//! For callers who route themselves or only want to look: what every worker rank holds of a prompt and would be busy with,
+//! and the booking of a request that somebody else has sent somewhere. By the same arithmetic as a decision of ours.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::pools::serving;
+use super::prepared::Prepared;
+use super::question::RouteRequest;
+use super::{RouteError, Router};
+use crate::block::tracking::unshared;
+use crate::fleet::{Fleet, Member};
+use crate::index::TierBlocks;
+use crate::load::{Booking, Load, LoadView, Until};
+use crate::predict::Lease;
+use crate::schedule::{Candidate, Cost, Question, costs, preference};
+use crate::worker::{Role, WorkerRank};
+
+/// One worker rank and one prompt.
+#[derive(Clone, Debug)]
+pub struct Surveyed {
+    /// Who.
+    pub rank: WorkerRank,
+    /// What it holds of the prompt.
+    pub overlap: TierBlocks,
+    /// Blocks of the shared cache beyond those on its device.
+    pub shared_beyond_device: u64,
+    /// What it holds in device terms.
+    pub effective_blocks: f64,
+    /// Prompt tokens it would not compute.
+    pub cached_tokens: u64,
+    /// What it is busy with.
+    pub load: Load,
+    /// Prefill tokens with this request.
+    pub potential_prefill_tokens: u64,
+    /// Blocks with this request.
+    pub potential_decode_blocks: u64,
+    /// What it would cost if all of these were candidates.
+    pub cost: Cost,
+}
+
+/// How a request that somebody else routed counts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Elsewhere {
+    /// Whether another worker does the prefill.
+    pub prefilled: bool,
+    /// Prompt tokens that need not be computed, where the caller knows.
+    pub cached_tokens: Option<u64>,
+}
+
+/// A request that somebody else routed, not booked yet.
+#[derive(Debug)]
+pub struct Foreign {
+    /// What it will occupy.
+    pub booking: Booking,
+    prepared: Prepared,
+    member: Member,
+}
+
+impl Router {
+    /// What every worker rank that serves the model holds of a prompt and would be busy with; by worker and rank.
+    pub fn survey(&self, request: RouteRequest) -> Result<Vec<Surveyed>, RouteError> {
+        let (prepared, fleet) = self.prepared_for_now(request);
+        let mut members = serving(&fleet, prepared.request.model.as_ref())?;
+        members.sort_by_key(|member| member.rank);
+        let (block_size, tracks) = (members[0].worker.block_size, self.settings.tracking.active_blocks);
+        let question = Question {
+            track_prefill: prepared.track_prefill,
+            tracked_blocks: if tracks { prepared.blocks.complete } else { 0 },
+            shared: prepared.request.shared.clone(),
+            ..Question::new(prepared.request.prompt.tokens(), block_size)
+        };
+        let candidates: Vec<_> = self.load.look(|view| {
+            let candidate = |member: &&Member| self.candidate(&prepared, view, member);
+            members.iter().map(candidate).collect()
+        });
+        let costs = costs(&question, &candidates, &prepared.weights);
+        let surveyed = members.iter().zip(&candidates).zip(costs);
+        Ok(surveyed
+            .map(|((member, candidate), cost)| surveyed_of(&prepared, &question, member, candidate, cost))
+            .collect())
+    }
+
+    /// What a request that somebody else sent to a worker rank will occupy there; `None` where that does not serve.
+    pub fn foreign(&self, request: RouteRequest, on: WorkerRank, how: Elsewhere) -> Option<Foreign> {
+        let (prepared, fleet) = self.prepared_for_now(request);
+        let member = fleet.member(fleet.slot(on)?)?.clone();
+        let prefills_only = member.worker.role == Role::Prefill;
+        let blocks = &prepared.blocks;
+        let sequences = match (prefills_only || !self.settings.tracking.active_blocks, prepared.reuse) {
+            (true, _) => Arc::new([]) as Arc<[_]>,
+            (false, true) => blocks.sequences.clone(),
+            (false, false) => unshared(blocks.complete as usize, &mut *self.random.lock()),
+        };
+        let mut booking = Booking {
+            slot: member.slot,
+            rank: member.rank,
+            sequences,
+            prompt_tokens: prepared.request.prompt.tokens(),
+            cached_tokens: how.cached_tokens.unwrap_or_else(|| prepared.cached_tokens(&member, false)),
+            track_prefill: prepared.track_prefill && !how.prefilled,
+            prefill_time: None,
+            until: if prefills_only { Until::FirstToken } else { Until::End },
+        };
+        if self.settings.tracking.prefill_durations {
+            self.durations.estimate_one(&member, &mut booking);
+        }
+        Some(Foreign { booking, prepared, member })
+    }
+
+    /// Its prompt will be cached where it went, as far as that is predicted.
+    pub fn expect_cached(&self, foreign: &Foreign) -> Vec<Lease> {
+        let blocks = foreign.prepared.request.prompt.blocks();
+        blocks.iter().filter_map(|hashes| self.predictions.record(&foreign.member, hashes)).collect()
+    }
+
+    fn prepared_for_now(&self, request: RouteRequest) -> (Prepared, Arc<Fleet>) {
+        let mut prepared = self.prepare(request);
+        let fleet = self.fleet.load_full();
+        if prepared.generation != fleet.generation() {
+            self.look_up(&mut prepared);
+        }
+        (prepared, fleet)
+    }
+
+    fn candidate(&self, prepared: &Prepared, view: &LoadView<'_>, member: &Member) -> Candidate {
+        let tracks = self.settings.tracking.active_blocks;
+        let additional = || match prepared.reuse {
+            true => prepared.blocks.additional(view, member),
+            false => prepared.blocks.complete,
+        };
+        Candidate {
+            slot: member.slot,
+            rank: member.rank,
+            overlap: prepared.overlap(member),
+            load: view.load(member.slot, member.rank).unwrap_or_default(),
+            additional_blocks: if tracks { additional() } else { 0 },
+            preference: preference(&prepared.request.constraints, &member.worker),
+        }
+    }
+}
+
+fn surveyed_of(
+    prepared: &Prepared,
+    question: &Question,
+    member: &Member,
+    candidate: &Candidate,
+    cost: Cost,
+) -> Surveyed {
+    let Candidate { overlap, load, .. } = *candidate;
+    let weights = &prepared.weights;
+    let cached_tokens = prepared.cached_tokens(member, false);
+    let added = if question.track_prefill { question.prompt_tokens.saturating_sub(cached_tokens) } else { 0 };
+    Surveyed {
+        rank: member.rank,
+        overlap,
+        shared_beyond_device: shared_beyond(&question.shared, overlap.device),
+        effective_blocks: overlap.effective(weights.host_cache_hit_weight, weights.disk_cache_hit_weight),
+        cached_tokens: prepared.cached_tokens(member, true),
+        load,
+        potential_prefill_tokens: load.active_prefill_tokens.saturating_add(added),
+        potential_decode_blocks: load.active_blocks + candidate.additional_blocks,
+        cost,
+    }
+}
+
+/// Blocks of the shared cache behind the first so many.
+fn shared_beyond(shared: &[Range<u32>], device: u32) -> u64 {
+    shared.iter().map(|range| u64::from(range.end.saturating_sub(range.start.max(device)))).sum()
+}

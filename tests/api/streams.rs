@@ -1,0 +1,192 @@
+//! What is told as a stream: the index as events, and the fleet as it changes. And how the service ends.
+
+use std::collections::HashMap;
+
+use tokio::time::{Instant, timeout};
+use tonic::transport::Channel;
+use tonic::{Code, Streaming};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+use warmroute::api::pb;
+use warmroute::api::pb::dump_events_response::Kind;
+use warmroute::block::{BlockHashes, Salt};
+use warmroute::index::{KvEvent, Overlaps, PrefixIndex, RankWriter};
+use warmroute::worker::{BlockSize, Slot};
+
+use crate::site::{Engine, PATIENCE, Site, rank, tokens, worker};
+
+/// Blocks on the device of a worker, as the service tells.
+async fn device(site: &Site, count: u32, worker_id: u64) -> u64 {
+    let scores = site.overlaps(tokens(count)).await;
+    let score = scores.iter().find(|score| score.worker == rank(worker_id)).unwrap();
+    score.blocks.unwrap().device
+}
+
+/// Publishes until it is heard: what a subscriber misses because it comes late is nobody's fault here.
+async fn store(site: &Site, engine: &mut Engine, worker_id: u64, first: u64, count: u32) {
+    let deadline = Instant::now() + PATIENCE;
+    while device(site, count, worker_id).await != u64::from(count / 4) {
+        assert!(Instant::now() < deadline, "the event is never heard");
+        engine.store(first, count).await;
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+}
+
+/// The whole dump.
+async fn dump(site: &Site, ranks: Vec<pb::WorkerRank>) -> Vec<Kind> {
+    let asked = pb::DumpEventsRequest { ranks };
+    let mut stream = site.client.clone().dump_events(asked).await.unwrap().into_inner();
+    let mut kinds = Vec::new();
+    while let Some(message) = stream.message().await.unwrap() {
+        kinds.push(message.kind.unwrap());
+    }
+    kinds
+}
+
+#[tokio::test]
+async fn a_dump_builds_an_index_that_answers_the_same() {
+    let mut engines = [Engine::start().await, Engine::start().await];
+    let workers = [worker(1, &engines[0].listed()), worker(2, &engines[1].listed()), worker(3, "")];
+    let more = "readiness: {event_sources_deadline: 50ms}\napproximate: {policy: off}\n";
+    let site = Site::start(more, &workers).await;
+    store(&site, &mut engines[0], 1, 100, 48).await;
+    store(&site, &mut engines[1], 2, 7, 20).await;
+
+    let told = dump(&site, Vec::new()).await;
+    let index = PrefixIndex::new();
+    let mut writers: HashMap<u64, RankWriter> = HashMap::new();
+    let (mut current, mut events) = (0, 0);
+    for kind in &told {
+        match kind {
+            Kind::Rank(rank) => {
+                assert_eq!((rank.model.as_str(), rank.block_size), ("m", 4));
+                current = rank.worker.unwrap().worker_id;
+                writers.insert(current, index.join(Slot(current as u32)));
+            }
+            Kind::Event(event) => {
+                let event = KvEvent::try_from(event.clone()).unwrap();
+                writers.get_mut(&current).unwrap().apply(&event);
+                events += 1;
+            }
+            Kind::Complete(complete) => assert_eq!((complete.ranks, complete.events), (2, events)),
+        }
+    }
+    assert!(matches!(told.last(), Some(Kind::Complete(_))), "nothing follows the end");
+    assert!(events > 0);
+    let mut found = Overlaps::new();
+    for count in [3, 4, 19, 20, 47, 48, 100] {
+        let prompt: Vec<u32> = (0..count).collect();
+        index.overlaps(&BlockHashes::of(&prompt, BlockSize::new(4).unwrap(), &Salt::default()), &mut found);
+        for worker in [1, 2, 3] {
+            let expected = u64::from(found.get(Slot(worker)).device);
+            assert_eq!(device(&site, count, u64::from(worker)).await, expected, "{count} tokens on worker {worker}");
+        }
+    }
+
+    // One of them, and one that tells nothing of its cache.
+    let one = dump(&site, rank(2).into_iter().collect()).await;
+    let ranks: Vec<_> =
+        one.iter().filter_map(|kind| if let Kind::Rank(rank) = kind { rank.worker } else { None }).collect();
+    assert_eq!(ranks, [rank(2).unwrap()]);
+    let silent = pb::DumpEventsRequest { ranks: rank(3).into_iter().collect() };
+    assert_eq!(site.client.clone().dump_events(silent).await.unwrap_err().code(), Code::NotFound);
+    // And one that has gone.
+    site.list(&workers[1..]);
+    let gone = |page: &serde_json::Value| page["members"].as_array().is_some_and(|members| members.len() == 2);
+    site.until("worker 1 gone", gone, "debug/fleet").await;
+    assert_eq!(dump(&site, Vec::new()).await, one);
+}
+
+#[tokio::test]
+async fn overlaps_say_what_each_rank_holds_and_what_that_is_worth() {
+    let mut engine = Engine::start().await;
+    let more = "readiness: {event_sources_deadline: 50ms}\nschedule: {overlap_score_credit: 0.5}\n";
+    let site = Site::start(more, &[worker(1, &engine.listed()), worker(2, "")]).await;
+    store(&site, &mut engine, 1, 1, 16).await;
+    let asked = pb::OverlapScoresRequest { question: Some(tokens(16)) };
+    let answer = site.client.clone().overlap_scores(asked).await.unwrap().into_inner();
+    assert_eq!((answer.prompt_blocks, answer.block_size), (4, 4));
+    let device = |blocks| Some(pb::Tiers { device: blocks, ..pb::Tiers::default() });
+    let score = |worker, blocks: u64, credit_blocks, cached_tokens| pb::OverlapScore {
+        worker: rank(worker),
+        blocks: device(blocks),
+        shared_blocks_beyond_device: 0,
+        effective_blocks: blocks as f64,
+        credit_blocks,
+        cached_tokens,
+    };
+    // The engine always computes the last token, so of 4 cached blocks it uses 3.
+    assert_eq!(answer.ranks, [score(1, 4, 2.0, 12), score(2, 0, 0.0, 0)]);
+    // The same by the hashes that a choice tells.
+    let told =
+        site.route(pb::RouteRequest { question: Some(tokens(16)), ..pb::RouteRequest::default() }).await.unwrap();
+    assert_eq!(told.decode.unwrap().worker, rank(1));
+    let blocks = pb::BlockHashes {
+        local_hashes: told.prompts[0].local_hashes.clone(),
+        sequence_hashes: told.prompts[0].sequence_hashes.clone(),
+        isl_tokens: 16,
+    };
+    let prompt = Some(pb::question::Prompt::Blocks(blocks));
+    assert_eq!(site.overlaps(pb::Question { prompt, ..pb::Question::default() }).await, answer.ranks);
+    // Another adapter and another tenant have other caches.
+    for question in [
+        pb::Question { model: "tuned".into(), ..tokens(16) },
+        pb::Question { adapter: "tuned".into(), ..tokens(16) },
+        pb::Question { cache_salt: "tenant".into(), ..tokens(16) },
+    ] {
+        assert!(site.overlaps(question).await.iter().all(|score| score.blocks == device(0)));
+    }
+}
+
+/// The next snapshot: the ids of its workers.
+async fn ids(fleet: &mut Streaming<pb::WatchFleetResponse>) -> Option<Vec<u64>> {
+    let snapshot = timeout(PATIENCE, fleet.message()).await.unwrap().unwrap()?;
+    Some(snapshot.workers.iter().map(|worker| worker.id).collect())
+}
+
+#[tokio::test]
+async fn who_watches_sees_workers_come_and_go_and_the_end() {
+    let more = ", role: decode, taints: [fast], total_kv_blocks: 9, topology: {zone: a}, data_parallel: {size: 2}";
+    let site = Site::start("", &[worker(1, more)]).await;
+    let watch = |model: &str| pb::WatchFleetRequest { model: model.to_owned() };
+    let mut fleet = site.client.clone().watch_fleet(watch("")).await.unwrap().into_inner();
+    let first = timeout(PATIENCE, fleet.message()).await.unwrap().unwrap().unwrap();
+    let expected = pb::Worker {
+        id: 1,
+        endpoint: "10.0.0.1:8000".into(),
+        model: "m".into(),
+        role: pb::Role::Decode.into(),
+        block_size: 4,
+        first_dp_rank: 0,
+        dp_ranks: 2,
+        taints: vec!["fast".into()],
+        adapters: vec![],
+        topology: [("zone".to_owned(), "a".to_owned())].into(),
+        max_num_batched_tokens: None,
+        total_kv_blocks: Some(9),
+    };
+    assert_eq!((first.generation, first.workers), (1, vec![expected]));
+    site.list(&[worker(1, more), worker(2, "")]);
+    assert_eq!(ids(&mut fleet).await, Some(vec![1, 2]));
+    let mut late = site.client.clone().watch_fleet(watch("alias")).await.unwrap().into_inner();
+    assert_eq!(ids(&mut late).await, Some(vec![1, 2]), "who comes later sees all at once");
+    site.list(&[worker(2, "")]);
+    assert_eq!((ids(&mut fleet).await, ids(&mut late).await), (Some(vec![2]), Some(vec![2])));
+    let Err(unknown) = site.client.clone().watch_fleet(watch("other")).await else { panic!("no such model") };
+    assert_eq!(unknown.code(), Code::NotFound);
+    // Streams that never end by themselves do not hold up the end.
+    site.stop();
+    assert_eq!((ids(&mut fleet).await, ids(&mut late).await), (None, None));
+    drop((fleet, late));
+    site.stopped().await;
+}
+
+#[tokio::test]
+async fn health_is_told_beside_the_service() {
+    let site = Site::plain().await;
+    let channel = Channel::from_shared(format!("http://{}", site.api)).unwrap().connect().await.unwrap();
+    let asked = HealthCheckRequest { service: "warmroute.v1.Router".into() };
+    let health = HealthClient::new(channel).check(asked).await.unwrap().into_inner();
+    assert_eq!(health.status(), ServingStatus::Serving);
+}

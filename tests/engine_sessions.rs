@@ -1,0 +1,413 @@
+//! Engines that are told of sessions: a server with SGLang's two session endpoints, which remembers what it was told and
+//! refuses what SGLang refuses.
+
+#![expect(clippy::unwrap_used, reason = "in a test, and in what helps it, a failure is a failed test")]
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use axum::extract::{Path as UrlPath, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::post;
+use axum::{Json, Router as Routes};
+use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
+use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
+use proto::external_processor_client::ExternalProcessorClient;
+use proto::processing_request::Request as Message;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use warmroute::app::App;
+use warmroute::config::Config;
+use warmroute::engine_sessions::EngineSessions;
+use warmroute::engine_sessions::config::{EngineKind, EngineSessionsConfig};
+use warmroute::index::PrefixIndex;
+use warmroute::load::LoadTracker;
+use warmroute::metrics::{EngineSessionLabels, Metrics};
+use warmroute::router::{Router, RouterSettings};
+use warmroute::sessions::{Binding, Entry, Hold, SessionName, SessionRules, Sessions};
+use warmroute::settings::Period;
+use warmroute::worker::{BlockSize, Capacity, DpRank, Endpoint, Ranks, Role, Worker, WorkerId, WorkerRank};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+const TTL: u64 = 60;
+
+/// How an engine answers.
+#[derive(Clone, Copy, PartialEq)]
+enum Manner {
+    /// As SGLang does.
+    Well,
+    /// Not at all.
+    Never,
+}
+
+#[derive(Default)]
+struct Told {
+    calls: Vec<(String, Value)>,
+    open: BTreeSet<String>,
+    refused: usize,
+}
+
+/// An engine; it ends by drop.
+struct Engine {
+    address: SocketAddr,
+    told: Arc<watch::Sender<Told>>,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+type Shared = (Arc<watch::Sender<Told>>, Manner);
+
+async fn endpoint(
+    State((told, manner)): State<Shared>,
+    UrlPath(path): UrlPath<String>,
+    Json(body): Json<Value>,
+) -> Response {
+    let id = body["session_id"].as_str().unwrap().to_owned();
+    let mut answer = StatusCode::NOT_FOUND.into_response();
+    told.send_modify(|told| {
+        answer = match path.as_str() {
+            "open_session" if told.open.insert(id.clone()) => Json(json!(id)).into_response(),
+            "open_session" => {
+                told.refused += 1;
+                StatusCode::BAD_REQUEST.into_response()
+            }
+            "close_session" => {
+                told.open.remove(&id);
+                StatusCode::OK.into_response()
+            }
+            _ => StatusCode::NOT_FOUND.into_response(),
+        };
+        told.calls.push((path, body));
+    });
+    match manner {
+        Manner::Well => answer,
+        Manner::Never => std::future::pending().await,
+    }
+}
+
+impl Engine {
+    async fn start(manner: Manner) -> Self {
+        let told = Arc::new(watch::Sender::new(Told::default()));
+        let routes = Routes::new().route("/{path}", post(endpoint)).with_state((told.clone(), manner));
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let task = tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
+        Self { address, told, task }
+    }
+
+    /// Waits until the engine was told so many things.
+    async fn heard(&self, count: usize) -> Vec<(String, Value)> {
+        let mut told = self.told.subscribe();
+        let heard = tokio::time::timeout(DEADLINE, told.wait_for(|told| told.calls.len() >= count)).await;
+        assert!(heard.is_ok(), "the engine heard {:?}, not {count} calls", self.calls());
+        self.calls()
+    }
+
+    fn calls(&self) -> Vec<(String, Value)> {
+        self.told.borrow().calls.clone()
+    }
+}
+
+fn open(id: &str) -> (String, Value) {
+    ("open_session".to_owned(), json!({ "capacity_of_str_len": 65_536, "session_id": id }))
+}
+
+fn close(id: &str) -> (String, Value) {
+    ("close_session".to_owned(), json!({ "session_id": id }))
+}
+
+/// Sessions on workers 1, 2, … at the given addresses, and the part that tells their engines.
+struct Bed {
+    sessions: Arc<Sessions>,
+    router: Arc<Router>,
+    engines: Arc<EngineSessions>,
+    metrics: Arc<Metrics>,
+    seconds: Arc<AtomicU64>,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Bed {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+fn worker(id: u64, address: SocketAddr) -> Worker {
+    Worker {
+        id: WorkerId(id),
+        endpoint: Endpoint(address),
+        model: "m".into(),
+        role: Role::Aggregated,
+        block_size: BlockSize::new(16).unwrap(),
+        ranks: Ranks { start: 0, size: 2.try_into().unwrap() },
+        capacity: Capacity::default(),
+        taints: BTreeSet::new(),
+        adapters: BTreeSet::new(),
+        topology: std::collections::BTreeMap::new(),
+        kv_transfer: None,
+        event_sources: Vec::new(),
+    }
+}
+
+impl Bed {
+    fn start(addresses: &[SocketAddr], config: EngineSessionsConfig) -> Self {
+        let seconds = Arc::new(AtomicU64::new(0));
+        let (begin, clock) = (Instant::now(), seconds.clone());
+        let rules = SessionRules { ttl: Duration::from_secs(TTL), ..SessionRules::default() };
+        let sessions = Sessions::new(rules, move || begin + Duration::from_secs(clock.load(Ordering::Relaxed)));
+        let load = LoadTracker::new(Instant::now);
+        let router = Arc::new(Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1));
+        let metrics = Arc::new(Metrics::new());
+        let engines = EngineSessions::new(config, sessions.clone(), router.clone(), metrics.clone()).unwrap();
+        let running = engines.clone();
+        let task = tokio::spawn(async move { running.run().await });
+        let bed = Self { sessions, router, engines, metrics, seconds, task };
+        bed.serve(addresses);
+        bed
+    }
+
+    fn serve(&self, addresses: &[SocketAddr]) {
+        let workers = addresses.iter().zip(1..).map(|(address, id)| worker(id, *address)).collect();
+        let fleet = Arc::new(self.router.fleet().reconcile(workers).fleet);
+        self.router.publish(fleet.clone());
+        self.sessions.retain(|worker| fleet.worker(worker).is_some());
+    }
+
+    fn first(&self, id: &str) -> Binding {
+        match self.sessions.enter(SessionName { id, parent: None }).unwrap() {
+            Entry::First(binding) => binding,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn bound(&self, id: &str) -> Hold {
+        match self.sessions.enter(SessionName { id, parent: None }).unwrap() {
+            Entry::Bound(hold) => hold,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn pass(&self, seconds: u64) {
+        self.seconds.fetch_add(seconds, Ordering::Relaxed);
+        self.sessions.expire();
+    }
+
+    fn count(&self, call: &'static str, outcome: &'static str) -> u64 {
+        self.metrics.engine_session_calls.get_or_create(&EngineSessionLabels { call, outcome }).get()
+    }
+
+    /// Waits until calls have ended so.
+    async fn counted(&self, call: &'static str, outcome: &'static str, count: u64) {
+        let counted = async {
+            while self.count(call, outcome) < count {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        let reached = tokio::time::timeout(DEADLINE, counted).await;
+        assert!(reached.is_ok(), "{call} {outcome} is {}, not {count}", self.count(call, outcome));
+        assert_eq!(self.count(call, outcome), count);
+    }
+}
+
+fn sglang() -> EngineSessionsConfig {
+    EngineSessionsConfig::of(EngineKind::Sglang)
+}
+
+fn rank(worker: u64, rank: u32) -> WorkerRank {
+    WorkerRank { worker: WorkerId(worker), rank: DpRank(rank) }
+}
+
+#[tokio::test]
+async fn a_session_is_opened_once_and_closed_when_it_was_not_used_for_its_time() {
+    let engine = Engine::start(Manner::Well).await;
+    let bed = Bed::start(&[engine.address], sglang());
+    drop(bed.first("a").bind(rank(1, 0)));
+    bed.counted("open", "ok", 1).await;
+    bed.pass(TTL - 1);
+    drop((bed.bound("a"), bed.bound("a")));
+    bed.pass(TTL - 1);
+    drop(bed.bound("a"));
+    assert_eq!(bed.metrics.engine_sessions.get(), 1);
+    bed.pass(TTL);
+    assert_eq!(engine.heard(2).await, [open("a"), close("a")]);
+    bed.counted("close", "ok", 1).await;
+    assert_eq!((bed.count("open", "ok"), bed.metrics.engine_sessions.get()), (1, 0));
+}
+
+#[tokio::test]
+async fn the_last_request_of_a_session_closes_it() {
+    let engine = Engine::start(Manner::Well).await;
+    let bed = Bed::start(&[engine.address], sglang());
+    let hold = bed.first("a").bind(rank(1, 0));
+    engine.heard(1).await;
+    hold.finish();
+    assert_eq!(bed.count("close", "ok"), 0, "it still runs");
+    drop(hold);
+    assert_eq!(engine.heard(2).await, [open("a"), close("a")]);
+}
+
+#[tokio::test]
+async fn a_session_that_moves_is_closed_where_it_was_and_opened_where_it_goes() {
+    let engines = [Engine::start(Manner::Well).await, Engine::start(Manner::Well).await];
+    let bed = Bed::start(&[engines[0].address, engines[1].address], sglang());
+    let mut hold = bed.first("a").bind(rank(1, 0));
+    engines[0].heard(1).await;
+    hold.rebind(rank(2, 1));
+    assert_eq!(engines[0].heard(2).await, [open("a"), close("a")]);
+    assert_eq!(engines[1].heard(1).await, [open("a")]);
+    // Another rank of the same worker has a cache of its own, so what was kept is of no use there.
+    hold.rebind(rank(2, 0));
+    assert_eq!(engines[1].heard(3).await, [open("a"), close("a"), open("a")]);
+    let Ok(Entry::First(binding)) = hold.gone() else { panic!("nobody else decides") };
+    assert_eq!(engines[1].heard(4).await[3], close("a"));
+    let _hold = binding.bind(rank(1, 0));
+    assert_eq!(engines[0].heard(3).await[2], open("a"));
+}
+
+#[tokio::test]
+async fn the_sessions_of_a_worker_that_leaves_the_fleet_are_closed_at_its_engine() {
+    let engines = [Engine::start(Manner::Well).await, Engine::start(Manner::Well).await];
+    let bed = Bed::start(&[engines[0].address, engines[1].address], sglang());
+    drop(bed.first("idle").bind(rank(2, 0)));
+    let _running = bed.first("running").bind(rank(2, 0));
+    engines[1].heard(2).await;
+    bed.serve(&[engines[0].address]);
+    engines[1].heard(4).await;
+    assert!(engines[1].told.borrow().open.is_empty());
+    assert_eq!(engines[0].calls(), []);
+}
+
+#[tokio::test]
+async fn ends_and_beginnings_of_one_name_come_in_their_order() {
+    let engine = Engine::start(Manner::Well).await;
+    let bed = Bed::start(&[engine.address], sglang());
+    for _ in 0..200 {
+        let hold = bed.first("a").bind(rank(1, 0));
+        hold.finish();
+        drop(hold);
+    }
+    let calls = engine.heard(400).await;
+    assert!(calls.chunks(2).all(|pair| pair == [open("a"), close("a")]));
+    bed.counted("close", "ok", 200).await;
+    assert_eq!(engine.told.borrow().refused, 0);
+}
+
+#[tokio::test]
+async fn groups_are_not_opened_and_what_is_configured_is_said() {
+    let engine = Engine::start(Manner::Well).await;
+    let config = EngineSessionsConfig {
+        capacity: 1000,
+        streaming: true,
+        idle: Some(Period::seconds(90)),
+        ..EngineSessionsConfig::of(EngineKind::Sglang)
+    };
+    let bed = Bed::start(&[engine.address], config);
+    let Ok(Entry::First(group)) = bed.sessions.enter(SessionName { id: "child", parent: Some("p") }) else {
+        panic!("nobody was there before")
+    };
+    drop(group.bind(rank(1, 0)));
+    drop(bed.first("a").bind(rank(1, 0)));
+    let said = json!({ "capacity_of_str_len": 1000, "session_id": "a", "streaming": true, "timeout": 90.0 });
+    assert_eq!(engine.heard(1).await, [("open_session".to_owned(), said)]);
+    bed.pass(TTL);
+    assert_eq!(engine.heard(2).await[1], close("a"));
+}
+
+#[tokio::test]
+async fn an_engine_that_is_down_or_refuses_is_counted_and_nothing_else_happens() {
+    let down = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
+    let engine = Engine::start(Manner::Well).await;
+    // Somebody else has this one open.
+    engine.told.send_modify(|told| told.open.extend(["taken".to_owned()]));
+    let bed = Bed::start(&[down, engine.address], sglang());
+    drop((bed.first("a").bind(rank(1, 0)), bed.first("taken").bind(rank(2, 0))));
+    bed.counted("open", "unreachable", 1).await;
+    bed.counted("open", "status", 1).await;
+    assert_eq!(bed.bound("a").target(), rank(1, 0), "the session is where it was");
+    bed.pass(TTL);
+    // Neither is ours to close; what comes later is told as usual.
+    drop(bed.first("b").bind(rank(2, 0)));
+    bed.counted("open", "ok", 1).await;
+    let names: Vec<_> = engine.calls().into_iter().map(|(path, _)| path).collect();
+    assert_eq!(names, ["open_session", "open_session"]);
+    assert!(engine.told.borrow().open.contains("taken"));
+    assert_eq!(bed.metrics.engine_sessions.get(), 1);
+}
+
+#[tokio::test]
+async fn an_engine_that_hangs_delays_no_other_and_is_told_to_close_what_it_may_have_opened() {
+    let engines = [Engine::start(Manner::Never).await, Engine::start(Manner::Well).await];
+    let config = EngineSessionsConfig { timeout: Period::millis(50), ..sglang() };
+    let bed = Bed::start(&[engines[0].address, engines[1].address], config);
+    for nth in 0..100 {
+        drop(bed.first(&format!("slow {nth}")).bind(rank(1, 0)));
+    }
+    drop(bed.first("quick").bind(rank(2, 0)));
+    assert_eq!(engines[1].heard(1).await, [open("quick")]);
+    bed.counted("open", "timeout", 100).await;
+    assert_eq!(bed.metrics.engine_sessions.get(), 101);
+    bed.pass(TTL);
+    bed.counted("close", "timeout", 100).await;
+    bed.counted("close", "ok", 1).await;
+    assert_eq!(bed.metrics.engine_sessions.get(), 0);
+}
+
+#[tokio::test]
+async fn at_the_end_all_that_is_open_is_closed_and_who_hangs_is_left() {
+    let engines = [Engine::start(Manner::Well).await, Engine::start(Manner::Never).await];
+    let bed = Bed::start(&[engines[0].address, engines[1].address], sglang());
+    let holds: Vec<_> = (0..300).map(|nth| bed.first(&nth.to_string()).bind(rank(1, 0))).collect();
+    let _hangs = bed.first("hangs").bind(rank(2, 0));
+    bed.counted("open", "ok", 300).await;
+    engines[1].heard(1).await;
+    bed.task.abort();
+    bed.engines.close_all(Duration::from_millis(500)).await;
+    assert!(engines[0].told.borrow().open.is_empty());
+    assert_eq!(engines[1].calls(), [open("hangs"), close("hangs")]);
+    drop(holds);
+}
+
+fn header(key: &str, value: &str) -> HeaderValue {
+    HeaderValue { key: key.to_owned(), raw_value: value.as_bytes().to_vec(), ..HeaderValue::default() }
+}
+
+#[tokio::test]
+async fn a_whole_warmroute_opens_for_its_first_request_and_closes_as_it_stops() {
+    let engine = Engine::start(Manner::Well).await;
+    let text = format!(
+        "listen: {{tcp: '127.0.0.1:0'}}\nadmin: {{listen: '127.0.0.1:0'}}\nmodels: [{{name: m}}]\n\
+         workers: [{{id: 1, endpoint: '{}'}}]\nsessions: {{engine: {{kind: sglang}}}}\n",
+        engine.address
+    );
+    let app = App::start(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap()).await.unwrap();
+    let address = app.ext_proc_address.unwrap();
+    let stop = CancellationToken::new();
+    let running = tokio::spawn(app.run_until(stop.clone().cancelled_owned()));
+    let mut client = ExternalProcessorClient::connect(format!("http://{address}")).await.unwrap();
+    let head = [(":method", "POST"), (":path", "/v1/completions"), ("x-session-id", "s")];
+    let headers = Some(HeaderMap { headers: head.iter().map(|(key, value)| header(key, value)).collect() });
+    let body = br#"{"model": "m", "prompt": "x"}"#.to_vec();
+    let messages = [
+        Message::RequestHeaders(proto::HttpHeaders { headers, ..proto::HttpHeaders::default() }),
+        Message::RequestBody(proto::HttpBody { body, end_of_stream: true, ..proto::HttpBody::default() }),
+    ];
+    let request = |message| proto::ProcessingRequest { request: Some(message), ..proto::ProcessingRequest::default() };
+    let mut answers = client.process(tokio_stream::iter(messages.map(request))).await.unwrap().into_inner();
+    while answers.message().await.unwrap().is_some() {}
+    assert_eq!(engine.heard(1).await, [open("s")]);
+    drop((answers, client));
+    stop.cancel();
+    running.await.unwrap().unwrap();
+    assert_eq!(engine.calls(), [open("s"), close("s")]);
+}

@@ -1,0 +1,261 @@
+//! Against a deployment whose eight engines hold, and are busy with, different things.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+use tokio::task::JoinHandle;
+
+use super::{captured_chat, explained, write};
+use crate::support::ports::until;
+use crate::support::stack::{EngineSpec, MODEL, Programs, Stack};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const CHAT: &str = "/v1/chat/completions";
+/// The engine that answers 503, and the two that never answer.
+const REFUSING: u64 = 8;
+const HANGING: [(u64, usize); 2] = [(6, 3), (7, 1)];
+
+struct Deployment {
+    stack: Stack,
+    http: reqwest::Client,
+    _dir: tempfile::TempDir,
+}
+
+fn programs() -> Programs {
+    let tests = std::env::current_exe().unwrap();
+    let engine = tests.parent().unwrap().with_file_name("examples").join("engine_sim");
+    assert!(engine.exists(), "{} is missing: cargo build --example engine_sim", engine.display());
+    Programs { warmroute: vec![env!("CARGO_BIN_EXE_warmroute").into()], engine: vec![engine.into()] }
+}
+
+impl Deployment {
+    async fn start() -> Self {
+        let dir = tempfile::Builder::new().prefix("warmroute-").tempdir().unwrap();
+        let specs: Vec<_> = (1..=8).map(|id| EngineSpec::new(id).with(&["--speed", "20"])).collect();
+        let mut stack = Stack::engines(&programs(), &specs, dir.path()).await.unwrap();
+        stack.write_workers().unwrap();
+        let config = json!({
+            "clients": {"trusted": true},
+            "response": {"worker_header": true, "prediction_header": true, "why_header": true},
+            "limits": {"exchange_deadline": "30s"},
+            "readiness": {"event_sources_deadline": "60s"},
+            // Each live request costs something, so that every term is at work.
+            "schedule": {"decode_active_request_weight": 0.5},
+            "overload": {"mark": "10m"},
+            "log": {"level": "debug"},
+        });
+        stack.start_router(&config).await.unwrap();
+        let envoy = stack.standalone().config().unwrap();
+        // Only how long it waits for warmroute is another: a busy machine is nobody's fault.
+        stack.start_envoy(&envoy.replace(" message_timeout: 1s", " message_timeout: 30s")).await.unwrap();
+        let http = reqwest::Client::builder().no_proxy().timeout(PATIENCE).build().unwrap();
+        Self { stack, http, _dir: dir }
+    }
+
+    /// Pinned by the body: the shipped Envoy takes the header for a forgery.
+    fn pinned(&self, id: u64, body: &Value) -> reqwest::RequestBuilder {
+        let mut body = body.clone();
+        body["nvext"] = json!({"backend_instance_id": id});
+        self.http.post(self.stack.url(CHAT)).json(&body)
+    }
+
+    async fn misbehave(&self, id: u64, how: Value) {
+        let engine = self.stack.engines.iter().find(|engine| engine.spec.id == id).unwrap();
+        let told = self.http.post(engine.url("/sim/misbehave")).json(&how).send().await.unwrap();
+        assert_eq!(told.status(), StatusCode::OK);
+    }
+
+    async fn waits(&self, what: &str, page: &str, holds: impl Fn(&Value) -> bool) {
+        let shown = until(PATIENCE, async || holds(&self.stack.debug(page).await.unwrap()));
+        assert!(shown.await, "{what}: {}", self.stack.debug(page).await.unwrap());
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.stack.router().unwrap().log()).unwrap()
+    }
+
+    /// Each engine holds more of the system prompt than the one before it, the seventh and eighth none.
+    async fn warm(&self) {
+        let chat = captured_chat();
+        let system = chat["messages"][0]["content"].as_str().unwrap();
+        for id in 1..=6 {
+            let mut part = chat.clone();
+            part["messages"][0]["content"] = system[..system.len() * id as usize / 8].into();
+            part["messages"][1]["content"] = "Go on.".into();
+            let answer = self.pinned(id, &part).send().await.unwrap();
+            assert_eq!(
+                (answer.status(), answer.headers()["x-engine-id"].to_str().unwrap()),
+                (StatusCode::OK, &*id.to_string())
+            );
+            answer.bytes().await.unwrap();
+        }
+        let mut cached = 0;
+        for engine in &self.stack.engines {
+            let state: Value = self.http.get(engine.url("/sim/state")).send().await.unwrap().json().await.unwrap();
+            cached += state["ranks"][0]["cached"].as_array().unwrap().len();
+        }
+        assert!(cached > 60, "{cached}");
+        self.waits("the index holds what the engines hold", "index", |page| page["total"]["device"] == cached).await;
+        self.waits("nothing is booked", "load", |page| requests(page) == 0).await;
+    }
+
+    /// Two engines never answer what they are asked, one refuses.
+    async fn burden(&self) -> Vec<JoinHandle<()>> {
+        let mut held = Vec::new();
+        for (id, count) in HANGING {
+            self.misbehave(id, json!({"hang": true})).await;
+            for at in 0..count {
+                let words = format!("Number {at} for {id}: ").repeat(20);
+                let body = json!({"model": MODEL, "messages": [{"role": "user", "content": words}]});
+                let asking = self.pinned(id, &body).timeout(PATIENCE * 10).send();
+                held.push(tokio::spawn(async move { drop(asking.await) }));
+            }
+        }
+        self.waits("four requests are booked", "load", |page| requests(page) == 4).await;
+        self.misbehave(REFUSING, json!({"refuse": 503})).await;
+        let refused = self.pinned(REFUSING, &captured_chat()).send().await.unwrap();
+        assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
+        refused.bytes().await.unwrap();
+        self.waits("the refused request is gone", "load", |page| requests(page) == 4).await;
+        held
+    }
+}
+
+fn requests(load: &Value) -> u64 {
+    load.as_array().unwrap().iter().map(|rank| rank["active_requests"].as_u64().unwrap()).sum()
+}
+
+/// `key=value key=value` as a map.
+fn pairs(line: &str) -> BTreeMap<String, String> {
+    let pairs = line.split_whitespace().filter_map(|pair| pair.split_once('='));
+    pairs.map(|(key, value)| (key.to_owned(), value.to_owned())).collect()
+}
+
+/// What the short form has to say of an explanation.
+fn short_of(said: &Value) -> BTreeMap<String, String> {
+    let [phase] = &said["phases"].as_array().unwrap()[..] else { panic!("{said}") };
+    let judged = phase["judged"].as_array().unwrap();
+    let won = judged.iter().find(|judged| judged["rank"] == phase["winner"]).unwrap();
+    let term = |name: &str| format!("{:.3}", won["cost"][name].as_f64().unwrap());
+    let candidates = judged.iter().filter(|judged| judged["excluded"].is_null()).count();
+    [
+        ("worker", format!("{}/{}", won["rank"]["worker"], won["rank"]["rank"])),
+        ("cost", term("total")),
+        ("prefill", term("prefill_cost")),
+        ("decode", term("decode_cost")),
+        ("blocks", said["prompt_blocks"].to_string()),
+        ("device", won["overlap"]["device"].to_string()),
+        ("cached_tokens", won["cached_tokens"].to_string()),
+        ("candidates", candidates.to_string()),
+        ("ties", phase["ties"].to_string()),
+    ]
+    .map(|(key, value)| (key.to_owned(), value))
+    .into()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_next_real_request_logs_the_numbers_that_explain_prints_for_eight_workers() {
+    let deployment = Deployment::start().await;
+    deployment.warm().await;
+    let held = deployment.burden().await;
+
+    let body = write(&deployment.stack.run_dir, "body.json", captured_chat().to_string());
+    let (admin, body) = (deployment.stack.admin_url("/"), body.to_str().unwrap());
+    let json = explained(&["--admin", &admin, "--body", body, "--json"], b"").await;
+    let table = explained(&["--admin", &admin, "--body", body], b"").await;
+    print(&table);
+    let said: Value = serde_json::from_str(&json).unwrap();
+    check(&said, &table);
+    let load = deployment.stack.debug("load").await.unwrap();
+    assert_eq!(requests(&load), 4, "nothing is booked by asking: {load}");
+
+    let asked =
+        deployment.http.post(deployment.stack.url(CHAT)).header("x-request-id", "the-next").json(&captured_chat());
+    let answer = asked.send().await.unwrap();
+    let header = |name: &str| answer.headers()[name].to_str().unwrap().to_owned();
+    assert_eq!((answer.status(), header("x-warmroute-mode")), (StatusCode::OK, "exact".to_owned()));
+    let expected = short_of(&said);
+    assert_eq!(pairs(&header("x-warmroute-why")), expected);
+    assert_eq!(format!("{}/0", header("x-engine-id")), expected["worker"]);
+    assert_eq!(header("x-warmroute-predicted-cached-tokens"), expected["cached_tokens"]);
+    let log = deployment.log();
+    let line = log.lines().find(|line| line.contains("routed worker=") && line.contains("the-next"));
+    print(&format!("x-warmroute-why: {}\n{}", header("x-warmroute-why"), line.unwrap_or_default()));
+    let logged = pairs(line.unwrap_or_else(|| panic!("{log}")));
+    for (key, value) in &expected {
+        assert_eq!(logged.get(key), Some(value), "{key} in {line:?}");
+    }
+    assert_eq!(logged["prompt_tokens"], said["prompt_tokens"].to_string(), "{line:?}");
+    assert_eq!(logged["mode"].trim_matches('"'), "exact", "{line:?}");
+    let delivered: Value = answer.json().await.unwrap();
+    let cached = &delivered["usage"]["prompt_tokens_details"]["cached_tokens"];
+    assert_eq!(cached.to_string(), expected["cached_tokens"], "what the engine really had: {delivered}");
+    held.iter().for_each(JoinHandle::abort);
+}
+
+/// The states differ as they were made to, and the table shows all of it.
+fn check(said: &Value, table: &str) {
+    let phase = &said["phases"][0];
+    let judged = phase["judged"].as_array().unwrap();
+    assert_eq!(judged.len(), 8);
+    let held: Vec<u64> = judged.iter().map(|judged| judged["overlap"]["device"].as_u64().unwrap()).collect();
+    assert!(held[..6].windows(2).all(|pair| pair[0] < pair[1]), "{held:?}");
+    for (id, count) in HANGING {
+        let load = &judged[id as usize - 1]["load"];
+        assert_eq!(load["active_requests"], count, "{load}");
+        assert!(load["active_prefill_tokens"].as_u64().unwrap() > 100 * count as u64, "{load}");
+    }
+    assert_eq!(judged[7]["excluded"], "is overloaded");
+    assert_eq!(phase["winner"]["worker"], 5, "the sixth holds more and has too much to do: {table}");
+    assert_eq!(phase["runner_up"]["worker"], 4);
+    assert!(said["sentence"].as_str().unwrap().contains("while 6/0 holds"), "{said}");
+
+    for judged in judged {
+        let name = format!("{}/{}", judged["rank"]["worker"], judged["rank"]["rank"]);
+        let rows: Vec<Vec<&str>> = table
+            .lines()
+            .filter(|line| line.split_whitespace().next() == Some(&name))
+            .map(|line| line.split_whitespace().collect())
+            .collect();
+        let [state, costs] = &rows[..] else { panic!("{name}: {table}") };
+        let number = |value: &Value| value.to_string();
+        let load = &judged["load"];
+        let expected = [
+            number(&judged["overlap"]["device"]),
+            number(&judged["overlap"]["host"]),
+            number(&judged["overlap"]["disk"]),
+            number(&judged["overlap"]["external"]),
+            number(&judged["cached_tokens"]),
+            number(&load["active_requests"]),
+            number(&load["active_prefill_tokens"]),
+            number(&judged["prefill_tokens"]),
+            number(&load["active_blocks"]),
+            number(&judged["decode_blocks"]),
+        ];
+        assert_eq!(state[3..], expected, "{table}");
+        let Some(cost) = judged["cost"].as_object() else { continue };
+        let terms = [
+            "prefill_blocks",
+            "device_credit",
+            "host_credit",
+            "disk_credit",
+            "shared_credit",
+            "credit_decay",
+            "prefill_cost",
+            "decode_cost",
+            "request_cost",
+            "taint_factor",
+            "total",
+        ];
+        assert_eq!(cost.len(), terms.len(), "every term is in the table");
+        let terms = terms.map(|term| format!("{:.3}", cost[term].as_f64().unwrap()));
+        assert_eq!(costs[1..12], terms, "{table}");
+    }
+}
+
+#[expect(clippy::print_stdout, reason = "to be looked at with --nocapture")]
+fn print(text: &str) {
+    println!("{text}");
+}
