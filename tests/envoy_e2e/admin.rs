@@ -67,14 +67,17 @@ async fn readiness_names_what_is_pending_until_nothing_is() {
     }
 }
 
-/// Families that have no member, and so no line, until something is less than perfect.
-const NOTHING_WENT_WRONG: [&str; 6] = [
+/// Families that have no member, and so no line, until something is less than perfect, or is used that is not used here.
+const NOT_HERE: [&str; 9] = [
+    "warmroute_api_calls",
     "warmroute_chosen_not_reached",
     "warmroute_degradations",
+    "warmroute_engine_session_calls",
     "warmroute_kv_event_gaps",
     "warmroute_non_max_overlap_choices",
     "warmroute_shared_cache_errors",
     "warmroute_task_restarts",
+    "warmroute_worker_predicted_blocks",
 ];
 
 /// Names and types of all families that `src/metrics.rs` declares.
@@ -152,7 +155,7 @@ fn check_families(page: &Page) {
     }
     let absent: Vec<&str> =
         declared.keys().filter(|name| !page.families.contains_key(*name)).map(String::as_str).collect();
-    assert!(absent.iter().all(|name| NOTHING_WENT_WRONG.contains(name)), "{absent:?} are missing:\n{}", page.text());
+    assert!(absent.iter().all(|name| NOT_HERE.contains(name)), "{absent:?} are missing:\n{}", page.text());
 }
 
 /// The measures of 12 streaming requests and one that was not.
