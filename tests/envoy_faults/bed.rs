@@ -61,8 +61,10 @@ impl Bed {
         stack.start_router(&all).await.unwrap();
         let mut config = stack.standalone().config().unwrap();
         if patience == Patience::Long {
-            assert!(config.contains(" message_timeout: 1s"));
-            config = config.replace(" message_timeout: 1s", " message_timeout: 30s");
+            for setting in [" message_timeout: ", " connect_timeout: "] {
+                assert_eq!(config.matches(&format!("{setting}1s")).count(), 1, "{setting}");
+                config = config.replace(&format!("{setting}1s"), &format!("{setting}30s"));
+            }
         }
         stack.start_envoy(&config).await.unwrap();
         let http = reqwest::Client::builder().no_proxy().build().unwrap();

@@ -31,11 +31,15 @@ pub(crate) fn engine_for(role: &str, id: u64) -> EngineSpec {
     engine(id).listed(json!({"role": role}))
 }
 
-/// The shipped configuration; only how long Envoy waits for warmroute is another, because on a busy machine a second
-/// passes without anybody being at fault.
+/// The shipped configuration; only how long Envoy waits for warmroute and for connections is another, because on a busy
+/// machine a second passes without anybody being at fault.
 pub(crate) fn patient(shipped: &str) -> String {
-    assert_eq!(shipped.matches(" message_timeout: 1s").count(), 1);
-    shipped.replace(" message_timeout: 1s", " message_timeout: 30s")
+    let mut config = shipped.to_owned();
+    for setting in [" message_timeout: ", " connect_timeout: "] {
+        assert_eq!(config.matches(&format!("{setting}1s")).count(), 1, "{setting}");
+        config = config.replace(&format!("{setting}1s"), &format!("{setting}30s"));
+    }
+    config
 }
 
 /// Lets pins and ranks of clients through to warmroute, as `envoy/README.md` says.
