@@ -147,7 +147,7 @@ impl Entrance {
             Standing::None => None,
             Standing::First(binding) => Some(binding.bind(target)),
             Standing::Bound(mut hold) => {
-                if hold.target() != target {
+                if hold.target() != target && !self.is_detour(hold.target()) {
                     // Where it was it cannot be served any longer; it stays with whom it got.
                     hold.rebind(target);
                 }
@@ -158,6 +158,13 @@ impl Entrance {
             hold.finish();
         }
         Ok(Admitted { booked, session: hold })
+    }
+
+    /// Whether a session went elsewhere only because its worker has too much to do just now. A hard session comes back:
+    /// what is cached of it is worth more than one request.
+    fn is_detour(&self, bound: WorkerRank) -> bool {
+        let hard = self.affinities.as_ref().is_some_and(|affinities| affinities.affinity == Affinity::Hard);
+        hard && self.router.answers(bound)
     }
 
     async fn session(&self, session: Option<&SessionWord>, told: &mut Option<impl FnOnce(Duration)>) -> Standing {

@@ -32,7 +32,8 @@ impl From<&ModelName> for ModelLabel {
 pub struct RequestLabels {
     /// Model name.
     pub model: String,
-    /// `exact`, `load_only` or `passthrough`.
+    /// `exact`, `approximate`, `load_only` or `passthrough`; `query` where only the choice was asked for, `rejected` where
+    /// the client got a refusal of ours.
     pub mode: &'static str,
 }
 

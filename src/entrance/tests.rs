@@ -161,6 +161,25 @@ async fn a_session_whose_worker_is_gone_is_bound_to_another_and_the_last_request
 }
 
 #[tokio::test]
+async fn a_hard_session_goes_round_a_worker_that_is_overloaded_for_a_moment_and_comes_back() {
+    let entrance = entrance(2, None, Affinity::Hard);
+    let mut first = admit(&entrance, 0, Some(&word("s"))).await;
+    let home = chosen(&first);
+    let answer = |status, from| crate::router::Answer { status, from };
+    let router = entrance.router();
+    router.answered(&mut first.booked, answer(503, crate::router::AnswerFrom::Chosen));
+    let detour = admit(&entrance, 1, Some(&word("s"))).await;
+    assert_ne!(chosen(&detour), home);
+    assert_eq!(detour.session.unwrap().target(), first.booked.route.to.rank, "it is still at home there");
+    for _ in 0..3 {
+        router.answered(&mut first.booked, answer(503, crate::router::AnswerFrom::Gateway));
+    }
+    let moved = admit(&entrance, 2, Some(&word("s"))).await;
+    assert_ne!(chosen(&moved), home);
+    assert_eq!(moved.session.unwrap().target(), moved.booked.route.to.rank, "nobody answers there any longer");
+}
+
+#[tokio::test]
 async fn requests_for_different_workers_do_not_hold_each_other_up() {
     let entrance = entrance(2, Some(300), Affinity::Hard);
     let only = |id: u64, first: u64| {

@@ -9,10 +9,10 @@ use super::Router;
 use super::leg::Legs;
 use super::placing::Booked;
 use crate::fleet::Member;
-use crate::health::{Change, Outcome};
+use crate::health::{Change, Condition, Outcome};
 use crate::load::Booking;
 use crate::load::duration::PrefillTimes;
-use crate::worker::{ModelName, Role, WorkerId};
+use crate::worker::{ModelName, Role, WorkerId, WorkerRank};
 
 /// What a request got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,6 +104,12 @@ impl Router {
             Some((model, role, entry.relative_error()?))
         };
         self.durations.0.iter().filter_map(error).collect()
+    }
+
+    /// Whether a worker rank is there and does not rest because it failed.
+    pub fn answers(&self, rank: WorkerRank) -> bool {
+        let well = self.health.standing(rank.worker, self.load.now()) == Condition::Well;
+        well && self.fleet.load().slot(rank).is_some()
     }
 
     /// The workers that rest because they failed.
