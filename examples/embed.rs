@@ -43,6 +43,7 @@ fn main() -> anyhow::Result<()> {
     let blocks =
         hashes.locals().iter().zip(100..).map(|(&local, name)| StoredBlock { engine: EngineHash(name), local });
     writer.apply(&KvEvent::Stored { parent: None, blocks: blocks.take(6).collect(), tier: Tier::Device });
+    router.set_live(warm.rank, true);
 
     let mut booked = router.route(RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![hashes])))?;
     let loaded = || load.snapshot().into_iter().find(|load| load.rank == warm.rank);
