@@ -2,9 +2,8 @@
 //! them as well: who holds one holds those, so prompts that begin alike share their entries without a tree. Weights are
 //! whole numbers, because sums of fractions would depend on the order in which requests come and go.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
-use std::hash::{BuildHasherDefault, Hasher};
+use hashbrown::HashMap;
+use hashbrown::hash_map::Entry;
 
 use crate::block::SequenceHash;
 
@@ -39,7 +38,8 @@ impl Weight {
 /// Prompt blocks held by live requests.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
-    held: HashMap<SequenceHash, Held, BuildHasherDefault<AsIs>>,
+    /// Hashed once more, with a key nobody knows: callers may choose the names, and so could make them collide.
+    held: HashMap<SequenceHash, Held>,
     /// Of all of them.
     weight: u128,
 }
@@ -83,10 +83,12 @@ impl Blocks {
         }
     }
 
-    /// Lets those blocks count for so much that nobody else holds; `sequences` are those of a holder.
+    /// Lets those blocks count for so much that nobody else holds; `sequences` are those of a holder. What requests share
+    /// is the beginning, so this looks from the end, as far as the first block that is shared.
     pub(super) fn fade(&mut self, sequences: &[SequenceHash], weight: Weight) {
-        for sequence in sequences {
-            if let Some(held) = self.held.get_mut(sequence).filter(|held| held.holders == 1) {
+        for sequence in sequences.iter().rev() {
+            let Some(held) = self.held.get_mut(sequence).filter(|held| held.holders == 1) else { break };
+            if held.weight != weight {
                 self.weight = self.weight - held.weight.times(1) + weight.times(1);
                 held.weight = weight;
             }
@@ -115,25 +117,5 @@ impl Outputs {
 
     pub(super) fn weight(&self) -> u128 {
         Weight::ONE.times(self.whole) + self.to.map_or(0, |to| to.times(self.faded))
-    }
-}
-
-/// The hasher of keys that are good hashes already.
-#[derive(Debug, Default)]
-struct AsIs(u64);
-
-impl Hasher for AsIs {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.0 = self.0.rotate_left(8) ^ u64::from(byte);
-        }
-    }
-
-    fn write_u64(&mut self, value: u64) {
-        self.0 = value;
     }
 }
