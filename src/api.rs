@@ -38,8 +38,9 @@ use crate::intake::Intake;
 use crate::load::ledger::{Change, Refused};
 use crate::metrics::{CallLabels, Metrics};
 use crate::router::Elsewhere;
-use bookings::{Bookings, Kept};
+use bookings::{Added, Bookings, Kept};
 use pb::router_server::{Router, RouterServer};
+use question::Shape;
 
 /// The service. A clone is the same service.
 #[derive(Clone)]
@@ -52,6 +53,7 @@ struct Shared {
     metrics: Arc<Metrics>,
     bookings: Bookings,
     silence: Duration,
+    shape: Shape,
     closing: CancellationToken,
 }
 
@@ -75,7 +77,8 @@ impl Api {
         let Parts { intake, entrance, feed, metrics, closing } = parts;
         let bookings = Bookings::new(entrance.router().load().clone(), config.rules(), metrics.clone());
         let silence = config.silence.get();
-        Self(Arc::new(Shared { intake, entrance, feed, metrics, bookings, silence, closing }))
+        let shape = Shape { most_blocks: config.most_blocks as usize, shared: true };
+        Self(Arc::new(Shared { intake, entrance, feed, metrics, bookings, silence, shape, closing }))
     }
 
     /// The same as a gRPC server. `largest` is the most bytes that a message to it may have.
@@ -105,10 +108,10 @@ impl Api {
     }
 
     async fn choose(&self, asked: pb::RouteRequest) -> Result<pb::RouteResponse, Fault> {
-        let Shared { intake, entrance, bookings, .. } = &*self.0;
+        let Shared { intake, entrance, bookings, shape, .. } = &*self.0;
         let attempt = asked.book.as_ref().map(|book| question::attempt(Some(book))).transpose()?;
         let session = asked.session.map(question::session).transpose()?;
-        let read = question::read(intake, asked.question).await?;
+        let read = question::read(intake, asked.question, *shape).await?;
         let mut request = read.request;
         if let Some(wishes) = asked.wishes {
             question::wish(&mut request, wishes)?;
@@ -131,30 +134,27 @@ impl Api {
     }
 
     async fn add(&self, asked: pb::AddRequestRequest) -> Result<pb::AddRequestResponse, Fault> {
-        let Shared { intake, entrance, bookings, .. } = &*self.0;
+        let Shared { intake, entrance, bookings, shape, .. } = &*self.0;
         let attempt = question::attempt(asked.attempt.as_ref())?;
         let rank = question::rank(asked.worker)?;
-        let request = question::read(intake, asked.question).await?.request;
+        let request = question::read(intake, asked.question, Shape { shared: false, ..*shape }).await?.request;
         let how = Elsewhere { prefilled: !asked.prefills.unwrap_or(true), cached_tokens: asked.cached_tokens };
         if how.cached_tokens.is_some_and(|cached| cached > request.prompt.tokens()) {
             return Err(Fault::argument("more tokens are cached than the prompt has"));
         }
         let router = entrance.router();
         let foreign = router.foreign(request, rank, how).ok_or(Refused::NotServing { rank })?;
-        let (booking, booked) = match bookings.add(attempt, &foreign, router)? {
-            Kept::Now(booking) => (booking, pb::Booked::Now),
-            Kept::Before(booking) => (booking, pb::Booked::Before),
+        let (added, booked) = match bookings.add(attempt, &foreign, router)? {
+            Kept::Now(added) => (added, pb::Booked::Now),
+            Kept::Before(added) => (added, pb::Booked::Before),
         };
-        let uncached = booking.prompt_tokens.saturating_sub(booking.cached_tokens);
-        Ok(pb::AddRequestResponse {
-            booked: booked.into(),
-            prefill_tokens: if booking.track_prefill { uncached } else { 0 },
-            prompt_blocks: booking.sequences.len() as u64,
-        })
+        let Added { prefill_tokens, prompt_blocks, .. } = added;
+        Ok(pb::AddRequestResponse { booked: booked.into(), prefill_tokens, prompt_blocks })
     }
 
     fn prefilled(&self, asked: &pb::MarkPrefillCompletedRequest) -> Result<pb::MarkPrefillCompletedResponse, Fault> {
-        let change = self.0.bookings.mark_prefill_completed(question::attempt(asked.attempt.as_ref())?)?;
+        let attempt = question::attempt(asked.attempt.as_ref())?;
+        let change = self.0.bookings.mark_prefill_completed(attempt, self.0.entrance.router())?;
         Ok(pb::MarkPrefillCompletedResponse { changed: change == Change::Applied })
     }
 
@@ -168,7 +168,9 @@ impl Api {
     }
 
     fn release(&self, asked: &pb::FreeRequest) -> Result<pb::FreeResponse, Fault> {
-        let change = self.0.bookings.free(question::attempt(asked.attempt.as_ref())?);
+        let attempt = question::attempt(asked.attempt.as_ref())?;
+        let status = asked.status.map(question::status).transpose()?;
+        let change = self.0.bookings.free(attempt, status, self.0.entrance.router());
         Ok(pb::FreeResponse { changed: change == Change::Applied })
     }
 
@@ -178,7 +180,7 @@ impl Api {
     }
 
     async fn overlaps(&self, asked: pb::OverlapScoresRequest) -> Result<pb::OverlapScoresResponse, Fault> {
-        let request = question::read(&self.0.intake, asked.question).await?.request;
+        let request = question::read(&self.0.intake, asked.question, self.0.shape).await?.request;
         let blocks = request.prompt.blocks();
         let block_size = blocks.first().map_or(0, |hashes| hashes.block_size().0.get());
         let prompt_blocks = blocks.iter().map(|hashes| hashes.len() as u64).sum();
@@ -194,7 +196,7 @@ impl Api {
             loads.sort_by_key(|load| load.rank);
             return Ok(pb::PotentialLoadsResponse { ranks: loads.iter().map(answer::load).collect() });
         }
-        let request = question::read(&self.0.intake, asked.question).await?.request;
+        let request = question::read(&self.0.intake, asked.question, self.0.shape).await?.request;
         let ranks = router.survey(request)?.iter().map(answer::potential_load).collect();
         Ok(pb::PotentialLoadsResponse { ranks })
     }

@@ -162,6 +162,12 @@ impl LoadTracker {
         table.snapshot((self.clock)())
     }
 
+    /// Of these reservations those of which nothing counts any more, by one look.
+    fn gone<'a, K>(&self, held: impl Iterator<Item = (K, &'a Reservation)>) -> Vec<K> {
+        let table = self.table.lock();
+        held.filter(|(_, reservation)| !reservation.counts_in(&table)).map(|(key, _)| key).collect()
+    }
+
     /// What the clock says.
     pub fn now(&self) -> Instant {
         (self.clock)()

@@ -19,11 +19,21 @@ pub struct ApiConfig {
     pub silence: Period,
     /// Most bookings at a time.
     pub bookings: u32,
+    /// Most blocks of one prompt.
+    pub most_blocks: u32,
+    /// Most blocks that all bookings together hold.
+    pub booked_blocks: u32,
 }
 
 impl Default for ApiConfig {
     fn default() -> Self {
-        Self { listen: (Ipv4Addr::LOCALHOST, 9903).into(), silence: Period::seconds(300), bookings: 1 << 20 }
+        Self {
+            listen: (Ipv4Addr::LOCALHOST, 9903).into(),
+            silence: Period::seconds(300),
+            bookings: 1 << 20,
+            most_blocks: 1 << 17,
+            booked_blocks: 1 << 25,
+        }
     }
 }
 
@@ -39,11 +49,21 @@ impl ApiConfig {
         if self.bookings == 0 {
             problems.push(Problem::of("bookings", "nothing could ever be booked; give at least 1"));
         }
+        if self.most_blocks == 0 {
+            problems.push(Problem::of("most_blocks", "no prompt could ever be asked about; give at least 1"));
+        }
+        if self.booked_blocks < self.most_blocks {
+            let text = "a prompt of `most_blocks` could never be booked; give at least as much";
+            problems.push(Problem::of("booked_blocks", text));
+        }
         problems
     }
 
     /// What bookings have to keep to.
     pub fn rules(&self) -> Rules {
-        Rules { silence: self.silence.get(), most: self.bookings as usize }
+        let most = self.bookings as usize;
+        // Enough for words that are repeated; a shorter memory only means that the oldest may be booked again.
+        let ended = (most / 8).max(64);
+        Rules { silence: self.silence.get(), most, blocks: self.booked_blocks as usize, ended }
     }
 }

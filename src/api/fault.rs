@@ -90,7 +90,7 @@ impl Fault {
             Fault::UnknownModel(_) | Fault::NoEvents(_) | Fault::NotBooked { .. } => (Code::NotFound, None),
             Fault::BookedElsewhere { .. } | Fault::Booking(Refused::Booked { .. }) => (Code::AlreadyExists, None),
             Fault::Booking(Refused::NotServing { .. }) => (Code::NotFound, None),
-            Fault::Booking(Refused::Full { .. }) => (Code::ResourceExhausted, Some(SOON)),
+            Fault::Booking(Refused::Full { .. } | Refused::Blocks { .. }) => (Code::ResourceExhausted, Some(SOON)),
             Fault::Refusal(Refusal::Overflow { retry_after, .. } | Refusal::Deadline { retry_after, .. }) => {
                 (Code::ResourceExhausted, Some(*retry_after))
             }
@@ -133,13 +133,14 @@ mod tests {
         let rank = WorkerRank { worker: WorkerId(7), rank: DpRank(0) };
         let retry_after = Duration::from_millis(1500);
         let full = Refusal::Deadline { class: "default".into(), waited: Duration::ZERO, retry_after };
-        let cases: [(Fault, Code, Option<&str>); 12] = [
+        let cases: [(Fault, Code, Option<&str>); 13] = [
             (Fault::argument("x"), Code::InvalidArgument, None),
             (Fault::Body(Reason::Unreadable), Code::InvalidArgument, None),
             (Fault::UnknownModel("m".into()), Code::NotFound, None),
             (Refused::Booked { attempt: 1 }.into(), Code::AlreadyExists, None),
             (Refused::NotServing { rank }.into(), Code::NotFound, None),
             (Refused::Full { most: 1 }.into(), Code::ResourceExhausted, Some("1")),
+            (Refused::Blocks { most: 1 }.into(), Code::ResourceExhausted, Some("1")),
             (full.into(), Code::ResourceExhausted, Some("2")),
             (Refusal::Failed.into(), Code::Internal, None),
             (RouteError::NoFleet.into(), Code::Unavailable, Some("1")),

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use serde::Deserialize;
 
 use super::fault::Fault;
 use super::pb;
@@ -29,49 +30,80 @@ pub(super) struct Asked {
     pub(super) tokens: Vec<Vec<u32>>,
 }
 
+/// How questions are read.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    /// Most blocks of a prompt. Each is looked up several times while others wait.
+    pub(super) most_blocks: usize,
+    /// Whether the cache that all workers share is asked as well.
+    pub(super) shared: bool,
+}
+
+impl Shape {
+    fn bound(self, blocks: usize) -> Result<(), Fault> {
+        let most = self.most_blocks;
+        let text = || format!("the prompt has {blocks} blocks; `api.most_blocks` allows {most}");
+        if blocks > most { Err(Fault::Argument(text())) } else { Ok(()) }
+    }
+}
+
+/// The model, as a body names it.
+#[derive(Deserialize)]
+struct Naming {
+    model: Option<String>,
+}
+
 /// Reads a prompt and what belongs to it.
-pub(super) async fn read(intake: &Arc<Intake>, question: Option<pb::Question>) -> Result<Asked, Fault> {
+pub(super) async fn read(intake: &Arc<Intake>, question: Option<pb::Question>, shape: Shape) -> Result<Asked, Fault> {
     let Some(mut question) = question else { return Err(Fault::argument("the question is missing")) };
     let prompt = question.prompt.take().ok_or_else(|| Fault::argument("the question has no prompt"))?;
     let mut asked = match prompt {
-        pb::question::Prompt::Body(body) => return of_body(intake, &question, body).await,
-        pb::question::Prompt::Tokens(tokens) => of_tokens(intake, question, tokens.ids)?,
-        pb::question::Prompt::Blocks(blocks) => of_blocks(intake, &question, blocks)?,
+        pb::question::Prompt::Body(body) => return of_body(intake, &question, body, shape).await,
+        pb::question::Prompt::Tokens(tokens) => of_tokens(intake, question, tokens.ids, shape)?,
+        pb::question::Prompt::Blocks(blocks) => of_blocks(intake, &question, blocks, shape)?,
     };
-    intake.ask_shared(&mut asked.request).await;
+    if shape.shared {
+        intake.ask_shared(&mut asked.request).await;
+    }
     Ok(asked)
 }
 
-async fn of_body(intake: &Arc<Intake>, question: &pb::Question, body: pb::Body) -> Result<Asked, Fault> {
+async fn of_body(intake: &Arc<Intake>, question: &pb::Question, body: pb::Body, shape: Shape) -> Result<Asked, Fault> {
     if [&question.model, &question.adapter, &question.cache_salt].into_iter().any(|text| !text.is_empty()) {
         return Err(Fault::argument("a body names its own model, adapter and cache salt; leave the others out"));
     }
     let mut headers = body.headers;
     headers = headers.into_iter().map(|(name, value)| (name.to_ascii_lowercase(), value)).collect();
     let find = |name: &str| headers.get(name).map(|value| Cow::Borrowed(value.as_str()));
-    let taken = intake.take(&body.path, &find, &Body::Whole(Bytes::from(body.json))).await;
+    let json = Bytes::from(body.json);
+    let taken = intake.take(&body.path, &find, &Body::Whole(json.clone())).await;
     if let Prompt::Estimated { because, .. } = &taken.request.prompt {
         match because {
             // Envoy would have forwarded these somewhere; a caller who asks for a choice is better told.
             Reason::NotInference | Reason::NoBody | Reason::Unreadable => return Err(Fault::Body(*because)),
-            Reason::UnknownModel => return Err(Fault::UnknownModel("of the body".to_owned())),
+            Reason::UnknownModel => {
+                let naming = serde_json::from_slice::<Naming>(&json).ok().and_then(|naming| naming.model);
+                return Err(naming.map_or_else(unnamed, Fault::UnknownModel));
+            }
             _ => {}
         }
     }
+    shape.bound(taken.request.prompt.blocks().iter().map(BlockHashes::len).sum())?;
     Ok(Asked { request: taken.request, session: taken.session, tokens: taken.tokens })
 }
 
-fn of_tokens(intake: &Arc<Intake>, question: pb::Question, tokens: Vec<u32>) -> Result<Asked, Fault> {
+fn of_tokens(intake: &Arc<Intake>, question: pb::Question, tokens: Vec<u32>, shape: Shape) -> Result<Asked, Fault> {
     if tokens.is_empty() {
         return Err(Fault::argument("the prompt has no tokens"));
     }
     let named = named(intake, &question)?;
+    shape.bound(tokens.len() / named.model.block_size.tokens())?;
     let salt = Some(question.cache_salt).filter(|salt| !salt.is_empty());
     let request = intake.take_tokens(&named, tokens.clone(), salt);
     Ok(Asked { request, session: None, tokens: vec![tokens] })
 }
 
-fn of_blocks(intake: &Arc<Intake>, question: &pb::Question, blocks: pb::BlockHashes) -> Result<Asked, Fault> {
+fn of_blocks(intake: &Arc<Intake>, question: &pb::Question, blocks: pb::BlockHashes, shape: Shape) -> Result<Asked, Fault> {
     if !question.cache_salt.is_empty() {
         return Err(Fault::argument("block hashes contain the cache salt; leave `cache_salt` out"));
     }
@@ -81,6 +113,7 @@ fn of_blocks(intake: &Arc<Intake>, question: &pb::Question, blocks: pb::BlockHas
     if names != 0 && names != count {
         return Err(Fault::argument(format!("there are {count} local hashes but {names} sequence hashes")));
     }
+    shape.bound(count)?;
     let tokens = usize::try_from(blocks.isl_tokens).unwrap_or(usize::MAX);
     if tokens == 0 || tokens / size.tokens() < count {
         let text = format!("{count} blocks of {size} tokens do not fit into isl_tokens {tokens}", size = size.tokens());
@@ -100,12 +133,16 @@ fn named(intake: &Intake, question: &pb::Question) -> Result<Named, Fault> {
     let name = Some(question.model.as_str()).filter(|name| !name.is_empty());
     let mut named = intake.named(name).ok_or_else(|| match name {
         Some(name) => Fault::UnknownModel(name.to_owned()),
-        None => Fault::argument("several models are configured; name one"),
+        None => unnamed(),
     })?;
     if !question.adapter.is_empty() {
         named.adapter = Some(question.adapter.clone());
     }
     Ok(named)
+}
+
+fn unnamed() -> Fault {
+    Fault::argument("several models are configured; name one")
 }
 
 /// Enters what the caller wishes. What is not set stays as it is.
@@ -181,6 +218,12 @@ pub(super) fn attempt(attempt: Option<&pb::Attempt>) -> Result<Attempt<'_>, Faul
         }
         Some(attempt) => Ok(Attempt { request: &attempt.id, number: attempt.number }),
     }
+}
+
+/// Reads an HTTP status.
+pub(super) fn status(status: u32) -> Result<u16, Fault> {
+    let known = u16::try_from(status).ok().filter(|status| (100..600).contains(status));
+    known.ok_or_else(|| Fault::Argument(format!("{status} is no HTTP status; give 100 to 599")))
 }
 
 /// Reads the name of a worker rank.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::blocks::Weight;
-use super::table::Share;
+use super::table::{Share, Table};
 use super::{Booking, LoadTracker};
 use crate::worker::{Slot, WorkerRank};
 
@@ -51,7 +51,11 @@ impl Reservation {
 
     /// Whether anything of it still counts as load: it was booked, has not ended, and its rank has not gone.
     pub fn counts(&self) -> bool {
-        let table = self.tracker.table.lock();
+        self.counts_in(&self.tracker.table.lock())
+    }
+
+    /// The same by a table that is looked at already.
+    pub(super) fn counts_in(&self, table: &Table) -> bool {
         self.parts.iter().any(|part| table.counts(part))
     }
 

@@ -84,11 +84,14 @@ impl Router {
 
     /// The prefill of a booked request took so long.
     pub fn prefilled(&self, booked: &Booked, took: Duration) {
-        let fleet = self.fleet.load();
         let booking = booked.reservation.bookings().find(|booking| booking.track_prefill);
-        let Some((booking, member)) = booking.and_then(|booking| Some((booking, fleet.member(booking.slot)?))) else {
-            return;
-        };
+        booking.into_iter().for_each(|booking| self.prefill_took(booking, took));
+    }
+
+    /// The prefill of one booking took so long.
+    pub fn prefill_took(&self, booking: &Booking, took: Duration) {
+        let fleet = self.fleet.load();
+        let Some(member) = fleet.member(booking.slot) else { return };
         if member.rank != booking.rank {
             return;
         }

@@ -10,11 +10,12 @@ use super::question::RouteRequest;
 use super::{RouteError, Router};
 use crate::block::tracking::unshared;
 use crate::fleet::{Fleet, Member};
+use crate::health::{Change, Outcome, Probe};
 use crate::index::TierBlocks;
 use crate::load::{Booking, Load, LoadView, Until};
 use crate::predict::Lease;
 use crate::schedule::{Candidate, Cost, Question, costs, preference};
-use crate::worker::{Role, WorkerRank};
+use crate::worker::{Role, WorkerId, WorkerRank};
 
 /// One worker rank and one prompt.
 #[derive(Clone, Debug)]
@@ -81,10 +82,15 @@ impl Router {
             .collect())
     }
 
-    /// What a request that somebody else sent to a worker rank will occupy there; `None` where that does not serve.
+    /// What a request that somebody else sent to a worker rank will occupy there; `None` where that does not serve the
+    /// model.
     pub fn foreign(&self, request: RouteRequest, on: WorkerRank, how: Elsewhere) -> Option<Foreign> {
         let (prepared, fleet) = self.prepared_for_now(request);
-        let member = fleet.member(fleet.slot(on)?)?.clone();
+        let slot = fleet.slot(on)?;
+        if prepared.request.model.as_ref().is_some_and(|model| !fleet.serving(model).contains(&slot)) {
+            return None;
+        }
+        let member = fleet.member(slot)?.clone();
         let prefills_only = member.worker.role == Role::Prefill;
         let blocks = &prepared.blocks;
         let sequences = match (prefills_only || !self.settings.tracking.active_blocks, prepared.reuse) {
@@ -112,6 +118,24 @@ impl Router {
     pub fn expect_cached(&self, foreign: &Foreign) -> Vec<Lease> {
         let blocks = foreign.prepared.request.prompt.blocks();
         blocks.iter().filter_map(|hashes| self.predictions.record(&foreign.member, hashes)).collect()
+    }
+
+    /// These workers answered a request with that status, as a caller says; says what that changed, for the log. Probes of
+    /// others are given back.
+    pub fn heard(&self, workers: &[WorkerId], mut probes: Vec<Probe>, status: u16) -> Vec<(WorkerId, Change)> {
+        let (now, outcome) = (self.load.now(), Outcome::of_status(status));
+        let report = |worker: &WorkerId| {
+            if outcome == Outcome::Overloaded {
+                self.overload.mark(*worker, now);
+            }
+            let probe = probes.iter().position(|probe| probe.worker() == *worker).map(|at| probes.remove(at));
+            let change = match probe {
+                Some(probe) => probe.report(outcome, now),
+                None => self.health.report(*worker, outcome, now),
+            };
+            Some((*worker, change?))
+        };
+        workers.iter().filter_map(report).collect()
     }
 
     fn prepared_for_now(&self, request: RouteRequest) -> (Prepared, Arc<Fleet>) {

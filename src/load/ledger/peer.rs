@@ -1,7 +1,7 @@
 //! What other routers booked on the same workers. They tell it as it happens, at best effort, so a message may be late,
 //! repeated or about something we never heard of; whatever does not fit what we know is ignored.
 
-use super::{Attempt, Change, Ledger};
+use super::{Attempt, Beside, Change, Ledger};
 use crate::load::Booking;
 use crate::worker::WorkerRank;
 
@@ -38,7 +38,7 @@ pub enum PeerChange {
     Free(WorkerRank),
 }
 
-impl Ledger {
+impl<B: Beside> Ledger<B> {
     /// Does what a peer did.
     pub fn follow(&mut self, peers: &Peers, event: PeerEvent) -> Change {
         let PeerEvent { router, request, attempt, change } = event;

@@ -62,14 +62,70 @@ impl Bench {
 }
 
 #[test]
-fn the_same_attempt_again_changes_nothing_and_any_other_is_refused() {
+fn the_same_attempt_again_changes_nothing_and_only_a_later_one_takes_its_place() {
     let mut bench = Bench::new(Rules::default());
     assert_eq!(bench.add("a", 1, booking(0, 2)), Ok(Change::Applied));
     assert_eq!(bench.add("a", 1, booking(0, 2)), Ok(Change::None));
-    for (number, other) in [(1, booking(1, 2)), (1, booking(0, 3)), (0, booking(0, 2)), (2, booking(0, 2))] {
+    for (number, other) in [(1, booking(1, 2)), (1, booking(0, 3)), (0, booking(0, 2))] {
         assert_eq!(bench.add("a", number, other), Err(Refused::Booked { attempt: 1 }));
     }
     assert_eq!(bench.loads(), [(2, 32, 1), (0, 0, 0)]);
+    assert_eq!(bench.add("a", 2, booking(7, 1)), Err(Refused::NotServing { rank: rank(7) }));
+    assert_eq!(bench.loads(), [(2, 32, 1), (0, 0, 0)], "nothing has changed");
+    assert_eq!(bench.add("a", 2, booking(1, 3)), Ok(Change::Applied));
+    assert_eq!(bench.loads(), [(0, 0, 0), (3, 48, 1)]);
+    assert_eq!((bench.ledger.free(named("a", 1)), bench.ledger.counts().bookings), (Change::None, 1));
+}
+
+#[test]
+fn what_has_ended_is_remembered_and_not_booked_again() {
+    let rules = Rules { ended: 2, most: 1, ..Rules::default() };
+    let prefill = || Booking { until: Until::FirstToken, ..booking(0, 2) };
+    type End = fn(&mut Ledger, Attempt<'_>) -> Change;
+    let ends: [(&str, End); 2] = [("first token", Ledger::mark_prefill_completed), ("free", Ledger::free)];
+    for (name, end) in ends {
+        let mut bench = Bench::new(rules);
+        bench.add("a", 1, prefill()).unwrap();
+        assert_eq!(end(&mut bench.ledger, named("a", 1)), Change::Applied, "{name}");
+        for number in [0, 1] {
+            let late = named("a", number);
+            assert_eq!(bench.add("a", number, prefill()), Ok(Change::None), "{name}");
+            assert_eq!(bench.ledger.mark_prefill_completed(late), Change::None, "{name}");
+            assert_eq!(bench.ledger.free(late), Change::None, "{name}");
+            assert!(matches!(bench.ledger.known(late), Some(Known::Ended(()))), "{name}");
+        }
+        assert_eq!(bench.loads(), [(0, 0, 0), (0, 0, 0)], "{name}");
+        assert_eq!(bench.ledger.counts(), Counts::default(), "{name}: what has ended takes no place");
+        assert_eq!(bench.add("a", 2, booking(1, 1)), Ok(Change::Applied), "{name}: a later attempt");
+        bench.ledger.free(named("a", 2));
+        bench.pass(rules.silence + Duration::from_millis(1));
+        bench.ledger.expire();
+        assert!(bench.ledger.entries.is_empty() && bench.ledger.ended.is_empty(), "{name}");
+        assert_eq!(bench.ledger.counts(), Counts::default(), "{name}: it was not silent");
+        assert_eq!(bench.add("a", 1, prefill()), Ok(Change::Applied), "{name}: forgotten");
+    }
+    // Only so many.
+    let mut bench = Bench::new(rules);
+    for name in ["a", "b", "c"] {
+        bench.add(name, 0, booking(0, 1)).unwrap();
+        bench.ledger.free(named(name, 0));
+    }
+    let known = ["a", "b", "c"].map(|name| bench.ledger.known(named(name, 0)).is_some());
+    assert_eq!(known, [false, true, true]);
+}
+
+#[test]
+fn a_ledger_holds_only_so_many_blocks() {
+    let mut bench = Bench::new(Rules { blocks: 3, ..Rules::default() });
+    bench.add("a", 0, booking(0, 2)).unwrap();
+    assert_eq!(bench.add("b", 0, booking(0, 2)), Err(Refused::Blocks { most: 3 }));
+    assert_eq!(bench.add("b", 0, booking(0, 1)), Ok(Change::Applied));
+    bench.pass(Rules::default().silence + Duration::from_millis(1));
+    assert_eq!(bench.ledger.expire(), 2);
+    assert_eq!(bench.add("b", 1, booking(0, 3)), Ok(Change::Applied));
+    bench.load.open(Slot(0), rank(0));
+    bench.ledger.expire();
+    assert_eq!(bench.ledger.blocks, 0);
 }
 
 #[test]
@@ -166,7 +222,7 @@ fn what_was_booked_elsewhere_is_kept_or_released() {
     let (first, same, other) = (book(booking(0, 1)), book(booking(0, 1)), book(booking(1, 1)));
     assert_eq!(bench.ledger.keep(named("a", 0), first), Ok(Change::Applied));
     assert_eq!(bench.ledger.keep(named("a", 0), same), Ok(Change::None));
-    assert_eq!(bench.ledger.keep(named("a", 1), other), Err(Refused::Booked { attempt: 0 }));
+    assert_eq!(bench.ledger.keep(named("a", 0), other), Err(Refused::Booked { attempt: 0 }));
     assert_eq!(bench.loads(), [(1, 16, 1), (0, 0, 0)]);
 }
 
@@ -236,7 +292,7 @@ impl Naive {
             self.live.remove(&request);
             self.expired += 1;
         }
-        if let Some(live) = self.live.get_mut(&request) {
+        if let Some(live) = self.live.get_mut(&request).filter(|live| new.attempt <= live.attempt) {
             if (live.attempt, live.worker, live.blocks) != (new.attempt, new.worker, new.blocks) {
                 return Err(Refused::Booked { attempt: live.attempt });
             }
