@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::{Stream, stream};
+use tokio::sync::Semaphore;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
@@ -42,6 +43,9 @@ use bookings::{Added, Bookings, Kept};
 use pb::router_server::{Router, RouterServer};
 use question::Shape;
 
+/// Watchers of the fleet at a time: each is told the whole of it with every change.
+const MOST_WATCHERS: usize = 256;
+
 /// The service. A clone is the same service.
 #[derive(Clone)]
 pub struct Api(Arc<Shared>);
@@ -54,6 +58,8 @@ struct Shared {
     bookings: Bookings,
     silence: Duration,
     shape: Shape,
+    dumps: Arc<Semaphore>,
+    watchers: Arc<Semaphore>,
     closing: CancellationToken,
 }
 
@@ -78,7 +84,8 @@ impl Api {
         let bookings = Bookings::new(entrance.router().load().clone(), config.rules(), metrics.clone());
         let silence = config.silence.get();
         let shape = Shape { most_blocks: config.most_blocks as usize, shared: true };
-        Self(Arc::new(Shared { intake, entrance, feed, metrics, bookings, silence, shape, closing }))
+        let (dumps, watchers) = (Arc::new(Semaphore::new(dump::MOST)), Arc::new(Semaphore::new(MOST_WATCHERS)));
+        Self(Arc::new(Shared { intake, entrance, feed, metrics, bookings, silence, shape, dumps, watchers, closing }))
     }
 
     /// The same as a gRPC server. `largest` is the most bytes that a message to it may have.
@@ -175,8 +182,11 @@ impl Api {
     }
 
     fn dump(&self, asked: pb::DumpEventsRequest) -> Result<DumpStream, Fault> {
+        let Shared { feed, entrance, dumps, closing, .. } = &*self.0;
+        let permit = dumps.clone().try_acquire_owned().map_err(|_| Fault::TooMany("dumps", dump::MOST))?;
         let wanted = asked.ranks.into_iter().map(|rank| question::rank(Some(rank))).collect::<Result<_, _>>()?;
-        dump::dump(self.0.feed.clone(), self.0.entrance.router().fleet(), wanted)
+        let (feed, fleet, closing) = (feed.clone(), entrance.router().fleet(), closing.clone());
+        dump::dump(dump::Source { feed, fleet, permit, closing }, &wanted)
     }
 
     async fn overlaps(&self, asked: pb::OverlapScoresRequest) -> Result<pb::OverlapScoresResponse, Fault> {
@@ -209,13 +219,15 @@ impl Api {
                 Some(named.model.name.clone())
             }
         };
+        let permit = self.0.watchers.clone().try_acquire_owned();
+        let permit = permit.map_err(|_| Fault::TooMany("watchers", MOST_WATCHERS))?;
         let mut fleets = self.0.feed.fleets();
         fleets.mark_changed();
-        let closing = self.0.closing.clone();
-        let snapshots = stream::unfold((fleets, model, closing), |(mut fleets, model, closing)| async move {
+        let start = (fleets, model, self.0.closing.clone(), permit);
+        let snapshots = stream::unfold(start, |(mut fleets, model, closing, permit)| async move {
             let changed = closing.run_until_cancelled(fleets.changed()).await;
             let told = changed?.ok().map(|()| answer::fleet(&fleets.borrow_and_update(), model.as_ref()))?;
-            Some((Ok(told), (fleets, model, closing)))
+            Some((Ok(told), (fleets, model, closing, permit)))
         });
         Ok(Box::pin(snapshots))
     }

@@ -50,6 +50,9 @@ pub enum Fault {
     /// It cannot be booked.
     #[error(transparent)]
     Booking(#[from] Refused),
+    /// There are as many already as there may be.
+    #[error("there are {1} {0} already")]
+    TooMany(&'static str, usize),
     /// It was not let in.
     #[error(transparent)]
     Refusal(#[from] Refusal),
@@ -91,6 +94,7 @@ impl Fault {
             Fault::BookedElsewhere { .. } | Fault::Booking(Refused::Booked { .. }) => (Code::AlreadyExists, None),
             Fault::Booking(Refused::NotServing { .. }) => (Code::NotFound, None),
             Fault::Booking(Refused::Full { .. } | Refused::Blocks { .. }) => (Code::ResourceExhausted, Some(SOON)),
+            Fault::TooMany(..) => (Code::ResourceExhausted, Some(SOON)),
             Fault::Refusal(Refusal::Overflow { retry_after, .. } | Refusal::Deadline { retry_after, .. }) => {
                 (Code::ResourceExhausted, Some(*retry_after))
             }
@@ -133,7 +137,7 @@ mod tests {
         let rank = WorkerRank { worker: WorkerId(7), rank: DpRank(0) };
         let retry_after = Duration::from_millis(1500);
         let full = Refusal::Deadline { class: "default".into(), waited: Duration::ZERO, retry_after };
-        let cases: [(Fault, Code, Option<&str>); 13] = [
+        let cases: [(Fault, Code, Option<&str>); 14] = [
             (Fault::argument("x"), Code::InvalidArgument, None),
             (Fault::Body(Reason::Unreadable), Code::InvalidArgument, None),
             (Fault::UnknownModel("m".into()), Code::NotFound, None),
@@ -141,6 +145,7 @@ mod tests {
             (Refused::NotServing { rank }.into(), Code::NotFound, None),
             (Refused::Full { most: 1 }.into(), Code::ResourceExhausted, Some("1")),
             (Refused::Blocks { most: 1 }.into(), Code::ResourceExhausted, Some("1")),
+            (Fault::TooMany("dumps", 4), Code::ResourceExhausted, Some("1")),
             (full.into(), Code::ResourceExhausted, Some("2")),
             (Refusal::Failed.into(), Code::Internal, None),
             (RouteError::NoFleet.into(), Code::Unavailable, Some("1")),

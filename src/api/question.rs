@@ -103,7 +103,12 @@ fn of_tokens(intake: &Arc<Intake>, question: pb::Question, tokens: Vec<u32>, sha
     Ok(Asked { request, session: None, tokens: vec![tokens] })
 }
 
-fn of_blocks(intake: &Arc<Intake>, question: &pb::Question, blocks: pb::BlockHashes, shape: Shape) -> Result<Asked, Fault> {
+fn of_blocks(
+    intake: &Arc<Intake>,
+    question: &pb::Question,
+    blocks: pb::BlockHashes,
+    shape: Shape,
+) -> Result<Asked, Fault> {
     if !question.cache_salt.is_empty() {
         return Err(Fault::argument("block hashes contain the cache salt; leave `cache_salt` out"));
     }

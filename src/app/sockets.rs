@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use tokio::net::{TcpListener, UnixListener, UnixStream};
@@ -14,9 +15,19 @@ use tonic::transport::server::TcpIncoming;
 
 use crate::ext_proc::config::ListenConfig;
 
+/// After how long a silent connection is asked whether it is still there.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
+
+/// How long the answer may take. Generous: a peer that is only busy must not lose its requests.
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Most calls at a time on one connection of a caller that is not Envoy.
+const MOST_STREAMS: u32 = 4096;
+
 /// A bound socket for gRPC.
 pub(super) enum GrpcListener {
-    Tcp(TcpListener),
+    /// Beside it the most streams that one connection may have open, where that is bounded.
+    Tcp(TcpListener, Option<u32>),
     Unix(UnixListener, SocketFile),
 }
 
@@ -37,29 +48,36 @@ impl Drop for SocketFile {
 impl GrpcListener {
     pub(super) fn address(&self) -> Option<SocketAddr> {
         match self {
-            GrpcListener::Tcp(listener) => listener.local_addr().ok(),
+            GrpcListener::Tcp(listener, _) => listener.local_addr().ok(),
             GrpcListener::Unix(..) => None,
         }
     }
 
     pub(super) fn path(&self) -> Option<PathBuf> {
         match self {
-            GrpcListener::Tcp(_) => None,
+            GrpcListener::Tcp(..) => None,
             GrpcListener::Unix(_, file) => Some(file.0.clone()),
         }
     }
 
     /// Serves until `closing`, and then until the open streams have ended.
     pub(super) async fn serve(self, routes: Routes, closing: CancellationToken) -> anyhow::Result<()> {
-        let server = Server::builder().add_routes(routes);
+        let mut server = Server::builder();
         match self {
-            GrpcListener::Tcp(listener) => {
-                let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+            GrpcListener::Tcp(listener, streams) => {
+                // A peer whose machine has gone says nothing more, and what its streams hold would be held for ever.
+                let incoming =
+                    TcpIncoming::from(listener).with_nodelay(Some(true)).with_keepalive(Some(KEEPALIVE_INTERVAL));
+                let server = server
+                    .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
+                    .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+                    .max_concurrent_streams(streams)
+                    .add_routes(routes);
                 server.serve_with_incoming_shutdown(incoming, closing.cancelled_owned()).await?;
             }
             GrpcListener::Unix(listener, file) => {
                 let incoming = UnixListenerStream::new(listener);
-                server.serve_with_incoming_shutdown(incoming, closing.cancelled_owned()).await?;
+                server.add_routes(routes).serve_with_incoming_shutdown(incoming, closing.cancelled_owned()).await?;
                 drop(file);
             }
         }
@@ -67,16 +85,21 @@ impl GrpcListener {
     }
 }
 
-/// Binds one address; `what` is for the message where that fails.
+/// Binds one address for callers that are not Envoy; `what` is for the message where that fails.
 pub(super) async fn bind_tcp(what: &str, address: SocketAddr) -> anyhow::Result<GrpcListener> {
+    Ok(GrpcListener::Tcp(bind_address(what, address).await?, Some(MOST_STREAMS)))
+}
+
+async fn bind_address(what: &str, address: SocketAddr) -> anyhow::Result<TcpListener> {
     let listener = TcpListener::bind(address).await;
-    Ok(GrpcListener::Tcp(listener.with_context(|| format!("the {what} address {address} cannot be bound"))?))
+    listener.with_context(|| format!("the {what} address {address} cannot be bound"))
 }
 
 pub(super) async fn bind(listen: &ListenConfig) -> anyhow::Result<Vec<GrpcListener>> {
     let mut listeners = Vec::new();
     if let Some(address) = listen.tcp {
-        listeners.push(bind_tcp("ext_proc", address).await?);
+        // Envoy holds a stream per request on few connections.
+        listeners.push(GrpcListener::Tcp(bind_address("ext_proc", address).await?, None));
     }
     if let Some(path) = &listen.unix {
         let listener = bind_unix(path).await;

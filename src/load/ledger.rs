@@ -235,7 +235,10 @@ impl<B: Beside> Ledger<B> {
     /// It has ended.
     pub fn free(&mut self, attempt: Attempt<'_>) -> Change {
         let counted = self.get(attempt).is_some();
-        if self.entries.get(attempt.request).is_some_and(|entry| entry.attempt == attempt.number && entry.held.is_some())
+        if self
+            .entries
+            .get(attempt.request)
+            .is_some_and(|entry| entry.attempt == attempt.number && entry.held.is_some())
         {
             self.end(attempt.request);
         }

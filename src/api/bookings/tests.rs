@@ -8,6 +8,7 @@ use super::*;
 use crate::block::{BlockHashes, LocalHash};
 use crate::fleet::Fleet;
 use crate::index::PrefixIndex;
+use crate::load::ledger::Refused;
 use crate::router::{Elsewhere, Prompt, RouteRequest, RouterSettings};
 use crate::sessions::{Entry, SessionName, SessionRules, Sessions};
 use crate::worker::{BlockSize, Capacity, DpRank, Ranks, Role, Worker, WorkerId};
@@ -51,7 +52,11 @@ impl Scene {
         change.added.iter().for_each(|member| load.open(member.slot, member.rank));
         let router = Router::new(PrefixIndex::new(), load.clone(), RouterSettings::default(), 1);
         router.publish(Arc::new(change.fleet));
-        let bookings = Bookings::new(load, Rules { silence: SILENCE, most: 4, ended: 64, ..Rules::default() }, Arc::new(Metrics::new()));
+        let bookings = Bookings::new(
+            load,
+            Rules { silence: SILENCE, most: 4, ended: 64, ..Rules::default() },
+            Arc::new(Metrics::new()),
+        );
         Self { router, sessions: Sessions::new(SessionRules::default(), now()), bookings, clock }
     }
 
@@ -250,13 +255,13 @@ proptest! {
         let scene = Scene::new();
         // What a caller believes who sees every answer: the live attempt at each request and when it was last heard of.
         let mut believed: HashMap<u8, (u64, Duration)> = HashMap::new();
-        let mut ended: HashMap<u8, u64> = HashMap::new();
+        let mut ended: HashMap<u8, (u64, Duration)> = HashMap::new();
         let mut time = Duration::ZERO;
         for (request, number, step) in steps {
             let id = request.to_string();
             let name = attempt(&id, number);
             let live = believed.get(&request).is_some_and(|(live, _)| *live == number);
-            let late = ended.get(&request).is_some_and(|ended| number <= *ended);
+            let late = ended.get(&request).is_some_and(|(ended, at)| number <= *ended && time - *at <= SILENCE);
             let mut heard = false;
             match step {
                 Step::Route(_) | Step::Add(_) => {
@@ -285,7 +290,7 @@ proptest! {
                     prop_assert_eq!(change == Change::Applied, live, "only the live attempt is freed");
                     if live {
                         believed.remove(&request);
-                        ended.insert(request, number);
+                        ended.insert(request, (number, time));
                     }
                 }
                 Step::Pass(seconds) => {
