@@ -110,7 +110,7 @@ async fn bookings_need_a_name_a_place_and_sense() {
         refused(what, client.mark_prefill_completed(asked).await, code);
         let asked = pb::AddOutputBlockRequest { attempt: attempt.clone(), decay_fraction: None };
         refused(what, client.add_output_block(asked).await, code);
-        refused(what, client.free(pb::FreeRequest { attempt }).await, code);
+        refused(what, client.free(pb::FreeRequest { attempt, status: None }).await, code);
     }
     let nowhere = pb::AddRequestRequest { worker: None, ..add.clone() };
     refused("no place", client.add_request(nowhere).await, Code::InvalidArgument);
@@ -133,6 +133,11 @@ async fn bookings_need_a_name_a_place_and_sense() {
         refused(&fraction.to_string(), answer, Code::InvalidArgument);
     }
     assert_eq!(site.load().await, (9, 2, 1));
+    for status in [0, 99, 600, u32::MAX] {
+        let asked = pb::FreeRequest { attempt: attempt("r", 0), status: Some(status) };
+        refused(&status.to_string(), client.free(asked).await, Code::InvalidArgument);
+    }
+    assert_eq!(site.load().await, (9, 2, 1));
     let page = site.page("metrics").await;
     let counted = r#"warmroute_api_calls_total{call="AddOutputBlock",code="INVALID_ARGUMENT"} 7"#;
     assert!(page.lines().any(|line| line == counted), "{page}");
@@ -140,6 +145,37 @@ async fn bookings_need_a_name_a_place_and_sense() {
     refused("an unknown rank", client.dump_events(pb::DumpEventsRequest { ranks }).await.map(drop), Code::NotFound);
     let watch = pb::WatchFleetRequest { model: "x".into() };
     refused("an unknown model", client.watch_fleet(watch).await.map(drop), Code::NotFound);
+}
+
+#[tokio::test]
+async fn prompts_have_only_so_many_blocks_and_an_unknown_model_is_named() {
+    let site = Site::start("api: {listen: '127.0.0.1:0', most_blocks: 2}\n", &[worker(1, "")]).await;
+    for question in [tokens(12), blocks(3, 0, 12), blocks(3, 3, 12)] {
+        let asked = pb::RouteRequest { question: Some(question), ..book("r", 0, 9) };
+        refused("too long", site.route(asked).await, Code::InvalidArgument);
+    }
+    site.route(book("r", 0, 11)).await.unwrap();
+    let unknown = body("/v1/completions", r#"{"model":"nobody's","prompt":"x"}"#);
+    let asked = pb::RouteRequest { question: Some(unknown), ..book("s", 0, 9) };
+    let status = site.route(asked).await.unwrap_err();
+    assert!(status.message().contains("nobody's"), "{status:?}");
+}
+
+#[tokio::test]
+async fn nothing_is_booked_on_a_worker_of_another_model() {
+    let models = "models: [{name: m, block_size: 4}, {name: n, block_size: 4}]\n";
+    let site = Site::start(models, &[worker(1, ", model: m"), worker(2, ", model: n")]).await;
+    for (model, worker, code) in [("m", 1, None), ("m", 2, Some(Code::NotFound)), ("n", 1, Some(Code::NotFound))] {
+        let asked = pb::AddRequestRequest {
+            attempt: attempt(&format!("{model}{worker}"), 0),
+            worker: rank(worker),
+            question: Some(pb::Question { model: model.into(), ..tokens(9) }),
+            ..pb::AddRequestRequest::default()
+        };
+        let answer = site.client.clone().add_request(asked).await;
+        assert_eq!(answer.err().map(|status| status.code()), code, "{model} on {worker}");
+    }
+    assert_eq!(site.load().await.2, 1);
 }
 
 /// Wishes that nobody can fulfil, and what comes of them.

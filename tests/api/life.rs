@@ -63,18 +63,22 @@ async fn asking_books_nothing() {
 }
 
 #[tokio::test]
-async fn the_same_attempt_gets_the_same_answer_and_another_is_refused() {
+async fn the_same_attempt_gets_the_same_answer_and_a_later_one_takes_its_place() {
     let site = Site::plain().await;
     let first = site.route(book("r", 3, 22)).await.unwrap();
     let again = site.route(book("r", 3, 22)).await.unwrap();
     assert_eq!(again, pb::RouteResponse { booked: pb::Booked::Before.into(), ..first.clone() });
-    assert_eq!(site.route(book("r", 4, 22)).await.unwrap_err().code(), Code::AlreadyExists);
+    assert_eq!(site.route(book("r", 2, 22)).await.unwrap_err().code(), Code::AlreadyExists);
     assert!(!site.free("r", 2).await, "an earlier attempt frees nothing");
     assert_eq!(site.load().await.2, 1);
-    assert!(site.free("r", 3).await);
-    site.route(book("r", 4, 22)).await.unwrap();
+    assert_eq!(site.route(book("r", 4, 22)).await.unwrap().booked(), pb::Booked::Now);
     assert!(!site.free("r", 3).await, "nor when it comes late");
     assert_eq!(site.load().await.2, 1);
+    // Ended, and asked again because the answer to that was lost.
+    assert!(site.free("r", 4).await);
+    assert_eq!(site.route(book("r", 4, 22)).await.unwrap().booked(), pb::Booked::Before);
+    assert_eq!(site.load().await.2, 0);
+    site.route(book("r", 5, 22)).await.unwrap();
 
     // Many at once, as a client does that hedges: one booking.
     let hedged = (0..32).map(|_| site.route(book("h", 0, 22)));
@@ -123,7 +127,12 @@ async fn what_others_routed_counts_where_they_say() {
     assert_eq!(site.load().await, (14, 5, 2));
     // The prefill worker is done with the first token, and has nothing to free.
     let prefilled = pb::MarkPrefillCompletedRequest { attempt: attempt("p", 0) };
-    assert!(client.mark_prefill_completed(prefilled).await.unwrap().into_inner().changed);
+    assert!(client.mark_prefill_completed(prefilled.clone()).await.unwrap().into_inner().changed);
+    assert_eq!(site.load().await, (0, 5, 1));
+    // Both once more, their answers having been lost.
+    assert!(!client.mark_prefill_completed(prefilled).await.unwrap().into_inner().changed);
+    let answer = client.add_request(add("p", 2, None, Some(8))).await.unwrap().into_inner();
+    assert_eq!((answer.booked(), answer.prefill_tokens), (pb::Booked::Before, 14));
     assert_eq!(site.load().await, (0, 5, 1));
     assert!(site.free("d", 0).await);
     // Both phases by one call.

@@ -131,7 +131,7 @@ impl Site {
     }
 
     pub(crate) async fn free(&self, id: &str, number: u64) -> bool {
-        let asked = pb::FreeRequest { attempt: attempt(id, number) };
+        let asked = pb::FreeRequest { attempt: attempt(id, number), status: None };
         self.client.clone().free(asked).await.unwrap().into_inner().changed
     }
 

@@ -89,6 +89,7 @@ async fn a_dump_builds_an_index_that_answers_the_same() {
     let ranks: Vec<_> =
         one.iter().filter_map(|kind| if let Kind::Rank(rank) = kind { rank.worker } else { None }).collect();
     assert_eq!(ranks, [rank(2).unwrap()]);
+    assert_eq!(dump(&site, [rank(2), rank(2)].into_iter().flatten().collect()).await, one, "named twice, told once");
     let silent = pb::DumpEventsRequest { ranks: rank(3).into_iter().collect() };
     assert_eq!(site.client.clone().dump_events(silent).await.unwrap_err().code(), Code::NotFound);
     // And one that has gone.
@@ -180,6 +181,26 @@ async fn who_watches_sees_workers_come_and_go_and_the_end() {
     assert_eq!((ids(&mut fleet).await, ids(&mut late).await), (None, None));
     drop((fleet, late));
     site.stopped().await;
+}
+
+#[tokio::test]
+async fn only_so_many_watch() {
+    let site = Site::plain().await;
+    let mut client = site.client.clone();
+    let all = pb::WatchFleetRequest::default();
+    let mut watching = Vec::new();
+    let refused = loop {
+        match client.watch_fleet(all.clone()).await {
+            Ok(stream) => watching.push(stream),
+            Err(status) => break status,
+        }
+    };
+    assert_eq!((watching.len(), refused.code()), (256, Code::ResourceExhausted));
+    drop(watching.pop());
+    let deadline = Instant::now() + PATIENCE;
+    while client.watch_fleet(all.clone()).await.is_err() {
+        assert!(Instant::now() < deadline, "its place stays taken");
+    }
 }
 
 #[tokio::test]
