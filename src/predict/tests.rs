@@ -198,23 +198,6 @@ fn a_decision_for_somebody_else_and_a_lease_of_an_earlier_one_change_nothing() {
     assert_eq!(bed.overlap(A, &[1, 2]), 0);
 }
 
-#[test]
-fn a_prediction_beside_events_reaches_over_what_the_slower_tiers_add() {
-    let of = |[device, host, disk, external]: [u32; 4]| TierBlocks { device, host, disk, external };
-    let cases = [
-        ([0, 0, 0, 0], 0, [0, 0, 0, 0]),
-        ([4, 2, 3, 1], 0, [4, 2, 3, 1]),
-        ([4, 2, 3, 1], 4, [4, 2, 3, 1]),
-        ([4, 2, 3, 1], 5, [5, 1, 3, 1]),
-        ([4, 2, 3, 1], 8, [8, 0, 1, 1]),
-        ([4, 0, 0, 6], 9, [9, 0, 0, 1]),
-        ([4, 2, 3, 1], 20, [20, 0, 0, 0]),
-    ];
-    for (reported, predicted, expected) in cases {
-        assert_eq!(merged(of(reported), of([predicted, 0, 0, 0])), of(expected), "{reported:?} {predicted}");
-    }
-}
-
 /// One step of a script; picks are taken modulo what there is to pick from.
 #[derive(Clone, Debug)]
 enum Step {
