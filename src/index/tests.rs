@@ -359,7 +359,9 @@ fn what_cache_groups_do_not_hold_is_not_raised() {
     writers[1].apply(&prefix);
     writers[1].apply(&share(0, (1, 1), &[1]));
     let mut others: Vec<_> = (0..2).map(|slot| predicted.join(Slot(slot))).collect();
-    others.iter_mut().for_each(|writer| drop(writer.apply(&prefix)));
+    for writer in &mut others {
+        writer.apply(&prefix);
+    }
     let (query, mut overlaps, mut other) = (prompt(&[1, 2, 3, 4].map(LocalHash)), Overlaps::new(), Overlaps::new());
     let mut raised = |of: u32| {
         index.overlaps(&query, &mut overlaps);
