@@ -67,6 +67,8 @@ pub struct RankPrediction {
     pub evicted: u64,
     /// Blocks whose time was over.
     pub expired: u64,
+    /// Blocks that were not entered, because live requests held all that there is room for.
+    pub refused: u64,
 }
 
 impl Predictor {

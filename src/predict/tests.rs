@@ -259,9 +259,9 @@ impl Pair {
         match step {
             Step::Record { slot, path, hold } => {
                 let lease = self.bed.record(*slot, path);
-                self.models[slot.at()].record(path, now);
+                let held = self.models[slot.at()].record(path, now);
                 let opened = self.opened[slot.at()];
-                self.requests.push(Request { slot: *slot, opened, path: path.clone(), generated: 0, lease });
+                self.requests.push(Request { slot: *slot, opened, path: path[..held].to_vec(), generated: 0, lease });
                 self.seen.push(path.clone());
                 if !hold {
                     self.release(self.requests.len() - 1);
