@@ -373,3 +373,28 @@ fn what_cache_groups_do_not_hold_is_not_raised() {
     writers[1].apply(&KvEvent::Cleared);
     assert_eq!(raised(1), 3, "another model may run there now");
 }
+
+#[test]
+fn blocks_that_wait_are_bounded_and_all_get_their_places_at_once() {
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    let mut waiting = 0;
+    // Children of one parent, and a chain.
+    let outcome = loop {
+        let parent = if waiting % 2 == 0 { 1 } else { 1 + waiting };
+        let outcome = writer.apply(&stored(Some(parent), &[(2 + waiting, 2 + waiting)], Tier::HostPinned));
+        if outcome != Outcome::ParentAwaited {
+            break outcome;
+        }
+        waiting += 1;
+    };
+    assert_eq!(outcome, Outcome::TooManyWaiting);
+    let counts = |index: &PrefixIndex| index.stats().slots[0].counts;
+    assert_eq!((counts(&index).waiting, counts(&index).host), (waiting, waiting));
+    writer.apply(&KvEvent::Removed { blocks: vec![EngineHash(2)], tier: Tier::HostPinned });
+    assert_eq!(counts(&index).waiting, waiting - 1);
+    writer.apply(&stored(None, &[(1, 1)], Tier::Device));
+    // The one that followed the removed block has nothing to follow.
+    assert_eq!((counts(&index).waiting, counts(&index).host), (1, waiting - 1));
+    assert_eq!(found(&index, &[1, 4, 5]), TierBlocks { device: 1, host: 2, ..TierBlocks::default() });
+}

@@ -107,11 +107,14 @@ fn live_requests_keep_their_blocks_and_the_longest_released_leave_first() {
     let mut bed = Bed::new(lru(None));
     assert_eq!(bed.predictor.open(A, name(A), Some(6)), EffectivePolicy::Lru { capacity: 6 });
     let first = bed.record(A, &[1, 2, 3]);
-    let second = bed.record(A, &[4, 5, 6]);
+    let second = bed.record(A, &[4, 5]);
     let third = bed.record(A, &[7, 8]);
-    assert_eq!(bed.predictor.stats().blocks, 8, "all are in use, more than there is room for");
+    assert_eq!(bed.predictor.stats().blocks, 7, "all are in use, more than there is room for");
+    drop((bed.record(A, &[20, 21]), bed.record(A, &[7, 8])));
+    let full = bed.predictor.stats();
+    assert_eq!((full.blocks, full.ranks[0].refused, bed.overlap(A, &[20, 21])), (7, 2, 0), "so no more come");
     drop(second);
-    assert_eq!(bed.overlap(A, &[4, 5, 6]), 1);
+    assert_eq!(bed.overlap(A, &[4, 5]), 1);
     drop(first);
     drop(third);
     let fourth = bed.record(A, &[9, 10]);
