@@ -6,10 +6,10 @@ pub mod explain;
 
 use std::sync::Arc;
 
-use axum::extract::{DefaultBodyLimit, State};
+use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::get;
 use axum::{Json, Router as Routes};
 use serde_json::json;
 
@@ -34,7 +34,7 @@ pub struct Admin {
 
 /// The pages.
 pub fn routes(admin: Admin) -> Routes {
-    let longest = DefaultBodyLimit::max(admin.way_in.longest());
+    let explain = explain::page(&admin.way_in);
     Routes::new()
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(ready))
@@ -51,7 +51,7 @@ pub fn routes(admin: Admin) -> Routes {
             "/debug/load",
             get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().load().snapshot())) }),
         )
-        .route(explain::PAGE, post(explain::explain).layer(longest))
+        .route(explain::PAGE, explain)
         .with_state(admin)
 }
 

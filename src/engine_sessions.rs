@@ -53,6 +53,13 @@ struct Known {
     open: HashSet<Place>,
 }
 
+/// A call that has ended.
+struct Told {
+    place: Place,
+    /// Nobody answered.
+    silence: bool,
+}
+
 /// Why an engine was not told.
 #[derive(Debug, thiserror::Error)]
 enum Failure {
@@ -76,9 +83,20 @@ impl Failure {
         }
     }
 
-    /// Whether the engine cannot have done what it was told.
+    /// Whether the engine cannot have done what it was told: nobody heard it, or there is nothing that could do it. Any
+    /// other refusal may come from somebody between us, or mean that the session is open already.
     fn is_certain(&self) -> bool {
-        matches!(self, Failure::Unreachable(_) | Failure::Status(_))
+        let absent = [StatusCode::NOT_FOUND, StatusCode::METHOD_NOT_ALLOWED, StatusCode::NOT_IMPLEMENTED];
+        match self {
+            Failure::Unreachable(_) => true,
+            Failure::Status(status) => absent.contains(status),
+            Failure::Timeout | Failure::Connection(_) => false,
+        }
+    }
+
+    /// Whether nobody answered.
+    fn is_silence(&self) -> bool {
+        !matches!(self, Failure::Status(_))
     }
 }
 
@@ -120,8 +138,20 @@ impl EngineSessions {
             }
             tokio::select! {
                 () = self.news.notified() => {}
-                Some(place) = running.next() => lanes.done(&place),
+                Some(told) = running.next() => self.ended(told, &mut lanes),
             }
+        }
+    }
+
+    /// Whoever left the fleet is told to close its sessions as long as it answers.
+    fn ended(&self, told: Told, lanes: &mut Lanes) {
+        lanes.done(&told.place);
+        let endpoint = told.place.endpoint;
+        if told.silence && !self.router.fleet().workers().any(|worker| worker.endpoint == endpoint) {
+            lanes.discard(endpoint);
+            let mut known = self.known.lock();
+            known.open.retain(|place| place.endpoint != endpoint);
+            self.metrics.engine_sessions.set(known.open.len() as i64);
         }
     }
 
@@ -140,18 +170,23 @@ impl EngineSessions {
     /// Turns the moves of sessions into calls.
     fn follow(&self, lanes: &mut Lanes) {
         for moved in self.sessions.moves() {
-            let call = match moved {
-                Moved::Came(Stay { group: true, .. }) | Moved::Left(Stay { group: true, .. }) => None,
-                Moved::Came(stay) => self.came(stay).map(|place| (place, Word::Open)),
-                Moved::Left(stay) => {
-                    let place = self.known.lock().bound.remove(&(stay.target.worker, stay.id));
-                    place.map(|place| (place, Word::Close))
+            match moved {
+                Moved::Came(Stay { group: true, .. }) | Moved::Left(Stay { group: true, .. }) => {}
+                Moved::Came(stay) => {
+                    if let Some(place) = self.came(stay)
+                        && !lanes.open(place)
+                    {
+                        self.count(Word::Open, "overflow");
+                    }
                 }
-            };
-            if let Some((place, word)) = call
-                && !lanes.push(place, word)
-            {
-                self.count(word, "overflow");
+                Moved::Left(stay) => {
+                    let mut known = self.known.lock();
+                    let place = known.bound.remove(&(stay.target.worker, stay.id));
+                    if let Some(place) = place {
+                        let is_open = known.open.contains(&place);
+                        lanes.close(place, is_open);
+                    }
+                }
             }
         }
     }
@@ -164,15 +199,15 @@ impl EngineSessions {
         Some(place)
     }
 
-    /// One call; gives back whom it was about.
-    async fn tell(&self, place: Place, word: Word) -> Place {
+    /// One call.
+    async fn tell(&self, place: Place, word: Word) -> Told {
         // Open from the moment it may have been opened, closed only when there is nothing left to close.
         let known = match word {
             Word::Open => self.known.lock().open.insert(place.clone()),
             Word::Close => self.known.lock().open.contains(&place),
         };
         if word == Word::Close && !known {
-            return place;
+            return Told { place, silence: false };
         }
         let told = self.call(&place, word).await;
         let is_open = match (word, &told) {
@@ -184,14 +219,14 @@ impl EngineSessions {
             self.known.lock().open.remove(&place);
         }
         self.metrics.engine_sessions.set(self.known.lock().open.len() as i64);
-        match told {
+        match &told {
             Ok(()) => self.count(word, "ok"),
             Err(failure) => {
                 debug!(endpoint = %place.endpoint, session = place.id, ?word, %failure, "an engine was not told");
                 self.count(word, failure.label());
             }
         }
-        place
+        Told { place, silence: told.is_err_and(|failure| failure.is_silence()) }
     }
 
     async fn call(&self, place: &Place, word: Word) -> Result<(), Failure> {

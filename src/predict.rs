@@ -16,7 +16,7 @@ use parking_lot::RwLock;
 use serde::Serialize;
 
 use crate::block::BlockHashes;
-use crate::index::{Overlaps, PrefixIndex, TierBlocks};
+use crate::index::{Overlaps, PrefixIndex};
 use crate::worker::{Slot, WorkerRank};
 
 pub use lease::Lease;
@@ -67,6 +67,8 @@ pub struct RankPrediction {
     pub evicted: u64,
     /// Blocks whose time was over.
     pub expired: u64,
+    /// Blocks that were not entered, because live requests held all that there is room for.
+    pub refused: u64,
 }
 
 impl Predictor {
@@ -132,21 +134,6 @@ impl Predictor {
         }
         stats
     }
-}
-
-/// What a rank reported and what it should hold, together: the prediction may reach further on the device, and then
-/// covers the beginning of what the slower tiers add.
-pub fn merged(reported: TierBlocks, predicted: TierBlocks) -> TierBlocks {
-    let mut reached = reported.device.max(predicted.device);
-    let mut end = reported.device;
-    let mut beyond = |blocks: u32| {
-        end += blocks;
-        let added = end.saturating_sub(reached);
-        reached += added;
-        added
-    };
-    let (host, disk, external) = (beyond(reported.host), beyond(reported.disk), beyond(reported.external));
-    TierBlocks { device: reported.device.max(predicted.device), host, disk, external }
 }
 
 #[cfg(test)]

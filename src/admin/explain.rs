@@ -6,16 +6,19 @@ pub mod table;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use axum::Json;
 use axum::body::Bytes;
-use axum::extract::State;
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
+use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use axum::routing::{MethodRouter, post};
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use serde_json::value::RawValue;
+use tokio::sync::Semaphore;
 use tracing::debug;
 
 use super::Admin;
@@ -25,9 +28,13 @@ use crate::intake::{Body, Intake};
 pub const PAGE: &str = "/debug/explain";
 const CHAT: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";
-/// How much longer than the body a question may be: every byte of it as an escape, and the headers.
-const MOST_ESCAPED: usize = 6;
+/// How much longer than the body a question may be: as text it has escapes, and there are the headers.
+const MOST_ESCAPED: usize = 2;
 const AROUND: usize = 1 << 20;
+/// Questions that are read and answered at once: each may hold several times the longest body.
+const AT_ONCE: usize = 2;
+/// How long a question may take to arrive.
+const ARRIVAL: Duration = Duration::from_secs(30);
 
 /// The way in, as soon as there is one: the pages are there before the tokenizers are.
 #[derive(Clone)]
@@ -40,7 +47,7 @@ pub struct WayIn {
 
 impl WayIn {
     /// Longest question that is read.
-    pub(super) fn longest(&self) -> usize {
+    fn longest(&self) -> usize {
         self.body_limit.saturating_mul(MOST_ESCAPED).saturating_add(AROUND)
     }
 }
@@ -116,33 +123,48 @@ fn guess(body: &[u8]) -> &'static str {
     }
 }
 
-pub(super) async fn explain(State(admin): State<Admin>, headers: HeaderMap, question: Bytes) -> Response {
+/// The page, for as few askers at once as do not get in the way of what is routed.
+pub(super) fn page(way_in: &WayIn) -> MethodRouter<Admin> {
+    let places = Arc::new(Semaphore::new(AT_ONCE));
+    post(move |State(admin): State<Admin>, asked: Request| async move {
+        // Before the body is read, so that refused ones take no memory.
+        let Ok(_place) = places.try_acquire() else {
+            let text = format!("{AT_ONCE} questions are being answered already; ask again when they are done");
+            return refusal(StatusCode::TOO_MANY_REQUESTS, &text);
+        };
+        explain(&admin, asked).await.unwrap_or_else(|refused| refused)
+    })
+    .layer(DefaultBodyLimit::max(way_in.longest()))
+}
+
+async fn explain(admin: &Admin, asked: Request) -> Result<Response, Response> {
     let Some(intake) = admin.way_in.intake.get() else {
         let text = "the tokenizers are still being loaded; /readyz says when they are there";
-        return refusal(StatusCode::SERVICE_UNAVAILABLE, text);
+        return Err(refusal(StatusCode::SERVICE_UNAVAILABLE, text));
     };
-    let question: Question = match serde_json::from_slice(&question) {
-        Ok(question) => question,
-        Err(error) => {
-            let text = format!("this is no question of the form {{\"path\", \"headers\", \"body\"}}: {error}");
-            return refusal(StatusCode::BAD_REQUEST, &text);
-        }
-    };
-    let body = match question.body() {
-        Ok(body) => body.unwrap_or_default(),
-        Err(error) => return refusal(StatusCode::BAD_REQUEST, &format!("the body is no text: {error}")),
-    };
-    let path = question.path_for(&body).to_owned();
-    let seen = Question::seen(body, admin.way_in.body_limit);
+    let accept = asked.headers().get(header::ACCEPT).and_then(|value| value.to_str().ok());
+    let as_table = accept.is_some_and(|wanted| wanted.contains("text/plain"));
+    let arrived = tokio::time::timeout(ARRIVAL, Bytes::from_request(asked, &())).await;
+    let late = |_| refusal(StatusCode::REQUEST_TIMEOUT, "the question did not arrive in time");
+    let text = arrived.map_err(late)?.map_err(IntoResponse::into_response)?;
+    let limit = admin.way_in.body_limit;
+    // Long ones take long enough to be in others' way.
+    let read = tokio::task::spawn_blocking(move || read(&text, limit)).await;
+    let failed = |_| refusal(StatusCode::INTERNAL_SERVER_ERROR, "the question could not be read");
+    let (question, path, seen) = read.map_err(failed)?.map_err(|wrong| refusal(StatusCode::BAD_REQUEST, &wrong))?;
     let taken = intake.take(&path, &|name| question.header(name), &seen).await;
     let explanation = admin.entrance.explain(taken.request, taken.session.as_ref());
     debug!(path, "explained: {}", explanation.sentence);
-    let wanted = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    if wanted.contains("text/plain") {
-        table::render(&explanation).into_response()
-    } else {
-        Json(explanation).into_response()
-    }
+    Ok(if as_table { table::render(&explanation).into_response() } else { Json(explanation).into_response() })
+}
+
+/// The question, its path and its body, or what is wrong with it.
+fn read(text: &[u8], limit: usize) -> Result<(Question, String, Body), String> {
+    let no_question = |error| format!("this is no question of the form {{\"path\", \"headers\", \"body\"}}: {error}");
+    let question: Question = serde_json::from_slice(text).map_err(no_question)?;
+    let body = question.body().map_err(|error| format!("the body is no text: {error}"))?.unwrap_or_default();
+    let path = question.path_for(&body).to_owned();
+    Ok((question, path, Question::seen(body, limit)))
 }
 
 fn refusal(status: StatusCode, text: &str) -> Response {

@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::watch;
 
 use crate::fleet::Fleet;
@@ -58,7 +59,8 @@ impl Feed {
         writers.iter().filter(|(_, seat)| seat.strong_count() > 0).map(|(rank, _)| *rank).collect()
     }
 
-    /// Reads a writer; its events wait meanwhile. `None` where the rank has none.
+    /// Reads a writer; its events wait meanwhile, and nothing else does. That is in proportion to what the rank holds:
+    /// a copy made in parts would mix what was with what is. `None` where the rank has none.
     pub(super) fn read<T>(&self, rank: WorkerRank, read: impl FnOnce(&RankWriter) -> T) -> Option<T> {
         let seat = self.writers.lock().get(&rank)?.upgrade()?;
         let writer = seat.lock();
@@ -74,13 +76,25 @@ impl Joined {
     /// Applies one event.
     pub fn apply(&self, event: &KvEvent) -> Outcome {
         // Only drop takes the writer out.
-        self.0.lock().as_mut().map_or(Outcome::Ok, |writer| writer.apply(event))
+        self.lock().as_mut().map_or(Outcome::Ok, |writer| writer.apply(event))
     }
 
     /// Events were lost for good.
     pub fn doubt(&self) {
-        if let Some(writer) = self.0.lock().as_mut() {
+        if let Some(writer) = self.lock().as_mut() {
             writer.doubt();
+        }
+    }
+
+    /// The events come on threads that serve others, too, which must not wait for the end of a long reading: they are
+    /// served by another thread then.
+    fn lock(&self) -> MutexGuard<'_, Option<RankWriter>> {
+        if let Some(free) = self.0.try_lock() {
+            return free;
+        }
+        match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
+            Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(|| self.0.lock()),
+            _ => self.0.lock(),
         }
     }
 }
@@ -113,5 +127,30 @@ mod tests {
         assert_eq!(feed.read(rank, RankWriter::slot), Some(Slot(3)));
         drop(second);
         assert_eq!(feed.ranks(), vec![]);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+    async fn while_a_writer_is_read_its_events_wait_and_others_are_served() {
+        let (feed, index) = (Arc::new(Feed::default()), PrefixIndex::new());
+        let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
+        let joined = feed.join(rank, index.join(Slot(0)));
+        let ((begun, has_begun), (end, has_ended)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());
+        let reading = std::thread::spawn(move || {
+            feed.read(rank, |_| {
+                begun.send(()).unwrap();
+                has_ended.recv_timeout(std::time::Duration::from_secs(20)).unwrap();
+            })
+        });
+        has_begun.recv().unwrap();
+        let (tell, told) = tokio::sync::oneshot::channel();
+        let events = tokio::spawn(async move {
+            tell.send(()).unwrap();
+            joined.apply(&KvEvent::Cleared)
+        });
+        told.await.unwrap();
+        // The only thread of the runtime is waiting now, or will in a moment.
+        tokio::spawn(async move { end.send(()).unwrap() }).await.unwrap();
+        assert_eq!(events.await.unwrap(), Outcome::Ok);
+        assert_eq!(reading.join().unwrap(), Some(()));
     }
 }

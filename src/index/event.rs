@@ -74,6 +74,8 @@ pub enum Outcome {
     DuplicateStore,
     /// Applied to a lower tier; blocks wait for a parent that is not known on this rank, and count once it is.
     ParentAwaited,
+    /// Dropped in part, in a lower tier: too many blocks wait for parents that are not known on this rank.
+    TooManyWaiting,
     /// Dropped: the parent is not known on this rank, and attaching it at the root would invent a prefix.
     ParentNotFound,
     /// Applied as far as possible: some removed blocks were not known on this rank.
@@ -90,6 +92,7 @@ impl Outcome {
             Outcome::Ok => "ok",
             Outcome::DuplicateStore => "duplicate_store",
             Outcome::ParentAwaited => "parent_block_awaited",
+            Outcome::TooManyWaiting => "too_many_waiting",
             Outcome::ParentNotFound => "parent_block_not_found",
             Outcome::BlockNotFound => "block_not_found",
             Outcome::TooManyGroups => "too_many_groups",

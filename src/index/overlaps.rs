@@ -10,11 +10,6 @@ use crate::block::LocalHash;
 use crate::tier::Tier;
 use crate::worker::Slot;
 
-/// What a block in host memory is worth where two answers are compared; the default of the router's weights.
-const HOST_WORTH: f64 = 0.75;
-/// What a block on disk or beyond is worth there.
-const DISK_WORTH: f64 = 0.25;
-
 /// Blocks of one prompt on one worker rank: leading blocks on the device, then what each slower tier adds beyond the
 /// one before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -52,6 +47,21 @@ impl TierBlocks {
             + (f64::from(self.disk) + f64::from(self.external)) * disk_weight
     }
 
+    /// With so many leading blocks on the device, if they are more: these cover the beginning of what the slower tiers
+    /// add, and only what lies beyond stays theirs.
+    pub fn raised(self, device: u32) -> TierBlocks {
+        let mut reached = self.device.max(device);
+        let mut end = self.device;
+        let mut beyond = |blocks: u32| {
+            end += blocks;
+            let added = end.saturating_sub(reached);
+            reached += added;
+            added
+        };
+        let (host, disk, external) = (beyond(self.host), beyond(self.disk), beyond(self.external));
+        TierBlocks { device: self.device.max(device), host, disk, external }
+    }
+
     fn of_mut(&mut self, tier: Tier) -> &mut u32 {
         match tier {
             Tier::Device => &mut self.device,
@@ -67,6 +77,8 @@ impl TierBlocks {
 pub struct Overlaps {
     by_slot: Vec<TierBlocks>,
     found: Vec<Slot>,
+    /// Slots whose blocks are of use only beside what cache groups hold, a bit each.
+    needy: Vec<u64>,
     by_seat: Vec<Progress>,
     walked: Vec<Seat>,
 }
@@ -97,28 +109,34 @@ impl Overlaps {
         self.found.iter().map(|&slot| (slot, self.by_slot[slot.at()]))
     }
 
-    /// Takes over, slot by slot, what the other answer has more of, counted in device terms by the usual weights of tiers.
+    /// Raises what is found to what another answer finds on the device. Slots of models with cache groups stay: that a
+    /// prompt was there says nothing of what the groups have kept of it.
     pub fn raise(&mut self, other: &Overlaps) {
-        let worth = |blocks: TierBlocks| blocks.effective(HOST_WORTH, DISK_WORTH);
-        for (slot, blocks) in other.iter() {
+        for (slot, blocks) in other.iter().filter(|(_, blocks)| blocks.device > 0) {
+            if self.is_needy(slot) {
+                continue;
+            }
             if self.by_slot.len() <= slot.at() {
                 self.by_slot.resize(slot.at() + 1, TierBlocks::default());
             }
             let mine = &mut self.by_slot[slot.at()];
-            if worth(blocks) > worth(*mine) {
-                // Entries that are found are never zero.
-                if mine.total() == 0 {
-                    self.found.push(slot);
-                }
-                *mine = blocks;
+            // Entries that are found are never zero.
+            if mine.total() == 0 {
+                self.found.push(slot);
             }
+            *mine = mine.raised(blocks.device);
         }
+    }
+
+    fn is_needy(&self, slot: Slot) -> bool {
+        self.needy.get(slot.at() / 64).is_some_and(|bits| bits & (1 << (slot.at() % 64)) != 0)
     }
 
     pub(super) fn clear(&mut self) {
         for slot in self.found.drain(..) {
             self.by_slot[slot.at()] = TierBlocks::default();
         }
+        self.needy.clear();
     }
 
     /// The next `blocks` blocks after `start` have these owners. Says whether any prefix still reaches their end.
@@ -168,6 +186,12 @@ impl Overlaps {
 
     /// Ends a walk: from seats to slots, leaving out the seats that nobody sits on any more.
     pub(super) fn settle(&mut self, seats: &Seats) {
+        for slot in seats.needy() {
+            if self.needy.len() <= slot.at() / 64 {
+                self.needy.resize(slot.at() / 64 + 1, 0);
+            }
+            self.needy[slot.at() / 64] |= 1 << (slot.at() % 64);
+        }
         for seat in self.walked.drain(..) {
             let progress = std::mem::take(&mut self.by_seat[seat.at()]);
             let Some(slot) = seats.slot(seat) else { continue };

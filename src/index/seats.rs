@@ -100,6 +100,11 @@ impl Seats {
         self.needs.get(seat.at())?.as_deref()
     }
 
+    /// The slots whose seats have needs.
+    pub(super) fn needy(&self) -> impl Iterator<Item = Slot> {
+        self.needs.iter().zip(&self.slots).filter_map(|(needs, slot)| slot.filter(|_| needs.is_some()))
+    }
+
     /// No trie mentions this seat any more.
     pub(super) fn free(&mut self, seat: Seat) {
         self.free.push(seat);

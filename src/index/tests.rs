@@ -310,7 +310,7 @@ fn groups_that_cannot_be_followed_make_the_device_cache_worth_nothing() {
 }
 
 #[test]
-fn raising_keeps_the_better_of_two_answers_by_slot() {
+fn raising_adds_by_slot_what_another_answer_has_more_of_on_the_device() {
     let mut overlaps = Overlaps::new();
     let index = PrefixIndex::new();
     let mut writers: Vec<_> = (0..4).map(|slot| index.join(Slot(slot))).collect();
@@ -329,7 +329,72 @@ fn raising_keeps_the_better_of_two_answers_by_slot() {
     overlaps.raise(&other);
     let mut slots: Vec<_> = overlaps.iter().map(|(slot, blocks)| (slot.0, blocks.device, blocks.disk)).collect();
     slots.sort_unstable();
-    assert_eq!(slots, [(0, 2, 0), (1, 1, 0), (2, 2, 0), (5, 1, 0)]);
+    assert_eq!(slots, [(0, 2, 0), (1, 1, 2), (2, 2, 0), (5, 1, 0)]);
     overlaps.raise(&other);
     assert_eq!(overlaps.iter().count(), 4);
+}
+
+#[test]
+fn a_prediction_beside_events_reaches_over_what_the_slower_tiers_add() {
+    let of = |[device, host, disk, external]: [u32; 4]| TierBlocks { device, host, disk, external };
+    let cases = [
+        ([0, 0, 0, 0], 0, [0, 0, 0, 0]),
+        ([4, 2, 3, 1], 0, [4, 2, 3, 1]),
+        ([4, 2, 3, 1], 4, [4, 2, 3, 1]),
+        ([4, 2, 3, 1], 5, [5, 1, 3, 1]),
+        ([4, 2, 3, 1], 8, [8, 0, 1, 1]),
+        ([4, 0, 0, 6], 9, [9, 0, 0, 1]),
+        ([4, 2, 3, 1], 20, [20, 0, 0, 0]),
+    ];
+    for (reported, predicted, expected) in cases {
+        assert_eq!(of(reported).raised(predicted), of(expected), "{reported:?} {predicted}");
+    }
+}
+
+#[test]
+fn what_cache_groups_do_not_hold_is_not_raised() {
+    let (index, predicted) = (PrefixIndex::new(), PrefixIndex::new());
+    let prefix = stored(None, &[(1, 1), (2, 2), (3, 3)], Tier::Device);
+    let mut writers: Vec<_> = (0..2).map(|slot| index.join(Slot(slot))).collect();
+    writers[1].apply(&prefix);
+    writers[1].apply(&share(0, (1, 1), &[1]));
+    let mut others: Vec<_> = (0..2).map(|slot| predicted.join(Slot(slot))).collect();
+    for writer in &mut others {
+        writer.apply(&prefix);
+    }
+    let (query, mut overlaps, mut other) = (prompt(&[1, 2, 3, 4].map(LocalHash)), Overlaps::new(), Overlaps::new());
+    let mut raised = |of: u32| {
+        index.overlaps(&query, &mut overlaps);
+        predicted.overlaps(&query, &mut other);
+        overlaps.raise(&other);
+        overlaps.get(Slot(of)).device
+    };
+    assert_eq!((raised(0), raised(1)), (3, 1));
+    writers[1].apply(&KvEvent::Cleared);
+    assert_eq!(raised(1), 3, "another model may run there now");
+}
+
+#[test]
+fn blocks_that_wait_are_bounded_and_all_get_their_places_at_once() {
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(0));
+    let mut waiting = 0;
+    // Children of one parent, and a chain.
+    let outcome = loop {
+        let parent = if waiting % 2 == 0 { 1 } else { 1 + waiting };
+        let outcome = writer.apply(&stored(Some(parent), &[(2 + waiting, 2 + waiting)], Tier::HostPinned));
+        if outcome != Outcome::ParentAwaited {
+            break outcome;
+        }
+        waiting += 1;
+    };
+    assert_eq!(outcome, Outcome::TooManyWaiting);
+    let counts = |index: &PrefixIndex| index.stats().slots[0].counts;
+    assert_eq!((counts(&index).waiting, counts(&index).host), (waiting, waiting));
+    writer.apply(&KvEvent::Removed { blocks: vec![EngineHash(2)], tier: Tier::HostPinned });
+    assert_eq!(counts(&index).waiting, waiting - 1);
+    writer.apply(&stored(None, &[(1, 1)], Tier::Device));
+    // The one that followed the removed block has nothing to follow.
+    assert_eq!((counts(&index).waiting, counts(&index).host), (1, waiting - 1));
+    assert_eq!(found(&index, &[1, 4, 5]), TierBlocks { device: 1, host: 2, ..TierBlocks::default() });
 }

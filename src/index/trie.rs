@@ -205,11 +205,6 @@ impl Trie {
         self.homes[block.0 as usize]
     }
 
-    /// Sorts things so that blocks that follow one another are next to one another.
-    pub(super) fn sort_by_home<T>(&self, list: &mut [T], block: impl Fn(&T) -> BlockId) {
-        list.sort_unstable_by_key(|thing| self.home(block(thing)));
-    }
-
     /// How many of the first blocks follow one another within one run.
     fn span(&self, blocks: &[BlockId]) -> usize {
         let Some(first) = blocks.first().map(|block| self.home(*block)) else { return 0 };

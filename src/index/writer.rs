@@ -193,11 +193,11 @@ impl RankWriter {
             self.tell_needs(Needs { unknown: true, ..Needs::default() });
         }
         match lesson {
-            Lesson::Known => self.regroup(blocks),
-            Lesson::New | Lesson::Changed | Lesson::TooMany => self.regroup_all(),
+            Lesson::Known | Lesson::TooMany { new: false } => self.regroup(blocks),
+            Lesson::New | Lesson::Changed | Lesson::TooMany { new: true } => self.regroup_all(),
         }
         match lesson {
-            Lesson::TooMany => Outcome::TooManyGroups,
+            Lesson::TooMany { .. } => Outcome::TooManyGroups,
             _ if gained || blocks.is_empty() => Outcome::Ok,
             _ => Outcome::DuplicateStore,
         }

@@ -122,6 +122,11 @@ impl Normalizer {
         self.salts.clear();
     }
 
+    /// Events were lost for good.
+    pub fn doubt(&mut self) {
+        self.salts.doubt();
+    }
+
     /// Converts one event. Order matters: later events lean on what earlier ones taught.
     pub fn convert(&mut self, event: &Event) -> Converted {
         self.admit(event).unwrap_or_else(Converted::Filtered)

@@ -147,6 +147,7 @@ impl Feed {
 
     /// What was missed while detached cannot be found out.
     pub(super) fn doubt(&mut self) {
+        self.normalizer.doubt();
         (self.sink.doubt)();
     }
 
@@ -160,7 +161,7 @@ impl Feed {
 
     fn lost(&mut self, from: u64, to: u64) {
         tracing::warn!(rank = %self.rank, from, to, "KV event batches are lost; what is known of this rank may be out of date");
-        (self.sink.doubt)();
+        self.doubt();
     }
 
     fn restarted(&mut self, evidence: &'static str) {

@@ -8,6 +8,9 @@ use hashbrown::HashMap;
 use super::wire::{Kind, Part};
 use crate::index::GroupNeed;
 
+/// Groups that are remembered; the index tells no more apart.
+const MOST: usize = 64;
+
 /// What store events have taught.
 #[derive(Debug, Default)]
 pub(super) struct Groups {
@@ -17,7 +20,13 @@ pub(super) struct Groups {
 
 impl Groups {
     pub(super) fn learn(&mut self, group: u32, kind: Kind, window: Option<u32>) {
-        self.known.insert(group, (kind, window));
+        if self.known.len() >= MOST && !self.known.contains_key(&group) {
+            return;
+        }
+        let known = self.known.entry(group).or_insert((kind, window));
+        // An engine need not repeat the window in every event.
+        let window = window.or(known.1.filter(|_| known.0 == kind));
+        *known = (kind, window);
         if kind == Kind::Main {
             self.main.get_or_insert(group);
         } else if self.main == Some(group) {
@@ -45,5 +54,26 @@ impl Groups {
             Some((Kind::Partial(Part::State), _)) => GroupNeed::Last { blocks: 1, stride },
             _ => GroupNeed::whole(stride),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_that_was_told_once_stays_known_and_groups_are_bounded() {
+        let mut groups = Groups::default();
+        let (window, stride) = (Kind::Partial(Part::Window), NonZeroU32::MIN);
+        groups.learn(1, window, Some(33));
+        groups.learn(1, window, None);
+        assert_eq!(groups.need(1, 16, stride), GroupNeed::Last { blocks: 2, stride });
+        groups.learn(1, window, Some(17));
+        assert_eq!(groups.need(1, 16, stride), GroupNeed::Last { blocks: 1, stride });
+        groups.learn(1, Kind::Main, None);
+        groups.learn(1, window, None);
+        assert_eq!(groups.need(1, 16, stride), GroupNeed::whole(stride), "it was another group in between");
+        (0..1000).for_each(|group| groups.learn(group, window, None));
+        assert_eq!(groups.known.len(), MOST);
     }
 }

@@ -12,12 +12,17 @@ use crate::block::EngineHash;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ambiguous;
 
+/// Blocks that are remembered per rank. Beyond, the salts of further ones cannot be told, and what follows them is dropped.
+const MOST: usize = 1 << 22;
+
 /// Salts by block.
 #[derive(Debug, Default)]
 pub(super) struct Salts {
     blocks: HashMap<EngineHash, Entry>,
     /// Whether this rank has ever named a salt.
     used: bool,
+    /// Whether a block could not be remembered.
+    full: bool,
 }
 
 #[derive(Debug)]
@@ -25,16 +30,25 @@ struct Entry {
     salt: Result<Option<Arc<str>>, Ambiguous>,
     /// One hash may be stored several times and then leaves as often.
     copies: u32,
+    /// Events were lost since the copies were counted, so some may be gone.
+    doubted: bool,
 }
 
 impl Salts {
     pub(super) fn clear(&mut self) {
         self.blocks.clear();
+        self.full = false;
+    }
+
+    /// Events were lost for good. As in the index, the next store counts the copies of a block from one again.
+    pub(super) fn doubt(&mut self) {
+        self.blocks.values_mut().for_each(|entry| entry.doubted = true);
     }
 
     /// The salt to inherit from a parent. An unknown parent carries none.
     pub(super) fn of(&self, parent: EngineHash) -> Result<Option<&str>, Ambiguous> {
         match self.blocks.get(&parent) {
+            None if self.full => Err(Ambiguous),
             None => Ok(None),
             Some(entry) => entry.salt.as_ref().map(Option::as_deref).map_err(|&ambiguous| ambiguous),
         }
@@ -47,7 +61,15 @@ impl Salts {
         }
         let salt: Option<Arc<str>> = salt.map(Arc::from);
         for &block in blocks {
-            let entry = self.blocks.entry(block).or_insert_with(|| Entry { salt: Ok(salt.clone()), copies: 0 });
+            if self.blocks.len() >= MOST && !self.blocks.contains_key(&block) {
+                self.full = true;
+                continue;
+            }
+            let fresh = || Entry { salt: Ok(salt.clone()), copies: 0, doubted: false };
+            let entry = self.blocks.entry(block).or_insert_with(fresh);
+            if std::mem::take(&mut entry.doubted) {
+                entry.copies = 0;
+            }
             entry.copies = entry.copies.saturating_add(1);
             if entry.salt.as_ref().is_ok_and(|known| *known != salt) {
                 entry.salt = Err(Ambiguous);
@@ -63,6 +85,27 @@ impl Salts {
             if entry.copies == 0 && entry.salt.is_ok() {
                 self.blocks.remove(block);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn after_lost_events_copies_are_counted_from_one_again() {
+        for (doubt, left) in [(false, true), (true, false)] {
+            let (mut salts, block) = (Salts::default(), [EngineHash(1)]);
+            salts.stored(&block, Some("a"));
+            if doubt {
+                // The removal of the first copy was lost.
+                salts.doubt();
+            }
+            salts.stored(&block, Some("a"));
+            salts.removed(&block);
+            let salt = if left { Ok(Some("a")) } else { Ok(None) };
+            assert_eq!(salts.of(block[0]), salt);
         }
     }
 }

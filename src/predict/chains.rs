@@ -82,6 +82,20 @@ impl Chains {
         self.ends.first().copied()
     }
 
+    /// Leading blocks of a prompt that are there.
+    pub(super) fn known(&self, prompt: &[SequenceHash]) -> usize {
+        let mut rest = prompt;
+        while let Some(&found) = rest.first().and_then(|first| self.heads.get(first)) {
+            let names = &self.run(found).names;
+            let same = common(names, rest);
+            rest = &rest[same..];
+            if same < names.len() {
+                break;
+            }
+        }
+        prompt.len() - rest.len()
+    }
+
     /// Marks a prompt as used now, and adds what is not there. With `lease`, it is held until it is released.
     pub(super) fn record(&mut self, prompt: &[SequenceHash], stamp: Stamp, lease: bool) -> Recorded {
         let mut tail = None;

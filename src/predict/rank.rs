@@ -32,6 +32,7 @@ struct State {
     uses: u64,
     evicted: u64,
     expired: u64,
+    refused: u64,
 }
 
 impl std::fmt::Debug for Rank {
@@ -57,7 +58,7 @@ impl Rules {
 impl Rank {
     pub(super) fn new(writer: RankWriter, name: WorkerRank, policy: EffectivePolicy, rules: Arc<Rules>) -> Self {
         let chains = Chains::default();
-        let state = State { writer: Some(writer), chains, growing: 0, uses: 0, evicted: 0, expired: 0 };
+        let state = State { writer: Some(writer), chains, growing: 0, uses: 0, evicted: 0, expired: 0, refused: 0 };
         Self { name, policy, rules, state: Mutex::new(state) }
     }
 
@@ -79,9 +80,16 @@ impl Rank {
         if state.writer.is_none() {
             return Lease::none();
         }
+        let mut names = prompt.sequences();
+        if state.is_full(self.policy.most_blocks()) {
+            // Room can only be made of what nobody holds, and what is remembered has its limit all the same.
+            let known = state.chains.known(names);
+            state.refused += (names.len() - known) as u64;
+            names = &names[..known];
+        }
         let stamp = state.stamp(&self.rules);
-        let recorded = state.chains.record(prompt.sequences(), stamp, self.policy.leases());
-        if recorded.known < prompt.len() {
+        let recorded = state.chains.record(names, stamp, self.policy.leases());
+        if recorded.known < names.len() {
             state.store(prompt, recorded.known);
         }
         state.make_room(self.policy.most_blocks());
@@ -133,6 +141,7 @@ impl Rank {
             runs: state.chains.runs(),
             evicted: state.evicted,
             expired: state.expired,
+            refused: state.refused,
         }
     }
 }
@@ -152,11 +161,20 @@ impl State {
         self.apply(&KvEvent::Stored { parent, blocks, tier: Tier::Device });
     }
 
+    fn used(&self) -> u64 {
+        self.chains.blocks() + self.chains.generated() + self.growing
+    }
+
+    /// Whether there is no room, and live requests hold everything.
+    fn is_full(&self, most: u64) -> bool {
+        self.used() >= most && self.chains.oldest().is_none()
+    }
+
     /// Evicts what is over the limit and not held.
     fn make_room(&mut self, most: u64) {
         let mut gone = Vec::new();
         loop {
-            let used = self.chains.blocks() + self.chains.generated() + self.growing;
+            let used = self.used();
             let Some((_, oldest)) = self.chains.oldest().filter(|_| used > most) else { break };
             self.evicted += self.chains.evict(oldest, used - most, &mut gone);
         }

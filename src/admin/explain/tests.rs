@@ -171,3 +171,28 @@ async fn headers_and_sessions_count_and_a_table_is_to_be_had() {
         "{table}"
     );
 }
+
+#[tokio::test]
+async fn a_few_questions_are_answered_at_once_and_others_told_to_come_again() {
+    use tokio::io::AsyncWriteExt as _;
+    let pages = Pages::serve(true).await;
+    let address = pages.url.trim_start_matches("http://").trim_end_matches(PAGE).to_owned();
+    let mut slow = Vec::new();
+    for _ in 0..AT_ONCE {
+        let mut asker = tokio::net::TcpStream::connect(&address).await.unwrap();
+        let begun = format!("POST {PAGE} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{");
+        asker.write_all(begun.as_bytes()).await.unwrap();
+        slow.push(asker);
+    }
+    let until = async |expected: u16| {
+        let reached = async {
+            while pages.send(Method::POST, "*/*", "{}").await.0 != expected {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), reached).await.unwrap();
+    };
+    until(429).await;
+    drop(slow);
+    until(200).await;
+}

@@ -5,8 +5,8 @@ use crate::block::EngineHash;
 use crate::index::seats::Seat;
 use crate::tier::Tier;
 
-/// Blocks that a clean-up takes out of a trie before it lets readers in.
-const SWEEP: usize = 256;
+/// Blocks that a long change enters in a trie or takes out of it before it lets readers in.
+pub(super) const SWEEP: usize = 256;
 
 impl RankWriter {
     /// One step for readers: they stop reporting the seat. Then the blocks are taken out bit by bit.

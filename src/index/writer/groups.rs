@@ -45,8 +45,11 @@ pub(super) enum Lesson {
     New,
     /// Another need of a known group.
     Changed,
-    /// One group or class more than can be followed.
-    TooMany,
+    /// One group or class more than can be followed; `new` where this was not known before.
+    TooMany {
+        /// Whether the groups have changed by it.
+        new: bool,
+    },
 }
 
 impl Groups {
@@ -67,15 +70,14 @@ impl Groups {
         let at = self.find(id);
         if let Some(at) = at.filter(|&at| self.known[at].need == need) {
             return if self.known[at].class.is_none() && need != GroupNeed::Unknown {
-                Lesson::TooMany
+                Lesson::TooMany { new: false }
             } else {
                 Lesson::Known
             };
         }
         if at.is_none() && self.known.len() == MOST {
-            self.more = true;
             self.needs.unknown = true;
-            return Lesson::TooMany;
+            return Lesson::TooMany { new: !std::mem::replace(&mut self.more, true) };
         }
         let known = at.is_some();
         let at = at.unwrap_or_else(|| {
@@ -85,7 +87,7 @@ impl Groups {
         self.known[at].need = need;
         self.classify();
         match self.known[at].class {
-            None if need != GroupNeed::Unknown => Lesson::TooMany,
+            None if need != GroupNeed::Unknown => Lesson::TooMany { new: true },
             _ if known => Lesson::Changed,
             _ => Lesson::New,
         }

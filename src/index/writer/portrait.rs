@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::{Named, RankWriter};
 use crate::block::EngineHash;
+use crate::index::SHARDS;
 use crate::index::children::Mixed;
 use crate::index::dump::{ApartName, BlockRow, Copies, PlacedName, RankDump, Share, Telling};
 use crate::index::owners::Layers;
@@ -12,7 +13,7 @@ use crate::index::trie::{BlockId, Trie};
 use crate::tier::Tier;
 use crate::worker::WorkerRank;
 
-/// Names looked up in a trie before writers are let in.
+/// Names looked up in a trie before its writers are let in.
 const GLANCE: usize = 1024;
 
 impl RankWriter {
@@ -45,16 +46,24 @@ impl RankWriter {
     }
 
     fn place_names(&self, dump: &mut RankDump) {
-        let mut names: Vec<(EngineHash, Named)> = self.held.iter().map(|(engine, named)| (*engine, *named)).collect();
-        names.sort_unstable_by_key(|(_, named)| named.place.shard);
-        for shard in names.chunk_by_mut(|a, b| a.1.place.shard == b.1.place.shard) {
-            let shard_trie = &self.index.shards[usize::from(shard[0].1.place.shard)];
-            // Only to have neighbours next to each other; blocks do not change their depth, and runs are no matter.
-            shard_trie.read().sort_by_home(shard, |(_, named)| named.place.block);
-            let mut rows: Mixed<u64, u32> = Mixed::default();
-            for some in shard.chunks(GLANCE) {
+        let mut shards: [Vec<(EngineHash, Named)>; SHARDS] = std::array::from_fn(|_| Vec::new());
+        for (engine, named) in &self.held {
+            shards[usize::from(named.place.shard)].push((*engine, *named));
+        }
+        for (shard, names) in shards.into_iter().enumerate() {
+            let shard_trie = &self.index.shards[shard];
+            // Only to have neighbours next to each other: it does no harm that others change the runs in between.
+            let mut homes = Vec::with_capacity(names.len());
+            for some in names.chunks(GLANCE) {
                 let trie = shard_trie.read();
-                for (engine, named) in some {
+                homes.extend(some.iter().map(|(engine, named)| (trie.home(named.place.block), *engine, *named)));
+            }
+            drop(names);
+            homes.sort_unstable_by_key(|(home, ..)| *home);
+            let mut rows: Mixed<u64, u32> = Mixed::default();
+            for some in homes.chunks(GLANCE) {
+                let trie = shard_trie.read();
+                for (_, engine, named) in some {
                     let block = row(&trie, named.place.block, &mut rows, &mut dump.blocks);
                     let copies = self.copies(*engine, named.layers, named.doubted);
                     dump.names.push(PlacedName { engine: *engine, block, copies });

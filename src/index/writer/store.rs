@@ -1,5 +1,6 @@
 //! Store events: from a parent and a run of blocks to names with places.
 
+use super::clear::SWEEP;
 use super::waiting::Apart;
 use super::{Named, Place, RankWriter, Scratch};
 use crate::block::EngineHash;
@@ -62,11 +63,11 @@ impl RankWriter {
         }
         trie.mark_all(&scratch.granted, hold, true);
         self.grant(&mut trie, shard, &mut scratch);
-        if !self.waiting.is_empty() {
-            self.adopt(&mut trie, blocks);
-        }
         self.release(&mut trie, shard, &mut scratch);
         drop(trie);
+        if !self.waiting.is_empty() {
+            self.adopt(shard, blocks);
+        }
         self.release_elsewhere(&mut scratch);
         self.recycle(scratch);
         if gained { Outcome::Ok } else { Outcome::DuplicateStore }
@@ -144,20 +145,27 @@ impl RankWriter {
 
     /// Stores a run in a lower tier whose parent is not known.
     fn store_apart(&mut self, parent: EngineHash, blocks: &[StoredBlock], tier: Tier) -> Outcome {
-        let mut parent = parent;
+        let (mut parent, mut full) = (parent, false);
         for (at, block) in blocks.iter().enumerate() {
             if let Some(before) = self.place_before(*block) {
                 // Its name tells where it is, and so where the rest of the run is.
                 let outcome = self.store_after(before, &blocks[at..], tier);
                 return if at == 0 { outcome } else { Outcome::ParentAwaited };
             }
-            self.wait(parent, *block, tier);
+            if !self.wait(parent, *block, tier) {
+                full = true;
+                break;
+            }
             parent = block.engine;
         }
         let mut scratch = std::mem::take(&mut self.scratch);
         self.release_elsewhere(&mut scratch);
         self.recycle(scratch);
-        if blocks.is_empty() { Outcome::Ok } else { Outcome::ParentAwaited }
+        match blocks {
+            _ if full => Outcome::TooManyWaiting,
+            [] => Outcome::Ok,
+            _ => Outcome::ParentAwaited,
+        }
     }
 
     /// What a block follows that is known by name with this content: a block, or the start.
@@ -167,8 +175,8 @@ impl RankWriter {
         (local == block.local).then(|| before.map(|block| Place { block, ..place }))
     }
 
-    /// Enters one copy of a block that has no place yet.
-    fn wait(&mut self, parent: EngineHash, block: StoredBlock, tier: Tier) {
+    /// Enters one copy of a block that has no place yet; false if too many wait already.
+    fn wait(&mut self, parent: EngineHash, block: StoredBlock, tier: Tier) -> bool {
         let StoredBlock { engine, local } = block;
         let known = self.waiting.get_mut(engine).filter(|apart| (apart.parent, apart.local) == (parent, local));
         if let Some(apart) = known {
@@ -183,7 +191,10 @@ impl RankWriter {
                 *self.extra.entry((engine, tier)).or_insert(0) += 1;
                 self.tally.add_copies(1);
             }
-            return;
+            return true;
+        }
+        if self.waiting.is_full() {
+            return false;
         }
         self.forget(engine);
         let apart = Apart { parent, local, tiers: Layers::one(tier), doubted: Layers::NONE };
@@ -191,6 +202,7 @@ impl RankWriter {
         self.tally.add_waiting(1);
         self.tally.add_blocks(tier, 1);
         self.tally.add_copies(1);
+        true
     }
 
     /// Lets go of what a name stood for.
@@ -229,30 +241,51 @@ impl RankWriter {
         self.tally.add_copies(-i64::from(copies));
     }
 
-    /// Gives places to the blocks that have waited for these.
-    fn adopt(&mut self, trie: &mut Trie, blocks: &[StoredBlock]) {
-        let mut parents: Vec<EngineHash> = blocks.iter().map(|block| block.engine).collect();
-        while let Some(parent) = parents.pop() {
-            let Some(place) = self.held.get(&parent).map(|named| named.place) else { continue };
-            for (child, apart) in self.waiting.take_children(parent) {
-                self.placed(&apart);
-                let groups = self.groups.as_ref().map_or(Layers::NONE, |groups| groups.layers(child));
-                let layers = apart.tiers.and(groups);
-                let mut path = Vec::new();
-                trie.trace(Some(place.block), [apart.local], &mut path);
-                for layer in layers.iter() {
-                    if let Some(&block) = path.first() {
-                        self.gain(trie, Place { block, ..place }, layer);
-                    } else {
-                        let hold = Hold { seat: self.seat, layer };
-                        trie.extend(Some(place.block), &[apart.local], hold, &mut path);
-                        layer.tier().into_iter().for_each(|tier| self.tally.add_blocks(tier, 1));
-                    }
+    /// Gives places to the blocks that have waited for these. There may be very many, so readers are let in between.
+    fn adopt(&mut self, shard: usize, blocks: &[StoredBlock]) {
+        let awaited = blocks.iter().map(|block| block.engine).filter(|engine| self.waiting.has_child(*engine));
+        let mut parents: Vec<EngineHash> = awaited.collect();
+        let index = self.index.clone();
+        while !parents.is_empty() {
+            let mut trie = index.shards[shard].write();
+            self.adopt_some(&mut trie, &mut parents);
+        }
+    }
+
+    fn adopt_some(&mut self, trie: &mut Trie, parents: &mut Vec<EngineHash>) {
+        let mut left = SWEEP;
+        while left > 0
+            && let Some(&parent) = parents.last()
+        {
+            let place = self.held.get(&parent).map(|named| named.place);
+            match place.and_then(|place| Some((place, self.waiting.take_child(parent)?))) {
+                None => drop(parents.pop()),
+                Some((place, (child, apart))) => {
+                    self.adopt_one(trie, place, child, &apart);
+                    parents.push(child);
+                    left -= 1;
                 }
-                let place = Place { block: path[0], ..place };
-                self.held.insert(child, Named { place, layers, doubted: apart.doubted });
-                parents.push(child);
             }
         }
+    }
+
+    /// Gives a place after another to a block that waits no longer.
+    fn adopt_one(&mut self, trie: &mut Trie, after: Place, child: EngineHash, apart: &Apart) {
+        self.placed(apart);
+        let groups = self.groups.as_ref().map_or(Layers::NONE, |groups| groups.layers(child));
+        let layers = apart.tiers.and(groups);
+        let mut path = Vec::new();
+        trie.trace(Some(after.block), [apart.local], &mut path);
+        for layer in layers.iter() {
+            if let Some(&block) = path.first() {
+                self.gain(trie, Place { block, ..after }, layer);
+            } else {
+                let hold = Hold { seat: self.seat, layer };
+                trie.extend(Some(after.block), &[apart.local], hold, &mut path);
+                layer.tier().into_iter().for_each(|tier| self.tally.add_blocks(tier, 1));
+            }
+        }
+        let place = Place { block: path[0], ..after };
+        self.held.insert(child, Named { place, layers, doubted: apart.doubted });
     }
 }

@@ -2,7 +2,7 @@
 //! announce them when the device has long forgotten what they follow, so they are kept by name and get their place in the
 //! trie when the parent gets one.
 
-use std::collections::HashMap;
+use std::collections::BTreeSet;
 
 use crate::block::{EngineHash, LocalHash};
 use crate::index::children::Mixed;
@@ -19,12 +19,15 @@ pub(super) struct Apart {
     pub(super) doubted: Layers,
 }
 
+/// Most blocks without a place of one rank. Nobody is routed by them, so they may not take memory without end.
+const MOST: usize = if cfg!(test) { 1 << 12 } else { 1 << 20 };
+
 /// All blocks without a place of one rank.
 #[derive(Debug, Default)]
 pub(super) struct Waiting {
     blocks: Mixed<EngineHash, Apart>,
-    /// By the parent they wait for.
-    children: HashMap<EngineHash, Vec<EngineHash>>,
+    /// After the parent they wait for.
+    children: BTreeSet<(EngineHash, EngineHash)>,
 }
 
 impl Waiting {
@@ -32,30 +35,39 @@ impl Waiting {
         self.blocks.is_empty()
     }
 
+    pub(super) fn is_full(&self) -> bool {
+        self.blocks.len() >= MOST
+    }
+
     pub(super) fn get_mut(&mut self, engine: EngineHash) -> Option<&mut Apart> {
         self.blocks.get_mut(&engine)
     }
 
     pub(super) fn insert(&mut self, engine: EngineHash, apart: Apart) {
-        self.children.entry(apart.parent).or_default().push(engine);
+        self.children.insert((apart.parent, engine));
         self.blocks.insert(engine, apart);
     }
 
     pub(super) fn take(&mut self, engine: EngineHash) -> Option<Apart> {
         let apart = self.blocks.remove(&engine)?;
-        if let Some(children) = self.children.get_mut(&apart.parent) {
-            children.retain(|child| *child != engine);
-            if children.is_empty() {
-                self.children.remove(&apart.parent);
-            }
-        }
+        self.children.remove(&(apart.parent, engine));
         Some(apart)
     }
 
-    /// The blocks that wait for a parent; they wait no longer.
-    pub(super) fn take_children(&mut self, parent: EngineHash) -> Vec<(EngineHash, Apart)> {
-        let children = self.children.remove(&parent).unwrap_or_default();
-        children.into_iter().filter_map(|child| Some((child, self.blocks.remove(&child)?))).collect()
+    /// Whether any block waits for a parent.
+    pub(super) fn has_child(&self, parent: EngineHash) -> bool {
+        self.child(parent).is_some()
+    }
+
+    /// One of the blocks that wait for a parent; it waits no longer.
+    pub(super) fn take_child(&mut self, parent: EngineHash) -> Option<(EngineHash, Apart)> {
+        let child = self.child(parent)?;
+        Some((child, self.take(child)?))
+    }
+
+    fn child(&self, parent: EngineHash) -> Option<EngineHash> {
+        let first = self.children.range((parent, EngineHash(0))..).next()?;
+        (first.0 == parent).then_some(first.1)
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (EngineHash, &Apart)> {

@@ -34,9 +34,13 @@ impl Model {
         ((now + self.ttl).div_ceil(100), self.uses)
     }
 
-    pub(super) fn record(&mut self, path: &[u8], now: u64) {
+    /// How many blocks of the path are held now.
+    pub(super) fn record(&mut self, path: &[u8], now: u64) -> usize {
         let stamp = self.stamp(now);
         let known = self.overlap(path);
+        let held = self.generated.is_empty() && self.blocks.values().all(|block| block.leases > 0);
+        let full = held && self.blocks() + self.generated() >= self.most;
+        let path = if full { &path[..known] } else { path };
         if let Some((count, _)) = self.generated.get_mut(&path[..known]) {
             *count -= (*count).min((path.len() - known) as u64);
             self.generated.retain(|_, (count, _)| *count > 0);
@@ -47,6 +51,7 @@ impl Model {
             block.leases += u32::from(self.leases);
         }
         self.make_room();
+        path.len()
     }
 
     pub(super) fn grow(&mut self, count: u64) {
