@@ -10,7 +10,7 @@ use super::headers::{AnsweredBy, ResponseHead};
 use crate::entrance::Admitted;
 use crate::metrics::{Metrics, ModelLabel, OutcomeLabel, RankLabels};
 use crate::openai::usage::UsageScanner;
-use crate::router::{Answer, AnswerFrom, Router};
+use crate::router::{Answer, AnswerFrom, Mode, Router};
 use crate::worker::Endpoint;
 
 /// What one exchange holds and what is noted of it when it ends.
@@ -24,6 +24,8 @@ pub(super) struct Record {
     label: Option<ModelLabel>,
     usage: UsageScanner,
     status: u16,
+    /// Whether the answer is shown while it is written, so that its beginning is its first token.
+    event_stream: bool,
     end: End,
     /// Blocks of the answer that are booked already.
     output_blocks: u64,
@@ -55,6 +57,7 @@ impl Record {
             label: None,
             usage: UsageScanner::default(),
             status: 0,
+            event_stream: false,
             end: End::Abandoned,
             output_blocks: 0,
         }
@@ -74,6 +77,7 @@ impl Record {
     /// The answer began.
     pub(super) fn answered(&mut self, head: ResponseHead) {
         self.status = head.status;
+        self.event_stream = head.event_stream;
         let Some(admitted) = &mut self.admitted else { return };
         let from = match head.from {
             AnsweredBy::Unknown => AnswerFrom::Chosen,
@@ -101,7 +105,10 @@ impl Record {
         let well = (200..300).contains(&self.status);
         if let Some(admitted) = &mut self.admitted {
             let first = admitted.booked.reservation.first_token();
-            if first && well {
+            // An answer in one piece begins when it is complete, and how long a prefill takes is learnt only of prompts
+            // whose uncached part is known.
+            let telling = self.event_stream && matches!(admitted.booked.route.mode, Mode::Exact | Mode::Approximate);
+            if first && well && telling {
                 self.router.prefilled(&admitted.booked, self.admitted_at.elapsed());
             }
         }
