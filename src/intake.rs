@@ -36,6 +36,10 @@ use config::ClientsConfig;
 /// Bytes of a body per token where nothing better is known; English and code lie between 3 and 5.
 const BYTES_PER_TOKEN: u64 = 4;
 
+/// Most tokens that are estimated from bytes: as many as large models take. A guess must not keep a worker busy for longer
+/// than any prompt could.
+const MOST_ESTIMATED: u64 = 131_072;
+
 /// How much of a body there is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Body {
@@ -219,6 +223,12 @@ impl Intake {
             }
         };
         encoded.times.push(("parse", clock.lap()));
+        if let openai::Prompt::Chat(chat) = &request.prompt
+            && chat.has_media()
+        {
+            // The bytes of an image say nothing about its tokens, and are far more.
+            encoded.prompt = Prompt::Estimated { tokens: estimate(chat.text_bytes()), because: Reason::Multimodal };
+        }
         encoded.extension = request.extension.take().filter(|_| self.parts.clients.trusted);
         let Some(named) = self.parts.models.find(request.model.as_deref()) else {
             encoded.fail(Reason::UnknownModel);
@@ -269,6 +279,9 @@ impl Intake {
         if let Some(tokens) = encoded.extension.as_mut().and_then(|extension| extension.token_data.take()) {
             return Ok(vec![tokens]);
         }
+        if request.prompt == openai::Prompt::TooMany {
+            return Err(Reason::TooManyPrompts);
+        }
         let encoder: &Encoder = named.model.encoder.as_ref().ok_or(Reason::NoTokenizer)?;
         let rendered = encoder.render(request).map_err(reason)?;
         encoded.times.push(("render", clock.lap()));
@@ -310,12 +323,13 @@ impl Named {
 
 /// Tokens in a body of which only the length is known.
 fn estimate(bytes: usize) -> u64 {
-    bytes as u64 / BYTES_PER_TOKEN
+    (bytes as u64 / BYTES_PER_TOKEN).min(MOST_ESTIMATED)
 }
 
 fn reason(error: EncodeError) -> Reason {
     match error {
         EncodeError::Multimodal(_) => Reason::Multimodal,
+        EncodeError::TooMany => Reason::TooManyPrompts,
         error => {
             debug!(%error, "prompt refused");
             Reason::EncodeFailed

@@ -70,6 +70,8 @@ pub enum Prompt {
     Tokens(Vec<Vec<u32>>),
     /// Embeddings instead of tokens, alone or beside tokens.
     Embeddings,
+    /// More prompts than are looked at.
+    TooMany,
 }
 
 /// Options of both endpoints that change how text becomes tokens.
