@@ -83,9 +83,10 @@ impl RequestHead {
         Self { all, ..head }
     }
 
-    /// The last value of a header.
+    /// The last value of a header that is not blank; a blank one where there is no other.
     pub fn get(&self, name: &str) -> Option<Cow<'_, str>> {
-        self.all.headers.iter().rfind(|header| header.key.eq_ignore_ascii_case(name)).map(text)
+        let values = || self.all.headers.iter().rev().filter(|header| header.key.eq_ignore_ascii_case(name)).map(text);
+        values().find(|value| !value.trim().is_empty()).or_else(|| values().next())
     }
 }
 
