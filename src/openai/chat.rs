@@ -6,7 +6,7 @@ use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
-use super::{Extension, ParseError, Prompt, Request, Side, Tokenization};
+use super::{ParseError, Prompt, Request, Side, Tokenization};
 
 /// A conversation and what its rendering depends on.
 #[derive(Clone, Debug, PartialEq)]
@@ -123,7 +123,9 @@ impl Part {
         const TEXT: [&str; 6] = ["text", "refusal", "input_text", "output_text", "thinking", "tool_reference"];
         match self {
             Part::Bare(_) => false,
-            Part::Typed { kind, uuid, .. } => uuid.is_some() || !kind.as_deref().is_some_and(|kind| TEXT.contains(&kind)),
+            Part::Typed { kind, uuid, .. } => {
+                uuid.is_some() || !kind.as_deref().is_some_and(|kind| TEXT.contains(&kind))
+            }
         }
     }
 
@@ -211,6 +213,6 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
             truncate_prompt_tokens: body.truncate_prompt_tokens,
             truncation_side: body.truncation_side,
         },
-        extension: body.nvext.map(|raw| Box::new(Extension::read(raw))),
+        extension: body.nvext.map(|raw| raw.get().into()),
     })
 }

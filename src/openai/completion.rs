@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, IgnoredAny, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::{Extension, ParseError, Prompt, Request, Tokenization};
+use super::{ParseError, Prompt, Request, Tokenization};
 
 /// Most prompts of one request that are looked at.
 const MOST_PROMPTS: usize = 1024;
@@ -58,7 +58,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
             truncate_prompt_tokens: body.truncate_prompt_tokens,
             truncation_side: body.truncation_side,
         },
-        extension: body.nvext.map(|raw| Box::new(Extension::read(raw))),
+        extension: body.nvext.map(|raw| raw.get().into()),
     })
 }
 
