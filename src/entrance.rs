@@ -11,7 +11,7 @@ use tracing::debug;
 use crate::admission::{Admission, Entered, Lane, Rejected, Turn};
 use crate::router::{Booked, Explanation, Prepared, Route, RouteError, RouteRequest, Router};
 use crate::sessions::{Binding, Entry, Hold, SessionName, Sessions};
-use crate::worker::WorkerRank;
+use crate::worker::{ModelName, WorkerRank};
 
 /// What a request says of its session.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,8 +44,9 @@ impl Affinity {
 }
 
 impl SessionWord {
-    fn name(&self) -> SessionName<'_> {
-        SessionName { id: &self.id, parent: self.parent.as_deref() }
+    fn name<'a>(&'a self, request: &'a RouteRequest) -> SessionName<'a> {
+        let model = request.model.as_ref().map(ModelName::as_str);
+        SessionName { id: &self.id, parent: self.parent.as_deref(), model }
     }
 }
 
@@ -120,7 +121,7 @@ impl Entrance {
     /// Says why a request would go where it would go now, without entering its session or taking a turn.
     pub fn explain(&self, mut request: RouteRequest, session: Option<&SessionWord>) -> Explanation {
         if let (Some(affinities), Some(word)) = (&self.affinities, session)
-            && let Some(target) = affinities.sessions.target(word.name())
+            && let Some(target) = affinities.sessions.target(word.name(&request))
         {
             affinities.affinity.bind(&mut request, target);
         }
@@ -137,7 +138,7 @@ impl Entrance {
         told: impl FnOnce(Duration),
     ) -> Result<Admitted, Refusal> {
         let mut told = Some(told);
-        let standing = self.session(session, &mut told).await;
+        let standing = self.session(session.map(|word| word.name(&request)), &mut told).await;
         if let (Standing::Bound(hold), Some(affinities)) = (&standing, &self.affinities) {
             affinities.affinity.bind(&mut request, hold.target());
         }
@@ -167,9 +168,9 @@ impl Entrance {
         hard && self.router.answers(bound)
     }
 
-    async fn session(&self, session: Option<&SessionWord>, told: &mut Option<impl FnOnce(Duration)>) -> Standing {
-        let (Some(affinities), Some(word)) = (&self.affinities, session) else { return Standing::None };
-        let entry = match affinities.sessions.enter(word.name()) {
+    async fn session(&self, session: Option<SessionName<'_>>, told: &mut Option<impl FnOnce(Duration)>) -> Standing {
+        let (Some(affinities), Some(name)) = (&self.affinities, session) else { return Standing::None };
+        let entry = match affinities.sessions.enter(name) {
             Ok(Entry::Wait(waiting)) => {
                 tell(told, affinities.wait + self.queue_deadline);
                 match timeout(affinities.wait, waiting).await {
