@@ -19,6 +19,7 @@ use crate::fleet::{Fleet, Member};
 use crate::kv_events::{self, MediaTokens, RankSink, SourceSpec, SourceState};
 use crate::lifecycle::{self, Readiness, ReadyGuard, supervise};
 use crate::metrics::{Metrics, RankLabels};
+use crate::predict::{EffectivePolicy, RankPrediction};
 use crate::router::Router;
 use crate::worker::{ModelName, Slot, Worker, WorkerId, WorkerRank};
 use crate::xds::config::EnvoyConfig;
@@ -106,13 +107,7 @@ impl Keeper {
             self.router.predictions().open(member);
             self.start_source(member);
         }
-        let blocks = |member: &Member| member.worker.capacity.total_kv_blocks;
-        for member in &change.kept_changed {
-            // What a worker can hold decides what is believed to be left there.
-            if before.member(member.slot).is_none_or(|old| blocks(old) != blocks(member)) {
-                self.router.predictions().open(member);
-            }
-        }
+        self.refit(&before, &change.kept_changed);
         if !before.is_empty() && !change.added.is_empty() && self.envoy.is_some() {
             // Envoy sends to nobody it has not heard of. So it hears of newcomers while they are not yet chosen; those
             // who leave stay in the list until nobody chooses them any more.
@@ -139,6 +134,20 @@ impl Keeper {
         self.metrics.fleet_generation.set(fleet.generation() as i64);
         if self.initial_workers.as_ref().is_some_and(|(least, _)| fleet.workers().count() >= *least) {
             self.initial_workers = None;
+        }
+    }
+
+    /// What a worker can hold decides what is believed to be left there, unless that leaves by time alone.
+    fn refit(&self, before: &Fleet, changed: &[Member]) {
+        let blocks = |member: &Member| member.worker.capacity.total_kv_blocks;
+        let other = |member: &&Member| before.member(member.slot).is_none_or(|old| blocks(old) != blocks(member));
+        for member in changed.iter().filter(other) {
+            let by_time = |found: &RankPrediction| {
+                found.rank == member.rank && matches!(found.policy, EffectivePolicy::Ttl { fallback: false, .. })
+            };
+            if !self.router.predictions().stats().any(|found| by_time(&found)) {
+                self.router.predictions().open(member);
+            }
         }
     }
 

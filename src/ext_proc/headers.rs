@@ -149,3 +149,29 @@ fn answered_by(attributes: &HashMap<String, Struct>) -> AnsweredBy {
 fn text(header: &HeaderValue) -> Cow<'_, str> {
     if header.raw_value.is_empty() { Cow::Borrowed(&header.value) } else { String::from_utf8_lossy(&header.raw_value) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_value_that_is_not_blank_counts() {
+        type Case<'a> = (&'a [&'a str], Option<&'a str>);
+        let cases: [Case<'_>; 5] = [
+            (&[], None),
+            (&["a"], Some("a")),
+            (&["a", "b"], Some("b")),
+            (&["a", "", " "], Some("a")),
+            (&["", " "], Some(" ")),
+        ];
+        for (values, expected) in cases {
+            let header = |value: &&str| HeaderValue {
+                key: "X-Tenant".to_owned(),
+                raw_value: value.as_bytes().to_vec(),
+                ..HeaderValue::default()
+            };
+            let head = RequestHead::read(Some(HeaderMap { headers: values.iter().map(header).collect() }));
+            assert_eq!(head.get("x-tenant").as_deref(), expected, "{values:?}");
+        }
+    }
+}

@@ -186,3 +186,76 @@ impl Drop for Record {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+    use std::time::Duration;
+
+    use super::*;
+    use crate::block::{BlockHashes, LocalHash};
+    use crate::fleet::Fleet;
+    use crate::index::PrefixIndex;
+    use crate::load::LoadTracker;
+    use crate::predict::{Policy, Predictor, Ttl};
+    use crate::router::{Predictions, Prompt, Reason, RouteRequest, RouterSettings};
+    use crate::worker::{BlockSize, Capacity, Ranks, Role, Worker, WorkerId};
+
+    fn router() -> Arc<Router> {
+        let load = LoadTracker::new(Instant::now);
+        let ttl = Ttl { ttl: Duration::from_secs(120), most_blocks_per_rank: 1000 };
+        let predictor = Predictor::new(Policy::Ttl(ttl), Instant::now);
+        let predictions = Predictions { without_events: Some(predictor), beside_events: None };
+        let worker = Worker {
+            id: WorkerId(1),
+            endpoint: "127.0.0.1:8000".parse().unwrap(),
+            model: "m".into(),
+            role: Role::Aggregated,
+            block_size: BlockSize::new(4).unwrap(),
+            ranks: Ranks::ONE,
+            capacity: Capacity::default(),
+            taints: BTreeSet::new(),
+            adapters: BTreeSet::new(),
+            topology: BTreeMap::new(),
+            kv_transfer: None,
+            event_sources: Vec::new(),
+        };
+        let change = Fleet::empty().reconcile(vec![worker]);
+        for member in &change.added {
+            load.open(member.slot, member.rank);
+            predictions.open(member);
+        }
+        let router = Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1).predicting(predictions);
+        router.publish(Arc::new(change.fleet));
+        Arc::new(router)
+    }
+
+    fn learns(event_stream: bool, status: u16, prompt: &Prompt) -> bool {
+        let (router, metrics) = (router(), Arc::new(Metrics::new()));
+        for _ in 0..20 {
+            let booked = router.route(RouteRequest::new(Some("m".into()), prompt.clone())).unwrap();
+            let mut record = Record::open(metrics.clone(), router.clone());
+            record.routed(Some(Box::new(Admitted { booked, session: None })));
+            record.answered(ResponseHead { status, event_stream, ..ResponseHead::default() });
+            record.first_token();
+            record.finished();
+        }
+        !router.prefill_time_errors().is_empty()
+    }
+
+    #[test]
+    fn prefill_times_are_learnt_only_where_the_beginning_of_an_answer_is_its_first_token() {
+        let locals = (0..8).map(LocalHash).collect();
+        let hashed = Prompt::Hashed(vec![BlockHashes::chain(33, BlockSize::new(4).unwrap(), locals)]);
+        let estimated = Prompt::Estimated { tokens: 33, because: Reason::NoTokenizer };
+        let cases = [
+            (true, 200, &hashed, true),
+            (false, 200, &hashed, false),
+            (true, 500, &hashed, false),
+            (true, 200, &estimated, false),
+        ];
+        for (event_stream, status, prompt, expected) in cases {
+            assert_eq!(learns(event_stream, status, prompt), expected, "{event_stream} {status} {prompt:?}");
+        }
+    }
+}
