@@ -44,9 +44,8 @@ impl Affinity {
 }
 
 impl SessionWord {
-    fn name<'a>(&'a self, request: &'a RouteRequest) -> SessionName<'a> {
-        let model = request.model.as_ref().map(ModelName::as_str);
-        SessionName { id: &self.id, parent: self.parent.as_deref(), model }
+    fn name<'a>(&'a self, model: Option<&'a ModelName>) -> SessionName<'a> {
+        SessionName { id: &self.id, parent: self.parent.as_deref(), model: model.map(ModelName::as_str) }
     }
 }
 
@@ -121,7 +120,7 @@ impl Entrance {
     /// Says why a request would go where it would go now, without entering its session or taking a turn.
     pub fn explain(&self, mut request: RouteRequest, session: Option<&SessionWord>) -> Explanation {
         if let (Some(affinities), Some(word)) = (&self.affinities, session)
-            && let Some(target) = affinities.sessions.target(word.name(&request))
+            && let Some(target) = affinities.sessions.target(word.name(self.model(&request).as_ref()))
         {
             affinities.affinity.bind(&mut request, target);
         }
@@ -138,7 +137,8 @@ impl Entrance {
         told: impl FnOnce(Duration),
     ) -> Result<Admitted, Refusal> {
         let mut told = Some(told);
-        let standing = self.session(session.map(|word| word.name(&request)), &mut told).await;
+        let model = session.and_then(|_| self.model(&request));
+        let standing = self.session(session.map(|word| word.name(model.as_ref())), &mut told).await;
         if let (Standing::Bound(hold), Some(affinities)) = (&standing, &self.affinities) {
             affinities.affinity.bind(&mut request, hold.target());
         }
@@ -159,6 +159,17 @@ impl Entrance {
             hold.finish();
         }
         Ok(Admitted { booked, session: hold })
+    }
+
+    /// The model a request is for. One whose body could not be read in time names none, and still is of the same session as
+    /// those before it; where all workers serve one model it can be for no other.
+    fn model(&self, request: &RouteRequest) -> Option<ModelName> {
+        let only = || {
+            let fleet = self.router.fleet();
+            let first = fleet.workers().next()?.model.clone();
+            fleet.workers().all(|worker| worker.model == first).then_some(first)
+        };
+        request.model.clone().or_else(only)
     }
 
     /// Whether a session went elsewhere only because its worker has too much to do just now. A hard session comes back:
