@@ -45,7 +45,7 @@ pub type Outcome<P> = Result<<P as Placing>::Placed, Rejected<<P as Placing>::Re
 /// Whether prefill that is outstanding shrinks by itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Prefill {
-    /// It changes only when somebody says so.
+    /// It changes only when somebody says so; only marks and rests of workers end by time.
     #[default]
     Steady,
     /// It is estimated to shrink with time, and nobody says so.
@@ -56,7 +56,7 @@ impl Prefill {
     /// How often those who wait are looked at without a nudge.
     fn recheck(self) -> Duration {
         match self {
-            Self::Steady => Duration::from_secs(60),
+            Self::Steady => Duration::from_secs(1),
             Self::Shrinks => Duration::from_millis(100),
         }
     }
@@ -163,6 +163,9 @@ impl<P: Placing> Admission<P> {
             tokio::select! {
                 () = self.for_pump.notified() => {}
                 _ = clock.tick() => {
+                    if self.waiting.load(Ordering::SeqCst) == 0 {
+                        continue;
+                    }
                     self.nudges.fetch_add(1, Ordering::SeqCst);
                 }
             }

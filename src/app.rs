@@ -258,6 +258,7 @@ impl App {
 
     /// Starts what has to happen from time to time.
     fn keep_time(&mut self, entrance: &Arc<Entrance>, metrics: &Arc<Metrics>) {
+        let metrics_of_sweep = metrics.clone();
         let (waiting, metrics, stop) = (entrance.clone(), metrics.clone(), self.stop.clone());
         self.background.spawn(async move {
             supervise("admission", &metrics, stop, || {
@@ -271,19 +272,7 @@ impl App {
         });
         let (entrance, stop) = (entrance.clone(), self.stop.clone());
         self.background.spawn(async move {
-            let mut tick = tokio::time::interval(SWEEP);
-            tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-            loop {
-                tokio::select! {
-                    () = stop.cancelled() => return,
-                    _ = tick.tick() => {
-                        entrance.router().predictions().expire();
-                        if let Some(sessions) = entrance.sessions() {
-                            sessions.expire();
-                        }
-                    }
-                }
-            }
+            supervise("sweep", &metrics_of_sweep, stop, || sweep(entrance.clone())).await;
         });
     }
 
@@ -332,6 +321,19 @@ impl App {
                 }
             }
         });
+    }
+}
+
+/// Lets what has grown old expire, for ever.
+async fn sweep(entrance: Arc<Entrance>) -> anyhow::Result<()> {
+    let mut tick = tokio::time::interval(SWEEP);
+    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        tick.tick().await;
+        entrance.router().predictions().expire();
+        if let Some(sessions) = entrance.sessions() {
+            sessions.expire();
+        }
     }
 }
 

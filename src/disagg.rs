@@ -26,7 +26,7 @@ pub struct Conditional {
     pub policy: Rule,
     /// Rule `isl_bounding`: fewer uncached tokens than this stay on the decode worker.
     pub uncached_tokens: u64,
-    /// Rule `isl_bounding`: and at most this share of the prompt.
+    /// Rule `isl_bounding`: and less than this share of the prompt.
     pub uncached_share: f64,
     /// Rule `prefill_load`: the prefill worker is busy beyond this share of its batch size.
     pub prefill_busy_threshold: Option<f64>,

@@ -11,7 +11,7 @@ use tracing::debug;
 use crate::admission::{Admission, Entered, Lane, Rejected, Turn};
 use crate::router::{Booked, Explanation, Prepared, Route, RouteError, RouteRequest, Router};
 use crate::sessions::{Binding, Entry, Hold, SessionName, Sessions};
-use crate::worker::WorkerRank;
+use crate::worker::{ModelName, WorkerRank};
 
 /// What a request says of its session.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,8 +44,8 @@ impl Affinity {
 }
 
 impl SessionWord {
-    fn name(&self) -> SessionName<'_> {
-        SessionName { id: &self.id, parent: self.parent.as_deref() }
+    fn name<'a>(&'a self, model: Option<&'a ModelName>) -> SessionName<'a> {
+        SessionName { id: &self.id, parent: self.parent.as_deref(), model: model.map(ModelName::as_str) }
     }
 }
 
@@ -120,7 +120,7 @@ impl Entrance {
     /// Says why a request would go where it would go now, without entering its session or taking a turn.
     pub fn explain(&self, mut request: RouteRequest, session: Option<&SessionWord>) -> Explanation {
         if let (Some(affinities), Some(word)) = (&self.affinities, session)
-            && let Some(target) = affinities.sessions.target(word.name())
+            && let Some(target) = affinities.sessions.target(word.name(self.model(&request).as_ref()))
         {
             affinities.affinity.bind(&mut request, target);
         }
@@ -137,7 +137,8 @@ impl Entrance {
         told: impl FnOnce(Duration),
     ) -> Result<Admitted, Refusal> {
         let mut told = Some(told);
-        let standing = self.session(session, &mut told).await;
+        let model = session.and_then(|_| self.model(&request));
+        let standing = self.session(session.map(|word| word.name(model.as_ref())), &mut told).await;
         if let (Standing::Bound(hold), Some(affinities)) = (&standing, &self.affinities) {
             affinities.affinity.bind(&mut request, hold.target());
         }
@@ -160,6 +161,17 @@ impl Entrance {
         Ok(Admitted { booked, session: hold })
     }
 
+    /// The model a request is for. One whose body could not be read in time names none, and still is of the same session as
+    /// those before it; where all workers serve one model it can be for no other.
+    fn model(&self, request: &RouteRequest) -> Option<ModelName> {
+        let only = || {
+            let fleet = self.router.fleet();
+            let first = fleet.workers().next()?.model.clone();
+            fleet.workers().all(|worker| worker.model == first).then_some(first)
+        };
+        request.model.clone().or_else(only)
+    }
+
     /// Whether a session went elsewhere only because its worker has too much to do just now. A hard session comes back:
     /// what is cached of it is worth more than one request.
     fn is_detour(&self, bound: WorkerRank) -> bool {
@@ -167,9 +179,9 @@ impl Entrance {
         hard && self.router.answers(bound)
     }
 
-    async fn session(&self, session: Option<&SessionWord>, told: &mut Option<impl FnOnce(Duration)>) -> Standing {
-        let (Some(affinities), Some(word)) = (&self.affinities, session) else { return Standing::None };
-        let entry = match affinities.sessions.enter(word.name()) {
+    async fn session(&self, session: Option<SessionName<'_>>, told: &mut Option<impl FnOnce(Duration)>) -> Standing {
+        let (Some(affinities), Some(name)) = (&self.affinities, session) else { return Standing::None };
+        let entry = match affinities.sessions.enter(name) {
             Ok(Entry::Wait(waiting)) => {
                 tell(told, affinities.wait + self.queue_deadline);
                 match timeout(affinities.wait, waiting).await {

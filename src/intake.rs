@@ -36,6 +36,10 @@ use config::ClientsConfig;
 /// Bytes of a body per token where nothing better is known; English and code lie between 3 and 5.
 const BYTES_PER_TOKEN: u64 = 4;
 
+/// Most tokens that are estimated from bytes: as many as large models take. A guess must not keep a worker busy for longer
+/// than any prompt could.
+const MOST_ESTIMATED: u64 = 131_072;
+
 /// How much of a body there is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Body {
@@ -98,6 +102,14 @@ pub struct Intake {
     queued: AtomicUsize,
 }
 
+/// What the headers say that is needed to read the body.
+struct Told {
+    /// What separates this client's cache from others', where the engines listen to a header for it.
+    tenant: Option<String>,
+    /// Whether the session's id has to be looked for in the body.
+    session_in_body: bool,
+}
+
 /// A body as far as it could be read.
 struct Encoded {
     model: Option<ModelName>,
@@ -106,6 +118,7 @@ struct Encoded {
     tracked: Option<Vec<Arc<[SequenceHash]>>>,
     tokens: Vec<Vec<u32>>,
     extension: Option<Box<Extension>>,
+    session: Option<String>,
     times: Vec<(&'static str, Duration)>,
 }
 
@@ -120,9 +133,8 @@ impl Intake {
 
     /// Reads a request.
     pub async fn take(self: &Arc<Self>, path: &str, headers: Headers<'_>, body: &Body) -> Taken {
-        let encoded = self.encode(path, self.tenant(headers), body).await;
-        let body = if let Body::Whole(body) = body { Some(&body[..]) } else { None };
-        let mut taken = self.taken(encoded, headers, body);
+        let encoded = self.encode(path, self.told(headers), body).await;
+        let mut taken = self.taken(encoded, headers);
         if let Some(shared) = &self.parts.shared {
             shared.look_up(&mut taken.request).await;
         }
@@ -132,13 +144,13 @@ impl Intake {
     /// Reads a request without a limit of time, on this thread.
     pub fn take_now(&self, path: &str, headers: Headers<'_>, body: &[u8]) -> Taken {
         let encoded = match Api::of_path(path) {
-            Some(api) => self.encode_now(api, self.tenant(headers).as_deref(), body),
+            Some(api) => self.encode_now(api, &self.told(headers), body),
             None => Encoded::unread(0, Reason::NotInference),
         };
-        self.taken(encoded, headers, Some(body))
+        self.taken(encoded, headers)
     }
 
-    fn taken(&self, encoded: Encoded, headers: Headers<'_>, body: Option<&[u8]>) -> Taken {
+    fn taken(&self, encoded: Encoded, headers: Headers<'_>) -> Taken {
         let mut request = RouteRequest::new(encoded.model, encoded.prompt);
         let mut query = false;
         if self.parts.clients.trusted {
@@ -152,17 +164,18 @@ impl Intake {
         }
         request.constraints.adapter = encoded.adapter;
         request.tracked = encoded.tracked;
-        let session = self.parts.sessions.as_ref().and_then(|signs| signs.read(headers, body));
+        let session = self.parts.sessions.as_ref().and_then(|signs| signs.read(headers, encoded.session));
         Taken { request, session, query, tokens: encoded.tokens, times: encoded.times }
     }
 
-    /// What separates this client's cache from others', where the engines listen to a header for it.
-    fn tenant(&self, headers: Headers<'_>) -> Option<String> {
-        let value = headers(self.parts.clients.tenant_header.as_deref()?)?;
-        Some(value.trim().to_owned()).filter(|tenant| !tenant.is_empty())
+    fn told(&self, headers: Headers<'_>) -> Told {
+        let tenant = self.parts.clients.tenant_header.as_deref().and_then(headers);
+        let tenant = tenant.map(|value| value.trim().to_owned()).filter(|tenant| !tenant.is_empty());
+        let signs = self.parts.sessions.as_ref();
+        Told { tenant, session_in_body: signs.is_some_and(|signs| signs.leave_it_to_the_body(headers)) }
     }
 
-    async fn encode(self: &Arc<Self>, path: &str, tenant: Option<String>, body: &Body) -> Encoded {
+    async fn encode(self: &Arc<Self>, path: &str, told: Told, body: &Body) -> Encoded {
         let Some(api) = Api::of_path(path) else { return Encoded::unread(0, Reason::NotInference) };
         let body = match body {
             Body::Absent => return Encoded::unread(0, Reason::NoBody),
@@ -171,10 +184,10 @@ impl Intake {
             Body::Whole(body) => body.clone(),
         };
         if body.len() <= self.parts.limits.inline {
-            return self.encode_now(api, tenant.as_deref(), &body);
+            return self.encode_now(api, &told, &body);
         }
         let estimate = estimate(body.len());
-        match tokio::time::timeout(self.parts.limits.deadline, self.encode_queued(api, tenant, body)).await {
+        match tokio::time::timeout(self.parts.limits.deadline, self.encode_queued(api, told, body)).await {
             Ok(Some(encoded)) => encoded,
             Ok(None) => Encoded::unread(estimate, Reason::TokenizerBusy),
             Err(_) => Encoded::unread(estimate, Reason::Deadline),
@@ -182,7 +195,7 @@ impl Intake {
     }
 
     /// Encodes on the blocking pool; `None` when the queue is full.
-    async fn encode_queued(self: &Arc<Self>, api: Api, tenant: Option<String>, body: Bytes) -> Option<Encoded> {
+    async fn encode_queued(self: &Arc<Self>, api: Api, told: Told, body: Bytes) -> Option<Encoded> {
         let _place = Place::take(&self.queued, self.parts.limits.queue)?;
         // The semaphore is never closed, and a lost blocking task is a panic already turned into an error.
         let permit = self.encoders.clone().acquire_owned().await.ok()?;
@@ -190,14 +203,14 @@ impl Intake {
         let encode = move || {
             // Held until the work is done and not only until it is waited for: a deadline does not stop the work.
             let _permit = permit;
-            intake.encode_now(api, tenant.as_deref(), &body)
+            intake.encode_now(api, &told, &body)
         };
         tokio::task::spawn_blocking(encode).await.ok()
     }
 
-    fn encode_now(&self, api: Api, tenant: Option<&str>, body: &[u8]) -> Encoded {
+    fn encode_now(&self, api: Api, told: &Told, body: &[u8]) -> Encoded {
         // Tokenizers are large foreign code, and a panic there must not end the exchange.
-        let result = catch_unwind(AssertUnwindSafe(|| self.read(api, tenant, body)));
+        let result = catch_unwind(AssertUnwindSafe(|| self.read(api, told, body)));
         result.unwrap_or_else(|_| {
             warn!("the tokenizer panicked; routing by load");
             Encoded::unread(estimate(body.len()), Reason::EncodeFailed)
@@ -206,9 +219,11 @@ impl Intake {
 
     /// The model and the hashed prompt of a body, or why there is none. The model is kept even where the prompt fails,
     /// so that the request still goes to a worker that serves it.
-    fn read(&self, api: Api, tenant: Option<&str>, body: &[u8]) -> Encoded {
+    fn read(&self, api: Api, told: &Told, body: &[u8]) -> Encoded {
         let mut clock = Stopwatch(Instant::now());
         let mut encoded = Encoded::unread(estimate(body.len()), Reason::Unreadable);
+        let signs = self.parts.sessions.as_ref().filter(|_| told.session_in_body);
+        encoded.session = signs.and_then(|signs| signs.in_body(body));
         let mut request = match openai::parse(api, body) {
             Ok(request) => request,
             Err(error) => {
@@ -219,14 +234,21 @@ impl Intake {
             }
         };
         encoded.times.push(("parse", clock.lap()));
-        encoded.extension = request.extension.take().filter(|_| self.parts.clients.trusted);
+        if let openai::Prompt::Chat(chat) = &request.prompt
+            && chat.has_media()
+        {
+            // The bytes of an image say nothing about its tokens, and are far more.
+            encoded.prompt = Prompt::Estimated { tokens: estimate(chat.text_bytes()), because: Reason::Multimodal };
+        }
+        let raw = request.extension.take().filter(|_| self.parts.clients.trusted);
+        encoded.extension = raw.map(|raw| Box::new(Extension::read(&raw)));
         let Some(named) = self.parts.models.find(request.model.as_deref()) else {
             encoded.fail(Reason::UnknownModel);
             return encoded;
         };
         encoded.names(Some(&named));
         let salt_in_extension = encoded.extension.as_ref().and_then(|extension| extension.cache_salt.clone());
-        let cache = tenant.map(str::to_owned).or(salt_in_extension).or(request.cache_salt.take());
+        let cache = told.tenant.clone().or(salt_in_extension).or(request.cache_salt.take());
         match self.tokens(&named, &request, &mut encoded, &mut clock) {
             Ok(prompts) => {
                 let salt = Salt { lora: named.adapter.clone(), cache };
@@ -269,6 +291,9 @@ impl Intake {
         if let Some(tokens) = encoded.extension.as_mut().and_then(|extension| extension.token_data.take()) {
             return Ok(vec![tokens]);
         }
+        if request.prompt == openai::Prompt::TooMany {
+            return Err(Reason::TooManyPrompts);
+        }
         let encoder: &Encoder = named.model.encoder.as_ref().ok_or(Reason::NoTokenizer)?;
         let rendered = encoder.render(request).map_err(reason)?;
         encoded.times.push(("render", clock.lap()));
@@ -282,7 +307,16 @@ impl Encoded {
     fn unread(tokens: u64, because: Reason) -> Self {
         let prompt = Prompt::Estimated { tokens, because };
         let times = Vec::with_capacity(4);
-        Self { model: None, adapter: None, prompt, tracked: None, tokens: Vec::new(), extension: None, times }
+        Self {
+            model: None,
+            adapter: None,
+            prompt,
+            tracked: None,
+            tokens: vec![],
+            extension: None,
+            session: None,
+            times,
+        }
     }
 
     fn names(&mut self, named: Option<&Named>) {
@@ -310,12 +344,13 @@ impl Named {
 
 /// Tokens in a body of which only the length is known.
 fn estimate(bytes: usize) -> u64 {
-    bytes as u64 / BYTES_PER_TOKEN
+    (bytes as u64 / BYTES_PER_TOKEN).min(MOST_ESTIMATED)
 }
 
 fn reason(error: EncodeError) -> Reason {
     match error {
         EncodeError::Multimodal(_) => Reason::Multimodal,
+        EncodeError::TooMany => Reason::TooManyPrompts,
         error => {
             debug!(%error, "prompt refused");
             Reason::EncodeFailed

@@ -227,7 +227,7 @@ metrics! {
     queue_prompt_tokens: Family<ClassLabel, Gauge> = Family::default();
     /// Cached prompt tokens of the requests that wait, by class
     queue_cached_tokens: Family<ClassLabel, Gauge> = Family::default();
-    /// Requests that had to wait, by what became of them so far
+    /// Requests that had to wait since the start, by what became of them; a total that only grows
     queue_outcomes: Family<ClassOutcomeLabels, Gauge> = Family::default();
     /// Sessions that are remembered
     sessions: Gauge = Gauge::default();

@@ -5,20 +5,18 @@
 mod chat;
 mod completion;
 mod extension;
+mod field;
 pub mod usage;
 
 #[cfg(test)]
 mod tests;
 
-use std::borrow::Cow;
-use std::collections::HashMap;
-
 use serde::Deserialize;
-use serde_json::value::RawValue;
 use thiserror::Error;
 
 pub use chat::{Chat, Content, Message, Part};
 pub use extension::{AgentHints, Extension, QUERY, RoutingConstraints};
+pub use field::text_of;
 
 /// The endpoints whose prompts are understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -55,8 +53,8 @@ pub struct Request {
     pub max_output_tokens: Option<u64>,
     /// How text becomes tokens.
     pub tokenization: Tokenization,
-    /// What the body says to routers, where it says anything.
-    pub extension: Option<Box<Extension>>,
+    /// What the body says to routers, where it says anything; unread JSON, because most clients are not to be believed.
+    pub extension: Option<Box<str>>,
 }
 
 /// What the engine is asked to continue.
@@ -70,6 +68,8 @@ pub enum Prompt {
     Tokens(Vec<Vec<u32>>),
     /// Embeddings instead of tokens, alone or beside tokens.
     Embeddings,
+    /// More prompts than are looked at.
+    TooMany,
 }
 
 /// Options of both endpoints that change how text becomes tokens.
@@ -121,16 +121,6 @@ pub fn model_of(body: &[u8]) -> Option<String> {
         model: String,
     }
     serde_json::from_slice::<Named>(body).ok().map(|named| named.model)
-}
-
-/// A text in a body, by a path with dots that only the operator knows.
-pub fn text_of(body: &[u8], path: &str) -> Option<String> {
-    let mut value: &RawValue = serde_json::from_slice(body).ok()?;
-    for step in path.split('.') {
-        let fields: HashMap<Cow<'_, str>, &RawValue> = serde_json::from_str(value.get()).ok()?;
-        value = fields.get(step)?;
-    }
-    serde_json::from_str(value.get()).ok()
 }
 
 /// Reads a request body. Nesting deeper than 128 levels is refused, so that a body cannot exhaust the stack.

@@ -100,6 +100,9 @@ pub enum EncodeError {
     /// The prompt is made of embeddings.
     #[error("the prompt is made of embeddings")]
     Embeddings,
+    /// More prompts than are looked at.
+    #[error("the request has more prompts than are looked at")]
+    TooMany,
     /// A conversation for a model that has no chat template.
     #[error("the model has no chat template")]
     NoTemplate,
@@ -181,6 +184,7 @@ impl Encoder {
             }
             Prompt::Tokens(tokens) => Ok(rendered(Source::Tokens(tokens), true, Exactness::Exact)),
             Prompt::Embeddings => Err(EncodeError::Embeddings),
+            Prompt::TooMany => Err(EncodeError::TooMany),
             Prompt::Chat(chat) => {
                 let templates = self.templates.as_ref().ok_or(EncodeError::NoTemplate)?;
                 let (text, exact) = templates.render(chat)?;

@@ -24,7 +24,7 @@ use table::{Key, Step, Table};
 pub struct SessionRules {
     /// How long a session is remembered after its last request ended.
     pub ttl: Duration,
-    /// How many are remembered at most.
+    /// How many are remembered at most; then the one not used for longest is forgotten.
     pub most_sessions: usize,
     /// Longest id, in bytes.
     pub longest_id: usize,
@@ -65,6 +65,8 @@ pub struct SessionName<'a> {
     pub id: &'a str,
     /// The session it was started by. All that have the same parent are one group and stay together.
     pub parent: Option<&'a str>,
+    /// The model it is for: sessions of different models are different ones, whatever clients call them.
+    pub model: Option<&'a str>,
 }
 
 /// Why a request has no session. It is routed all the same, by cost alone.
@@ -78,8 +80,8 @@ pub enum Refused {
         /// The limit.
         most: usize,
     },
-    /// No more sessions are remembered.
-    #[error("the limit of {most} sessions is reached")]
+    /// No more sessions are remembered, and requests of all of them run.
+    #[error("the limit of {most} sessions is reached, and all of them are in use")]
     Full {
         /// The limit.
         most: usize,

@@ -185,14 +185,14 @@ impl Bed {
     }
 
     fn first(&self, id: &str) -> Binding {
-        match self.sessions.enter(SessionName { id, parent: None }).unwrap() {
+        match self.sessions.enter(SessionName { id, parent: None, model: None }).unwrap() {
             Entry::First(binding) => binding,
             other => panic!("{other:?}"),
         }
     }
 
     fn bound(&self, id: &str) -> Hold {
-        match self.sessions.enter(SessionName { id, parent: None }).unwrap() {
+        match self.sessions.enter(SessionName { id, parent: None, model: None }).unwrap() {
             Entry::Bound(hold) => hold,
             other => panic!("{other:?}"),
         }
@@ -315,7 +315,8 @@ async fn groups_are_not_opened_and_what_is_configured_is_said() {
         ..EngineSessionsConfig::of(EngineKind::Sglang)
     };
     let bed = Bed::start(&[engine.address], config);
-    let Ok(Entry::First(group)) = bed.sessions.enter(SessionName { id: "child", parent: Some("p") }) else {
+    let Ok(Entry::First(group)) = bed.sessions.enter(SessionName { id: "child", parent: Some("p"), model: None })
+    else {
         panic!("nobody was there before")
     };
     drop(group.bind(rank(1, 0)));

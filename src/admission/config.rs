@@ -25,7 +25,7 @@ pub struct QueueConfig {
     pub prefill_busy_threshold: Option<u64>,
     /// The same, as a part of the tokens one engine step takes.
     pub prefill_busy_threshold_frac: Option<f64>,
-    /// How long a request may wait. Envoy's `max_message_timeout` must allow as much.
+    /// How long a request may wait. Envoy's `max_message_timeout` must allow as much, `sessions.wait` and 0.5 s more.
     pub deadline: Period,
     /// After so long a wait the caches are asked again what they hold of the prompt; 0s: never.
     pub refresh_after: Period,

@@ -2,7 +2,7 @@
 //! sources are stopped and started, load rows opened and closed, and Envoy's endpoint file written. New members are
 //! opened before they are published and old ones closed after, so that no request can choose a rank without a row.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,12 +15,13 @@ use tracing::{info, warn};
 use crate::api::Feed;
 use crate::config::Config;
 use crate::entrance::Entrance;
-use crate::fleet::Member;
+use crate::fleet::{Fleet, Member};
 use crate::kv_events::{self, MediaTokens, RankSink, SourceSpec, SourceState};
 use crate::lifecycle::{self, Readiness, ReadyGuard, supervise};
 use crate::metrics::{Metrics, RankLabels};
+use crate::predict::{EffectivePolicy, RankPrediction};
 use crate::router::Router;
-use crate::worker::{Slot, Worker, WorkerRank};
+use crate::worker::{ModelName, Slot, Worker, WorkerId, WorkerRank};
 use crate::xds::config::EnvoyConfig;
 use crate::xds::eds_file;
 
@@ -37,6 +38,7 @@ pub(super) struct Keeper {
     initial_workers: Option<(usize, ReadyGuard)>,
     sources_deadline: Instant,
     envoy: Option<EnvoyConfig>,
+    media: HashMap<ModelName, MediaTokens>,
 }
 
 /// One running event source.
@@ -64,6 +66,7 @@ impl Keeper {
             initial_workers: Some((least, guard)),
             sources_deadline: Instant::now() + config.readiness.event_sources_deadline.get(),
             envoy: config.envoy.clone(),
+            media: config.models.iter().map(|model| (model.name.clone(), model.media())).collect(),
             readiness,
         }
     }
@@ -77,6 +80,11 @@ impl Keeper {
             // Each set is complete, so only the newest counts.
             while let Ok(newer) = sets.try_recv() {
                 desired = newer;
+            }
+            if self.envoy.is_some()
+                && let Some(rest) = without_leavers(&self.router.fleet(), &desired)
+            {
+                self.apply(rest).await;
             }
             self.apply(desired).await;
         }
@@ -99,6 +107,7 @@ impl Keeper {
             self.router.predictions().open(member);
             self.start_source(member);
         }
+        self.refit(&before, &change.kept_changed);
         if !before.is_empty() && !change.added.is_empty() && self.envoy.is_some() {
             // Envoy sends to nobody it has not heard of. So it hears of newcomers while they are not yet chosen; those
             // who leave stay in the list until nobody chooses them any more.
@@ -128,6 +137,20 @@ impl Keeper {
         }
     }
 
+    /// What a worker can hold decides what is believed to be left there, unless that leaves by time alone.
+    fn refit(&self, before: &Fleet, changed: &[Member]) {
+        let blocks = |member: &Member| member.worker.capacity.total_kv_blocks;
+        let other = |member: &&Member| before.member(member.slot).is_none_or(|old| blocks(old) != blocks(member));
+        for member in changed.iter().filter(other) {
+            let by_time = |found: &RankPrediction| {
+                found.rank == member.rank && matches!(found.policy, EffectivePolicy::Ttl { fallback: false, .. })
+            };
+            if !self.router.predictions().stats().any(|found| by_time(&found)) {
+                self.router.predictions().open(member);
+            }
+        }
+    }
+
     fn write_endpoints<'w>(&self, workers: impl Iterator<Item = &'w Arc<Worker>>) {
         let Some(envoy) = &self.envoy else { return };
         let written = eds_file::render(workers.map(AsRef::as_ref), &envoy.cluster)
@@ -144,7 +167,7 @@ impl Keeper {
             rank: member.rank,
             source: source.clone(),
             block_size: member.worker.block_size,
-            media: MediaTokens::default(),
+            media: self.media.get(&member.worker.model).copied().unwrap_or_default(),
         };
         // Who joins later is chosen when its events have caught up or by load, and is no reason to take traffic away.
         let starting = self.initial_workers.is_some();
@@ -171,6 +194,24 @@ impl Keeper {
         self.metrics.kv_event_source_live.remove(&RankLabels::from(rank));
         lifecycle::forget(&task_name(rank), &self.metrics);
     }
+}
+
+/// Where a change both adds and removes workers, its first half: nobody new, and none of those who leave. Newcomers are
+/// not chosen before Envoy knows them, and for so long nobody should be sent to a worker that is gone. `None` where that
+/// would leave a model without anybody: then a worker that may still be there is better than none.
+fn without_leavers(before: &Fleet, desired: &[Worker]) -> Option<Vec<Worker>> {
+    let change = before.reconcile(desired.to_vec());
+    if change.added.is_empty() || change.removed.is_empty() {
+        return None;
+    }
+    let gone: HashSet<WorkerId> = change.removed.iter().map(|member| member.rank.worker).collect();
+    let stays = |worker: &&Worker| before.worker(worker.id).is_some() && !gone.contains(&worker.id);
+    let rest: Vec<Worker> = desired.iter().filter(stays).cloned().collect();
+    let replaced = |left: &Member| {
+        let like = |worker: &Worker| worker.model == left.worker.model && worker.role == left.worker.role;
+        rest.iter().any(like)
+    };
+    change.removed.iter().all(replaced).then_some(rest)
 }
 
 fn task_name(rank: WorkerRank) -> String {
@@ -236,5 +277,50 @@ struct Detached(watch::Sender<SourceState>);
 impl Drop for Detached {
     fn drop(&mut self) {
         self.0.send_replace(SourceState::Connecting);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn workers(list: &[(u64, &str)]) -> Vec<Worker> {
+        let mut models: Vec<&str> = list.iter().map(|(_, model)| *model).collect();
+        models.sort_unstable();
+        models.dedup();
+        let models: Vec<String> = models.iter().map(|model| format!("{{name: {model}}}")).collect();
+        let list = list.iter().map(|(id, model)| {
+            let port = 8000 + id % 1000;
+            format!("{{id: {}, model: {model}, endpoint: '127.0.0.1:{port}'}}", id / 1000)
+        });
+        let (models, list) = (models.join(", "), list.collect::<Vec<_>>().join(", "));
+        let text = format!("models: [{models}]\nworkers: [{list}]\n");
+        let config = Config::parse(std::path::Path::new("warmroute.yaml"), text.as_bytes()).unwrap();
+        match config.worker_source() {
+            crate::config::WorkerSource::Fixed(workers) => workers,
+            source => panic!("{source:?}"),
+        }
+    }
+
+    #[test]
+    fn those_who_leave_go_before_newcomers_come_unless_somebody_would_be_left_without() {
+        // The id in thousands, and the port.
+        let before = workers(&[(1001, "m"), (2002, "m"), (9009, "n")]);
+        let fleet = Fleet::empty().reconcile(before).fleet;
+        type Case<'a> = (&'a [(u64, &'a str)], Option<&'a [u64]>);
+        let cases: [Case<'_>; 6] = [
+            (&[(1001, "m"), (3003, "m"), (9009, "n")], Some(&[1, 9])),
+            // One that moved leaves and comes.
+            (&[(1001, "m"), (2005, "m"), (9009, "n")], Some(&[1, 9])),
+            (&[(1001, "m"), (9009, "n")], None),
+            (&[(1001, "m"), (2002, "m"), (3003, "m"), (9009, "n")], None),
+            (&[(3003, "m"), (4004, "m"), (9009, "n")], None),
+            (&[(1001, "m"), (2002, "m"), (8008, "n")], None),
+        ];
+        for (desired, expected) in cases {
+            let rest = without_leavers(&fleet, &workers(desired));
+            let ids = rest.map(|rest| rest.iter().map(|worker| worker.id.0).collect::<Vec<_>>());
+            assert_eq!(ids.as_deref(), expected, "{desired:?}");
+        }
     }
 }

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::kv_events::MediaTokens;
 use crate::settings::Problem;
 use crate::worker::{BlockSize, ModelName};
 
@@ -31,6 +32,12 @@ pub struct ModelConfig {
     /// Whether its engines key blocks by pairs of tokens, as EAGLE speculative decoding does.
     #[serde(default)]
     pub eagle: bool,
+    /// The token that stands for an image in its prompts, where its engines' events are to be read with their images.
+    #[serde(default)]
+    pub image_token: Option<u32>,
+    /// The token that stands for a video.
+    #[serde(default)]
+    pub video_token: Option<u32>,
     /// Tokens per KV block of its engines.
     #[serde(default = "vllm_default")]
     pub block_size: BlockSize,
@@ -66,12 +73,30 @@ impl ModelConfig {
         if self.name.as_str().is_empty() {
             problems.push(Problem::of("name", "the model has no name; write it as the engines serve it"));
         }
+        problems.extend(self.wrong_video_token().map(|text| Problem::of("video_token", text)));
         for (key, names) in [("aliases", &self.aliases), ("adapters", &self.adapters)] {
             let empty = names.iter().enumerate().filter(|(_, name)| name.as_str().is_empty());
             let text = "one of the names is empty; write what requests say, or leave it out";
             problems.extend(empty.map(|(at, _)| Problem::at([key.into(), at.into()], text)));
         }
         problems
+    }
+}
+
+impl ModelConfig {
+    /// The tokens that stand for media.
+    pub fn media(&self) -> MediaTokens {
+        MediaTokens { image: self.image_token, video: self.video_token }
+    }
+
+    fn wrong_video_token(&self) -> Option<&'static str> {
+        match (self.video_token?, self.image_token) {
+            (_, None) => Some("is without effect alone; give `image_token` as well, or leave it out"),
+            (video, Some(image)) if video == image => {
+                Some("is the same as `image_token`; leave it out where one token stands for both")
+            }
+            _ => None,
+        }
     }
 }
 

@@ -60,7 +60,7 @@ pub struct LimitsConfig {
     pub tokenize_inline: Size,
     /// Bodies that may wait for the blocking pool; beyond it a request is routed by load only.
     pub tokenize_queue: u32,
-    /// How long one exchange may take until its route; afterwards the request passes through unrouted.
+    /// How long a body may wait for the blocking pool and be tokenised there; afterwards the request is routed by load only.
     pub exchange_deadline: Period,
 }
 

@@ -83,9 +83,10 @@ impl RequestHead {
         Self { all, ..head }
     }
 
-    /// The last value of a header.
+    /// The last value of a header that is not blank; a blank one where there is no other.
     pub fn get(&self, name: &str) -> Option<Cow<'_, str>> {
-        self.all.headers.iter().rfind(|header| header.key.eq_ignore_ascii_case(name)).map(text)
+        let values = || self.all.headers.iter().rev().filter(|header| header.key.eq_ignore_ascii_case(name)).map(text);
+        values().find(|value| !value.trim().is_empty()).or_else(|| values().next())
     }
 }
 
@@ -147,4 +148,30 @@ fn answered_by(attributes: &HashMap<String, Struct>) -> AnsweredBy {
 /// Envoy fills `raw_value`; other gateways still fill the older text field.
 fn text(header: &HeaderValue) -> Cow<'_, str> {
     if header.raw_value.is_empty() { Cow::Borrowed(&header.value) } else { String::from_utf8_lossy(&header.raw_value) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_value_that_is_not_blank_counts() {
+        type Case<'a> = (&'a [&'a str], Option<&'a str>);
+        let cases: [Case<'_>; 5] = [
+            (&[], None),
+            (&["a"], Some("a")),
+            (&["a", "b"], Some("b")),
+            (&["a", "", " "], Some("a")),
+            (&["", " "], Some(" ")),
+        ];
+        for (values, expected) in cases {
+            let header = |value: &&str| HeaderValue {
+                key: "X-Tenant".to_owned(),
+                raw_value: value.as_bytes().to_vec(),
+                ..HeaderValue::default()
+            };
+            let head = RequestHead::read(Some(HeaderMap { headers: values.iter().map(header).collect() }));
+            assert_eq!(head.get("x-tenant").as_deref(), expected, "{values:?}");
+        }
+    }
 }

@@ -10,7 +10,7 @@ use super::headers::{AnsweredBy, ResponseHead};
 use crate::entrance::Admitted;
 use crate::metrics::{Metrics, ModelLabel, OutcomeLabel, RankLabels};
 use crate::openai::usage::UsageScanner;
-use crate::router::{Answer, AnswerFrom, Router};
+use crate::router::{Answer, AnswerFrom, Mode, Router};
 use crate::worker::Endpoint;
 
 /// What one exchange holds and what is noted of it when it ends.
@@ -24,6 +24,8 @@ pub(super) struct Record {
     label: Option<ModelLabel>,
     usage: UsageScanner,
     status: u16,
+    /// Whether the answer is shown while it is written, so that its beginning is its first token.
+    event_stream: bool,
     end: End,
     /// Blocks of the answer that are booked already.
     output_blocks: u64,
@@ -55,6 +57,7 @@ impl Record {
             label: None,
             usage: UsageScanner::default(),
             status: 0,
+            event_stream: false,
             end: End::Abandoned,
             output_blocks: 0,
         }
@@ -74,6 +77,7 @@ impl Record {
     /// The answer began.
     pub(super) fn answered(&mut self, head: ResponseHead) {
         self.status = head.status;
+        self.event_stream = head.event_stream;
         let Some(admitted) = &mut self.admitted else { return };
         let from = match head.from {
             AnsweredBy::Unknown => AnswerFrom::Chosen,
@@ -101,7 +105,10 @@ impl Record {
         let well = (200..300).contains(&self.status);
         if let Some(admitted) = &mut self.admitted {
             let first = admitted.booked.reservation.first_token();
-            if first && well {
+            // An answer in one piece begins when it is complete, and how long a prefill takes is learnt only of prompts
+            // whose uncached part is known.
+            let telling = self.event_stream && matches!(admitted.booked.route.mode, Mode::Exact | Mode::Approximate);
+            if first && well && telling {
                 self.router.prefilled(&admitted.booked, self.admitted_at.elapsed());
             }
         }
@@ -176,6 +183,79 @@ impl Drop for Record {
         }
         if let Some(cached) = usage.and_then(|usage| usage.cached_tokens) {
             self.metrics.delivered_cached_tokens.get_or_create(label).inc_by(cached);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+    use std::time::Duration;
+
+    use super::*;
+    use crate::block::{BlockHashes, LocalHash};
+    use crate::fleet::Fleet;
+    use crate::index::PrefixIndex;
+    use crate::load::LoadTracker;
+    use crate::predict::{Policy, Predictor, Ttl};
+    use crate::router::{Predictions, Prompt, Reason, RouteRequest, RouterSettings};
+    use crate::worker::{BlockSize, Capacity, Ranks, Role, Worker, WorkerId};
+
+    fn router() -> Arc<Router> {
+        let load = LoadTracker::new(Instant::now);
+        let ttl = Ttl { ttl: Duration::from_secs(120), most_blocks_per_rank: 1000 };
+        let predictor = Predictor::new(Policy::Ttl(ttl), Instant::now);
+        let predictions = Predictions { without_events: Some(predictor), beside_events: None };
+        let worker = Worker {
+            id: WorkerId(1),
+            endpoint: "127.0.0.1:8000".parse().unwrap(),
+            model: "m".into(),
+            role: Role::Aggregated,
+            block_size: BlockSize::new(4).unwrap(),
+            ranks: Ranks::ONE,
+            capacity: Capacity::default(),
+            taints: BTreeSet::new(),
+            adapters: BTreeSet::new(),
+            topology: BTreeMap::new(),
+            kv_transfer: None,
+            event_sources: Vec::new(),
+        };
+        let change = Fleet::empty().reconcile(vec![worker]);
+        for member in &change.added {
+            load.open(member.slot, member.rank);
+            predictions.open(member);
+        }
+        let router = Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1).predicting(predictions);
+        router.publish(Arc::new(change.fleet));
+        Arc::new(router)
+    }
+
+    fn learns(event_stream: bool, status: u16, prompt: &Prompt) -> bool {
+        let (router, metrics) = (router(), Arc::new(Metrics::new()));
+        for _ in 0..20 {
+            let booked = router.route(RouteRequest::new(Some("m".into()), prompt.clone())).unwrap();
+            let mut record = Record::open(metrics.clone(), router.clone());
+            record.routed(Some(Box::new(Admitted { booked, session: None })));
+            record.answered(ResponseHead { status, event_stream, ..ResponseHead::default() });
+            record.first_token();
+            record.finished();
+        }
+        !router.prefill_time_errors().is_empty()
+    }
+
+    #[test]
+    fn prefill_times_are_learnt_only_where_the_beginning_of_an_answer_is_its_first_token() {
+        let locals = (0..8).map(LocalHash).collect();
+        let hashed = Prompt::Hashed(vec![BlockHashes::chain(33, BlockSize::new(4).unwrap(), locals)]);
+        let estimated = Prompt::Estimated { tokens: 33, because: Reason::NoTokenizer };
+        let cases = [
+            (true, 200, &hashed, true),
+            (false, 200, &hashed, false),
+            (true, 500, &hashed, false),
+            (true, 200, &estimated, false),
+        ];
+        for (event_stream, status, prompt, expected) in cases {
+            assert_eq!(learns(event_stream, status, prompt), expected, "{event_stream} {status} {prompt:?}");
         }
     }
 }

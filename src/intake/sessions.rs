@@ -19,16 +19,28 @@ pub struct SessionSigns {
 }
 
 impl SessionSigns {
-    pub(super) fn read(&self, headers: Headers<'_>, body: Option<&[u8]>) -> Option<SessionWord> {
-        let of = |names: &[String]| {
-            let value = names.iter().find_map(|name| headers(name))?;
-            Some(value.trim().to_owned()).filter(|value| !value.is_empty())
-        };
-        let in_body = || openai::text_of(body?, self.body_field.as_deref()?).filter(|id| !id.is_empty());
-        let id = of(&self.headers).or_else(in_body)?;
-        let last = of(&self.final_headers).is_some_and(|value| value == "1" || value.eq_ignore_ascii_case("true"));
-        Some(SessionWord { id, parent: of(&self.parent_headers), last })
+    /// Whether the id can only be in the body.
+    pub(super) fn leave_it_to_the_body(&self, headers: Headers<'_>) -> bool {
+        self.body_field.is_some() && value(headers, &self.headers).is_none()
     }
+
+    /// The id that a body has.
+    pub(super) fn in_body(&self, body: &[u8]) -> Option<String> {
+        openai::text_of(body, self.body_field.as_deref()?).filter(|id| !id.is_empty())
+    }
+
+    /// What the headers say, and where they name no session, with the id from the body.
+    pub(super) fn read(&self, headers: Headers<'_>, in_body: Option<String>) -> Option<SessionWord> {
+        let id = value(headers, &self.headers).or(in_body)?;
+        let last = value(headers, &self.final_headers);
+        let last = last.is_some_and(|value| value == "1" || value.eq_ignore_ascii_case("true"));
+        Some(SessionWord { id, parent: value(headers, &self.parent_headers), last })
+    }
+}
+
+fn value(headers: Headers<'_>, names: &[String]) -> Option<String> {
+    let value = names.iter().find_map(|name| headers(name))?;
+    Some(value.trim().to_owned()).filter(|value| !value.is_empty())
 }
 
 #[cfg(test)]
@@ -59,7 +71,8 @@ mod tests {
         ];
         for (headers, body, expected) in cases {
             let find = |name: &str| headers.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into());
-            assert_eq!(signs.read(&find, Some(body)), expected, "{headers:?}");
+            let in_body = signs.leave_it_to_the_body(&find).then(|| signs.in_body(body)).flatten();
+            assert_eq!(signs.read(&find, in_body), expected, "{headers:?}");
         }
     }
 }

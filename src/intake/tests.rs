@@ -82,3 +82,29 @@ fn adapter_and_tenant_reach_the_hashes_and_only_trusted_clients_bring_tokens() {
     let distrusted = taken(&ClientsConfig::default(), Some("t1"), "base", data);
     assert!(matches!(distrusted.request.prompt, Prompt::Estimated { because: Reason::NoTokenizer, .. }));
 }
+
+fn estimated(path: &str, body: &str) -> (u64, Reason) {
+    match tokens_only(ClientsConfig::default()).take_now(path, &|_| None, body.as_bytes()).request.prompt {
+        Prompt::Estimated { tokens, because } => (tokens, because),
+        prompt => panic!("{prompt:?}"),
+    }
+}
+
+#[test]
+fn bytes_of_media_are_no_tokens_and_no_estimate_is_larger_than_a_prompt_can_be() {
+    let image = "A".repeat(3_000_000);
+    let parts = format!(
+        r#"[{{"type":"text","text":"{}"}},{{"type":"image_url","image_url":{{"url":"data:image/png;base64,{image}"}}}}]"#,
+        "word".repeat(10)
+    );
+    let chat = |content: &str| format!(r#"{{"model":"base","messages":[{{"role":"user","content":{content}}}]}}"#);
+    let path = "/v1/chat/completions";
+    assert_eq!(estimated(path, &chat(&parts)).0, 10);
+    assert_eq!(estimated(path, &chat(&format!("\"{image}\""))), (MOST_ESTIMATED, Reason::NoTokenizer));
+}
+
+#[test]
+fn a_request_with_too_many_prompts_is_routed_by_load() {
+    let body = format!(r#"{{"model":"base","prompt":[{}]}}"#, vec!["[1]"; 5000].join(","));
+    assert_eq!(estimated("/v1/completions", &body).1, Reason::TooManyPrompts);
+}

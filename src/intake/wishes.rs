@@ -105,7 +105,8 @@ mod tests {
         let body = format!(r#"{{"model":"m","prompt":"x","nvext":{nvext}}}"#);
         let request = crate::openai::parse(crate::openai::Api::Completions, body.as_bytes()).unwrap();
         let find = |name: &str| headers.iter().find(|(key, _)| *key == name).map(|(_, value)| Cow::Borrowed(*value));
-        Wishes::read(&find, request.extension.as_deref())
+        let extension = request.extension.as_deref().map(Extension::read);
+        Wishes::read(&find, extension.as_ref())
     }
 
     fn pinned(worker: u64, rank: Option<u32>) -> Option<Pin> {

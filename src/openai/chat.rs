@@ -6,7 +6,7 @@ use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
-use super::{Extension, ParseError, Prompt, Request, Side, Tokenization};
+use super::{ParseError, Prompt, Request, Side, Tokenization};
 
 /// A conversation and what its rendering depends on.
 #[derive(Clone, Debug, PartialEq)]
@@ -95,6 +95,50 @@ pub enum Part {
     },
 }
 
+impl Chat {
+    /// Whether a part is something else than text.
+    pub fn has_media(&self) -> bool {
+        self.parts().any(Part::is_media)
+    }
+
+    /// Bytes of the text in the messages.
+    pub fn text_bytes(&self) -> usize {
+        let plain = |message: &Message| match &message.content {
+            Some(Content::Text(text)) => text.len(),
+            _ => 0,
+        };
+        self.messages.iter().map(plain).sum::<usize>() + self.parts().map(Part::text_bytes).sum::<usize>()
+    }
+
+    fn parts(&self) -> impl Iterator<Item = &Part> {
+        self.messages.iter().flat_map(|message| match &message.content {
+            Some(Content::Parts(parts)) => &parts[..],
+            _ => &[],
+        })
+    }
+}
+
+impl Part {
+    fn is_media(&self) -> bool {
+        const TEXT: [&str; 6] = ["text", "refusal", "input_text", "output_text", "thinking", "tool_reference"];
+        match self {
+            Part::Bare(_) => false,
+            Part::Typed { kind, uuid, .. } => {
+                uuid.is_some() || !kind.as_deref().is_some_and(|kind| TEXT.contains(&kind))
+            }
+        }
+    }
+
+    fn text_bytes(&self) -> usize {
+        match self {
+            Part::Bare(text) => text.len(),
+            Part::Typed { text, refusal, thinking, .. } => {
+                [text, refusal, thinking].into_iter().flatten().map(String::len).sum()
+            }
+        }
+    }
+}
+
 #[derive(Deserialize)]
 struct Body<'a> {
     #[serde(default)]
@@ -169,6 +213,6 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
             truncate_prompt_tokens: body.truncate_prompt_tokens,
             truncation_side: body.truncation_side,
         },
-        extension: body.nvext.map(|raw| Box::new(Extension::read(raw))),
+        extension: body.nvext.map(|raw| raw.get().into()),
     })
 }

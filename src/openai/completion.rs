@@ -1,5 +1,6 @@
 //! The body of `/v1/completions`. Its prompt has four shapes (a text, texts, tokens, lists of tokens), told apart while
-//! reading instead of by trial, because a prompt of a hundred thousand tokens should be read once.
+//! reading instead of by trial, because a prompt of a hundred thousand tokens should be read once. Of more prompts than an
+//! honest client sends at once none is kept: each costs memory and time far beyond the few bytes it has in the body.
 
 use std::fmt;
 
@@ -7,7 +8,10 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, IgnoredAny, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::{Extension, ParseError, Prompt, Request, Tokenization};
+use super::{ParseError, Prompt, Request, Tokenization};
+
+/// Most prompts of one request that are looked at.
+const MOST_PROMPTS: usize = 1024;
 
 #[derive(Deserialize)]
 struct Body<'a> {
@@ -54,7 +58,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
             truncate_prompt_tokens: body.truncate_prompt_tokens,
             truncation_side: body.truncation_side,
         },
-        extension: body.nvext.map(|raw| Box::new(Extension::read(raw))),
+        extension: body.nvext.map(|raw| raw.get().into()),
     })
 }
 
@@ -88,6 +92,9 @@ impl<'de> Visitor<'de> for PromptsVisitor {
             Some(Entry::Tokens(tokens)) => {
                 let mut lists = vec![tokens];
                 while let Some(tokens) = seq.next_element()? {
+                    if lists.len() == MOST_PROMPTS {
+                        return too_many(seq);
+                    }
                     lists.push(tokens);
                 }
                 return Ok(Prompts(Prompt::Tokens(lists)));
@@ -95,6 +102,7 @@ impl<'de> Visitor<'de> for PromptsVisitor {
         };
         while let Some(entry) = seq.next_element()? {
             match (&mut prompt, entry) {
+                (Prompt::Texts(texts), Entry::Text(_)) if texts.len() == MOST_PROMPTS => return too_many(seq),
                 (Prompt::Texts(texts), Entry::Text(text)) => texts.push(text),
                 (Prompt::Tokens(lists), Entry::Token(token)) => lists[0].push(token),
                 _ => return Err(mixed()),
@@ -102,6 +110,12 @@ impl<'de> Visitor<'de> for PromptsVisitor {
         }
         Ok(Prompts(prompt))
     }
+}
+
+/// Reads past the rest without keeping it.
+fn too_many<'de, A: SeqAccess<'de>>(mut seq: A) -> Result<Prompts, A::Error> {
+    while seq.next_element::<IgnoredAny>()?.is_some() {}
+    Ok(Prompts(Prompt::TooMany))
 }
 
 /// One entry of a prompt list.

@@ -65,8 +65,8 @@ pub const QUERY: &str = "query_instance_id:";
 
 impl Extension {
     /// Reads the routing part field by field, so that one bad value does not hide the others.
-    pub(super) fn read(raw: &RawValue) -> Self {
-        let Ok(fields) = serde_json::from_str::<BTreeMap<String, &RawValue>>(raw.get()) else { return Self::default() };
+    pub fn read(raw: &str) -> Self {
+        let Ok(fields) = serde_json::from_str::<BTreeMap<String, &RawValue>>(raw) else { return Self::default() };
         let mut extension = Self::default();
         for (key, value) in fields {
             let text = value.get();

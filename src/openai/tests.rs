@@ -54,6 +54,18 @@ fn a_body_that_cannot_be_read_is_explained() {
 }
 
 #[test]
+fn of_more_prompts_than_are_looked_at_none_is_kept() {
+    for entry in ["[1]", "[]", "\"a\""] {
+        let body = |count: usize| format!(r#"{{"prompt":[{}],"model":"m"}}"#, vec![entry; count].join(","));
+        let read = |count| parse(Api::Completions, body(count).as_bytes()).unwrap();
+        let (Prompt::Texts(_) | Prompt::Tokens(_)) = read(1024).prompt else { panic!("{entry}") };
+        assert_eq!((read(1025).prompt, read(100_000).model.as_deref()), (Prompt::TooMany, Some("m")), "{entry}");
+    }
+    let one = format!(r#"{{"prompt":[{}]}}"#, vec!["7"; 5000].join(","));
+    assert_eq!(parse(Api::Completions, one.as_bytes()).unwrap().prompt, Prompt::Tokens(vec![vec![7; 5000]]));
+}
+
+#[test]
 fn the_four_shapes_of_a_prompt_are_told_apart() {
     for (prompt, expected) in [
         (json!("a"), Prompt::Texts(vec!["a".to_owned()])),

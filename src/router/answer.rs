@@ -59,6 +59,8 @@ pub enum Reason {
     EncodeFailed,
     /// The prompt holds images, audio or video.
     Multimodal,
+    /// The request has more prompts than are looked at.
+    TooManyPrompts,
     /// Too many prompts are waiting for the tokenizer.
     TokenizerBusy,
     /// The decision took longer than its deadline.
@@ -96,6 +98,7 @@ impl Reason {
             Reason::NoTokenizer => "no_tokenizer",
             Reason::EncodeFailed => "encode_failed",
             Reason::Multimodal => "multimodal",
+            Reason::TooManyPrompts => "too_many_prompts",
             Reason::TokenizerBusy => "tokenizer_busy",
             Reason::Deadline => "deadline",
             Reason::IndexCold => "index_cold",

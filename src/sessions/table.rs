@@ -8,11 +8,13 @@ use std::time::Instant;
 use super::{Counts, Moved, Refused, SessionName, SessionRules, Stay};
 use crate::worker::{WorkerId, WorkerRank};
 
-/// What names an entry. A group and a session never meet, whatever clients call them.
+/// What names an entry. A group and a session never meet, whatever clients call them, and neither do sessions of different
+/// models, because no worker could serve both.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Key {
-    Session(Box<str>),
-    Group(Box<str>),
+pub(super) struct Key {
+    model: Option<Box<str>>,
+    group: bool,
+    id: Box<str>,
 }
 
 /// How a request comes into its session.
@@ -69,7 +71,8 @@ impl Table {
         if let Some(id) = [Some(name.id), name.parent].into_iter().flatten().find(wrong) {
             return Err(Refused::IdLength { bytes: id.len(), most });
         }
-        Ok(name.parent.map_or_else(|| Key::Session(name.id.into()), |parent| Key::Group(parent.into())))
+        let (model, group) = (name.model.map(Into::into), name.parent.is_some());
+        Ok(Key { model, group, id: name.parent.unwrap_or(name.id).into() })
     }
 
     pub(super) fn enter(&mut self, key: &Arc<Key>, now: Instant) -> Result<Step, Refused> {
@@ -94,7 +97,7 @@ impl Table {
                 Bond::Deciding => Step::Wait,
             });
         }
-        if self.sessions.len() >= self.rules.most_sessions {
+        if self.sessions.len() >= self.rules.most_sessions && !self.evict() {
             return Err(Refused::Full { most: self.rules.most_sessions });
         }
         let number = self.next_number();
@@ -180,9 +183,18 @@ impl Table {
     }
 
     pub(super) fn finish(&mut self, key: &Arc<Key>, number: u64) {
-        if let (Key::Session(_), Some(session)) = (&**key, self.session(key, number)) {
+        if let Some(session) = self.session(key, number).filter(|_| !key.group) {
             session.ending = true;
         }
+    }
+
+    /// Forgets the session that was not used for longest; whether there is one of which no request runs.
+    fn evict(&mut self) -> bool {
+        let oldest = self.idle.pop_first();
+        if let Some((_, key)) = &oldest {
+            self.remove(key);
+        }
+        oldest.is_some()
     }
 
     pub(super) fn expire(&mut self, now: Instant) {
@@ -272,11 +284,7 @@ impl Table {
     fn note(&mut self, moved: fn(Stay) -> Moved, key: &Key, target: WorkerRank) {
         let most = self.rules.most_sessions.saturating_mul(4);
         let Some(moves) = self.moves.as_mut().filter(|moves| moves.len() < most) else { return };
-        let (id, group) = match key {
-            Key::Session(id) => (id, false),
-            Key::Group(id) => (id, true),
-        };
-        moves.push(moved(Stay { id: id.to_string(), group, target }));
+        moves.push(moved(Stay { id: key.id.to_string(), group: key.group, target }));
     }
 
     fn next_number(&mut self) -> u64 {

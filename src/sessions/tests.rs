@@ -54,7 +54,7 @@ fn rank(worker: u64) -> WorkerRank {
 }
 
 fn enter(sessions: &Arc<Sessions>, id: &str) -> Entry {
-    sessions.enter(SessionName { id, parent: None }).unwrap()
+    sessions.enter(SessionName { id, parent: None, model: None }).unwrap()
 }
 
 fn first(entry: Entry) -> Binding {
@@ -234,7 +234,7 @@ fn the_last_request_of_a_session_ends_it_unless_it_is_used_again() {
 #[test]
 fn children_of_one_parent_stay_together_and_apart_from_their_parent() {
     let (sessions, _) = sessions(8);
-    let child = |id| sessions.enter(SessionName { id, parent: Some("p") }).unwrap();
+    let child = |id| sessions.enter(SessionName { id, parent: Some("p"), model: None }).unwrap();
     let hold = first(child("c1")).bind(rank(1));
     hold.finish();
     drop(hold);
@@ -246,14 +246,44 @@ fn children_of_one_parent_stay_together_and_apart_from_their_parent() {
 #[test]
 fn ids_and_numbers_beyond_the_limits_are_refused() {
     let (sessions, hands) = sessions(1);
-    let refused = |id, parent| sessions.enter(SessionName { id, parent }).unwrap_err();
+    let refused = |id, parent| sessions.enter(SessionName { id, parent, model: None }).unwrap_err();
     assert_eq!(refused("", None), Refused::IdLength { bytes: 0, most: 8 });
     assert_eq!(refused("123456789", None), Refused::IdLength { bytes: 9, most: 8 });
     assert_eq!(refused("1", Some("123456789")), Refused::IdLength { bytes: 9, most: 8 });
-    drop(first(enter(&sessions, "12345678")).bind(rank(1)));
-    assert_eq!(refused("2", None), Refused::Full { most: 1 });
+    let hold = first(enter(&sessions, "12345678")).bind(rank(1));
     hands.forward(TTL);
+    assert_eq!(refused("2", None), Refused::Full { most: 1 });
+    drop(hold);
     drop(first(enter(&sessions, "2")));
+}
+
+#[test]
+fn where_there_is_no_room_the_session_not_used_for_longest_goes() {
+    let (sessions, hands) = sessions(3);
+    let running = first(enter(&sessions, "running")).bind(rank(1));
+    for id in ["old", "older"] {
+        drop(first(enter(&sessions, id)).bind(rank(2)));
+        hands.forward(1);
+    }
+    drop(bound(enter(&sessions, "old")));
+    let new = first(enter(&sessions, "new")).bind(rank(3));
+    assert_eq!(left(&sessions), [Stay { id: "older".to_owned(), group: false, target: rank(2) }]);
+    assert_eq!(bound(enter(&sessions, "old")).target(), rank(2));
+    drop((running, new));
+}
+
+#[test]
+fn sessions_of_different_models_are_different_ones() {
+    let (sessions, _) = sessions(8);
+    let of = |model, parent| sessions.enter(SessionName { id: "a", parent, model }).unwrap();
+    for (nth, parent) in [None, Some("p")].into_iter().enumerate() {
+        let nth = nth as u64 * 10;
+        let one = first(of(Some("m1"), parent)).bind(rank(nth + 1));
+        let two = first(of(Some("m2"), parent)).bind(rank(nth + 2));
+        let targets = (bound(of(Some("m1"), parent)).target(), bound(of(Some("m2"), parent)).target());
+        assert_eq!(targets, (rank(nth + 1), rank(nth + 2)));
+        drop((one, two));
+    }
 }
 
 #[test]
@@ -306,7 +336,7 @@ async fn first_requests_from_many_threads_end_up_together_though_some_give_up() 
 #[test]
 fn looking_where_a_session_is_enters_nothing_and_keeps_nothing_alive() {
     let (sessions, hands) = sessions(10);
-    let target = |id| sessions.target(SessionName { id, parent: None });
+    let target = |id| sessions.target(SessionName { id, parent: None, model: None });
     assert_eq!((target("a"), sessions.counts()), (None, Counts::default()));
     let binding = first(enter(&sessions, "a"));
     assert_eq!(target("a"), None, "nobody has decided");

@@ -98,6 +98,7 @@ fn because(reason: Reason) -> &'static str {
         Reason::NoTokenizer => "the model has no tokenizer",
         Reason::EncodeFailed => "the tokenizer or the chat template refuses the prompt",
         Reason::Multimodal => "the prompt holds images, audio or video",
+        Reason::TooManyPrompts => "the request has more prompts than are looked at",
         Reason::TokenizerBusy => "too many prompts wait for the tokenizer",
         Reason::Deadline => "the tokenizer took longer than its deadline",
         Reason::IndexCold => "no event source of any candidate has caught up",

@@ -49,6 +49,8 @@ enum Bond {
 }
 
 struct Session {
+    /// When it came, among all.
+    number: u64,
     bond: Bond,
     running: usize,
     last: u64,
@@ -66,6 +68,7 @@ enum Expected {
 #[derive(Default)]
 struct Model {
     now: u64,
+    numbers: u64,
     sessions: BTreeMap<usize, Session>,
     ended: Vec<(usize, u64)>,
 }
@@ -86,14 +89,23 @@ impl Model {
         self.end(|session| matches!(session.bond, Bond::Bound(_)) && old(session));
     }
 
+    fn evict(&mut self) -> bool {
+        let idle = |session: &&Session| session.running == 0 && matches!(session.bond, Bond::Bound(_));
+        let oldest = self.sessions.values().filter(idle).map(|session| (session.last, session.number)).min();
+        self.end(|session| Some(session.number) == oldest.map(|(_, number)| number));
+        oldest.is_some()
+    }
+
     fn enter(&mut self, id: usize) -> Expected {
         self.expire();
         let count = self.sessions.len();
         let Some(session) = self.sessions.get_mut(&id) else {
-            if count == MOST {
+            if count == MOST && !self.evict() {
                 return Expected::Full;
             }
-            self.sessions.insert(id, Session { bond: Bond::Deciding, running: 0, last: self.now, ending: false });
+            self.numbers += 1;
+            let (number, last) = (self.numbers, self.now);
+            self.sessions.insert(id, Session { number, bond: Bond::Deciding, running: 0, last, ending: false });
             return Expected::First;
         };
         match session.bond {
@@ -175,7 +187,7 @@ impl Life {
 
     fn enter(&self, id: usize) -> Result<Entry, Refused> {
         let parent = (IDS[id] == "p").then_some("p");
-        self.sessions.enter(SessionName { id: IDS[id], parent })
+        self.sessions.enter(SessionName { id: IDS[id], parent, model: None })
     }
 
     /// Keeps what was given out, after a look whether it is what the model says.
