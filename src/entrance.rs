@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::timeout;
 use tracing::debug;
 
-use crate::admission::{Admission, Entered, Lane, Rejected, Turn};
+use crate::admission::{Admission, Attempt, Entered, Gate, Lane, Rejected, Turn};
 use crate::router::{Booked, Explanation, Prepared, Route, RouteError, RouteRequest, Router};
 use crate::sessions::{Binding, Entry, Hold, SessionName, Sessions};
 use crate::worker::WorkerRank;
@@ -125,8 +125,8 @@ impl Entrance {
             affinities.affinity.bind(&mut request, target);
         }
         let prepared = self.router.prepare(request);
-        let class = self.admission.class_of(&turn(&prepared));
-        self.router.explain_prepared(prepared, Some(class))
+        let class = prepared.request().has_prompt().then(|| self.admission.class_of(&turn(&prepared)));
+        self.router.explain_prepared(prepared, class)
     }
 
     /// Lets a request in. Where it has to wait, `told` hears once how long that may take at most.
@@ -191,7 +191,15 @@ impl Entrance {
         }
     }
 
-    async fn turn(&self, prepared: Prepared, told: &mut Option<impl FnOnce(Duration)>) -> Result<Booked, Refusal> {
+    async fn turn(&self, mut prepared: Prepared, told: &mut Option<impl FnOnce(Duration)>) -> Result<Booked, Refusal> {
+        if !prepared.request().has_prompt() {
+            return match self.router.place(&mut prepared, &Gate::default()) {
+                Attempt::Placed(booked) => Ok(booked),
+                Attempt::Refused(error) => Err(Refusal::Refused(error)),
+                // Nothing makes a worker busy where there is no threshold.
+                Attempt::Busy => Err(Refusal::Refused(RouteError::NoCandidate)),
+            };
+        }
         let turn = turn(&prepared);
         match self.admission.enter(prepared, turn) {
             Entered::Done(outcome) => outcome,

@@ -77,6 +77,11 @@ pub struct Priority {
 }
 
 impl RouteRequest {
+    /// Whether there is anything to compute: a list of models is no work for anybody, so it waits for nobody.
+    pub fn has_prompt(&self) -> bool {
+        !matches!(self.prompt, Prompt::Estimated { because: Reason::NotInference | Reason::NoBody, .. })
+    }
+
     /// A request that wishes nothing.
     pub fn new(model: Option<ModelName>, prompt: Prompt) -> Self {
         Self {
