@@ -138,8 +138,10 @@ impl Entrance {
     ) -> Result<Admitted, Refusal> {
         let mut told = Some(told);
         let standing = self.session(session, &mut told).await;
+        let mut hard = None;
         if let (Standing::Bound(hold), Some(affinities)) = (&standing, &self.affinities) {
             affinities.affinity.bind(&mut request, hold.target());
+            hard = (affinities.affinity == Affinity::Hard).then(|| request.without_prompt());
         }
         let booked = self.turn(self.router.prepare(request), &mut told).await?;
         let target = booked.route.to.rank;
@@ -147,7 +149,10 @@ impl Entrance {
             Standing::None => None,
             Standing::First(binding) => Some(binding.bind(target)),
             Standing::Bound(mut hold) => {
-                if hold.target() != target && !self.is_detour(hold.target()) {
+                // A hard session that went elsewhere only because its worker has too much to do just now comes back: what
+                // is cached of it is worth more than one request.
+                let comes_back = |request: &RouteRequest| self.router.only_overloaded(request, hold.target());
+                if hold.target() != target && !hard.as_ref().is_some_and(comes_back) {
                     // Where it was it cannot be served any longer; it stays with whom it got.
                     hold.rebind(target);
                 }
@@ -158,13 +163,6 @@ impl Entrance {
             hold.finish();
         }
         Ok(Admitted { booked, session: hold })
-    }
-
-    /// Whether a session went elsewhere only because its worker has too much to do just now. A hard session comes back:
-    /// what is cached of it is worth more than one request.
-    fn is_detour(&self, bound: WorkerRank) -> bool {
-        let hard = self.affinities.as_ref().is_some_and(|affinities| affinities.affinity == Affinity::Hard);
-        hard && self.router.answers(bound)
     }
 
     async fn session(&self, session: Option<&SessionWord>, told: &mut Option<impl FnOnce(Duration)>) -> Standing {

@@ -110,20 +110,29 @@ pub enum AnsweredBy {
     Worker(SocketAddr),
     /// Envoy itself: no worker could be reached.
     Envoy,
+    /// Envoy itself, for reasons of its own: a limit, a time, a fault it was told to inject. That tells nothing of workers.
+    Policy,
 }
 
 impl ResponseHead {
     /// Reads the head of a response; `attributes` as the configuration asks Envoy to send them.
     pub fn read(headers: Option<&HeaderMap>, attributes: &HashMap<String, Struct>) -> Self {
-        let mut head = Self { from: answered_by(attributes), ..Self::default() };
+        let said = answered_by(attributes);
+        let mut head = Self { from: said.unwrap_or_default(), ..Self::default() };
+        let mut by_envoy = true;
         for header in headers.iter().flat_map(|map| &map.headers) {
             match header.key.as_str() {
                 ":status" => head.status = text(header).parse().unwrap_or(0),
                 "content-type" => {
                     head.event_stream = text(header).trim_start().to_ascii_lowercase().starts_with("text/event-stream");
                 }
+                // Envoy's router puts the first on what came from a worker, and the second on what it refused to send.
+                "x-envoy-upstream-service-time" | "x-envoy-overloaded" => by_envoy = false,
                 _ => {}
             }
+        }
+        if said.is_none() && head.status == 503 && by_envoy {
+            head.from = AnsweredBy::Envoy;
         }
         head
     }
@@ -132,15 +141,26 @@ impl ResponseHead {
 /// Flag of Envoy's that also stands on answers of workers: there will be no further try.
 const RETRIES_EXHAUSTED: u64 = 1 << 15;
 
+/// Flags of Envoy's that say that no worker could be reached, or that it fell silent: no healthy host, reset by the worker,
+/// no connection, connection lost, not understood, no address. Their bits are the order of Envoy's `CoreResponseFlag`.
+const UNREACHABLE: u64 = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 23 | 1 << 26;
+
 /// `upstream.address` names who was tried last, `response.flags` says what went wrong where Envoy made the answer itself.
-fn answered_by(attributes: &HashMap<String, Struct>) -> AnsweredBy {
+/// `None` where Envoy is not configured to say.
+fn answered_by(attributes: &HashMap<String, Struct>) -> Option<AnsweredBy> {
     let find = |name: &str| attributes.values().find_map(|group| group.fields.get(name)?.kind.as_ref());
-    if matches!(find("response.flags"), Some(Kind::NumberValue(flags)) if *flags as u64 & !RETRIES_EXHAUSTED != 0) {
-        return AnsweredBy::Envoy;
-    }
-    match find("upstream.address") {
-        Some(Kind::StringValue(address)) => address.parse().map_or(AnsweredBy::Unknown, AnsweredBy::Worker),
-        _ => AnsweredBy::Unknown,
+    let flags = match find("response.flags") {
+        Some(Kind::NumberValue(flags)) => Some(*flags as u64 & !RETRIES_EXHAUSTED),
+        _ => None,
+    };
+    match (flags, find("upstream.address")) {
+        (Some(flags), _) if flags & UNREACHABLE != 0 => Some(AnsweredBy::Envoy),
+        (Some(1..), _) => Some(AnsweredBy::Policy),
+        (_, Some(Kind::StringValue(address))) => {
+            Some(address.parse().map_or(AnsweredBy::Unknown, AnsweredBy::Worker))
+        }
+        (Some(_), _) => Some(AnsweredBy::Unknown),
+        (None, _) => None,
     }
 }
 

@@ -78,6 +78,11 @@ impl Record {
         let from = match head.from {
             AnsweredBy::Unknown => AnswerFrom::Chosen,
             AnsweredBy::Envoy => AnswerFrom::Gateway,
+            AnsweredBy::Policy => {
+                // Somebody else may try the worker.
+                admitted.booked.probes.clear();
+                return;
+            }
             AnsweredBy::Worker(address) if Endpoint(address) == admitted.booked.route.to.endpoint => AnswerFrom::Chosen,
             AnsweredBy::Worker(address) => {
                 let fleet = self.router.fleet();

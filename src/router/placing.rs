@@ -52,11 +52,15 @@ impl Placing for Router {
     }
 
     fn place(&self, request: &mut Prepared, gate: &Gate) -> Attempt<Booked, RouteError> {
-        match Router::place(self, request, gate) {
-            // Soft affinity waits for nobody.
-            Attempt::Busy if request.request.affinity.take().is_some() => Router::place(self, request, gate),
-            attempt => attempt,
+        let attempt = Router::place(self, request, gate);
+        let (Attempt::Busy, Some(bound)) = (&attempt, request.request.affinity) else { return attempt };
+        // Soft affinity waits for nobody. If everybody is busy, it still holds at the next try.
+        request.request.affinity = None;
+        let attempt = Router::place(self, request, gate);
+        if matches!(attempt, Attempt::Busy) {
+            request.request.affinity = Some(bound);
         }
+        attempt
     }
 
     fn refresh(&self, request: &mut Prepared) {
