@@ -112,20 +112,26 @@ impl Entrance {
         self.affinities.as_ref().map(|affinities| &affinities.sessions)
     }
 
-    /// Routes without booking, and without a session or a turn.
-    pub fn ask(&self, request: RouteRequest) -> Result<Route, RouteError> {
+    /// Routes without booking, without entering the session and without a turn.
+    pub fn ask(&self, mut request: RouteRequest, session: Option<&SessionWord>) -> Result<Route, RouteError> {
+        self.follow(&mut request, session);
         self.router.ask(request)
+    }
+
+    /// Sends a request where its session is, without entering it.
+    fn follow(&self, request: &mut RouteRequest, session: Option<&SessionWord>) {
+        if let (Some(affinities), Some(word)) = (&self.affinities, session)
+            && let Some(target) = affinities.sessions.target(word.name())
+        {
+            affinities.affinity.bind(request, target);
+        }
     }
 
     /// Says why a request would go where it would go now, without entering its session or taking a turn.
     pub fn explain(&self, mut request: RouteRequest, session: Option<&SessionWord>) -> Explanation {
-        if let (Some(affinities), Some(word)) = (&self.affinities, session)
-            && let Some(target) = affinities.sessions.target(word.name())
-        {
-            affinities.affinity.bind(&mut request, target);
-        }
+        self.follow(&mut request, session);
         let prepared = self.router.prepare(request);
-        let class = prepared.request().has_prompt().then(|| self.admission.class_of(&turn(&prepared)));
+        let class = prepared.request().has_prompt().then(|| self.admission.class_of(&turn(&self.router, &prepared)));
         self.router.explain_prepared(prepared, class)
     }
 
@@ -143,7 +149,9 @@ impl Entrance {
             affinities.affinity.bind(&mut request, hold.target());
             hard = (affinities.affinity == Affinity::Hard).then(|| request.without_prompt());
         }
-        let booked = self.turn(self.router.prepare(request), &mut told).await?;
+        let mut booked = self.turn(self.router.prepare(request), &mut told).await?;
+        // Not before it is here: a request that was placed while its client left is sent nowhere.
+        self.router.expect_booked(&mut booked);
         let target = booked.route.to.rank;
         let hold = match standing {
             Standing::None => None,
@@ -198,7 +206,7 @@ impl Entrance {
                 Attempt::Busy => Err(Refusal::Refused(RouteError::NoCandidate)),
             };
         }
-        let turn = turn(&prepared);
+        let turn = turn(&self.router, &prepared);
         match self.admission.enter(prepared, turn) {
             Entered::Done(outcome) => outcome,
             Entered::Waiting(waiting) => {
@@ -210,7 +218,7 @@ impl Entrance {
 }
 
 /// What the queue has to know of a request.
-fn turn(prepared: &Prepared) -> Turn {
+fn turn(router: &Router, prepared: &Prepared) -> Turn {
     let request = prepared.request();
     Turn {
         class: request.priority.class.clone(),
@@ -219,7 +227,7 @@ fn turn(prepared: &Prepared) -> Turn {
         priority_jump: request.priority.jump,
         due: None,
         prompt_tokens: request.prompt.tokens(),
-        cached_tokens: prepared.best_cached_tokens(),
+        cached_tokens: router.best_cached_tokens(prepared),
     }
 }
 

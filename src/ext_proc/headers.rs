@@ -156,9 +156,7 @@ fn answered_by(attributes: &HashMap<String, Struct>) -> Option<AnsweredBy> {
     match (flags, find("upstream.address")) {
         (Some(flags), _) if flags & UNREACHABLE != 0 => Some(AnsweredBy::Envoy),
         (Some(1..), _) => Some(AnsweredBy::Policy),
-        (_, Some(Kind::StringValue(address))) => {
-            Some(address.parse().map_or(AnsweredBy::Unknown, AnsweredBy::Worker))
-        }
+        (_, Some(Kind::StringValue(address))) => Some(address.parse().map_or(AnsweredBy::Unknown, AnsweredBy::Worker)),
         (Some(_), _) => Some(AnsweredBy::Unknown),
         (None, _) => None,
     }

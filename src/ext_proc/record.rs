@@ -135,7 +135,7 @@ impl Record {
         while self.output_blocks < grown {
             self.output_blocks += 1;
             admitted.booked.reservation.output_block(fraction);
-            admitted.booked.leases.iter_mut().for_each(|lease| lease.grow(1));
+            admitted.booked.grow();
         }
     }
 

@@ -11,7 +11,7 @@ use super::placing::Booked;
 use super::pools::{Pools, Standings};
 use super::question::RouteRequest;
 use crate::fleet::Member;
-use crate::health::{Change, Condition, Outcome};
+use crate::health::{Change, Outcome};
 use crate::load::Booking;
 use crate::load::duration::PrefillTimes;
 use crate::worker::{ModelName, Role, WorkerId, WorkerRank};
@@ -64,7 +64,8 @@ impl Router {
         let chosen = booked.route.to.rank.worker;
         let prefill = booked.route.prefill().map(|prefill| prefill.to.rank.worker);
         // What fails after a remote prefill may have failed on either side.
-        let said = Some(Outcome::of_status(answer.status)).filter(|said| *said != Outcome::Failure || prefill.is_none());
+        let said =
+            Some(Outcome::of_status(answer.status)).filter(|said| *said != Outcome::Failure || prefill.is_none());
         let (of_chosen, other) = match answer.from {
             AnswerFrom::Chosen => (said, None),
             AnswerFrom::Other(worker) => (Some(Outcome::Failure), said.map(|said| (worker, said))),
@@ -120,12 +121,6 @@ impl Router {
             Some((model, role, entry.relative_error()?))
         };
         self.durations.0.iter().filter_map(error).collect()
-    }
-
-    /// Whether a worker rank is there and does not rest because it failed.
-    pub fn answers(&self, rank: WorkerRank) -> bool {
-        let well = self.health.standing(rank.worker, self.load.now()) == Condition::Well;
-        well && self.fleet.load().slot(rank).is_some()
     }
 
     /// The workers that rest because they failed.

@@ -128,13 +128,13 @@ impl Rules<'_> {
         let enforce = self.settings.disaggregation.enforce && apart;
         let own_pin = request.prefill_pin.filter(|_| request.prefill_pin != request.constraints.pin);
         let exists = members.iter().any(|member| member.worker.role == Role::Prefill);
-        match exists.then(|| self.pool(members, for_prefill(request))) {
-            Some(Ok(pool)) => Ok(Some(pool)),
+        match (exists.then(|| self.pool(members, for_prefill(request))), own_pin) {
+            (Some(Ok(pool)), _) => Ok(Some(pool)),
             // A pin that cannot be kept is the client's mistake, whatever else could be done. Where it named a worker for
             // every phase, it is meant for the others only.
-            Some(Err(error @ RouteError::Pin(_))) if own_pin.is_some() => Err(error),
-            Some(Err(error @ RouteError::Overloaded(_))) if enforce => Err(error),
-            None if let Some(pin) = own_pin => Err(RouteError::Pin(Ineligible::PinUnknown(pin.worker))),
+            (Some(Err(error @ RouteError::Pin(_))), Some(_)) => Err(error),
+            (None, Some(pin)) => Err(RouteError::Pin(Ineligible::PinUnknown(pin.worker))),
+            (Some(Err(error @ RouteError::Overloaded(_))), _) if enforce => Err(error),
             _ if enforce => Err(RouteError::NoPrefill),
             _ => Ok(None),
         }
