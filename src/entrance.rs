@@ -177,7 +177,8 @@ impl Entrance {
         let (Some(affinities), Some(word)) = (&self.affinities, session) else { return Standing::None };
         let entry = match affinities.sessions.enter(word.name()) {
             Ok(Entry::Wait(waiting)) => {
-                tell(told, affinities.wait + self.queue_deadline);
+                let queue = if self.admission.may_wait() { self.queue_deadline } else { Duration::ZERO };
+                tell(told, affinities.wait + queue);
                 match timeout(affinities.wait, waiting).await {
                     Ok(entry) => entry,
                     // The first of the session is slow; this one goes its own way.

@@ -127,11 +127,12 @@ impl ResponseHead {
                     head.event_stream = text(header).trim_start().to_ascii_lowercase().starts_with("text/event-stream");
                 }
                 // Envoy's router puts the first on what came from a worker, and the second on what it refused to send.
-                "x-envoy-upstream-service-time" | "x-envoy-overloaded" => by_envoy = false,
+                "x-envoy-upstream-service-time" => by_envoy = false,
+                "x-envoy-overloaded" if said.is_none() => head.from = AnsweredBy::Policy,
                 _ => {}
             }
         }
-        if said.is_none() && head.status == 503 && by_envoy {
+        if said.is_none() && head.from == AnsweredBy::Unknown && head.status == 503 && by_envoy {
             head.from = AnsweredBy::Envoy;
         }
         head
@@ -165,4 +166,60 @@ fn answered_by(attributes: &HashMap<String, Struct>) -> Option<AnsweredBy> {
 /// Envoy fills `raw_value`; other gateways still fill the older text field.
 fn text(header: &HeaderValue) -> Cow<'_, str> {
     if header.raw_value.is_empty() { Cow::Borrowed(&header.value) } else { String::from_utf8_lossy(&header.raw_value) }
+}
+
+#[cfg(test)]
+mod tests {
+    use envoy_types::pb::google::protobuf::Value;
+
+    use super::*;
+
+    fn from(status: u16, named: Option<&str>, flags: Option<u64>, address: Option<&str>) -> AnsweredBy {
+        let header = |key: &str, value: String| HeaderValue { key: key.to_owned(), value, ..HeaderValue::default() };
+        let status = header(":status", status.to_string());
+        let headers = [status].into_iter().chain(named.map(|name| header(name, "1".to_owned()))).collect();
+        let mut group = Struct::default();
+        let mut add = |name: &str, kind| group.fields.insert(name.to_owned(), Value { kind: Some(kind) });
+        flags.map(|flags| add("response.flags", Kind::NumberValue(flags as f64)));
+        address.map(|address| add("upstream.address", Kind::StringValue(address.to_owned())));
+        ResponseHead::read(Some(&HeaderMap { headers, ..HeaderMap::default() }), &[(String::new(), group)].into()).from
+    }
+
+    #[test]
+    fn only_what_happened_on_the_way_to_a_worker_is_held_against_it() {
+        const WORKER: &str = "127.0.0.1:8000";
+        let worker = AnsweredBy::Worker(WORKER.parse().unwrap());
+        for (flags, expected) in [
+            (0, worker),
+            (1 << 15, worker),
+            (1 << 1, AnsweredBy::Envoy),
+            (1 << 4, AnsweredBy::Envoy),
+            (1 << 5 | 1 << 15, AnsweredBy::Envoy),
+            (1 << 6, AnsweredBy::Envoy),
+            (1 << 23, AnsweredBy::Envoy),
+            (1 << 26, AnsweredBy::Envoy),
+            (1 << 2, AnsweredBy::Policy),
+            (1 << 7, AnsweredBy::Policy),
+            (1 << 10, AnsweredBy::Policy),
+            (1 << 11, AnsweredBy::Policy),
+            (1 << 12, AnsweredBy::Policy),
+        ] {
+            assert_eq!(from(503, None, Some(flags), Some(WORKER)), expected, "{flags:#x}");
+        }
+        assert_eq!(from(503, None, Some(0), None), AnsweredBy::Unknown);
+    }
+
+    #[test]
+    fn where_envoy_says_nothing_a_503_that_no_worker_made_is_envoys() {
+        let time = Some("x-envoy-upstream-service-time");
+        for (status, named, expected) in [
+            (503, None, AnsweredBy::Envoy),
+            (503, time, AnsweredBy::Unknown),
+            (503, Some("x-envoy-overloaded"), AnsweredBy::Policy),
+            (429, None, AnsweredBy::Unknown),
+            (200, None, AnsweredBy::Unknown),
+        ] {
+            assert_eq!(from(status, named, None, None), expected, "{status} {named:?}");
+        }
+    }
 }
