@@ -232,7 +232,7 @@ fn who_keeps_its_prefill_does_not_wait_for_a_prefill_worker() {
             }
         }
     };
-    let always = Some(Conditional { uncached_share: 1.0, ..Conditional::default() });
+    let always = Some(Conditional { uncached_share: 1.5, ..Conditional::default() });
     assert_eq!(attempt(None, None), None);
     assert_eq!(attempt(always, None), Some(Phases::Kept(Bypass::LittleToCompute)));
     assert_eq!(attempt(always, pinned(1)), None);
