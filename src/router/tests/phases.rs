@@ -239,3 +239,29 @@ fn who_keeps_its_prefill_does_not_wait_for_a_prefill_worker() {
     let never = Some(Conditional { uncached_tokens: 0, ..Conditional::default() });
     assert_eq!(attempt(never, None), None);
 }
+
+#[test]
+fn a_placed_request_leaves_no_prediction_before_it_is_sent_and_only_the_answering_rank_grows() {
+    let clock = Clock::default();
+    let fallback = crate::predict::Ttl { ttl: Duration::from_secs(60), most_blocks_per_rank: 100 };
+    let policy = crate::predict::Policy::Lru { default_blocks: Some(100), fallback };
+    let told = clock.clone();
+    let without_events = Some(crate::predict::Predictor::new(policy, move || told.now()));
+    let workers = [with_role(1, Role::Prefill), with_role(11, Role::Decode)];
+    let router = clocked(workers, RouterSettings::default(), &clock);
+    let router = router.predicting(Predictions { without_events, beside_events: None });
+    router.fleet().members().for_each(|member| router.predictions().open(member));
+    let held = || {
+        let mut held: Vec<_> =
+            router.predictions().stats().map(|rank| (rank.rank.worker.0, rank.blocks, rank.generated)).collect();
+        held.sort_unstable();
+        held
+    };
+    let mut prepared = router.prepare(request(&[vec![1, 2], vec![3]]));
+    let Attempt::Placed(mut booked) = router.place(&mut prepared, &Gate::default()) else { panic!("it is free") };
+    assert_eq!(held(), [(1, 0, 0), (11, 0, 0)]);
+    router.expect_booked(&mut booked);
+    assert_eq!(held(), [(1, 3, 0), (11, 3, 0)]);
+    booked.grow();
+    assert_eq!(held(), [(1, 3, 0), (11, 3, 1)]);
+}
