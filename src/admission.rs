@@ -146,6 +146,11 @@ impl<P: Placing> Admission<P> {
         self.classes.get(self.classes.resolve(turn.class.as_deref(), turn.uncached()))
     }
 
+    /// Whether there is a class whose requests may have to wait.
+    pub fn may_wait(&self) -> bool {
+        self.classes.iter().any(|class| !class.gate.never_busy())
+    }
+
     /// Load went down or the fleet changed: those who wait are looked at again. Cheap, and may be called from anywhere.
     pub fn nudge(&self) {
         // Whoever begins to wait counts itself first and only then looks for its place; we changed the load first and only

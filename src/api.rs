@@ -125,13 +125,13 @@ impl Api {
         }
         let tokens = if asked.with_tokens { read.tokens } else { Vec::new() };
         let prompts = answer::prompts(request.prompt.blocks(), tokens);
+        let session = session.or(read.session);
         let Some(attempt) = attempt else {
-            return Ok(answer::route(&entrance.ask(request)?, prompts, pb::Booked::Not));
+            return Ok(answer::route(&entrance.ask(request, session.as_ref())?, prompts, pb::Booked::Not));
         };
         if let Some(route) = bookings.again(attempt)? {
             return Ok(answer::route(&route, prompts, pb::Booked::Before));
         }
-        let session = session.or(read.session);
         let admitted = entrance.admit(request, session.as_ref(), |_| ()).await?;
         // No await from here on: a caller that leaves leaves either nothing or what it can find again by name.
         Ok(match bookings.keep(attempt, admitted)? {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::timeout;
 use tracing::debug;
 
-use crate::admission::{Admission, Entered, Lane, Rejected, Turn};
+use crate::admission::{Admission, Attempt, Entered, Gate, Lane, Rejected, Turn};
 use crate::router::{Booked, Explanation, Prepared, Route, RouteError, RouteRequest, Router};
 use crate::sessions::{Binding, Entry, Hold, SessionName, Sessions};
 use crate::worker::{ModelName, WorkerRank};
@@ -112,21 +112,27 @@ impl Entrance {
         self.affinities.as_ref().map(|affinities| &affinities.sessions)
     }
 
-    /// Routes without booking, and without a session or a turn.
-    pub fn ask(&self, request: RouteRequest) -> Result<Route, RouteError> {
+    /// Routes without booking, without entering the session and without a turn.
+    pub fn ask(&self, mut request: RouteRequest, session: Option<&SessionWord>) -> Result<Route, RouteError> {
+        self.follow(&mut request, session);
         self.router.ask(request)
+    }
+
+    /// Sends a request where its session is, without entering it.
+    fn follow(&self, request: &mut RouteRequest, session: Option<&SessionWord>) {
+        if let (Some(affinities), Some(word)) = (&self.affinities, session)
+            && let Some(target) = affinities.sessions.target(word.name(self.model(request).as_ref()))
+        {
+            affinities.affinity.bind(request, target);
+        }
     }
 
     /// Says why a request would go where it would go now, without entering its session or taking a turn.
     pub fn explain(&self, mut request: RouteRequest, session: Option<&SessionWord>) -> Explanation {
-        if let (Some(affinities), Some(word)) = (&self.affinities, session)
-            && let Some(target) = affinities.sessions.target(word.name(self.model(&request).as_ref()))
-        {
-            affinities.affinity.bind(&mut request, target);
-        }
+        self.follow(&mut request, session);
         let prepared = self.router.prepare(request);
-        let class = self.admission.class_of(&turn(&prepared));
-        self.router.explain_prepared(prepared, Some(class))
+        let class = prepared.request().has_prompt().then(|| self.admission.class_of(&turn(&self.router, &prepared)));
+        self.router.explain_prepared(prepared, class)
     }
 
     /// Lets a request in. Where it has to wait, `told` hears once how long that may take at most.
@@ -139,16 +145,23 @@ impl Entrance {
         let mut told = Some(told);
         let model = session.and_then(|_| self.model(&request));
         let standing = self.session(session.map(|word| word.name(model.as_ref())), &mut told).await;
+        let mut hard = None;
         if let (Standing::Bound(hold), Some(affinities)) = (&standing, &self.affinities) {
             affinities.affinity.bind(&mut request, hold.target());
+            hard = (affinities.affinity == Affinity::Hard).then(|| request.without_prompt());
         }
-        let booked = self.turn(self.router.prepare(request), &mut told).await?;
+        let mut booked = self.turn(self.router.prepare(request), &mut told).await?;
+        // Not before it is here: a request that was placed while its client left is sent nowhere.
+        self.router.expect_booked(&mut booked);
         let target = booked.route.to.rank;
         let hold = match standing {
             Standing::None => None,
             Standing::First(binding) => Some(binding.bind(target)),
             Standing::Bound(mut hold) => {
-                if hold.target() != target && !self.is_detour(hold.target()) {
+                // A hard session that went elsewhere only because its worker has too much to do just now comes back: what
+                // is cached of it is worth more than one request.
+                let comes_back = |request: &RouteRequest| self.router.only_overloaded(request, hold.target());
+                if hold.target() != target && !hard.as_ref().is_some_and(comes_back) {
                     // Where it was it cannot be served any longer; it stays with whom it got.
                     hold.rebind(target);
                 }
@@ -172,18 +185,12 @@ impl Entrance {
         request.model.clone().or_else(only)
     }
 
-    /// Whether a session went elsewhere only because its worker has too much to do just now. A hard session comes back:
-    /// what is cached of it is worth more than one request.
-    fn is_detour(&self, bound: WorkerRank) -> bool {
-        let hard = self.affinities.as_ref().is_some_and(|affinities| affinities.affinity == Affinity::Hard);
-        hard && self.router.answers(bound)
-    }
-
     async fn session(&self, session: Option<SessionName<'_>>, told: &mut Option<impl FnOnce(Duration)>) -> Standing {
         let (Some(affinities), Some(name)) = (&self.affinities, session) else { return Standing::None };
         let entry = match affinities.sessions.enter(name) {
             Ok(Entry::Wait(waiting)) => {
-                tell(told, affinities.wait + self.queue_deadline);
+                let queue = if self.admission.may_wait() { self.queue_deadline } else { Duration::ZERO };
+                tell(told, affinities.wait + queue);
                 match timeout(affinities.wait, waiting).await {
                     Ok(entry) => entry,
                     // The first of the session is slow; this one goes its own way.
@@ -203,8 +210,16 @@ impl Entrance {
         }
     }
 
-    async fn turn(&self, prepared: Prepared, told: &mut Option<impl FnOnce(Duration)>) -> Result<Booked, Refusal> {
-        let turn = turn(&prepared);
+    async fn turn(&self, mut prepared: Prepared, told: &mut Option<impl FnOnce(Duration)>) -> Result<Booked, Refusal> {
+        if !prepared.request().has_prompt() {
+            return match self.router.place(&mut prepared, &Gate::default()) {
+                Attempt::Placed(booked) => Ok(booked),
+                Attempt::Refused(error) => Err(Refusal::Refused(error)),
+                // Nothing makes a worker busy where there is no threshold.
+                Attempt::Busy => Err(Refusal::Refused(RouteError::NoCandidate)),
+            };
+        }
+        let turn = turn(&self.router, &prepared);
         match self.admission.enter(prepared, turn) {
             Entered::Done(outcome) => outcome,
             Entered::Waiting(waiting) => {
@@ -216,7 +231,7 @@ impl Entrance {
 }
 
 /// What the queue has to know of a request.
-fn turn(prepared: &Prepared) -> Turn {
+fn turn(router: &Router, prepared: &Prepared) -> Turn {
     let request = prepared.request();
     Turn {
         class: request.priority.class.clone(),
@@ -225,7 +240,7 @@ fn turn(prepared: &Prepared) -> Turn {
         priority_jump: request.priority.jump,
         due: None,
         prompt_tokens: request.prompt.tokens(),
-        cached_tokens: prepared.best_cached_tokens(),
+        cached_tokens: router.best_cached_tokens(prepared),
     }
 }
 

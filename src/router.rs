@@ -132,7 +132,10 @@ impl Router {
     pub fn route(&self, request: RouteRequest) -> Result<Booked, RouteError> {
         let mut prepared = self.prepare(request);
         match self.place(&mut prepared, &Gate::default()) {
-            Attempt::Placed(booked) => Ok(booked),
+            Attempt::Placed(mut booked) => {
+                self.expect_booked(&mut booked);
+                Ok(booked)
+            }
             Attempt::Refused(error) => Err(error),
             // Nothing makes a worker busy where there is no threshold.
             Attempt::Busy => Err(RouteError::NoCandidate),
@@ -175,19 +178,26 @@ impl Router {
         prepared.index_time = started.elapsed();
     }
 
+    /// Most tokens that anybody who might compute a request's prompts has cached of them.
+    pub fn best_cached_tokens(&self, prepared: &Prepared) -> u64 {
+        prepared.best_cached_tokens(&self.fleet.load())
+    }
+
     /// Chooses and books, unless all who would do are busy by `gate`.
     pub fn place(&self, prepared: &mut Prepared, gate: &Gate) -> Attempt<Booked, RouteError> {
         let started = Instant::now();
-        let fleet = self.fleet.load();
-        if prepared.generation != fleet.generation() {
-            // Its slots may be others' by now.
-            self.look_up(prepared);
-        }
+        let mut fleet = self.fleet_of(prepared);
         loop {
             let placed = self.pools(&fleet, &prepared.request).and_then(|pools| self.book(prepared, &pools, gate));
             match placed {
                 Err(Undecided::Outrun) => {}
                 Err(Undecided::Busy) => return Attempt::Busy,
+                // Those it looked for may have left, and others come, while it looked.
+                Err(Undecided::Refused(RouteError::NoCandidate | RouteError::NoFleet))
+                    if self.fleet.load().generation() != fleet.generation() =>
+                {
+                    fleet = self.fleet_of(prepared);
+                }
                 Err(Undecided::Refused(error)) => return Attempt::Refused(error),
                 Ok(mut booked) => {
                     booked.route.index_time = prepared.index_time;
@@ -215,8 +225,15 @@ impl Router {
         })?;
         // Nothing is booked without a decision.
         let (legs, probes) = decided.ok_or(Undecided::Busy)?;
-        let leases = self.leases(prepared, &legs);
-        Ok(Booked { route: self.describe(prepared, &legs), reservation, probes, leases })
+        let expected = self.expected(prepared, &legs);
+        Ok(Booked {
+            route: self.describe(prepared, &legs),
+            reservation,
+            probes,
+            expected,
+            leases: Vec::new(),
+            answering: None,
+        })
     }
 
     /// Chooses without booking.

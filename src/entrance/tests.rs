@@ -227,3 +227,26 @@ async fn an_explanation_knows_the_session_and_the_queue_and_enters_neither() {
         assert!(at_rest(&entrance));
     }
 }
+
+#[tokio::test]
+async fn a_hard_session_moves_when_its_worker_will_not_do_and_a_mere_question_follows_it() {
+    let entrance = entrance(2, None, Affinity::Hard);
+    let home = chosen(&admit(&entrance, 0, Some(&word("s"))).await);
+    let _held = admit(&entrance, 1, Some(&word("s"))).await;
+    assert_eq!(entrance.ask(request(2), Some(&word("s"))).unwrap().to.rank.worker.0, home);
+    assert_ne!(entrance.ask(request(2), None).unwrap().to.rank.worker.0, home, "where nothing is booked");
+    let mut elsewhere = request(3);
+    elsewhere.constraints.allowed = Some([WorkerId(3 - home)].into());
+    let moved = entrance.admit(elsewhere, Some(&word("s")), |_| {}).await.unwrap();
+    assert_eq!(moved.session.unwrap().target().worker, WorkerId(3 - home));
+}
+
+#[tokio::test]
+async fn what_has_no_prompt_goes_past_the_queue() {
+    let entrance = entrance(1, Some(100), Affinity::Hard);
+    let _held = admit(&entrance, 0, None).await;
+    let because = crate::router::Reason::NotInference;
+    let models = RouteRequest::new(None, Prompt::Estimated { tokens: 0, because });
+    let admitted = entrance.admit(models, None, |_| panic!("it waits")).await.unwrap();
+    assert_eq!(chosen(&admitted), 1);
+}

@@ -111,20 +111,30 @@ pub enum AnsweredBy {
     Worker(SocketAddr),
     /// Envoy itself: no worker could be reached.
     Envoy,
+    /// Envoy itself, for reasons of its own: a limit, a time, a fault it was told to inject. That tells nothing of workers.
+    Policy,
 }
 
 impl ResponseHead {
     /// Reads the head of a response; `attributes` as the configuration asks Envoy to send them.
     pub fn read(headers: Option<&HeaderMap>, attributes: &HashMap<String, Struct>) -> Self {
-        let mut head = Self { from: answered_by(attributes), ..Self::default() };
+        let said = answered_by(attributes);
+        let mut head = Self { from: said.unwrap_or_default(), ..Self::default() };
+        let mut by_envoy = true;
         for header in headers.iter().flat_map(|map| &map.headers) {
             match header.key.as_str() {
                 ":status" => head.status = text(header).parse().unwrap_or(0),
                 "content-type" => {
                     head.event_stream = text(header).trim_start().to_ascii_lowercase().starts_with("text/event-stream");
                 }
+                // Envoy's router puts the first on what came from a worker, and the second on what it refused to send.
+                "x-envoy-upstream-service-time" => by_envoy = false,
+                "x-envoy-overloaded" if said.is_none() => head.from = AnsweredBy::Policy,
                 _ => {}
             }
+        }
+        if said.is_none() && head.from == AnsweredBy::Unknown && head.status == 503 && by_envoy {
+            head.from = AnsweredBy::Envoy;
         }
         head
     }
@@ -133,15 +143,24 @@ impl ResponseHead {
 /// Flag of Envoy's that also stands on answers of workers: there will be no further try.
 const RETRIES_EXHAUSTED: u64 = 1 << 15;
 
+/// Flags of Envoy's that say that no worker could be reached, or that it fell silent: no healthy host, reset by the worker,
+/// no connection, connection lost, not understood, no address. Their bits are the order of Envoy's `CoreResponseFlag`.
+const UNREACHABLE: u64 = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 23 | 1 << 26;
+
 /// `upstream.address` names who was tried last, `response.flags` says what went wrong where Envoy made the answer itself.
-fn answered_by(attributes: &HashMap<String, Struct>) -> AnsweredBy {
+/// `None` where Envoy is not configured to say.
+fn answered_by(attributes: &HashMap<String, Struct>) -> Option<AnsweredBy> {
     let find = |name: &str| attributes.values().find_map(|group| group.fields.get(name)?.kind.as_ref());
-    if matches!(find("response.flags"), Some(Kind::NumberValue(flags)) if *flags as u64 & !RETRIES_EXHAUSTED != 0) {
-        return AnsweredBy::Envoy;
-    }
-    match find("upstream.address") {
-        Some(Kind::StringValue(address)) => address.parse().map_or(AnsweredBy::Unknown, AnsweredBy::Worker),
-        _ => AnsweredBy::Unknown,
+    let flags = match find("response.flags") {
+        Some(Kind::NumberValue(flags)) => Some(*flags as u64 & !RETRIES_EXHAUSTED),
+        _ => None,
+    };
+    match (flags, find("upstream.address")) {
+        (Some(flags), _) if flags & UNREACHABLE != 0 => Some(AnsweredBy::Envoy),
+        (Some(1..), _) => Some(AnsweredBy::Policy),
+        (_, Some(Kind::StringValue(address))) => Some(address.parse().map_or(AnsweredBy::Unknown, AnsweredBy::Worker)),
+        (Some(_), _) => Some(AnsweredBy::Unknown),
+        (None, _) => None,
     }
 }
 
@@ -152,7 +171,58 @@ fn text(header: &HeaderValue) -> Cow<'_, str> {
 
 #[cfg(test)]
 mod tests {
+    use envoy_types::pb::google::protobuf::Value;
+
     use super::*;
+
+    fn from(status: u16, named: Option<&str>, flags: Option<u64>, address: Option<&str>) -> AnsweredBy {
+        let header = |key: &str, value: String| HeaderValue { key: key.to_owned(), value, ..HeaderValue::default() };
+        let status = header(":status", status.to_string());
+        let headers = [status].into_iter().chain(named.map(|name| header(name, "1".to_owned()))).collect();
+        let mut group = Struct::default();
+        let mut add = |name: &str, kind| group.fields.insert(name.to_owned(), Value { kind: Some(kind) });
+        flags.map(|flags| add("response.flags", Kind::NumberValue(flags as f64)));
+        address.map(|address| add("upstream.address", Kind::StringValue(address.to_owned())));
+        ResponseHead::read(Some(&HeaderMap { headers, ..HeaderMap::default() }), &[(String::new(), group)].into()).from
+    }
+
+    #[test]
+    fn only_what_happened_on_the_way_to_a_worker_is_held_against_it() {
+        const WORKER: &str = "127.0.0.1:8000";
+        let worker = AnsweredBy::Worker(WORKER.parse().unwrap());
+        for (flags, expected) in [
+            (0, worker),
+            (1 << 15, worker),
+            (1 << 1, AnsweredBy::Envoy),
+            (1 << 4, AnsweredBy::Envoy),
+            (1 << 5 | 1 << 15, AnsweredBy::Envoy),
+            (1 << 6, AnsweredBy::Envoy),
+            (1 << 23, AnsweredBy::Envoy),
+            (1 << 26, AnsweredBy::Envoy),
+            (1 << 2, AnsweredBy::Policy),
+            (1 << 7, AnsweredBy::Policy),
+            (1 << 10, AnsweredBy::Policy),
+            (1 << 11, AnsweredBy::Policy),
+            (1 << 12, AnsweredBy::Policy),
+        ] {
+            assert_eq!(from(503, None, Some(flags), Some(WORKER)), expected, "{flags:#x}");
+        }
+        assert_eq!(from(503, None, Some(0), None), AnsweredBy::Unknown);
+    }
+
+    #[test]
+    fn where_envoy_says_nothing_a_503_that_no_worker_made_is_envoys() {
+        let time = Some("x-envoy-upstream-service-time");
+        for (status, named, expected) in [
+            (503, None, AnsweredBy::Envoy),
+            (503, time, AnsweredBy::Unknown),
+            (503, Some("x-envoy-overloaded"), AnsweredBy::Policy),
+            (429, None, AnsweredBy::Unknown),
+            (200, None, AnsweredBy::Unknown),
+        ] {
+            assert_eq!(from(status, named, None, None), expected, "{status} {named:?}");
+        }
+    }
 
     #[test]
     fn the_last_value_that_is_not_blank_counts() {

@@ -87,7 +87,7 @@ impl Pipeline {
     }
 
     fn query(&self, taken: Taken, model: &ModelLabel) -> Routed {
-        match self.entrance.ask(taken.request) {
+        match self.entrance.ask(taken.request, taken.session.as_ref()) {
             Ok(route) => {
                 self.request(model, "query");
                 Routed::Answered(reject::choice(&route, &taken.tokens))
@@ -97,9 +97,7 @@ impl Pipeline {
     }
 
     fn refused(&self, refusal: &Refusal, model: &ModelLabel) -> Routed {
-        if let Some(reason) = reject::reason(refusal) {
-            self.degraded(reason);
-        }
+        self.degraded(reject::reason(refusal));
         match reject::immediate(refusal) {
             Some(answer) => {
                 self.request(model, "rejected");

@@ -82,6 +82,11 @@ impl Record {
         let from = match head.from {
             AnsweredBy::Unknown => AnswerFrom::Chosen,
             AnsweredBy::Envoy => AnswerFrom::Gateway,
+            AnsweredBy::Policy => {
+                // Somebody else may try the worker.
+                admitted.booked.probes.clear();
+                return;
+            }
             AnsweredBy::Worker(address) if Endpoint(address) == admitted.booked.route.to.endpoint => AnswerFrom::Chosen,
             AnsweredBy::Worker(address) => {
                 let fleet = self.router.fleet();
@@ -137,7 +142,7 @@ impl Record {
         while self.output_blocks < grown {
             self.output_blocks += 1;
             admitted.booked.reservation.output_block(fraction);
-            admitted.booked.leases.iter_mut().for_each(|lease| lease.grow(1));
+            admitted.booked.grow();
         }
     }
 

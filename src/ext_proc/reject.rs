@@ -13,12 +13,12 @@ use crate::router::{Reason, Route, RouteError};
 const SOON: Duration = Duration::from_secs(1);
 
 /// Why a request got no worker.
-pub fn reason(refusal: &Refusal) -> Option<Reason> {
+pub fn reason(refusal: &Refusal) -> Reason {
     match refusal {
-        Refusal::Refused(error) => Some(error.reason()),
-        Refusal::Overflow { .. } => Some(Reason::QueueFull),
-        Refusal::Deadline { .. } => Some(Reason::QueueDeadline),
-        Refusal::Failed => None,
+        Refusal::Refused(error) => error.reason(),
+        Refusal::Overflow { .. } => Reason::QueueFull,
+        Refusal::Deadline { .. } => Reason::QueueDeadline,
+        Refusal::Failed => Reason::RouterFailed,
     }
 }
 

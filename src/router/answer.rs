@@ -83,6 +83,8 @@ pub enum Reason {
     QueueFull,
     /// No worker was free in time.
     QueueDeadline,
+    /// The router made a mistake.
+    RouterFailed,
 }
 
 impl Reason {
@@ -110,6 +112,7 @@ impl Reason {
             Reason::NoPrefill => "no_prefill",
             Reason::QueueFull => "queue_full",
             Reason::QueueDeadline => "queue_deadline",
+            Reason::RouterFailed => "router_failed",
         }
     }
 }

@@ -8,8 +8,10 @@ use dashmap::DashMap;
 use super::Router;
 use super::leg::Legs;
 use super::placing::Booked;
+use super::pools::{Pools, Standings};
+use super::question::RouteRequest;
 use crate::fleet::Member;
-use crate::health::{Change, Condition, Outcome};
+use crate::health::{Change, Outcome};
 use crate::load::Booking;
 use crate::load::duration::PrefillTimes;
 use crate::worker::{ModelName, Role, WorkerId, WorkerRank};
@@ -60,26 +62,41 @@ impl Router {
     pub fn answered(&self, booked: &mut Booked, answer: Answer) -> Vec<(WorkerId, Change)> {
         let now = self.load.now();
         let chosen = booked.route.to.rank.worker;
-        let outcome = match answer.from {
-            AnswerFrom::Chosen => Outcome::of_status(answer.status),
-            AnswerFrom::Other(_) | AnswerFrom::Gateway => Outcome::Failure,
+        let prefill = booked.route.prefill().map(|prefill| prefill.to.rank.worker);
+        // What fails after a remote prefill may have failed on either side.
+        let said =
+            Some(Outcome::of_status(answer.status)).filter(|said| *said != Outcome::Failure || prefill.is_none());
+        let (of_chosen, other) = match answer.from {
+            AnswerFrom::Chosen => (said, None),
+            AnswerFrom::Other(worker) => (Some(Outcome::Failure), said.map(|said| (worker, said))),
+            AnswerFrom::Gateway => (Some(Outcome::Failure), None),
         };
-        if outcome == Outcome::Overloaded {
-            self.overload.mark(chosen, now);
-        }
-        let probe = booked.probes.iter().position(|probe| probe.worker() == chosen).map(|at| booked.probes.remove(at));
-        let change = match probe {
-            Some(probe) => probe.report(outcome, now),
-            None => self.health.report(chosen, outcome, now),
-        };
-        let other = match answer.from {
-            AnswerFrom::Other(worker) => {
-                let change = self.health.report(worker, Outcome::of_status(answer.status), now);
-                change.map(|change| (worker, change))
+        // Without its prefill there would be no such answer.
+        let well = answer.from != AnswerFrom::Gateway && (200..300).contains(&answer.status);
+        let of_prefill = prefill.filter(|_| well).map(|worker| (worker, Outcome::Success));
+        let verdicts = of_chosen.map(|outcome| (chosen, outcome)).into_iter().chain(other).chain(of_prefill);
+        // Probes without a verdict are given back.
+        let mut probes = std::mem::take(&mut booked.probes);
+        let mut report = |(worker, outcome)| {
+            if outcome == Outcome::Overloaded {
+                self.overload.mark(worker, now);
             }
-            AnswerFrom::Chosen | AnswerFrom::Gateway => None,
+            let change = match probes.iter().position(|probe| probe.worker() == worker) {
+                Some(at) => probes.swap_remove(at).report(outcome, now),
+                None => self.health.report(worker, outcome, now),
+            };
+            change.map(|change| (worker, change))
         };
-        change.map(|change| (chosen, change)).into_iter().chain(other).collect()
+        verdicts.filter_map(&mut report).collect()
+    }
+
+    /// Whether a worker rank could serve a request if it had not too much to do.
+    pub fn only_overloaded(&self, request: &RouteRequest, rank: WorkerRank) -> bool {
+        let fleet = self.fleet.load();
+        let unwell = self.health.unwell(self.load.now());
+        let standings = |_: &[&Member]| Standings { unwell, ..Standings::default() };
+        let pools = Pools::find(&fleet, request, &self.settings, standings);
+        pools.is_ok_and(|pools| pools.decode.members.iter().any(|member| member.rank == rank))
     }
 
     /// The prefill of a booked request took so long.
@@ -107,12 +124,6 @@ impl Router {
             Some((model, role, entry.relative_error()?))
         };
         self.durations.0.iter().filter_map(error).collect()
-    }
-
-    /// Whether a worker rank is there and does not rest because it failed.
-    pub fn answers(&self, rank: WorkerRank) -> bool {
-        let well = self.health.standing(rank.worker, self.load.now()) == Condition::Well;
-        well && self.fleet.load().slot(rank).is_some()
     }
 
     /// The workers that rest because they failed.

@@ -29,6 +29,13 @@ pub(super) struct Leg<'f> {
     pub(super) choice: Choice,
 }
 
+/// The pool of one phase with the load of each member, in the same order.
+struct Candidates<'f> {
+    pool: Pool<'f>,
+    members: Vec<&'f Member>,
+    candidates: Vec<Candidate>,
+}
+
 impl<'f> Leg<'f> {
     pub(super) fn member(&self) -> &'f Member {
         self.members[self.choice.index]
@@ -79,21 +86,32 @@ impl<'f> Decision<'_, 'f> {
     /// Decides both phases.
     pub(super) fn decide(&self, view: &LoadView<'_>, rng: &mut impl Rng) -> Result<Legs<'f>, Undecided> {
         let Some(pool) = &self.pools.prefill else {
-            let decode = self.leg(view, self.pools.decode.clone(), Phase::Both, rng)?;
+            let decode = self.free(self.candidates(view, self.pools.decode.clone(), Phase::Both))?;
+            let decode = self.leg(decode, Phase::Both, rng)?;
             return Ok(Legs { decode, prefill: None, bypass: None, bypassed: None });
         };
-        let prefill = self.leg(view, pool.clone(), Phase::Prefill, rng)?;
+        let prefill = self.candidates(view, pool.clone(), Phase::Prefill);
+        let busy = self.is_busy(&prefill);
+        if busy && !self.may_bypass() {
+            return Err(Undecided::Busy);
+        }
+        let prefill = self.leg(prefill, Phase::Prefill, rng)?;
         match self.after(&prefill) {
             Some(pool) => {
-                let decode = self.leg(view, pool, Phase::Decode, rng)?;
+                let decode = self.leg(self.candidates(view, pool, Phase::Decode), Phase::Decode, rng)?;
                 let bypass = self.bypass(view, &prefill, &decode);
+                // Who keeps its prefill need not wait for a prefill worker.
+                if busy && bypass.is_none() {
+                    return Err(Undecided::Busy);
+                }
                 let (prefill, bypassed) = if bypass.is_none() { (Some(prefill), None) } else { (None, Some(prefill)) };
                 Ok(Legs { decode, prefill, bypass, bypassed })
             }
             // Nobody stands where the prefill worker could hand over to.
             None if self.settings.disaggregation.enforce => Err(Undecided::Refused(RouteError::NoPrefill)),
             None => {
-                let decode = self.leg(view, self.pools.decode.clone(), Phase::Both, rng)?;
+                let decode = self.free(self.candidates(view, self.pools.decode.clone(), Phase::Both))?;
+                let decode = self.leg(decode, Phase::Both, rng)?;
                 Ok(Legs { decode, prefill: None, bypass: Some(Bypass::OutOfReach), bypassed: Some(prefill) })
             }
         }
@@ -111,8 +129,12 @@ impl<'f> Decision<'_, 'f> {
         pool.narrowed(constraints)
     }
 
-    fn leg(&self, view: &LoadView<'_>, pool: Pool<'f>, phase: Phase, rng: &mut impl Rng) -> Result<Leg<'f>, Undecided> {
-        let tracks = phase != Phase::Prefill && self.settings.tracking.active_blocks;
+    fn tracks(&self, phase: Phase) -> bool {
+        phase != Phase::Prefill && self.settings.tracking.active_blocks
+    }
+
+    fn candidates(&self, view: &LoadView<'_>, pool: Pool<'f>, phase: Phase) -> Candidates<'f> {
+        let tracks = self.tracks(phase);
         let candidate = |member: &'f Member| {
             let load = view.load(member.slot, member.rank)?;
             let additional = || match phase != Phase::Decode && self.prepared.reuse {
@@ -130,15 +152,25 @@ impl<'f> Decision<'_, 'f> {
             };
             Some((member, candidate))
         };
-        let (members, candidates): (Vec<_>, Vec<_>) = pool.members.iter().copied().filter_map(candidate).unzip();
+        let (members, candidates) = pool.members.iter().copied().filter_map(candidate).unzip();
+        Candidates { pool, members, candidates }
+    }
+
+    fn is_busy(&self, seen: &Candidates<'_>) -> bool {
         let busy = |(member, candidate): (&&Member, &Candidate)| {
             let batch = member.worker.capacity.max_num_batched_tokens;
             self.gate.busy(candidate.load.active_prefill_tokens, batch)
         };
-        if phase != Phase::Decode && !members.is_empty() && members.iter().zip(&candidates).all(busy) {
-            return Err(Undecided::Busy);
-        }
-        let (question, weights) = (self.question(&pool, phase, tracks), self.weights(phase));
+        !seen.members.is_empty() && seen.members.iter().zip(&seen.candidates).all(busy)
+    }
+
+    fn free(&self, seen: Candidates<'f>) -> Result<Candidates<'f>, Undecided> {
+        if self.is_busy(&seen) { Err(Undecided::Busy) } else { Ok(seen) }
+    }
+
+    fn leg(&self, seen: Candidates<'f>, phase: Phase, rng: &mut impl Rng) -> Result<Leg<'f>, Undecided> {
+        let Candidates { pool, members, candidates } = seen;
+        let (question, weights) = (self.question(&pool, phase, self.tracks(phase)), self.weights(phase));
         let choice = schedule::choose(&question, &candidates, &weights, rng)
             .ok_or(Undecided::Refused(RouteError::NoCandidate))?;
         Ok(Leg { pool, question, weights, members, candidates, choice })
@@ -170,9 +202,13 @@ impl<'f> Decision<'_, 'f> {
         weights
     }
 
-    fn bypass(&self, view: &LoadView<'_>, prefill: &Leg<'f>, decode: &Leg<'f>) -> Option<Bypass> {
+    fn may_bypass(&self) -> bool {
         // Who named the prefill worker wants it used.
-        let rule = self.settings.disaggregation.conditional.filter(|_| self.prepared.request.prefill_pin.is_none())?;
+        self.settings.disaggregation.conditional.is_some() && self.prepared.request.prefill_pin.is_none()
+    }
+
+    fn bypass(&self, view: &LoadView<'_>, prefill: &Leg<'f>, decode: &Leg<'f>) -> Option<Bypass> {
+        let rule = self.settings.disaggregation.conditional.filter(|_| self.may_bypass())?;
         let (to, from) = (decode.member(), prefill.member());
         rule.bypass(&Facts {
             prompt_tokens: decode.question.prompt_tokens,

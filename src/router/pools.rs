@@ -66,7 +66,8 @@ impl<'f> Pools<'f> {
         settings: &RouterSettings,
         standings: Standings,
     ) -> Result<Self, RouteError> {
-        let rules = Rules { settings, standings: &standings };
+        let rejects = settings.when_all_overloaded == WhenOverloaded::Reject && request.has_prompt();
+        let rules = Rules { settings, standings: &standings, rejects };
         let prefill = rules.prefill(members, request)?;
         let role = if prefill.is_some() { Role::Decode } else { Role::Aggregated };
         let mut decode = rules.pool(members, Constraints { role, ..request.constraints.clone() })?;
@@ -98,19 +99,20 @@ impl Pool<'_> {
 struct Rules<'a> {
     settings: &'a RouterSettings,
     standings: &'a Standings,
+    /// Whether nobody is chosen while everybody is overloaded.
+    rejects: bool,
 }
 
 impl Rules<'_> {
     fn pool<'f>(&self, members: &[&'f Member], constraints: Constraints) -> Result<Pool<'f>, RouteError> {
         let found = eligible(members, &constraints, |member| self.standings.of(member));
-        let relaxed = |error| match (error, self.settings.when_all_overloaded) {
-            (
-                Ineligible::AllEligibleWorkersOverloaded | Ineligible::PinnedWorkerOverloaded(_),
-                WhenOverloaded::Route,
-            ) => eligible(members, &constraints, |member| match self.standings.of(member) {
-                Standing::Overloaded => Standing::Ready,
-                standing => standing,
-            }),
+        let relaxed = |error| match error {
+            Ineligible::AllEligibleWorkersOverloaded | Ineligible::PinnedWorkerOverloaded(_) if !self.rejects => {
+                eligible(members, &constraints, |member| match self.standings.of(member) {
+                    Standing::Overloaded => Standing::Ready,
+                    standing => standing,
+                })
+            }
             _ => Err(error),
         };
         let members = found.or_else(relaxed).map_err(|error| RouteError::of(error, &constraints))?;
@@ -118,13 +120,21 @@ impl Rules<'_> {
     }
 
     fn prefill<'f>(&self, members: &[&'f Member], request: &RouteRequest) -> Result<Option<Pool<'f>>, RouteError> {
-        let enforce = self.settings.disaggregation.enforce;
+        if !request.has_prompt() {
+            return Ok(None);
+        }
+        // Where every worker does both phases nothing is missing.
+        let apart = members.iter().any(|member| member.worker.role != Role::Aggregated);
+        let enforce = self.settings.disaggregation.enforce && apart;
+        let own_pin = request.prefill_pin.filter(|_| request.prefill_pin != request.constraints.pin);
         let exists = members.iter().any(|member| member.worker.role == Role::Prefill);
-        match exists.then(|| self.pool(members, for_prefill(request))) {
-            Some(Ok(pool)) => Ok(Some(pool)),
+        match (exists.then(|| self.pool(members, for_prefill(request))), own_pin) {
+            (Some(Ok(pool)), _) => Ok(Some(pool)),
             // A pin that cannot be kept is the client's mistake, whatever else could be done. Where it named a worker for
             // every phase, it is meant for the others only.
-            Some(Err(error @ RouteError::Pin(_))) if request.prefill_pin != request.constraints.pin => Err(error),
+            (Some(Err(error @ RouteError::Pin(_))), Some(_)) => Err(error),
+            (None, Some(pin)) => Err(RouteError::Pin(Ineligible::PinUnknown(pin.worker))),
+            (Some(Err(error @ RouteError::Overloaded(_))), _) if enforce => Err(error),
             _ if enforce => Err(RouteError::NoPrefill),
             _ => Ok(None),
         }

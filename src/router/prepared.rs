@@ -10,13 +10,14 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::pools::serving;
 use super::question::RouteRequest;
 use crate::block::{BlockHashes, SequenceHash};
-use crate::fleet::Member;
+use crate::fleet::{Fleet, Member};
 use crate::index::{Overlaps, TierBlocks};
 use crate::load::LoadView;
 use crate::schedule::Weights;
-use crate::worker::BlockSize;
+use crate::worker::{BlockSize, Role};
 
 /// Tables of overlaps that are kept to be used again.
 const MOST_SCRATCH: usize = 64;
@@ -94,10 +95,14 @@ impl Prepared {
         self.overlaps.iter().map(of_prompt).sum()
     }
 
-    /// Most tokens that anybody has cached of the prompts.
-    pub fn best_cached_tokens(&self) -> u64 {
+    /// Most tokens that anybody has cached of the prompts who might have to compute them.
+    pub(super) fn best_cached_tokens(&self, fleet: &Fleet) -> u64 {
+        let Ok(members) = serving(fleet, self.request.model.as_ref()) else { return 0 };
+        let apart = members.iter().any(|member| member.worker.role == Role::Prefill);
+        let computes = |member: &&&Member| !apart || member.worker.role != Role::Decode;
+        let slots: Vec<_> = members.iter().filter(computes).map(|member| member.slot).collect();
         let best = |looked: &Looked| {
-            let held = looked.table.iter().map(|(_, blocks)| blocks.total()).max().unwrap_or(0);
+            let held = slots.iter().map(|slot| looked.table.get(*slot).total()).max().unwrap_or(0);
             u64::from(held) * looked.block_size.tokens() as u64
         };
         self.overlaps.iter().map(best).sum()

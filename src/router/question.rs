@@ -77,6 +77,24 @@ pub struct Priority {
 }
 
 impl RouteRequest {
+    /// The same demands by somebody of whose prompt nothing is known.
+    pub fn without_prompt(&self) -> Self {
+        let because = match self.prompt {
+            Prompt::Estimated { because, .. } => because,
+            Prompt::Hashed(_) => Reason::BodyNotShown,
+        };
+        Self {
+            constraints: self.constraints.clone(),
+            prefill_pin: self.prefill_pin,
+            ..Self::new(self.model.clone(), Prompt::Estimated { tokens: 0, because })
+        }
+    }
+
+    /// Whether there is anything to compute: a list of models is no work for anybody, so it waits for nobody.
+    pub fn has_prompt(&self) -> bool {
+        !matches!(self.prompt, Prompt::Estimated { because: Reason::NotInference | Reason::NoBody, .. })
+    }
+
     /// A request that wishes nothing.
     pub fn new(model: Option<ModelName>, prompt: Prompt) -> Self {
         Self {

@@ -106,5 +106,6 @@ fn because(reason: Reason) -> &'static str {
         Reason::BadPin => "the request is pinned to a worker that will not do",
         Reason::Overloaded => "all eligible workers are overloaded",
         Reason::QueueFull | Reason::QueueDeadline => "the request waits",
+        Reason::RouterFailed => "the router made a mistake",
     }
 }

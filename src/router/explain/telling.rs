@@ -125,7 +125,8 @@ impl<'f> Telling<'_, 'f> {
     }
 
     fn has_prefill(&self) -> bool {
-        self.seen.members.iter().any(|member| member.worker.role == Role::Prefill)
+        let request = &self.prepared.request;
+        request.has_prompt() && self.seen.members.iter().any(|member| member.worker.role == Role::Prefill)
     }
 }
 

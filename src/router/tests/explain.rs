@@ -271,7 +271,8 @@ fn without_a_choice_everybody_is_shown_and_the_sentence_says_why() {
     assert!(explanation.route.is_none());
 
     let disaggregation = Disaggregation { enforce: true, conditional: None };
-    let strict = router_of([worker(1)], RouterSettings { disaggregation, ..RouterSettings::default() });
+    let decodes = Worker { role: Role::Decode, ..worker(1) };
+    let strict = router_of([decodes], RouterSettings { disaggregation, ..RouterSettings::default() });
     let explanation = strict.explain(request(&[vec![1]]));
     assert_eq!(explanation.reason, Some(Reason::NoPrefill));
     let [prefill, decode] = &explanation.phases[..] else { panic!("{explanation:?}") };

@@ -148,3 +148,120 @@ fn the_place_of_the_prefill_worker_binds_the_decode_worker() {
     let strict = router_of(apart(), enforcing(true)).route(request(&[vec![1]]));
     assert_eq!(strict.unwrap_err(), RouteError::NoPrefill);
 }
+
+#[test]
+fn what_has_no_prompt_needs_no_prefill_worker_and_no_patience() {
+    let unread = |because| RouteRequest::new(None, Prompt::Estimated { tokens: 0, because });
+    let when_all_overloaded = WhenOverloaded::Reject;
+    let settings = RouterSettings { when_all_overloaded, ..enforcing(true) };
+    let router = router_of([with_role(11, Role::Decode)], settings);
+    assert_eq!(router.route(unread(Reason::BodyTooLarge)).unwrap_err(), RouteError::NoPrefill);
+    for because in [Reason::NotInference, Reason::NoBody] {
+        assert_eq!(router.route(unread(because)).unwrap().route.phases, Phases::Aggregated);
+    }
+    let mut booked = router.route(unread(Reason::NoBody)).unwrap();
+    router.answered(&mut booked, Answer { status: 503, from: AnswerFrom::Chosen });
+    assert!(router.route(unread(Reason::NoBody)).is_ok(), "however overloaded it is");
+    publish(&router, pools());
+    assert!(router.route(unread(Reason::NotInference)).unwrap().route.prefill().is_none());
+}
+
+#[test]
+fn where_every_worker_does_both_phases_no_prefill_worker_is_missing() {
+    let router = router_of([worker(1)], enforcing(true));
+    let mut asked = request(&[vec![1, 2]]);
+    assert_eq!(router.route(asked.clone()).unwrap().route.phases, Phases::Aggregated);
+    asked.prefill_pin = pinned(7);
+    assert!(matches!(router.route(asked).unwrap_err(), RouteError::Pin(_)));
+}
+
+#[test]
+fn overloaded_prefill_workers_are_overload_and_not_their_absence() {
+    let when_all_overloaded = WhenOverloaded::Reject;
+    let overload = crate::schedule::Thresholds { prefill_tokens: Some(1), ..Default::default() };
+    let router = router_of(pools(), RouterSettings { when_all_overloaded, overload, ..enforcing(true) });
+    let _held: Vec<_> = (0..2).map(|at| router.route(request(&[vec![at, at]])).unwrap()).collect();
+    assert!(matches!(router.route(request(&[vec![9]])).unwrap_err(), RouteError::Overloaded(_)));
+}
+
+#[test]
+fn a_failure_after_a_remote_prefill_is_nobodys_and_a_success_is_both_workers() {
+    let clock = Clock::default();
+    let workers = [with_role(1, Role::Prefill), with_role(11, Role::Decode)];
+    let router = clocked(workers, RouterSettings::default(), &clock);
+    let answered = |status, from| {
+        let mut booked = router.route(request(&[vec![1, 2]])).unwrap();
+        assert!(booked.route.prefill().is_some());
+        let probes = booked.probes.len();
+        router.answered(&mut booked, Answer { status, from });
+        probes
+    };
+    for _ in 0..5 {
+        answered(500, AnswerFrom::Chosen);
+    }
+    assert_eq!(router.out(), []);
+    for _ in 0..3 {
+        router.health.report(WorkerId(1), crate::health::Outcome::Failure, clock.now());
+    }
+    assert_eq!(router.out(), [WorkerId(1)]);
+    clock.advance(Duration::from_secs(1));
+    assert_eq!(answered(500, AnswerFrom::Chosen), 1);
+    assert_eq!(router.out(), [WorkerId(1)], "the probe told nothing");
+    assert_eq!(answered(200, AnswerFrom::Chosen), 1, "so the next one is a probe again");
+    assert_eq!(router.out(), []);
+}
+
+#[test]
+fn who_keeps_its_prefill_does_not_wait_for_a_prefill_worker() {
+    let gate = Gate { prefill_tokens: Some(10), ..Gate::default() };
+    let attempt = |conditional: Option<Conditional>, prefill_pin| {
+        let disaggregation = Disaggregation { enforce: false, conditional };
+        let router = router_of(pools(), RouterSettings { disaggregation, ..RouterSettings::default() });
+        let occupy = |id: u64| {
+            let mut long = request(&[(id * 100..id * 100 + 20).collect()]);
+            long.prefill_pin = pinned(id);
+            router.route(long).unwrap()
+        };
+        let _held = [occupy(1), occupy(2)];
+        let mut prepared = router.prepare(RouteRequest { prefill_pin, ..request(&[vec![7]]) });
+        match router.place(&mut prepared, &gate) {
+            Attempt::Placed(booked) => Some(booked.route.phases),
+            attempt => {
+                assert!(matches!(attempt, Attempt::Busy), "{attempt:?}");
+                None
+            }
+        }
+    };
+    let always = Some(Conditional { uncached_share: 1.5, ..Conditional::default() });
+    assert_eq!(attempt(None, None), None);
+    assert_eq!(attempt(always, None), Some(Phases::Kept(Bypass::LittleToCompute)));
+    assert_eq!(attempt(always, pinned(1)), None);
+    let never = Some(Conditional { uncached_tokens: 0, ..Conditional::default() });
+    assert_eq!(attempt(never, None), None);
+}
+
+#[test]
+fn a_placed_request_leaves_no_prediction_before_it_is_sent_and_only_the_answering_rank_grows() {
+    let clock = Clock::default();
+    let fallback = crate::predict::Ttl { ttl: Duration::from_secs(60), most_blocks_per_rank: 100 };
+    let policy = crate::predict::Policy::Lru { default_blocks: Some(100), fallback };
+    let told = clock.clone();
+    let without_events = Some(crate::predict::Predictor::new(policy, move || told.now()));
+    let workers = [with_role(1, Role::Prefill), with_role(11, Role::Decode)];
+    let router = clocked(workers, RouterSettings::default(), &clock);
+    let router = router.predicting(Predictions { without_events, beside_events: None });
+    router.fleet().members().for_each(|member| router.predictions().open(member));
+    let held = || {
+        let mut held: Vec<_> =
+            router.predictions().stats().map(|rank| (rank.rank.worker.0, rank.blocks, rank.generated)).collect();
+        held.sort_unstable();
+        held
+    };
+    let mut prepared = router.prepare(request(&[vec![1, 2], vec![3]]));
+    let Attempt::Placed(mut booked) = router.place(&mut prepared, &Gate::default()) else { panic!("it is free") };
+    assert_eq!(held(), [(1, 0, 0), (11, 0, 0)]);
+    router.expect_booked(&mut booked);
+    assert_eq!(held(), [(1, 3, 0), (11, 3, 0)]);
+    booked.grow();
+    assert_eq!(held(), [(1, 3, 0), (11, 3, 1)]);
+}

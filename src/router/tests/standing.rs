@@ -107,3 +107,10 @@ fn when_nobody_is_healthy_everybody_is_tried() {
     assert_eq!(router.out(), [WorkerId(1), WorkerId(2)]);
     assert_eq!(ids(&router, 50), [1, 2]);
 }
+
+#[test]
+fn another_worker_that_says_it_is_overloaded_is_left_alone_too() {
+    let router = router_of([worker(1), worker(2), worker(3)], RouterSettings::default());
+    router.answered(&mut booked_at(&router, 1), Answer { status: 429, from: AnswerFrom::Other(WorkerId(2)) });
+    assert_eq!(ids(&router, 50), [1, 3]);
+}
