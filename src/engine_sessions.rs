@@ -138,13 +138,13 @@ impl EngineSessions {
             }
             tokio::select! {
                 () = self.news.notified() => {}
-                Some(told) = running.next() => self.ended(told, &mut lanes),
+                Some(told) = running.next() => self.ended(&told, &mut lanes),
             }
         }
     }
 
     /// Whoever left the fleet is told to close its sessions as long as it answers.
-    fn ended(&self, told: Told, lanes: &mut Lanes) {
+    fn ended(&self, told: &Told, lanes: &mut Lanes) {
         lanes.done(&told.place);
         let endpoint = told.place.endpoint;
         if told.silence && !self.router.fleet().workers().any(|worker| worker.endpoint == endpoint) {
