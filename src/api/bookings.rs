@@ -141,7 +141,9 @@ impl Bookings {
     pub(super) fn output_block(&self, attempt: Attempt<'_>, fraction: Option<f64>) -> Result<(), Fault> {
         self.change(|state| {
             match state.ledger.known(attempt) {
-                Some(Known::Booked(_, _, beside)) => beside.leases.iter_mut().for_each(|lease| lease.grow(1)),
+                Some(Known::Booked(_, _, beside)) => {
+                    beside.leases.first_mut().into_iter().for_each(|lease| lease.grow(1))
+                }
                 Some(Known::Ended(_)) | None => return Err(not_booked(attempt)),
             }
             state.ledger.output_block(attempt, fraction);

@@ -1,6 +1,5 @@
 //! Store events: from a parent and a run of blocks to names with places.
 
-use super::clear::SWEEP;
 use super::waiting::Apart;
 use super::{Named, Place, RankWriter, Scratch};
 use crate::block::EngineHash;
@@ -63,11 +62,11 @@ impl RankWriter {
         }
         trie.mark_all(&scratch.granted, hold, true);
         self.grant(&mut trie, shard, &mut scratch);
+        if !self.waiting.is_empty() {
+            self.adopt(&mut trie, blocks);
+        }
         self.release(&mut trie, shard, &mut scratch);
         drop(trie);
-        if !self.waiting.is_empty() {
-            self.adopt(shard, blocks);
-        }
         self.release_elsewhere(&mut scratch);
         self.recycle(scratch);
         if gained { Outcome::Ok } else { Outcome::DuplicateStore }
@@ -241,29 +240,18 @@ impl RankWriter {
         self.tally.add_copies(-i64::from(copies));
     }
 
-    /// Gives places to the blocks that have waited for these. There may be very many, so readers are let in between.
-    fn adopt(&mut self, shard: usize, blocks: &[StoredBlock]) {
+    /// Gives places to the blocks that have waited for these. All in one step, because readers see an event whole; how many
+    /// may wait is bounded.
+    fn adopt(&mut self, trie: &mut Trie, blocks: &[StoredBlock]) {
         let awaited = blocks.iter().map(|block| block.engine).filter(|engine| self.waiting.has_child(*engine));
         let mut parents: Vec<EngineHash> = awaited.collect();
-        let index = self.index.clone();
-        while !parents.is_empty() {
-            let mut trie = index.shards[shard].write();
-            self.adopt_some(&mut trie, &mut parents);
-        }
-    }
-
-    fn adopt_some(&mut self, trie: &mut Trie, parents: &mut Vec<EngineHash>) {
-        let mut left = SWEEP;
-        while left > 0
-            && let Some(&parent) = parents.last()
-        {
+        while let Some(&parent) = parents.last() {
             let place = self.held.get(&parent).map(|named| named.place);
             match place.and_then(|place| Some((place, self.waiting.take_child(parent)?))) {
                 None => drop(parents.pop()),
                 Some((place, (child, apart))) => {
                     self.adopt_one(trie, place, child, &apart);
                     parents.push(child);
-                    left -= 1;
                 }
             }
         }

@@ -20,7 +20,7 @@ pub(super) struct Apart {
 }
 
 /// Most blocks without a place of one rank. Nobody is routed by them, so they may not take memory without end.
-const MOST: usize = if cfg!(test) { 1 << 12 } else { 1 << 20 };
+const MOST: usize = if cfg!(test) { 1 << 12 } else { 1 << 18 };
 
 /// All blocks without a place of one rank.
 #[derive(Debug, Default)]
