@@ -121,25 +121,26 @@ pub(crate) async fn connect(bed: &Bed) -> TcpStream {
 #[tokio::test]
 async fn slow_readers_and_slow_writers_disturb_nobody_and_their_bookings_end() {
     let bed = Bed::start(2, &[], Patience::Long).await;
+    // Both peers stop in the middle until all others are served: nothing is slower than that.
+    let (go_on, others_served) = tokio::sync::watch::channel(false);
     let mut reader = connect(&bed).await;
     reader.write_all(raw(&stream("slow reader", 40)).as_bytes()).await.unwrap();
+    let mut wait = others_served.clone();
     let reader = tokio::spawn(async move {
-        let (mut text, mut piece) = (Vec::new(), [0; 256]);
-        loop {
-            // A slow peer is what this test is about.
-            tokio::time::sleep(Duration::from_millis(200)).await;
-            match reader.read(&mut piece).await.unwrap() {
-                0 => return String::from_utf8(text).unwrap(),
-                read => text.extend_from_slice(&piece[..read]),
-            }
-        }
+        let mut text = vec![0; 256];
+        reader.read_exact(&mut text).await.unwrap();
+        wait.wait_for(|served| *served).await.unwrap();
+        reader.read_to_end(&mut text).await.unwrap();
+        String::from_utf8(text).unwrap()
     });
     let mut writer = connect(&bed).await;
+    let mut wait = others_served;
     let writer = tokio::spawn(async move {
-        for piece in raw(&chat("slow writer", 3)).as_bytes().chunks(40) {
-            writer.write_all(piece).await.unwrap();
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
+        let request = raw(&chat("slow writer", 3));
+        let (begin, end) = request.split_at(request.len() - 40);
+        writer.write_all(begin.as_bytes()).await.unwrap();
+        wait.wait_for(|served| *served).await.unwrap();
+        writer.write_all(end.as_bytes()).await.unwrap();
         let mut text = String::new();
         writer.read_to_string(&mut text).await.unwrap();
         text
@@ -148,6 +149,7 @@ async fn slow_readers_and_slow_writers_disturb_nobody_and_their_bookings_end() {
         assert_eq!(answer.mode.as_deref(), Some("exact"));
     }
     assert!(!reader.is_finished() && !writer.is_finished(), "the others must not have to wait for the slow ones");
+    go_on.send(true).unwrap();
     let (read, written) = (reader.await.unwrap(), writer.await.unwrap());
     assert!(read.starts_with("HTTP/1.1 200") && read.contains("data: [DONE]"), "{read}");
     assert!(written.starts_with("HTTP/1.1 200") && written.contains("\"completion_tokens\":3"), "{written}");
