@@ -10,7 +10,7 @@ use warmroute::index::{KvEvent, Overlaps, PrefixIndex, RankWriter, StoredBlock};
 use warmroute::load::LoadTracker;
 use warmroute::router::{Prompt, RouteRequest, Router, RouterSettings};
 use warmroute::tier::Tier;
-use warmroute::worker::{BlockSize, Endpoint, Ranks, Role, Slot, Worker, WorkerId};
+use warmroute::worker::{BlockSize, Endpoint, Slot, Worker, WorkerId};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const BLOCK: BlockSize = BlockSize(NonZeroU32::new(16).expect("16 is not zero"));
@@ -74,20 +74,7 @@ fn limit_compare_of_752_blocks(bencher: Bencher<'_, '_>) {
 
 fn worker(id: u64) -> Worker {
     let address = std::net::SocketAddr::from(([10, 0, (id >> 8) as u8, id as u8], 8000));
-    Worker {
-        id: WorkerId(id),
-        endpoint: Endpoint(address),
-        model: "m".into(),
-        role: Role::Aggregated,
-        block_size: BLOCK,
-        ranks: Ranks::ONE,
-        capacity: Default::default(),
-        taints: Default::default(),
-        adapters: Default::default(),
-        topology: Default::default(),
-        kv_transfer: None,
-        event_sources: Vec::new(),
-    }
+    Worker::new(WorkerId(id), Endpoint(address), "m".into(), BLOCK)
 }
 
 #[divan::bench(args = [8, 64, 512])]

@@ -11,24 +11,14 @@ use warmroute::index::{KvEvent, PrefixIndex, StoredBlock};
 use warmroute::load::LoadTracker;
 use warmroute::router::{Prompt, RouteRequest, Router, RouterSettings};
 use warmroute::tier::Tier;
-use warmroute::worker::{BlockSize, Ranks, Role, Worker, WorkerId};
+use warmroute::worker::{BlockSize, Endpoint, Worker, WorkerId};
 
 #[expect(clippy::print_stdout, reason = "a program that shows something")]
 fn main() -> anyhow::Result<()> {
     let block_size = BlockSize::new(16).context("blocks hold something")?;
-    let worker = |id: u64| Worker {
-        id: WorkerId(id),
-        endpoint: std::net::SocketAddr::from(([10, 0, 0, id as u8], 8000)).to_string().parse().expect("an address"),
-        model: "m".into(),
-        role: Role::Aggregated,
-        block_size,
-        ranks: Ranks::ONE,
-        capacity: Default::default(),
-        taints: Default::default(),
-        adapters: Default::default(),
-        topology: Default::default(),
-        kv_transfer: None,
-        event_sources: Vec::new(),
+    let worker = |id: u64| {
+        let endpoint = Endpoint(([10, 0, 0, id as u8], 8000).into());
+        Worker::new(WorkerId(id), endpoint, "m".into(), block_size)
     };
     let (index, load) = (PrefixIndex::new(), LoadTracker::new(Instant::now));
     let router = Router::new(index.clone(), load.clone(), RouterSettings::default(), 1);

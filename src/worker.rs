@@ -262,6 +262,24 @@ pub fn topology_taint(domain: &str, value: &str) -> String {
 }
 
 impl Worker {
+    /// A worker of one rank that does both phases, of which nothing else is known.
+    pub fn new(id: WorkerId, endpoint: Endpoint, model: ModelName, block_size: BlockSize) -> Self {
+        Self {
+            id,
+            endpoint,
+            model,
+            role: Role::Aggregated,
+            block_size,
+            ranks: Ranks::ONE,
+            capacity: Capacity::default(),
+            taints: BTreeSet::new(),
+            adapters: BTreeSet::new(),
+            topology: BTreeMap::new(),
+            kv_transfer: None,
+            event_sources: Vec::new(),
+        }
+    }
+
     /// Whether the worker has a taint, by its label or by where it stands.
     pub fn carries(&self, taint: &str) -> bool {
         let place = || taint.strip_prefix(TOPOLOGY_TAINT)?.split_once('=');

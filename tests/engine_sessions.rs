@@ -32,7 +32,7 @@ use warmroute::metrics::{EngineSessionLabels, Metrics};
 use warmroute::router::{Router, RouterSettings};
 use warmroute::sessions::{Binding, Entry, Hold, SessionName, SessionRules, Sessions};
 use warmroute::settings::Period;
-use warmroute::worker::{BlockSize, Capacity, DpRank, Endpoint, Ranks, Role, Worker, WorkerId, WorkerRank};
+use warmroute::worker::{BlockSize, DpRank, Endpoint, Ranks, Worker, WorkerId, WorkerRank};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 const TTL: u64 = 60;
@@ -145,18 +145,8 @@ impl Drop for Bed {
 
 fn worker(id: u64, address: SocketAddr) -> Worker {
     Worker {
-        id: WorkerId(id),
-        endpoint: Endpoint(address),
-        model: "m".into(),
-        role: Role::Aggregated,
-        block_size: BlockSize::new(16).unwrap(),
         ranks: Ranks { start: 0, size: 2.try_into().unwrap() },
-        capacity: Capacity::default(),
-        taints: BTreeSet::new(),
-        adapters: BTreeSet::new(),
-        topology: std::collections::BTreeMap::new(),
-        kv_transfer: None,
-        event_sources: Vec::new(),
+        ..Worker::new(WorkerId(id), Endpoint(address), "m".into(), BlockSize::new(16).unwrap())
     }
 }
 

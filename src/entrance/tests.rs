@@ -9,23 +9,10 @@ use crate::index::PrefixIndex;
 use crate::load::LoadTracker;
 use crate::router::{Prompt, RouterSettings};
 use crate::sessions::SessionRules;
-use crate::worker::{BlockSize, Capacity, Ranks, Role, Worker, WorkerId};
+use crate::worker::{BlockSize, Worker, WorkerId};
 
 fn worker(id: u64) -> Worker {
-    Worker {
-        id: WorkerId(id),
-        endpoint: "127.0.0.1:8000".parse().unwrap(),
-        model: "m".into(),
-        role: Role::Aggregated,
-        block_size: BlockSize::new(4).unwrap(),
-        ranks: Ranks::ONE,
-        capacity: Capacity::default(),
-        taints: Default::default(),
-        adapters: Default::default(),
-        topology: Default::default(),
-        kv_transfer: None,
-        event_sources: Vec::new(),
-    }
+    Worker::new(WorkerId(id), "127.0.0.1:8000".parse().unwrap(), "m".into(), BlockSize::new(4).unwrap())
 }
 
 /// An entrance to workers that are busy beyond `threshold` prefill tokens.

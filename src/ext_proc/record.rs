@@ -194,7 +194,7 @@ impl Drop for Record {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::{BTreeMap, BTreeSet};
+
     use std::time::Duration;
 
     use super::*;
@@ -204,27 +204,15 @@ mod tests {
     use crate::load::LoadTracker;
     use crate::predict::{Policy, Predictor, Ttl};
     use crate::router::{Predictions, Prompt, Reason, RouteRequest, RouterSettings};
-    use crate::worker::{BlockSize, Capacity, Ranks, Role, Worker, WorkerId};
+    use crate::worker::{BlockSize, Worker, WorkerId};
 
     fn router() -> Arc<Router> {
         let load = LoadTracker::new(Instant::now);
         let ttl = Ttl { ttl: Duration::from_secs(120), most_blocks_per_rank: 1000 };
         let predictor = Predictor::new(Policy::Ttl(ttl), Instant::now);
         let predictions = Predictions { without_events: Some(predictor), beside_events: None };
-        let worker = Worker {
-            id: WorkerId(1),
-            endpoint: "127.0.0.1:8000".parse().unwrap(),
-            model: "m".into(),
-            role: Role::Aggregated,
-            block_size: BlockSize::new(4).unwrap(),
-            ranks: Ranks::ONE,
-            capacity: Capacity::default(),
-            taints: BTreeSet::new(),
-            adapters: BTreeSet::new(),
-            topology: BTreeMap::new(),
-            kv_transfer: None,
-            event_sources: Vec::new(),
-        };
+        let worker =
+            Worker::new(WorkerId(1), "127.0.0.1:8000".parse().unwrap(), "m".into(), BlockSize::new(4).unwrap());
         let change = Fleet::empty().reconcile(vec![worker]);
         for member in &change.added {
             load.open(member.slot, member.rank);

@@ -1,22 +1,17 @@
 use std::num::NonZeroU32;
 
 use super::*;
-use crate::worker::{BlockSize, Capacity, DpRank, Endpoint, EventSource, Ranks, Role};
+use crate::worker::{BlockSize, DpRank, Endpoint, EventSource, Ranks, Role};
 
 fn worker(id: u64, ranks: u32) -> Worker {
     Worker {
-        id: WorkerId(id),
-        endpoint: Endpoint(format!("10.0.0.{id}:8000").parse().unwrap()),
-        model: "m".into(),
-        role: Role::Aggregated,
-        block_size: BlockSize::new(16).unwrap(),
         ranks: Ranks { start: 0, size: NonZeroU32::new(ranks).unwrap() },
-        capacity: Capacity::default(),
-        taints: BTreeSet::new(),
-        adapters: BTreeSet::new(),
-        topology: BTreeMap::new(),
-        kv_transfer: None,
-        event_sources: vec![],
+        ..Worker::new(
+            WorkerId(id),
+            Endpoint(format!("10.0.0.{id}:8000").parse().unwrap()),
+            "m".into(),
+            BlockSize::new(16).unwrap(),
+        )
     }
 }
 

@@ -1,4 +1,4 @@
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -16,20 +16,7 @@ use crate::worker::{BlockSize, Capacity, Ranks, Role, Worker, WorkerId};
 use prepared::MOST_SEARCHED;
 
 fn worker(id: u64) -> Worker {
-    Worker {
-        id: WorkerId(id),
-        endpoint: "127.0.0.1:8000".parse().unwrap(),
-        model: "m".into(),
-        role: Role::Aggregated,
-        block_size: BlockSize::new(4).unwrap(),
-        ranks: Ranks::ONE,
-        capacity: Capacity::default(),
-        taints: BTreeSet::new(),
-        adapters: BTreeSet::new(),
-        topology: BTreeMap::new(),
-        kv_transfer: None,
-        event_sources: Vec::new(),
-    }
+    Worker::new(WorkerId(id), "127.0.0.1:8000".parse().unwrap(), "m".into(), BlockSize::new(4).unwrap())
 }
 
 /// A router with one worker rank.

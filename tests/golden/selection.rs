@@ -1,6 +1,6 @@
 //! Who is a candidate, and the choice among candidates, as the reference selector makes them.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -13,7 +13,7 @@ use warmroute::schedule::{
     Candidate, Constraints, Ineligible, Overrides, Pin, Question, Standing, Weights, choose, costs, eligible,
     preference,
 };
-use warmroute::worker::{BlockSize, Capacity, DpRank, Endpoint, Ranks, Role, WorkerId};
+use warmroute::worker::{BlockSize, DpRank, Endpoint, Ranks, Role, Worker, WorkerId};
 
 use super::frame::{Report, run_cases};
 
@@ -204,19 +204,16 @@ impl Case {
     }
 
     fn fleet(&self) -> Fleet {
-        let worker = |(nth, case): (usize, &WorkerCase)| warmroute::worker::Worker {
-            id: WorkerId(case.worker_id),
-            endpoint: Endpoint(([127, 0, 0, 1], 8000 + nth as u16).into()),
-            model: "m".into(),
+        let worker = |(nth, case): (usize, &WorkerCase)| Worker {
             role: self.role(),
-            block_size: BlockSize::new(self.block_size).unwrap(),
             ranks: Ranks { start: case.dp_start, size: case.dp_size.try_into().unwrap() },
-            capacity: Capacity::default(),
             taints: case.taints.clone(),
-            adapters: BTreeSet::new(),
-            topology: BTreeMap::new(),
-            kv_transfer: None,
-            event_sources: Vec::new(),
+            ..Worker::new(
+                WorkerId(case.worker_id),
+                Endpoint(([127, 0, 0, 1], 8000 + nth as u16).into()),
+                "m".into(),
+                BlockSize::new(self.block_size).unwrap(),
+            )
         };
         Fleet::empty().reconcile(self.workers.iter().enumerate().map(worker).collect()).fleet
     }

@@ -1,4 +1,4 @@
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use proptest::collection::vec;
@@ -11,25 +11,12 @@ use crate::index::PrefixIndex;
 use crate::load::ledger::Refused;
 use crate::router::{Elsewhere, Prompt, RouteRequest, RouterSettings};
 use crate::sessions::{Entry, SessionName, SessionRules, Sessions};
-use crate::worker::{BlockSize, Capacity, DpRank, Ranks, Role, Worker, WorkerId};
+use crate::worker::{BlockSize, DpRank, Worker, WorkerId};
 
 const SILENCE: Duration = Duration::from_secs(300);
 
 fn worker(id: u64) -> Worker {
-    Worker {
-        id: WorkerId(id),
-        endpoint: "127.0.0.1:8000".parse().unwrap(),
-        model: "m".into(),
-        role: Role::Aggregated,
-        block_size: BlockSize::new(4).unwrap(),
-        ranks: Ranks::ONE,
-        capacity: Capacity::default(),
-        taints: BTreeSet::new(),
-        adapters: BTreeSet::new(),
-        topology: BTreeMap::new(),
-        kv_transfer: None,
-        event_sources: Vec::new(),
-    }
+    Worker::new(WorkerId(id), "127.0.0.1:8000".parse().unwrap(), "m".into(), BlockSize::new(4).unwrap())
 }
 
 /// A router with three workers, sessions, and bookings, all by one clock.

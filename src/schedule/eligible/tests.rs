@@ -4,23 +4,15 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::fleet::Fleet;
-use crate::worker::{BlockSize, Capacity, KvTransfer, Ranks};
+use crate::worker::{BlockSize, KvTransfer, Ranks};
 
 fn worker(id: u64) -> Worker {
-    Worker {
-        id: WorkerId(id),
-        endpoint: Endpoint(([10, 0, 0, 1], 8000 + id as u16).into()),
-        model: "m".into(),
-        role: Role::Aggregated,
-        block_size: BlockSize::new(16).unwrap(),
-        ranks: Ranks::ONE,
-        capacity: Capacity::default(),
-        taints: BTreeSet::new(),
-        adapters: BTreeSet::new(),
-        topology: BTreeMap::new(),
-        kv_transfer: None,
-        event_sources: Vec::new(),
-    }
+    Worker::new(
+        WorkerId(id),
+        Endpoint(([10, 0, 0, 1], 8000 + id as u16).into()),
+        "m".into(),
+        BlockSize::new(16).unwrap(),
+    )
 }
 
 fn several(worker: Worker, ranks: u32) -> Worker {

@@ -1,28 +1,23 @@
-use std::collections::BTreeSet;
 use std::num::NonZeroU32;
 
 use proptest::prelude::*;
 
 use super::*;
 use crate::fleet::Fleet;
-use crate::worker::{BlockSize, DpRank, Endpoint, Ranks, Role, Worker};
+use crate::worker::{BlockSize, DpRank, Endpoint, Ranks, Worker};
 
 const SECOND: Duration = Duration::from_secs(1);
 
 fn fleet(ranks: &[u32], capacity: Capacity) -> Fleet {
     let worker = |(id, ranks): (usize, &u32)| Worker {
-        id: WorkerId(id as u64),
-        endpoint: Endpoint(([10, 0, 0, 1], 8000 + id as u16).into()),
-        model: "m".into(),
-        role: Role::Aggregated,
-        block_size: BlockSize::new(16).unwrap(),
         ranks: Ranks { start: 0, size: NonZeroU32::new(*ranks).unwrap() },
         capacity,
-        taints: BTreeSet::new(),
-        adapters: BTreeSet::new(),
-        topology: BTreeMap::new(),
-        kv_transfer: None,
-        event_sources: Vec::new(),
+        ..Worker::new(
+            WorkerId(id as u64),
+            Endpoint(([10, 0, 0, 1], 8000 + id as u16).into()),
+            "m".into(),
+            BlockSize::new(16).unwrap(),
+        )
     };
     Fleet::empty().reconcile(ranks.iter().enumerate().map(worker).collect()).fleet
 }

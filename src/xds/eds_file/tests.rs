@@ -1,24 +1,10 @@
-use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
 use super::*;
-use crate::worker::{BlockSize, Capacity, Ranks, Role, WorkerId};
+use crate::worker::{BlockSize, Role, WorkerId};
 
 fn worker(id: u64, endpoint: &str, role: Role) -> Worker {
-    Worker {
-        id: WorkerId(id),
-        endpoint: endpoint.parse().unwrap(),
-        model: "m".into(),
-        role,
-        block_size: BlockSize::new(16).unwrap(),
-        ranks: Ranks::ONE,
-        capacity: Capacity::default(),
-        taints: BTreeSet::new(),
-        adapters: BTreeSet::new(),
-        topology: BTreeMap::new(),
-        kv_transfer: None,
-        event_sources: Vec::new(),
-    }
+    Worker { role, ..Worker::new(WorkerId(id), endpoint.parse().unwrap(), "m".into(), BlockSize::new(16).unwrap()) }
 }
 
 #[test]
