@@ -51,6 +51,12 @@ impl Question {
         Self { prompt_tokens, block_size, track_prefill: true, role, tracked_blocks, shared: Vec::new() }
     }
 
+    /// Blocks of the shared cache that lie beyond what a device holds.
+    pub fn shared_beyond(&self, device: u32) -> u64 {
+        let beyond = |range: &Range<u32>| range.end.saturating_sub(range.start.max(device));
+        self.shared.iter().map(|range| u64::from(beyond(range))).sum()
+    }
+
     /// Blocks that the prompt takes, the partial tail included.
     pub fn required_blocks(&self) -> u64 {
         self.prompt_tokens.div_ceil(self.block_size.tokens() as u64)

@@ -1,7 +1,7 @@
 //! What becomes of a routed request, as far as later decisions depend on it: whether the worker answered, and how long its
 //! prefill took.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dashmap::DashMap;
 
@@ -11,7 +11,7 @@ use super::placing::Booked;
 use super::pools::{Pools, Standings};
 use super::question::RouteRequest;
 use crate::fleet::Member;
-use crate::health::{Change, Outcome};
+use crate::health::{Change, Outcome, Probe};
 use crate::load::Booking;
 use crate::load::duration::PrefillTimes;
 use crate::worker::{ModelName, Role, WorkerId, WorkerRank};
@@ -77,17 +77,25 @@ impl Router {
         let verdicts = of_chosen.map(|outcome| (chosen, outcome)).into_iter().chain(other).chain(of_prefill);
         // Probes without a verdict are given back.
         let mut probes = std::mem::take(&mut booked.probes);
-        let mut report = |(worker, outcome)| {
-            if outcome == Outcome::Overloaded {
-                self.overload.mark(worker, now);
-            }
-            let change = match probes.iter().position(|probe| probe.worker() == worker) {
-                Some(at) => probes.swap_remove(at).report(outcome, now),
-                None => self.health.report(worker, outcome, now),
-            };
-            change.map(|change| (worker, change))
+        verdicts.filter_map(|(worker, outcome)| self.verdict(worker, outcome, &mut probes, now)).collect()
+    }
+
+    /// Takes note of what a worker made of a request, with the probe of it if that is among these; says what it changed.
+    pub(super) fn verdict(
+        &self,
+        worker: WorkerId,
+        outcome: Outcome,
+        probes: &mut Vec<Probe>,
+        now: Instant,
+    ) -> Option<(WorkerId, Change)> {
+        if outcome == Outcome::Overloaded {
+            self.overload.mark(worker, now);
+        }
+        let change = match probes.iter().position(|probe| probe.worker() == worker) {
+            Some(at) => probes.swap_remove(at).report(outcome, now),
+            None => self.health.report(worker, outcome, now),
         };
-        verdicts.filter_map(&mut report).collect()
+        change.map(|change| (worker, change))
     }
 
     /// Whether a worker rank could serve a request if it had not too much to do.

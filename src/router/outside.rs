@@ -1,7 +1,6 @@
 //! For callers who route themselves or only want to look: what every worker rank holds of a prompt and would be busy with,
 //! and the booking of a request that somebody else has sent somewhere. By the same arithmetic as a decision of ours.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use super::pools::serving;
@@ -9,7 +8,7 @@ use super::prepared::Prepared;
 use super::question::RouteRequest;
 use super::{RouteError, Router};
 use crate::block::tracking::unshared;
-use crate::fleet::{Fleet, Member};
+use crate::fleet::Member;
 use crate::health::{Change, Outcome, Probe};
 use crate::index::TierBlocks;
 use crate::load::{Booking, Load, LoadView, Until};
@@ -61,7 +60,8 @@ pub struct Foreign {
 impl Router {
     /// What every worker rank that serves the model holds of a prompt and would be busy with; by worker and rank.
     pub fn survey(&self, request: RouteRequest) -> Result<Vec<Surveyed>, RouteError> {
-        let (prepared, fleet) = self.prepared_for_now(request);
+        let mut prepared = self.prepare(request);
+        let fleet = self.fleet_of(&mut prepared);
         let mut members = serving(&fleet, prepared.request.model.as_ref())?;
         members.sort_by_key(|member| member.rank);
         let (block_size, tracks) = (members[0].worker.block_size, self.settings.tracking.active_blocks);
@@ -85,7 +85,8 @@ impl Router {
     /// What a request that somebody else sent to a worker rank will occupy there; `None` where that does not serve the
     /// model.
     pub fn foreign(&self, request: RouteRequest, on: WorkerRank, how: Elsewhere) -> Option<Foreign> {
-        let (prepared, fleet) = self.prepared_for_now(request);
+        let mut prepared = self.prepare(request);
+        let fleet = self.fleet_of(&mut prepared);
         let slot = fleet.slot(on)?;
         if prepared.request.model.as_ref().is_some_and(|model| !fleet.serving(model).contains(&slot)) {
             return None;
@@ -124,27 +125,7 @@ impl Router {
     /// others are given back.
     pub fn heard(&self, workers: &[WorkerId], mut probes: Vec<Probe>, status: u16) -> Vec<(WorkerId, Change)> {
         let (now, outcome) = (self.load.now(), Outcome::of_status(status));
-        let report = |worker: &WorkerId| {
-            if outcome == Outcome::Overloaded {
-                self.overload.mark(*worker, now);
-            }
-            let probe = probes.iter().position(|probe| probe.worker() == *worker).map(|at| probes.remove(at));
-            let change = match probe {
-                Some(probe) => probe.report(outcome, now),
-                None => self.health.report(*worker, outcome, now),
-            };
-            Some((*worker, change?))
-        };
-        workers.iter().filter_map(report).collect()
-    }
-
-    fn prepared_for_now(&self, request: RouteRequest) -> (Prepared, Arc<Fleet>) {
-        let mut prepared = self.prepare(request);
-        let fleet = self.fleet.load_full();
-        if prepared.generation != fleet.generation() {
-            self.look_up(&mut prepared);
-        }
-        (prepared, fleet)
+        workers.iter().filter_map(|worker| self.verdict(*worker, outcome, &mut probes, now)).collect()
     }
 
     fn candidate(&self, prepared: &Prepared, view: &LoadView<'_>, member: &Member) -> Candidate {
@@ -178,7 +159,7 @@ fn surveyed_of(
     Surveyed {
         rank: member.rank,
         overlap,
-        shared_beyond_device: shared_beyond(&question.shared, overlap.device),
+        shared_beyond_device: question.shared_beyond(overlap.device),
         effective_blocks: overlap.effective(weights.host_cache_hit_weight, weights.disk_cache_hit_weight),
         cached_tokens: prepared.cached_tokens(member, true),
         load,
@@ -186,9 +167,4 @@ fn surveyed_of(
         potential_decode_blocks: load.active_blocks + candidate.additional_blocks,
         cost,
     }
-}
-
-/// Blocks of the shared cache behind the first so many.
-fn shared_beyond(shared: &[Range<u32>], device: u32) -> u64 {
-    shared.iter().map(|range| u64::from(range.end.saturating_sub(range.start.max(device)))).sum()
 }

@@ -83,7 +83,7 @@ impl<'a> Scale<'a> {
         let device_credit = weights.overlap_score_credit * credit_decay * f64::from(overlap.device);
         let host_credit = weights.host_cache_hit_weight * f64::from(overlap.host);
         let disk_credit = weights.disk_cache_hit_weight * (f64::from(overlap.disk) + f64::from(overlap.external));
-        let shared_credit = weights.shared_cache_multiplier * self.shared_beyond(overlap.device) as f64;
+        let shared_credit = weights.shared_cache_multiplier * self.question.shared_beyond(overlap.device) as f64;
         let credit = device_credit + host_credit + disk_credit + shared_credit;
         let prefill_blocks = self.prefill_tokens(candidate) as f64 / self.block_size;
         let busy = candidate.load.active_blocks as f64 + candidate.additional_blocks as f64;
@@ -123,11 +123,5 @@ impl<'a> Scale<'a> {
         }
         let cached = self.cached_tokens(candidate);
         candidate.load.active_prefill_tokens.saturating_add(self.question.prompt_tokens.max(cached))
-    }
-
-    /// Blocks of the shared cache that lie beyond what the device holds.
-    fn shared_beyond(&self, device: u32) -> u64 {
-        let beyond = |range: &std::ops::Range<u32>| range.end.saturating_sub(range.start.max(device));
-        self.question.shared.iter().map(|range| u64::from(beyond(range))).sum()
     }
 }
