@@ -23,6 +23,7 @@ use crate::discovery::config::{DiscoveryConfig, WorkerConfig};
 use crate::discovery::{self, ServedModel};
 use crate::ext_proc::config::{LimitsConfig, ListenConfig, ResponseConfig};
 use crate::intake::config::ClientsConfig;
+use crate::intake::rewrite::RewritesConfig;
 use crate::lifecycle::config::{DrainConfig, ReadinessConfig};
 use crate::router::{RouterSettings, Tracking};
 use crate::schedule::Weights;
@@ -93,6 +94,9 @@ pub struct Config {
     /// What clients may say about routing.
     #[serde(default)]
     pub clients: ClientsConfig,
+    /// Which requests are sent to another model than they name.
+    #[serde(default)]
+    pub rewrites: RewritesConfig,
     /// What we refuse.
     #[serde(default)]
     pub limits: LimitsConfig,

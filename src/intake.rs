@@ -6,6 +6,7 @@
 pub mod config;
 mod direct;
 mod models;
+pub mod rewrite;
 mod sessions;
 mod shared;
 mod wishes;

@@ -4,9 +4,14 @@
 
 mod chat;
 mod completion;
+pub mod cut;
+pub mod edit;
 mod extension;
 mod field;
+pub mod restore;
+mod scan;
 pub mod usage;
+mod walk;
 
 #[cfg(test)]
 mod tests;
