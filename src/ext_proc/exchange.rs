@@ -243,7 +243,7 @@ impl Exchange {
         if !matches!(self.request, RequestSide::Start) {
             return Vec::new();
         }
-        let inference = Api::of_path(&head.path).is_some();
+        let inference = Api::of_path(&head.path).is_some_and(Api::wants_body);
         let then = match self.modes.request {
             _ if end => Then::End,
             BodyMode::None => Then::End,
