@@ -25,6 +25,7 @@ use crate::ext_proc::config::{LimitsConfig, ListenConfig, ResponseConfig};
 use crate::intake::config::ClientsConfig;
 use crate::intake::rewrite::RewritesConfig;
 use crate::lifecycle::config::{DrainConfig, ReadinessConfig};
+use crate::openai::paths::PathsConfig;
 use crate::router::{RouterSettings, Tracking};
 use crate::schedule::Weights;
 use crate::settings::{ConfigError, Document, Problem};
@@ -91,6 +92,9 @@ pub struct Config {
     /// A cache that all workers share, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shared_cache: Option<SharedCacheConfig>,
+    /// Which path is which API.
+    #[serde(default)]
+    pub paths: PathsConfig,
     /// What clients may say about routing.
     #[serde(default)]
     pub clients: ClientsConfig,

@@ -28,7 +28,7 @@ pub use wishes::{Headers, Wishes};
 use crate::block::tracking::Scope;
 use crate::block::{BlockHashes, Content, Salt, SequenceHash, TrackingHash};
 use crate::entrance::SessionWord;
-use crate::openai::{self, Api, Extension};
+use crate::openai::{self, Api, Extension, Hidden, Opaque, Paths, Shape};
 use crate::prompt::{EncodeError, Encoder};
 use crate::router::{Prompt, Reason, RouteRequest};
 use crate::worker::ModelName;
@@ -70,6 +70,10 @@ pub struct Limits {
 pub struct Taken {
     /// The question.
     pub request: RouteRequest,
+    /// Its API, where its path is known.
+    pub api: Option<Api>,
+    /// The model it asks for, as the client wrote it.
+    pub asked_model: Option<String>,
     /// What it says of its session.
     pub session: Option<SessionWord>,
     /// Whether the choice is asked for, and not an answer.
@@ -84,6 +88,8 @@ pub struct Taken {
 pub struct Parts {
     /// What is served.
     pub models: Models,
+    /// Which path is which API.
+    pub paths: Paths,
     /// Whom we believe.
     pub clients: ClientsConfig,
     /// How much work is taken on at once.
@@ -105,6 +111,8 @@ pub struct Intake {
 
 /// What the headers say that is needed to read the body.
 struct Told {
+    /// Separates the parts of a form, if the body is one.
+    boundary: Option<String>,
     /// What separates this client's cache from others', where the engines listen to a header for it.
     tenant: Option<String>,
     /// Whether the session's id has to be looked for in the body.
@@ -113,6 +121,7 @@ struct Told {
 
 /// A body as far as it could be read.
 struct Encoded {
+    asked_model: Option<String>,
     model: Option<ModelName>,
     adapter: Option<String>,
     prompt: Prompt,
@@ -132,10 +141,24 @@ impl Intake {
         Arc::new(Self { parts, encoders, queued: AtomicUsize::new(0) })
     }
 
+    /// The API of a request.
+    pub fn api(&self, path: &str, headers: Headers<'_>) -> Option<Api> {
+        self.parts.paths.of(path, headers)
+    }
+
+    /// Whether the body of a request is read at all, so that Envoy need not show others.
+    pub fn wants_body(&self, path: &str, headers: Headers<'_>) -> bool {
+        self.api(path, headers).is_some_and(Api::wants_body)
+    }
+
     /// Reads a request.
     pub async fn take(self: &Arc<Self>, path: &str, headers: Headers<'_>, body: &Body) -> Taken {
-        let encoded = self.encode(path, self.told(headers), body).await;
-        let mut taken = self.taken(encoded, headers);
+        let api = self.api(path, headers);
+        let encoded = match api {
+            Some(api) => self.encode(api, self.told(headers), body).await,
+            None => Encoded::unread(0, Reason::NotInference),
+        };
+        let mut taken = Taken { api, ..self.taken(encoded, headers) };
         if let Some(shared) = &self.parts.shared {
             shared.look_up(&mut taken.request).await;
         }
@@ -144,11 +167,12 @@ impl Intake {
 
     /// Reads a request without a limit of time, on this thread.
     pub fn take_now(&self, path: &str, headers: Headers<'_>, body: &[u8]) -> Taken {
-        let encoded = match Api::of_path(path) {
+        let api = self.api(path, headers);
+        let encoded = match api {
             Some(api) => self.encode_now(api, &self.told(headers), body),
             None => Encoded::unread(0, Reason::NotInference),
         };
-        self.taken(encoded, headers)
+        Taken { api, ..self.taken(encoded, headers) }
     }
 
     fn taken(&self, encoded: Encoded, headers: Headers<'_>) -> Taken {
@@ -166,32 +190,33 @@ impl Intake {
         request.constraints.adapter = encoded.adapter;
         request.tracked = encoded.tracked;
         let session = self.parts.sessions.as_ref().and_then(|signs| signs.read(headers, encoded.session));
-        Taken { request, session, query, tokens: encoded.tokens, times: encoded.times }
+        let Encoded { asked_model, tokens, times, .. } = encoded;
+        Taken { request, api: None, asked_model, session, query, tokens, times }
     }
 
     fn told(&self, headers: Headers<'_>) -> Told {
         let tenant = self.parts.clients.tenant_header.as_deref().and_then(headers);
         let tenant = tenant.map(|value| value.trim().to_owned()).filter(|tenant| !tenant.is_empty());
         let signs = self.parts.sessions.as_ref();
-        Told { tenant, session_in_body: signs.is_some_and(|signs| signs.leave_it_to_the_body(headers)) }
+        let boundary = headers("content-type").and_then(|value| openai::boundary(&value));
+        Told { boundary, tenant, session_in_body: signs.is_some_and(|signs| signs.leave_it_to_the_body(headers)) }
     }
 
-    async fn encode(self: &Arc<Self>, path: &str, told: Told, body: &Body) -> Encoded {
-        let Some(api) = Api::of_path(path) else { return Encoded::unread(0, Reason::NotInference) };
+    async fn encode(self: &Arc<Self>, api: Api, told: Told, body: &Body) -> Encoded {
         let body = match body {
-            Body::Absent => return Encoded::unread(0, Reason::NoBody),
-            Body::Unseen => return Encoded::unread(0, Reason::BodyNotShown),
-            Body::TooLarge(bytes) => return Encoded::unread(estimate(*bytes), Reason::BodyTooLarge),
+            Body::Absent => return Encoded::without(api, 0, Reason::NoBody),
+            Body::Unseen => return Encoded::without(api, 0, Reason::BodyNotShown),
+            Body::TooLarge(bytes) => return Encoded::without(api, *bytes, Reason::BodyTooLarge),
             Body::Whole(body) => body.clone(),
         };
         if body.len() <= self.parts.limits.inline {
             return self.encode_now(api, &told, &body);
         }
-        let estimate = estimate(body.len());
+        let bytes = body.len();
         match tokio::time::timeout(self.parts.limits.deadline, self.encode_queued(api, told, body)).await {
             Ok(Some(encoded)) => encoded,
-            Ok(None) => Encoded::unread(estimate, Reason::TokenizerBusy),
-            Err(_) => Encoded::unread(estimate, Reason::Deadline),
+            Ok(None) => Encoded::without(api, bytes, Reason::TokenizerBusy),
+            Err(_) => Encoded::without(api, bytes, Reason::Deadline),
         }
     }
 
@@ -214,7 +239,7 @@ impl Intake {
         let result = catch_unwind(AssertUnwindSafe(|| self.read(api, told, body)));
         result.unwrap_or_else(|_| {
             warn!("the tokenizer panicked; routing by load");
-            Encoded::unread(estimate(body.len()), Reason::EncodeFailed)
+            Encoded::without(api, body.len(), Reason::EncodeFailed)
         })
     }
 
@@ -222,32 +247,33 @@ impl Intake {
     /// so that the request still goes to a worker that serves it.
     fn read(&self, api: Api, told: &Told, body: &[u8]) -> Encoded {
         let mut clock = Stopwatch(Instant::now());
-        let mut encoded = Encoded::unread(estimate(body.len()), Reason::Unreadable);
+        let mut encoded = Encoded::without(api, body.len(), Reason::Unreadable);
         let signs = self.parts.sessions.as_ref().filter(|_| told.session_in_body);
         encoded.session = signs.and_then(|signs| signs.in_body(body));
-        let mut request = match openai::parse(api, body) {
+        let mut request = match openai::parse_body(api, told.boundary.as_deref(), body) {
             Ok(request) => request,
             Err(error) => {
                 debug!(%error, "unreadable body");
-                let named = openai::model_of(body).and_then(|name| self.parts.models.find(Some(&name)));
-                encoded.names(named.as_ref());
+                encoded.asks(openai::model_of(body), &self.parts.models);
                 return encoded;
             }
         };
         encoded.times.push(("parse", clock.lap()));
-        if let openai::Prompt::Chat(chat) = &request.prompt
-            && chat.has_media()
-        {
+        if let Some((text_bytes, because)) = unhashed(&request.prompt) {
             // The bytes of an image say nothing about its tokens, and are far more.
-            encoded.prompt = Prompt::Estimated { tokens: estimate(chat.text_bytes()), because: Reason::Multimodal };
+            encoded.prompt = Prompt::Estimated { tokens: estimate(text_bytes), because };
         }
         let raw = request.extension.take().filter(|_| self.parts.clients.trusted);
         encoded.extension = raw.map(|raw| Box::new(Extension::read(&raw)));
-        let Some(named) = self.parts.models.find(request.model.as_deref()) else {
-            encoded.fail(Reason::UnknownModel);
+        let Some(named) = encoded.asks(request.model.take(), &self.parts.models) else {
+            if api.shape() != Shape::NoPrompt {
+                encoded.fail(Reason::UnknownModel);
+            }
             return encoded;
         };
-        encoded.names(Some(&named));
+        if matches!(request.prompt, openai::Prompt::Opaque(_) | openai::Prompt::Nothing) {
+            return encoded;
+        }
         let salt_in_extension = encoded.extension.as_ref().and_then(|extension| extension.cache_salt.clone());
         let cache = told.tenant.clone().or(salt_in_extension).or(request.cache_salt.take());
         match self.tokens(&named, &request, &mut encoded, &mut clock) {
@@ -309,6 +335,7 @@ impl Encoded {
         let prompt = Prompt::Estimated { tokens, because };
         let times = Vec::with_capacity(4);
         Self {
+            asked_model: None,
             model: None,
             adapter: None,
             prompt,
@@ -320,9 +347,23 @@ impl Encoded {
         }
     }
 
-    fn names(&mut self, named: Option<&Named>) {
-        self.model = named.map(|named| named.model.name.clone());
-        self.adapter = named.and_then(|named| named.adapter.clone());
+    /// A request of an API whose body was not read, and why.
+    fn without(api: Api, bytes: usize, because: Reason) -> Self {
+        match api.shape() {
+            // Whatever is wrong with it, it is no work.
+            Shape::NoPrompt => Self::unread(0, Reason::NotInference),
+            Shape::Prompt | Shape::LoadOnly if api.is_text() => Self::unread(estimate(bytes), because),
+            Shape::Prompt | Shape::LoadOnly => Self::unread(0, because),
+        }
+    }
+
+    /// Notes the model that is asked for, and what it stands for, if it is served.
+    fn asks(&mut self, asked: Option<String>, models: &Models) -> Option<Named> {
+        let named = models.find(asked.as_deref());
+        self.asked_model = asked;
+        self.model = named.as_ref().map(|named| named.model.name.clone());
+        self.adapter = named.as_ref().and_then(|named| named.adapter.clone());
+        named
     }
 
     fn fail(&mut self, reason: Reason) {
@@ -340,6 +381,21 @@ impl Named {
 
     fn content<'a>(&self, tokens: &'a [u32], salt: &'a Salt) -> Content<'a> {
         Content { windows: self.model.windows, ..Content::plain(tokens, salt) }
+    }
+}
+
+/// Bytes of text in a prompt that is not hashed, and why it is not.
+fn unhashed(prompt: &openai::Prompt) -> Option<(usize, Reason)> {
+    match prompt {
+        openai::Prompt::Chat(chat) if chat.has_media() => Some((chat.text_bytes(), Reason::Multimodal)),
+        openai::Prompt::Opaque(Opaque { text_bytes, because: Hidden::Assembled }) => {
+            Some((*text_bytes, Reason::UnknownPrompt))
+        }
+        openai::Prompt::Opaque(Opaque { text_bytes, because: Hidden::Remembered }) => {
+            Some((*text_bytes, Reason::EngineState))
+        }
+        openai::Prompt::Nothing => Some((0, Reason::NotInference)),
+        _ => None,
     }
 }
 

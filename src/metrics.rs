@@ -228,7 +228,7 @@ metrics! {
     /// Requests that another endpoint served than was chosen, by what became of their booking: moved, away (released)
     served_elsewhere: Family<OutcomeLabel, Counter> = Family::default();
     /// Requests whose model was given another name on the way
-    rewritten_models: Family<ModelLabel, Counter> = Family::default();
+    rewritten_models: Counter = Counter::default();
     /// Requests that wait for their turn, by class
     queue_requests: Family<ClassLabel, Gauge> = Family::default();
     /// Prompt tokens of the requests that wait, by class

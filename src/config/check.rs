@@ -25,6 +25,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("sessions", config.sessions.as_ref().map(|sessions| sessions.problems()).unwrap_or_default()),
         ("approximate", config.approximate.problems()),
         ("shared_cache", config.shared_cache.as_ref().map(|cache| cache.problems()).unwrap_or_default()),
+        ("paths", config.paths.problems()),
         ("clients", config.clients.problems()),
         ("rewrites", rewrites(config)),
         ("envoy", config.envoy.as_ref().map(|envoy| envoy.problems()).unwrap_or_default()),

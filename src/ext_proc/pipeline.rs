@@ -45,6 +45,8 @@ pub struct Policy {
     pub first_token_with_headers: HashSet<ModelName>,
     /// Models that get another name on the way.
     pub rewrites: Rewrites,
+    /// Headers that may name the model in place of the rules.
+    pub rewrite_headers: Vec<String>,
     /// Whether answers say why; making the line costs a microsecond.
     pub why: bool,
     /// Whether conformance tests may name the endpoints to choose from.
@@ -129,22 +131,18 @@ impl Pipeline {
 
     /// Gives the model another name, if there is a rule for it, before anything else looks at the body.
     fn rewrite(&self, inbound: &mut Inbound) -> Option<Edit> {
-        let rewrites = &self.policy.rewrites;
+        let Policy { rewrites, rewrite_headers, .. } = &self.policy;
         let Body::Whole(body) = &inbound.body else { return None };
-        if rewrites.is_empty() {
+        let header = rewrite_headers.iter().find_map(|name| inbound.head.get(name)).map(Cow::into_owned);
+        if rewrites.is_empty() && header.is_none() {
             return None;
         }
         let asked = openai::model_of(body);
-        let header = rewrites.headers().iter().find_map(|name| inbound.head.get(name)).map(Cow::into_owned);
-        let target = rewrites.choose(asked.as_deref(), header.as_deref(), rand::random())?;
-        if asked.as_deref() == Some(target.as_str()) {
-            return None;
-        }
-        let name = serde_json::Value::from(target.as_str()).to_string();
-        // What is not an object of JSON has no model; the engine says so.
-        let edited: bytes::Bytes = openai::edit::set_field(body, "model", name.as_bytes())?.into();
-        self.metrics.rewritten_models.get_or_create(&ModelLabel::from(target)).inc();
-        let restore = asked.map(|asked| Renamed { served: target.as_str().to_owned(), asked });
+        let target = rewrites.choose(asked.as_deref(), header.as_deref(), rand::random())?.to_owned();
+        // What is no object of JSON has no model; the engine says so.
+        let edited: bytes::Bytes = openai::edit::set_model(body, &target)?.into();
+        self.metrics.rewritten_models.inc();
+        let restore = asked.map(|asked| Renamed { served: target, asked });
         inbound.body = Body::Whole(edited.clone());
         Some(Edit { body: edited, restore })
     }

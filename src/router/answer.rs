@@ -43,7 +43,7 @@ impl Mode {
 pub enum Reason {
     /// The request has no body.
     NoBody,
-    /// The path is not an inference API that has a prompt.
+    /// The path is unknown, or its API has nothing computed.
     NotInference,
     /// Envoy does not show us the body before it routes.
     BodyNotShown,
@@ -61,6 +61,10 @@ pub enum Reason {
     Multimodal,
     /// The request has more prompts than are looked at.
     TooManyPrompts,
+    /// Only the engine knows how it puts the prompt together.
+    UnknownPrompt,
+    /// The prompt goes on from something that only an engine remembers.
+    EngineState,
     /// Too many prompts are waiting for the tokenizer.
     TokenizerBusy,
     /// The decision took longer than its deadline.
@@ -101,6 +105,8 @@ impl Reason {
             Reason::EncodeFailed => "encode_failed",
             Reason::Multimodal => "multimodal",
             Reason::TooManyPrompts => "too_many_prompts",
+            Reason::UnknownPrompt => "unknown_prompt",
+            Reason::EngineState => "engine_state",
             Reason::TokenizerBusy => "tokenizer_busy",
             Reason::Deadline => "deadline",
             Reason::IndexCold => "index_cold",

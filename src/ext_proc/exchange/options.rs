@@ -1,15 +1,20 @@
 //! What exchanges are allowed to do, what answers say of how they were routed, and what one exchange is given at its start.
 
+use std::sync::Arc;
+
 use crate::ext_proc::config::Observe;
 use crate::ext_proc::contract::Contract;
 use crate::ext_proc::headers;
 use crate::ext_proc::message::Modes;
 use crate::ext_proc::mutation::HeaderChanges;
+use crate::openai::paths::Paths;
 use crate::router::Steer;
 
 /// What exchanges are allowed to do.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
+    /// Which path is which API, and so whose body is wanted.
+    pub paths: Arc<Paths>,
     /// Largest request body that is gathered.
     pub body_limit: usize,
     /// The headers that name the way.

@@ -81,7 +81,7 @@ impl RequestSide {
         if !matches!(self, RequestSide::Start) {
             return Vec::new();
         }
-        let wanted = Api::of_path(&head.path).is_some();
+        let wanted = context.options.paths.of(&head.path, |name| head.get(name)).is_some_and(Api::wants_body);
         let then = match context.modes.request {
             _ if end => Then::End,
             BodyMode::None => Then::End,

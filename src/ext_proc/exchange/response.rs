@@ -98,7 +98,7 @@ impl ResponseSide {
         let passed = match self {
             ResponseSide::Ended => return effects,
             ResponseSide::Watched { restore: Some(restore), .. } => {
-                let mut changed = restore.push(&body);
+                let mut changed = restore.push(&body).into_owned();
                 if end {
                     changed.extend(restore.finish());
                 }

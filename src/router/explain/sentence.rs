@@ -90,7 +90,7 @@ fn winner(phase: &PhaseExplained) -> Option<&Judged> {
 fn because(reason: Reason) -> &'static str {
     match reason {
         Reason::NoBody => "the request has no body",
-        Reason::NotInference => "the path is no inference API with a prompt",
+        Reason::NotInference => "the path is of no known API, or nothing is to be computed",
         Reason::BodyNotShown => "Envoy does not show the body",
         Reason::BodyTooLarge => "the body is larger than the limit",
         Reason::Unreadable => "the body cannot be read as a request of this API",
@@ -99,6 +99,8 @@ fn because(reason: Reason) -> &'static str {
         Reason::EncodeFailed => "the tokenizer or the chat template refuses the prompt",
         Reason::Multimodal => "the prompt holds images, audio or video",
         Reason::TooManyPrompts => "the request has more prompts than are looked at",
+        Reason::UnknownPrompt => "only the engine knows how it puts the prompt together",
+        Reason::EngineState => "the prompt goes on from something that only an engine remembers",
         Reason::TokenizerBusy => "too many prompts wait for the tokenizer",
         Reason::Deadline => "the tokenizer took longer than its deadline",
         Reason::IndexCold => "no event source of any candidate has caught up",
