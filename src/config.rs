@@ -176,6 +176,7 @@ impl Config {
             overload: self.overload.thresholds(),
             when_all_overloaded: self.overload.when_all,
             health: self.health.rules(),
+            ..RouterSettings::default()
         }
     }
 

@@ -228,7 +228,7 @@ mod tests {
         for _ in 0..20 {
             let booked = router.route(RouteRequest::new(Some("m".into()), prompt.clone())).unwrap();
             let mut record = Record::open(metrics.clone(), router.clone());
-            record.routed(Some(Box::new(Admitted { booked, session: None })));
+            record.routed(Some(Box::new(Admitted::new(booked))));
             record.answered(ResponseHead { status, event_stream, ..ResponseHead::default() });
             record.first_token();
             record.finished();
