@@ -2,6 +2,7 @@
 //! sockets; [`App::run_until`] serves until told to stop, and then drains.
 
 mod keeper;
+mod live;
 mod offline;
 mod parts;
 mod sockets;
@@ -13,6 +14,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use arc_swap::ArcSwap;
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessorServer;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -27,15 +29,14 @@ use crate::config::{Config, WorkerSource};
 use crate::discovery::{self, file::WorkersFile};
 use crate::engine_sessions::EngineSessions;
 use crate::entrance::Entrance;
-use crate::ext_proc::exchange::Options;
-use crate::ext_proc::pipeline::Pipeline;
 use crate::ext_proc::service::Service;
 use crate::intake::Intake;
 use crate::lifecycle::{Readiness, supervise};
 use crate::metrics::Metrics;
+use crate::tls::{Pace, Secrets};
 use crate::worker::Worker;
 use keeper::Keeper;
-use sockets::GrpcListener;
+use sockets::{GrpcListener, Sockets};
 
 pub use offline::Offline;
 
@@ -52,6 +53,8 @@ pub struct App {
     pub ext_proc_address: Option<SocketAddr>,
     /// Where ext_proc listens by unix socket.
     pub ext_proc_socket: Option<PathBuf>,
+    /// Certificates, keys and tokens; [`Secrets::reload`] reads them again at once.
+    pub secrets: Secrets,
     readiness: Readiness,
     health: HealthReporter,
     drain_deadline: Duration,
@@ -75,15 +78,15 @@ impl App {
         let metrics = Arc::new(Metrics::new());
         let readiness = Readiness::default();
         let entrance = parts::entrance(&config, rand::random());
-        let admin_listener = tokio::net::TcpListener::bind(config.admin.listen)
-            .await
-            .with_context(|| format!("the admin address {} cannot be bound", config.admin.listen))?;
+        let sockets = Sockets { limits: config.limits.clone(), secrets: Secrets::default(), metrics: metrics.clone() };
+        let admin_listener = sockets.bind_admin(&config.admin).await?;
         let (health, health_service) = tonic_health::server::health_reporter();
         let mut app = Self {
-            admin_address: admin_listener.local_addr()?,
+            admin_address: admin_listener.address,
             api_address: None,
             ext_proc_address: None,
             ext_proc_socket: None,
+            secrets: sockets.secrets.clone(),
             readiness,
             health,
             drain_deadline: config.drain.deadline.get(),
@@ -101,7 +104,7 @@ impl App {
             readiness: app.readiness.clone(),
             way_in: way_in.clone(),
         };
-        app.servers.spawn(sockets::serve_admin(admin_listener, admin::routes(pages), app.stop.clone()));
+        app.servers.spawn(admin_listener.serve(admin::routes(pages), app.stop.clone()));
         app.follow_readiness();
         let feed = Arc::new(Feed::default());
         app.feed(&config, &entrance, feed.clone(), metrics.clone());
@@ -110,7 +113,7 @@ impl App {
         let models = parts::load_models(&config).await?;
         // Bound only now: a socket that accepts and does not answer would hold every request until Envoy gives up on it,
         // while one that refuses lets Envoy go on at once.
-        let grpc = sockets::bind(&config.listen).await?;
+        let grpc = sockets.bind(&config.listen).await?;
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
         let intake = parts::intake(&config, models, &metrics)?;
@@ -123,7 +126,12 @@ impl App {
             metrics: metrics.clone(),
             closing: app.closing.clone(),
         };
-        app.serve_api(&config, parts, tonic::service::Routes::new(health_service.clone())).await?;
+        if let Some(settings) = &config.api {
+            let (listener, routes) =
+                (sockets.bind_api(settings).await?, tonic::service::Routes::new(health_service.clone()));
+            app.serve_api(&config, parts, routes, listener);
+        }
+        app.follow_secrets(&metrics);
         let service = app.ext_proc(&config, intake, entrance.clone(), &metrics);
         for listener in grpc {
             let routes = tonic::service::Routes::new(health_service.clone()).add_service(service.clone());
@@ -181,32 +189,26 @@ impl App {
         metrics: &Arc<Metrics>,
     ) -> ExternalProcessorServer<Service> {
         let limit = config.limits.body.bytes();
-        let options = Options {
-            body_limit: limit,
-            mode_header: config.response.mode_header,
-            worker_header: config.response.worker_header,
-            prediction_header: config.response.prediction_header,
-            why_header: config.response.why_header,
-        };
-        let pipeline = Pipeline::new(intake, entrance, metrics.clone(), config.response.why_header);
+        let live = live::live(config, intake, entrance, metrics.clone());
+        let service = Service::new(Arc::new(ArcSwap::from_pointee(live)), metrics.clone());
         // tonic's own limit of 4 MiB would refuse bodies that the configuration allows, and with failure_mode_allow the
         // request would then silently go to a random worker.
-        ExternalProcessorServer::new(Service::new(pipeline, metrics.clone(), options))
+        ExternalProcessorServer::new(service)
             .max_decoding_message_size(limit.saturating_add(MESSAGE_OVERHEAD))
             .max_encoding_message_size(usize::MAX)
     }
 
     /// Serves callers that are not Envoy, and ends what they book and forget.
-    async fn serve_api(
+    fn serve_api(
         &mut self,
         config: &Config,
         parts: api::Parts,
         routes: tonic::service::Routes,
-    ) -> anyhow::Result<()> {
-        let Some(settings) = &config.api else { return Ok(()) };
+        listener: GrpcListener,
+    ) {
+        let Some(settings) = &config.api else { return };
         let (metrics, stop) = (parts.metrics.clone(), self.stop.clone());
         let api = Api::new(parts, settings);
-        let listener = sockets::bind_tcp("api", settings.listen).await?;
         self.api_address = listener.address();
         let largest = config.limits.body.bytes().saturating_add(MESSAGE_OVERHEAD);
         let routes = routes.add_service(api.server(largest));
@@ -221,7 +223,18 @@ impl App {
             })
             .await;
         });
-        Ok(())
+    }
+
+    /// Reads certificates and tokens again when their files change.
+    fn follow_secrets(&mut self, metrics: &Arc<Metrics>) {
+        let (secrets, metrics, stop) = (self.secrets.clone(), metrics.clone(), self.stop.clone());
+        self.background.spawn(async move {
+            supervise("secrets", &metrics, stop, || {
+                let secrets = secrets.clone();
+                async move { match secrets.follow(Pace::default()).await {} }
+            })
+            .await;
+        });
     }
 
     /// Starts what feeds the fleet.

@@ -21,7 +21,7 @@ use crate::api::ApiConfig;
 use crate::disagg::Disaggregation;
 use crate::discovery::config::{DiscoveryConfig, WorkerConfig};
 use crate::discovery::{self, ServedModel};
-use crate::ext_proc::config::{LimitsConfig, ListenConfig, ResponseConfig};
+use crate::ext_proc::config::{FailureConfig, GatewayConfig, LimitsConfig, ListenConfig, Observe, ResponseConfig};
 use crate::intake::config::ClientsConfig;
 use crate::intake::rewrite::RewritesConfig;
 use crate::lifecycle::config::{DrainConfig, ReadinessConfig};
@@ -35,7 +35,7 @@ use crate::xds::config::EnvoyConfig;
 
 pub use health::HealthConfig;
 pub use log::{LogConfig, LogFormat, LogLevel};
-pub use model::ModelConfig;
+pub use model::{FirstToken, ModelConfig};
 pub use overload::OverloadConfig;
 pub use predict::{ApproximateConfig, ApproximatePolicy};
 pub use sessions::{Affinity, SessionsConfig};
@@ -116,6 +116,15 @@ pub struct Config {
     /// The endpoint file we write for Envoy, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub envoy: Option<EnvoyConfig>,
+    /// What is agreed with the gateway.
+    #[serde(default)]
+    pub gateway: GatewayConfig,
+    /// What is seen of answers.
+    #[serde(default)]
+    pub observe: Observe,
+    /// What clients get where nothing can be chosen.
+    #[serde(default)]
+    pub failure: FailureConfig,
     /// What we add to answers.
     #[serde(default)]
     pub response: ResponseConfig,
@@ -176,6 +185,8 @@ impl Config {
             overload: self.overload.thresholds(),
             when_all_overloaded: self.overload.when_all,
             health: self.health.rules(),
+            fallbacks: self.gateway.fallbacks as usize,
+            scores: self.gateway.scores,
             ..RouterSettings::default()
         }
     }
@@ -198,8 +209,13 @@ impl Config {
             model.resolve(folder);
         }
         let files = [self.workers_file.as_mut(), self.envoy.as_mut().map(|envoy| &mut envoy.endpoints_file)];
-        for file in files.into_iter().flatten().chain(self.listen.unix.as_mut()) {
+        for file in files.into_iter().flatten() {
             *file = folder.join(&*file);
+        }
+        self.listen.resolve(folder);
+        self.admin.resolve(folder);
+        if let Some(tls) = self.api.as_mut().and_then(|api| api.tls.as_mut()) {
+            tls.resolve(folder);
         }
         self.tracking_hash.resolve(folder);
         let served = self.served_models();

@@ -4,6 +4,7 @@
 //! its reason, and never an error for the client.
 
 pub mod config;
+mod beginning;
 mod direct;
 mod models;
 pub mod rewrite;
@@ -21,6 +22,7 @@ use tokio::sync::Semaphore;
 use tracing::{debug, warn};
 
 pub use models::{Model, Models, Named};
+pub use rewrite::Rewrites;
 pub use sessions::SessionSigns;
 pub use shared::Shared;
 pub use wishes::{Headers, Wishes};
@@ -50,6 +52,15 @@ pub enum Body {
     Unseen,
     /// All of it.
     Whole(Bytes),
+    /// There may be one, but it comes only after the route was chosen.
+    Streamed,
+    /// Its beginning.
+    Cut {
+        /// What was shown.
+        shown: Bytes,
+        /// How long it will be, as the client says.
+        length: Option<u64>,
+    },
     /// More than the limit; so long it was when we stopped gathering.
     TooLarge(usize),
 }
@@ -74,6 +85,8 @@ pub struct Taken {
     pub api: Option<Api>,
     /// The model it asks for, as the client wrote it.
     pub asked_model: Option<String>,
+    /// What is wrong with its body, where that cannot be read.
+    pub unreadable: Option<String>,
     /// What it says of its session.
     pub session: Option<SessionWord>,
     /// Whether the choice is asked for, and not an answer.
@@ -119,6 +132,12 @@ struct Told {
     session_in_body: bool,
 }
 
+/// The bytes of a body, and where they are only its beginning, how long it is said to be.
+struct Shown {
+    bytes: Bytes,
+    cut: Option<Option<u64>>,
+}
+
 /// A body as far as it could be read.
 struct Encoded {
     asked_model: Option<String>,
@@ -129,6 +148,8 @@ struct Encoded {
     tokens: Vec<Vec<u32>>,
     extension: Option<Box<Extension>>,
     session: Option<String>,
+    /// What is wrong with it.
+    unreadable: Option<String>,
     times: Vec<(&'static str, Duration)>,
 }
 
@@ -169,7 +190,10 @@ impl Intake {
     pub fn take_now(&self, path: &str, headers: Headers<'_>, body: &[u8]) -> Taken {
         let api = self.api(path, headers);
         let encoded = match api {
-            Some(api) => self.encode_now(api, &self.told(headers), body),
+            Some(api) => {
+                let shown = Shown { bytes: Bytes::copy_from_slice(body), cut: None };
+                self.encode_now(api, &self.told(headers), &shown)
+            }
             None => Encoded::unread(0, Reason::NotInference),
         };
         Taken { api, ..self.taken(encoded, headers) }
@@ -190,8 +214,8 @@ impl Intake {
         request.constraints.adapter = encoded.adapter;
         request.tracked = encoded.tracked;
         let session = self.parts.sessions.as_ref().and_then(|signs| signs.read(headers, encoded.session));
-        let Encoded { asked_model, tokens, times, .. } = encoded;
-        Taken { request, api: None, asked_model, session, query, tokens, times }
+        let Encoded { asked_model, tokens, times, unreadable, .. } = encoded;
+        Taken { request, api: None, asked_model, unreadable, session, query, tokens, times }
     }
 
     fn told(&self, headers: Headers<'_>) -> Told {
@@ -203,17 +227,19 @@ impl Intake {
     }
 
     async fn encode(self: &Arc<Self>, api: Api, told: Told, body: &Body) -> Encoded {
-        let body = match body {
+        let shown = match body {
             Body::Absent => return Encoded::without(api, 0, Reason::NoBody),
             Body::Unseen => return Encoded::without(api, 0, Reason::BodyNotShown),
+            Body::Streamed => return Encoded::without(api, 0, Reason::BodyStreamed),
             Body::TooLarge(bytes) => return Encoded::without(api, *bytes, Reason::BodyTooLarge),
-            Body::Whole(body) => body.clone(),
+            Body::Whole(body) => Shown { bytes: body.clone(), cut: None },
+            Body::Cut { shown, length } => Shown { bytes: shown.clone(), cut: Some(*length) },
         };
-        if body.len() <= self.parts.limits.inline {
-            return self.encode_now(api, &told, &body);
+        let bytes = shown.bytes.len();
+        if bytes <= self.parts.limits.inline {
+            return self.encode_now(api, &told, &shown);
         }
-        let bytes = body.len();
-        match tokio::time::timeout(self.parts.limits.deadline, self.encode_queued(api, told, body)).await {
+        match tokio::time::timeout(self.parts.limits.deadline, self.encode_queued(api, told, shown)).await {
             Ok(Some(encoded)) => encoded,
             Ok(None) => Encoded::without(api, bytes, Reason::TokenizerBusy),
             Err(_) => Encoded::without(api, bytes, Reason::Deadline),
@@ -221,7 +247,7 @@ impl Intake {
     }
 
     /// Encodes on the blocking pool; `None` when the queue is full.
-    async fn encode_queued(self: &Arc<Self>, api: Api, told: Told, body: Bytes) -> Option<Encoded> {
+    async fn encode_queued(self: &Arc<Self>, api: Api, told: Told, shown: Shown) -> Option<Encoded> {
         let _place = Place::take(&self.queued, self.parts.limits.queue)?;
         // The semaphore is never closed, and a lost blocking task is a panic already turned into an error.
         let permit = self.encoders.clone().acquire_owned().await.ok()?;
@@ -229,31 +255,39 @@ impl Intake {
         let encode = move || {
             // Held until the work is done and not only until it is waited for: a deadline does not stop the work.
             let _permit = permit;
-            intake.encode_now(api, &told, &body)
+            intake.encode_now(api, &told, &shown)
         };
         tokio::task::spawn_blocking(encode).await.ok()
     }
 
-    fn encode_now(&self, api: Api, told: &Told, body: &[u8]) -> Encoded {
+    fn encode_now(&self, api: Api, told: &Told, shown: &Shown) -> Encoded {
+        let Shown { bytes, cut } = shown;
         // Tokenizers are large foreign code, and a panic there must not end the exchange.
-        let result = catch_unwind(AssertUnwindSafe(|| self.read(api, told, body)));
+        let result = catch_unwind(AssertUnwindSafe(|| match cut {
+            None => self.read(api, told, bytes),
+            Some(length) => self.read_beginning(api, told, bytes, *length),
+        }));
         result.unwrap_or_else(|_| {
             warn!("the tokenizer panicked; routing by load");
-            Encoded::without(api, body.len(), Reason::EncodeFailed)
+            Encoded::without(api, bytes.len(), Reason::EncodeFailed)
         })
+    }
+
+    fn session_in(&self, told: &Told, body: &[u8]) -> Option<String> {
+        self.parts.sessions.as_ref().filter(|_| told.session_in_body)?.in_body(body)
     }
 
     /// The model and the hashed prompt of a body, or why there is none. The model is kept even where the prompt fails,
     /// so that the request still goes to a worker that serves it.
     fn read(&self, api: Api, told: &Told, body: &[u8]) -> Encoded {
-        let mut clock = Stopwatch(Instant::now());
+        let mut clock = Stopwatch::start();
         let mut encoded = Encoded::without(api, body.len(), Reason::Unreadable);
-        let signs = self.parts.sessions.as_ref().filter(|_| told.session_in_body);
-        encoded.session = signs.and_then(|signs| signs.in_body(body));
+        encoded.session = self.session_in(told, body);
         let mut request = match openai::parse_body(api, told.boundary.as_deref(), body) {
             Ok(request) => request,
             Err(error) => {
                 debug!(%error, "unreadable body");
+                encoded.unreadable = Some(error.to_string());
                 encoded.asks(openai::model_of(body), &self.parts.models);
                 return encoded;
             }
@@ -343,6 +377,7 @@ impl Encoded {
             tokens: vec![],
             extension: None,
             session: None,
+            unreadable: None,
             times,
         }
     }
@@ -435,6 +470,10 @@ impl Drop for Place<'_> {
 struct Stopwatch(Instant);
 
 impl Stopwatch {
+    fn start() -> Self {
+        Self(Instant::now())
+    }
+
     fn lap(&mut self) -> Duration {
         let now = Instant::now();
         let took = now - self.0;

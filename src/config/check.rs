@@ -12,6 +12,7 @@ use crate::worker::Role;
 pub(super) fn problems(config: &Config) -> Vec<Problem> {
     let sections = [
         ("listen", config.listen.problems()),
+        ("admin", config.admin.problems()),
         ("api", config.api.as_ref().map(|api| api.problems()).unwrap_or_default()),
         ("limits", config.limits.problems()),
         ("discovery", config.discovery.problems()),
@@ -28,6 +29,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("paths", config.paths.problems()),
         ("clients", config.clients.problems()),
         ("rewrites", rewrites(config)),
+        ("gateway", config.gateway.problems()),
         ("envoy", config.envoy.as_ref().map(|envoy| envoy.problems()).unwrap_or_default()),
     ];
     let mut problems: Vec<_> = sections

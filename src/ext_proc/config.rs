@@ -10,9 +10,16 @@ use serde::{Deserialize, Serialize};
 pub use gateway::{AssumedBodies, FailureConfig, FailureMode, GatewayConfig, Observe, is_header_name};
 
 use crate::settings::{Period, Problem, Size};
+use crate::tls::{DoorLimits, TlsConfig};
 
 /// Longest path a unix socket may have on Linux.
 const LONGEST_SOCKET_PATH: usize = 107;
+
+/// Envoy's own headers of a call take some hundred bytes, tracing some more.
+const LEAST_HEADER_LIST: Size = Size::kib(4);
+
+/// Beyond it nothing is bounded.
+const MOST_HEADER_LIST: Size = Size::mib(16);
 
 /// `listen:`: the ext_proc gRPC server, with gRPC health beside it. One or both.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,11 +31,14 @@ pub struct ListenConfig {
     /// Path of a unix socket.
     #[serde(default)]
     pub unix: Option<PathBuf>,
+    /// TLS of the TCP address; none: plaintext.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tls: Option<TlsConfig>,
 }
 
 impl Default for ListenConfig {
     fn default() -> Self {
-        Self { tcp: Some((Ipv4Addr::LOCALHOST, 9002).into()), unix: None }
+        Self { tcp: Some((Ipv4Addr::LOCALHOST, 9002).into()), unix: None, tls: None }
     }
 }
 
@@ -49,7 +59,23 @@ impl ListenConfig {
             );
             problems.push(Problem::of("unix", text));
         }
+        if let Some(tls) = &self.tls {
+            if self.tcp.is_none() {
+                problems.push(Problem::of("tls", "TLS is for `tcp`, which is not given; give it, or leave this out"));
+            }
+            problems.extend(tls.problems().into_iter().map(|problem| problem.within("tls")));
+        }
         problems
+    }
+
+    /// Makes names of files absolute.
+    pub fn resolve(&mut self, folder: &Path) {
+        if let Some(unix) = &mut self.unix {
+            *unix = folder.join(&*unix);
+        }
+        if let Some(tls) = &mut self.tls {
+            tls.resolve(folder);
+        }
     }
 }
 
@@ -71,6 +97,15 @@ pub struct LimitsConfig {
     pub upload: Period,
     /// Most bytes of request bodies that are held for all requests together; beyond it they are routed by what has come.
     pub held_bodies: Size,
+    /// Connections to one listener at a time; further ones are closed at once.
+    pub connections: u32,
+    /// How long a TLS handshake may take, and how long a client may then say nothing before it is sent away.
+    pub handshake: Period,
+    /// Headers of one gRPC call, added up; what HTTP/2 calls the header list.
+    pub header_list: Size,
+    /// Exchanges on one connection to ext_proc at a time. Unbounded by default, because Envoy opens many before it is told
+    /// of a bound, and does not try those again that were refused.
+    pub streams: Option<u32>,
 }
 
 impl Default for LimitsConfig {
@@ -83,6 +118,10 @@ impl Default for LimitsConfig {
             exchange_deadline: Period::millis(800),
             upload: Period::millis(30_000),
             held_bodies: Size::mib(1024),
+            connections: 1024,
+            handshake: Period::seconds(10),
+            header_list: Size::kib(64),
+            streams: None,
         }
     }
 }
@@ -105,7 +144,28 @@ impl LimitsConfig {
             let text = "is less than `limits.body`, so that one request could be too many; the default is 1GiB";
             problems.push(Problem::of("held_bodies", text));
         }
+        if self.connections == 0 {
+            problems.push(Problem::of("connections", "nobody could connect; the default is 1024"));
+        }
+        if self.handshake.get().is_zero() {
+            problems.push(Problem::of("handshake", "nobody could connect within 0s; the default is 10s"));
+        }
+        if self.header_list < LEAST_HEADER_LIST || self.header_list > MOST_HEADER_LIST {
+            let text = format!(
+                "{} is no room for the headers of a call; give {LEAST_HEADER_LIST} to {MOST_HEADER_LIST}, the default is 64KiB",
+                self.header_list
+            );
+            problems.push(Problem::of("header_list", text));
+        }
+        if self.streams == Some(0) {
+            problems.push(Problem::of("streams", "no exchange could begin; leave this out for no bound"));
+        }
         problems
+    }
+
+    /// Who may come in by a listener.
+    pub fn door(&self) -> DoorLimits {
+        DoorLimits { connections: self.connections as usize, handshake: self.handshake.get() }
     }
 }
 

@@ -9,13 +9,13 @@ use tokio::sync::Notify;
 
 /// The exchanges that wait for their first token.
 #[derive(Debug, Default)]
-pub struct FirstTokens {
+pub(super) struct FirstTokens {
     waiting: DashMap<String, Arc<Notify>>,
 }
 
 /// One exchange that waits for its first token; forgotten by drop.
 #[derive(Debug)]
-pub struct Awaited {
+pub(super) struct Awaited {
     name: String,
     seen: Arc<Notify>,
     among: Arc<FirstTokens>,
@@ -23,14 +23,14 @@ pub struct Awaited {
 
 impl FirstTokens {
     /// Waits under a name that nobody else has.
-    pub fn expect(self: &Arc<Self>, name: String) -> Awaited {
+    pub(super) fn expect(self: &Arc<Self>, name: String) -> Awaited {
         let seen = Arc::new(Notify::new());
         self.waiting.insert(name.clone(), seen.clone());
         Awaited { name, seen, among: self.clone() }
     }
 
     /// The first token of the exchange of this name was seen; says whether anybody had waited for it.
-    pub fn seen(&self, name: &str) -> bool {
+    pub(super) fn seen(&self, name: &str) -> bool {
         let waiting = self.waiting.remove(name);
         if let Some((_, notify)) = &waiting {
             // Kept for whoever asks only later.
@@ -42,7 +42,7 @@ impl FirstTokens {
 
 impl Awaited {
     /// Completes when the first token was seen; once.
-    pub async fn seen(&self) {
+    pub(super) async fn seen(&self) {
         self.seen.notified().await;
     }
 }

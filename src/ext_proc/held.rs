@@ -7,32 +7,32 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::metrics::Metrics;
 
 /// What all exchanges hold together.
-pub struct Held {
+pub(super) struct Held {
     bytes: AtomicUsize,
     metrics: Arc<Metrics>,
 }
 
 /// What one exchange holds; given back by drop.
-pub struct Share {
+pub(super) struct Share {
     held: Arc<Held>,
     bytes: usize,
 }
 
 impl Held {
     /// Nothing is held yet.
-    pub fn new(metrics: Arc<Metrics>) -> Arc<Self> {
+    pub(super) fn new(metrics: Arc<Metrics>) -> Arc<Self> {
         Arc::new(Self { bytes: AtomicUsize::new(0), metrics })
     }
 
     /// The share of one exchange.
-    pub fn share(self: &Arc<Self>) -> Share {
+    pub(super) fn share(self: &Arc<Self>) -> Share {
         Share { held: self.clone(), bytes: 0 }
     }
 }
 
 impl Share {
     /// The exchange holds so much now; says whether all together hold more than `most`.
-    pub fn set(&mut self, bytes: usize, most: usize) -> bool {
+    pub(super) fn set(&mut self, bytes: usize, most: usize) -> bool {
         if bytes == self.bytes {
             return false;
         }

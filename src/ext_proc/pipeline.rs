@@ -154,7 +154,7 @@ impl Pipeline {
             let selected = Subset::parse([&*selection]);
             let fleet = self.router().fleet();
             // Endpoints that nobody has are as good as none.
-            fleet.workers().any(|worker| selected.allows(worker.endpoint)).then_some(selected)
+            fleet.workers().any(|worker| selected.contains(worker.endpoint)).then_some(selected)
         };
         selected().or_else(|| inbound.subset.clone())
     }

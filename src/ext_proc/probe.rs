@@ -9,31 +9,31 @@ use super::mutation::{self, HeaderChanges, To};
 
 /// What is told to Envoy, and whether that was the last of it.
 #[derive(Debug)]
-pub struct Answered {
+pub(super) struct Answered {
     /// To Envoy, in order.
-    pub replies: Vec<ProcessingResponse>,
+    pub(super) replies: Vec<ProcessingResponse>,
     /// The name of the exchange whose first token this was.
-    pub first_token: Option<String>,
+    pub(super) first_token: Option<String>,
     /// Whether the stream may end.
-    pub ends: bool,
+    pub(super) ends: bool,
 }
 
 /// One stream of the filter.
 #[derive(Debug, Default)]
-pub struct Probe {
+pub(super) struct Probe {
     name: Option<String>,
     modes: Option<Modes>,
 }
 
 impl Probe {
     /// Whether a stream that begins like this is one of the filter.
-    pub fn begins(first: &Incoming) -> bool {
+    pub(super) fn begins(first: &Incoming) -> bool {
         let response = matches!(first.message, Some(Message::ResponseHeaders { .. } | Message::ResponseBody { .. }));
         response && first.told.exchange.is_some()
     }
 
     /// Takes one message.
-    pub fn on_message(&mut self, incoming: Incoming) -> Answered {
+    pub(super) fn on_message(&mut self, incoming: Incoming) -> Answered {
         self.modes = self.modes.or(incoming.modes);
         if incoming.told.exchange.is_some() {
             self.name = incoming.told.exchange;

@@ -51,7 +51,7 @@ pub struct Live {
 /// The ext_proc service.
 #[derive(Clone)]
 pub struct Service {
-    pub(super) live: Arc<ArcSwap<Live>>,
+    live: Arc<ArcSwap<Live>>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) first_tokens: Arc<FirstTokens>,
     pub(super) held: Arc<Held>,

@@ -52,6 +52,8 @@ pub enum Reason {
     BodyNotShown,
     /// Only the beginning of the body was shown.
     BodyCut,
+    /// Envoy shows us the body chunk by chunk, and has routed before the end of it.
+    BodyStreamed,
     /// The body is larger than the limit.
     BodyTooLarge,
     /// The body is not JSON of that API.
@@ -104,6 +106,7 @@ impl Reason {
             Reason::NotInference => "not_inference",
             Reason::BodyNotShown => "body_not_shown",
             Reason::BodyCut => "body_cut",
+            Reason::BodyStreamed => "body_streamed",
             Reason::BodyTooLarge => "body_too_large",
             Reason::Unreadable => "unreadable",
             Reason::UnknownModel => "unknown_model",

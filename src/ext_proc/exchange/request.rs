@@ -184,7 +184,7 @@ impl RequestSide {
         let body = body.freeze();
         let shown = match body.len() {
             len if len > context.options.body_limit => Body::TooLarge(len),
-            _ if cut => Body::Cut(body.clone()),
+            _ if cut => Body::Cut { shown: body.clone(), length: head.content_length },
             _ => Body::Whole(body.clone()),
         };
         *self = RequestSide::Routing(match context.modes.request {

@@ -98,6 +98,7 @@ fn because(reason: Reason) -> &'static str {
         Reason::NoBody => "the request has no body",
         Reason::NotInference => "the path is of no known API, or nothing is to be computed",
         Reason::BodyNotShown => "Envoy does not show the body",
+        Reason::BodyStreamed => "Envoy shows the body only after it has routed",
         Reason::BodyCut => "only the beginning of the body was shown",
         Reason::BodyTooLarge => "the body is larger than the limit",
         Reason::Unreadable => "the body cannot be read as a request of this API",
