@@ -3,8 +3,8 @@
 //! the blocking pool behind a bounded queue, with a deadline. Every failure on the way is one step down the ladder with
 //! its reason, and never an error for the client.
 
-pub mod config;
 mod beginning;
+pub mod config;
 mod direct;
 mod models;
 pub mod rewrite;

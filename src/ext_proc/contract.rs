@@ -182,9 +182,7 @@ impl Contract {
                 Field::PrefillId => prefill.map(|to| to.rank.worker.to_string()),
                 Field::PrefillRank => prefill.map(|to| to.rank.rank.to_string()),
                 Field::PrefillEndpoint => prefill.map(|to| to.endpoint.to_string()),
-                Field::RoutingMode => {
-                    Some(if prefill.is_some() { "disaggregated" } else { "aggregated" }.to_owned())
-                }
+                Field::RoutingMode => Some(if prefill.is_some() { "disaggregated" } else { "aggregated" }.to_owned()),
             };
             if let Some(value) = value {
                 changes.set(name.clone(), value);

@@ -130,11 +130,7 @@ impl Stream {
         Ok(())
     }
 
-    async fn carry_out(
-        &mut self,
-        effects: Vec<Effect>,
-        early: &mut VecDeque<ProcessingRequest>,
-    ) -> Result<(), Closed> {
+    async fn carry_out(&mut self, effects: Vec<Effect>, early: &mut VecDeque<ProcessingRequest>) -> Result<(), Closed> {
         let mut effects = VecDeque::from(effects);
         while let Some(effect) = effects.pop_front() {
             match effect {

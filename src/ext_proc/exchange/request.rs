@@ -88,8 +88,7 @@ impl RequestSide {
             BodyMode::Streamed => Then::Relay,
             BodyMode::FullDuplex if !wanted => {
                 let (body, more) = (Bytes::new(), BytesMut::new());
-                *self =
-                    RequestSide::Routing(Owed::Duplex { head: head.clone(), body, more, end: DuplexEnd::Open });
+                *self = RequestSide::Routing(Owed::Duplex { head: head.clone(), body, more, end: DuplexEnd::Open });
                 return vec![context.inbound(head, Body::Unseen)];
             }
             BodyMode::Buffered | BodyMode::BufferedPartial if !wanted => Then::Spare,
@@ -253,12 +252,7 @@ impl Gathered {
 }
 
 /// The answers to a full-duplex request: headers, then every byte, then the end. Beside them whether more will come.
-fn duplex(
-    context: &Context,
-    head: &RequestHead,
-    directions: &Directions,
-    gathered: Gathered,
-) -> (Vec<Effect>, bool) {
+fn duplex(context: &Context, head: &RequestHead, directions: &Directions, gathered: Gathered) -> (Vec<Effect>, bool) {
     let edit = directions.edit.as_ref().map(|edit| &edit.body);
     let length = gathered.length(head, edit);
     let mut effects = reply_with(header_answer(context, head, directions, length));

@@ -39,8 +39,7 @@ impl Wish {
         };
         let (options, start) = (&context.options, &context.start);
         // Engines send the headers of a stream before they have computed anything, those of a unary answer after all.
-        let first_token =
-            head.event_stream && options.observe != Observe::Off && !directions.first_token_with_headers;
+        let first_token = head.event_stream && options.observe != Observe::Off && !directions.first_token_with_headers;
         let well = (200..300).contains(&head.status);
         Self {
             first_token,
