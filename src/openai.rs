@@ -203,11 +203,8 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Request, ParseError> {
         | Api::ImageGenerations
         | Api::ImageEdits
         | Api::ImageVariations => by_load::parse(text),
-        Api::CountTokens
-        | Api::Conversations
-        | Api::Tokenize
-        | Api::Detokenize
-        | Api::Render
-        | Api::Models => Ok(Request::of(model_of(body), Prompt::Nothing)),
+        Api::CountTokens | Api::Conversations | Api::Tokenize | Api::Detokenize | Api::Render | Api::Models => {
+            Ok(Request::of(model_of(body), Prompt::Nothing))
+        }
     }
 }

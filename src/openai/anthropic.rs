@@ -217,7 +217,9 @@ fn part(kind: &str, text: Option<String>) -> Part {
 impl Blocks {
     fn fold(&mut self, block: Block) -> Option<()> {
         match block.kind.as_str() {
-            "text" => self.parts.extend(block.text.filter(|text| !text.is_empty()).map(|text| part("text", Some(text)))),
+            "text" => {
+                self.parts.extend(block.text.filter(|text| !text.is_empty()).map(|text| part("text", Some(text))))
+            }
             "image" => self.parts.extend(block.source.map(|_| part("image_url", None))),
             "thinking" => {
                 if let Some(thinking) = block.thinking {

@@ -68,8 +68,8 @@ fn disabled() -> Option<String> {
 pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
     let body: Body<'_> = serde_json::from_str(text)?;
     let stored = [&body.previous_response, &body.previous_input_messages, &body.conversation, &body.prompt];
-    let remembered = body.previous_response_id.is_some_and(|id| !id.is_empty())
-        || stored.into_iter().any(Option::is_some);
+    let remembered =
+        body.previous_response_id.is_some_and(|id| !id.is_empty()) || stored.into_iter().any(Option::is_some);
     let input = body.input.ok_or(ParseError::Missing("input"))?;
     let instructions = body.instructions.filter(|text| !text.is_empty());
     let text_bytes = input.text_bytes + instructions.as_ref().map_or(0, String::len);

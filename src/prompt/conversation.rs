@@ -70,7 +70,8 @@ fn turn(message: &Message, format: ContentFormat) -> Result<Turn, EncodeError> {
 
 fn assistant(message: &Message, rest: &mut Vec<(&'static str, Value)>) -> Result<(), EncodeError> {
     if let Some(calls) = message.tool_calls.as_ref().filter(|calls| !calls.is_empty()) {
-        let calls: Vec<Value> = calls.iter().map(|call| tool_call(call, message.calls_put_together)).collect::<Result<_, _>>()?;
+        let calls: Vec<Value> =
+            calls.iter().map(|call| tool_call(call, message.calls_put_together)).collect::<Result<_, _>>()?;
         rest.push(("tool_calls", python::list(calls)));
     }
     if let Some(thought) = message.reasoning.as_ref().or(message.reasoning_content.as_ref()) {
