@@ -179,11 +179,7 @@ mod tests {
             (refused(RouteError::NoFleet), None, (503, Some("1"), "no_worker")),
             (refused(RouteError::NoCandidate), None, (503, Some("1"), "no_worker")),
             (Refusal::Failed, None, (503, Some("1"), "router_failed")),
-            (
-                refused(RouteError::Pin(Ineligible::PinUnknown(WorkerId(7)))),
-                Some(400),
-                (400, None, "invalid_worker"),
-            ),
+            (refused(RouteError::Pin(Ineligible::PinUnknown(WorkerId(7)))), Some(400), (400, None, "invalid_worker")),
             (
                 refused(RouteError::Overloaded(Ineligible::AllEligibleWorkersOverloaded)),
                 Some(429),

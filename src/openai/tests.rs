@@ -1,24 +1,12 @@
+mod apis;
+mod forms;
+mod paths;
+
 use proptest::prelude::*;
 use serde_json::json;
 
 use super::usage::{Usage, UsageScanner};
 use super::*;
-
-#[test]
-fn only_the_two_endpoints_are_known_and_queries_are_ignored() {
-    for (path, api) in [
-        ("/v1/chat/completions", Some(Api::ChatCompletions)),
-        ("/v1/completions", Some(Api::Completions)),
-        ("/v1/completions?timeout=3", Some(Api::Completions)),
-        ("/v1/chat/completions/", None),
-        ("/v1/chat/completions/render", None),
-        ("/openai/v1/completions", None),
-        ("/v1/embeddings", None),
-        ("", None),
-    ] {
-        assert_eq!(Api::of_path(path), api, "{path}");
-    }
-}
 
 #[test]
 fn a_body_that_cannot_be_read_is_explained() {
