@@ -13,7 +13,9 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
     let sections = [
         ("listen", config.listen.problems()),
         ("api", config.api.as_ref().map(|api| api.problems()).unwrap_or_default()),
+        ("pool", config.pool.as_ref().map(|pool| pool.problems()).unwrap_or_default()),
         ("limits", config.limits.problems()),
+        ("reload", config.reload.problems()),
         ("discovery", config.discovery.problems()),
         ("schedule", weights(config).into_iter().collect()),
         ("tracking_hash", config.tracking_hash.load().err().into_iter().collect()),

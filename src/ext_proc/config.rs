@@ -20,11 +20,14 @@ pub struct ListenConfig {
     /// Path of a unix socket.
     #[serde(default)]
     pub unix: Option<PathBuf>,
+    /// TCP address for gRPC health alone, without TLS, up from the very start of the process; none: only beside ext_proc.
+    #[serde(default)]
+    pub health: Option<SocketAddr>,
 }
 
 impl Default for ListenConfig {
     fn default() -> Self {
-        Self { tcp: Some((Ipv4Addr::LOCALHOST, 9002).into()), unix: None }
+        Self { tcp: Some((Ipv4Addr::LOCALHOST, 9002).into()), unix: None, health: None }
     }
 }
 
