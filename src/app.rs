@@ -9,6 +9,7 @@ mod offline;
 mod parts;
 mod reload;
 mod sockets;
+mod unix;
 mod workers;
 
 use std::future::Future;
@@ -51,6 +52,9 @@ pub use reload::{ConfigFile, ReadConfig, Reloaded, Reloader};
 
 /// gRPC message overhead on top of a body: headers, attributes, metadata.
 const MESSAGE_OVERHEAD: usize = 1 << 20;
+
+/// What readiness waits for until there is a service.
+const LOADING: &str = "tokenizers";
 
 /// A running warmroute.
 pub struct App {
@@ -95,7 +99,7 @@ impl App {
         let mut app = Self::bare(Arc::new(config), &metrics);
         let config = app.reloader.running();
         // Health and the pages come first, so that they can say what the rest is waiting for.
-        let loading = app.readiness.wait_for("tokenizers");
+        let loading = app.readiness.wait_for(LOADING);
         let way_in = WayIn { intake: Arc::default(), body_limit: config.limits.body.bytes() };
         app.serve_health(&config).await?;
         app.serve_pages(&config, &entrance, &metrics, way_in.clone()).await?;
@@ -104,6 +108,9 @@ impl App {
         app.keep_time(&entrance, &metrics);
         app.tell_engines(&config, &entrance, &metrics)?;
         let models = app.reloader.load_models().await?;
+        if let Some(socket) = &config.listen.unix {
+            unix::wait_turn(socket, &app.readiness, LOADING).await;
+        }
         // Bound only now: a socket that accepts and does not answer would hold every request until Envoy gives up on it,
         // while one that refuses lets Envoy go on at once.
         let grpc = sockets::bind(&config.listen).await?;

@@ -1,18 +1,18 @@
-//! The sockets we listen on. A unix socket that a dead process left behind is replaced, one that answers is not.
+//! The sockets we listen on.
 
 use std::net::SocketAddr;
-use std::os::unix::fs::FileTypeExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
-use tokio::net::{TcpListener, UnixListener, UnixStream};
+use anyhow::Context as _;
+use tokio::net::{TcpListener, UnixListener};
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
 
+use super::unix::{self, SocketFile};
 use crate::ext_proc::config::ListenConfig;
 
 /// After how long a silent connection is asked whether it is still there.
@@ -31,20 +31,6 @@ pub(super) enum GrpcListener {
     Unix(UnixListener, SocketFile),
 }
 
-/// The file of a unix socket; removed by drop, unless a successor has put its own in its place while we drained. Dropped
-/// after the listener, so that whoever answers is somebody else. Inodes would not tell: their numbers are used again.
-pub(super) struct SocketFile(PathBuf);
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        let is_socket = std::fs::symlink_metadata(&self.0).is_ok_and(|found| found.file_type().is_socket());
-        if is_socket && std::os::unix::net::UnixStream::connect(&self.0).is_err() {
-            // Gone already is as good as removed.
-            let _removed = std::fs::remove_file(&self.0);
-        }
-    }
-}
-
 impl GrpcListener {
     pub(super) fn address(&self) -> Option<SocketAddr> {
         match self {
@@ -56,7 +42,7 @@ impl GrpcListener {
     pub(super) fn path(&self) -> Option<PathBuf> {
         match self {
             GrpcListener::Tcp(..) => None,
-            GrpcListener::Unix(_, file) => Some(file.0.clone()),
+            GrpcListener::Unix(_, file) => Some(file.path().to_owned()),
         }
     }
 
@@ -102,27 +88,12 @@ pub(super) async fn bind(listen: &ListenConfig) -> anyhow::Result<Vec<GrpcListen
         listeners.push(GrpcListener::Tcp(bind_address("ext_proc", address).await?, None));
     }
     if let Some(path) = &listen.unix {
-        let listener = bind_unix(path).await;
-        let listener = listener.with_context(|| format!("the ext_proc socket {} cannot be bound", path.display()))?;
-        listeners.push(GrpcListener::Unix(listener, SocketFile(path.clone())));
+        let bound = unix::bind(path).await;
+        let (listener, file) =
+            bound.with_context(|| format!("the ext_proc socket {} cannot be bound", path.display()))?;
+        listeners.push(GrpcListener::Unix(listener, file));
     }
     Ok(listeners)
-}
-
-async fn bind_unix(path: &Path) -> anyhow::Result<UnixListener> {
-    if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder)?;
-    }
-    if UnixStream::connect(path).await.is_ok() {
-        bail!("another process answers on it");
-    }
-    if let Ok(found) = std::fs::symlink_metadata(path) {
-        if !found.file_type().is_socket() {
-            bail!("there is a file that is not a socket");
-        }
-        std::fs::remove_file(path)?;
-    }
-    Ok(UnixListener::bind(path)?)
 }
 
 pub(super) async fn serve_admin(
@@ -132,27 +103,4 @@ pub(super) async fn serve_admin(
 ) -> anyhow::Result<()> {
     axum::serve(listener, routes).with_graceful_shutdown(stop.cancelled_owned()).await?;
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn a_successor_keeps_its_socket_when_the_predecessor_ends() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("ext_proc.sock");
-        let listen = ListenConfig { tcp: None, unix: Some(path.clone()) };
-        let Some(GrpcListener::Unix(listener, old_file)) = bind(&listen).await.unwrap().pop() else {
-            panic!("no socket")
-        };
-        assert!(bind(&listen).await.is_err(), "a socket that answers is not replaced");
-        // Draining: nobody listens any more, but the file is still held.
-        drop(listener);
-        let successor = bind(&listen).await.unwrap();
-        drop(old_file);
-        assert!(UnixStream::connect(&path).await.is_ok(), "the successor's socket is gone");
-        drop(successor);
-        assert!(!path.exists(), "the last one tidies up");
-    }
 }

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::settings::{Period, Problem, Size};
 
-/// Longest path a unix socket may have on Linux.
-const LONGEST_SOCKET_PATH: usize = 107;
+/// Longest path of the unix socket: Linux takes 107, and it is bound with `.new` behind its name before it is renamed.
+const LONGEST_SOCKET_PATH: usize = 103;
 
 /// `listen:`: the ext_proc gRPC server, with gRPC health beside it. One or both.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,7 +42,7 @@ impl ListenConfig {
         }
         if let Some(path) = self.unix.as_deref().filter(too_long) {
             let text = format!(
-                "the socket path has {} bytes, more than the {LONGEST_SOCKET_PATH} the system takes; choose a shorter one: {}",
+                "the socket path has {} bytes, more than {LONGEST_SOCKET_PATH}; choose a shorter one: {}",
                 path.as_os_str().len(),
                 path.display()
             );
