@@ -3,6 +3,7 @@
 
 pub mod config;
 pub mod explain;
+pub mod token;
 
 use std::sync::Arc;
 

@@ -40,11 +40,12 @@ use crate::intake::Intake;
 use crate::lifecycle::{Readiness, supervise};
 use crate::metrics::{Metrics, PoolLabels};
 use crate::telemetry::LogFilter;
+use crate::tls::{Pace, Secrets};
 use health::Health;
 use keeper::Keeper;
 use live::Live;
 use reload::Next;
-use sockets::GrpcListener;
+use sockets::{GrpcListener, Sockets};
 use workers::Wanted;
 
 pub use offline::Offline;
@@ -96,13 +97,24 @@ impl App {
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
         let entrance = parts::entrance(&config, rand::random());
+        let secrets = Secrets::default();
+        let sockets = Sockets { limits: config.limits.clone(), secrets: secrets.clone(), metrics: metrics.clone() };
         let mut app = Self::bare(Arc::new(config), &metrics);
         let config = app.reloader.running();
         // Health and the pages come first, so that they can say what the rest is waiting for.
         let loading = app.readiness.wait_for(LOADING);
         let way_in = WayIn { intake: Arc::default(), body_limit: config.limits.body.bytes() };
-        app.serve_health(&config).await?;
-        app.serve_pages(&config, &entrance, &metrics, way_in.clone()).await?;
+        app.serve_health(&sockets, &config).await?;
+        let pages = Admin {
+            entrance: entrance.clone(),
+            metrics: metrics.clone(),
+            readiness: app.readiness.clone(),
+            config: app.reloader.shown(),
+            way_in: way_in.clone(),
+        };
+        let listener = sockets.bind_admin(&config.admin).await?;
+        app.admin_address = listener.address;
+        app.pages.spawn(listener.serve(admin::routes(pages), app.stop.clone()));
         let feed = Arc::new(Feed::default());
         app.feed(&config, &entrance, feed.clone(), metrics.clone());
         app.keep_time(&entrance, &metrics);
@@ -113,7 +125,7 @@ impl App {
         }
         // Bound only now: a socket that accepts and does not answer would hold every request until Envoy gives up on it,
         // while one that refuses lets Envoy go on at once.
-        let grpc = sockets::bind(&config.listen).await?;
+        let grpc = sockets.bind(&config.listen).await?;
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
         let intake = parts::intake(&config, models, &metrics)?;
@@ -126,7 +138,8 @@ impl App {
             closing: app.closing.clone(),
         };
         app.reload_ways_in(way_in, parts.intake.clone());
-        app.serve_api(&config, parts).await?;
+        app.serve_api(&sockets, &config, parts).await?;
+        app.follow_secrets(secrets, &metrics);
         let service = app.ext_proc(&config, intake, entrance, &metrics);
         for listener in grpc {
             let routes = Routes::new(app.health.service()).add_service(service.clone());
@@ -238,7 +251,7 @@ impl App {
     }
 
     /// Answers for our health, where that has an address of its own, and keeps it in step with readiness.
-    async fn serve_health(&mut self, config: &Config) -> anyhow::Result<()> {
+    async fn serve_health(&mut self, sockets: &Sockets, config: &Config) -> anyhow::Result<()> {
         for health in [&self.health, &self.own_health] {
             health.tell(&self.readiness).await;
             let (health, readiness, stop) = (health.clone(), self.readiness.clone(), self.stop.clone());
@@ -250,31 +263,9 @@ impl App {
             });
         }
         let Some(address) = config.listen.health else { return Ok(()) };
-        let listener = sockets::bind_tcp("health", address).await?;
+        let listener = sockets.bind_health(address).await?;
         self.health_address = listener.address();
         self.pages.spawn(listener.serve(Routes::new(self.own_health.service()), self.stop.clone()));
-        Ok(())
-    }
-
-    async fn serve_pages(
-        &mut self,
-        config: &Config,
-        entrance: &Arc<Entrance>,
-        metrics: &Arc<Metrics>,
-        way_in: WayIn,
-    ) -> anyhow::Result<()> {
-        let listener = tokio::net::TcpListener::bind(config.admin.listen)
-            .await
-            .with_context(|| format!("the admin address {} cannot be bound", config.admin.listen))?;
-        self.admin_address = listener.local_addr()?;
-        let pages = Admin {
-            entrance: entrance.clone(),
-            metrics: metrics.clone(),
-            readiness: self.readiness.clone(),
-            config: self.reloader.shown(),
-            way_in,
-        };
-        self.pages.spawn(sockets::serve_admin(listener, admin::routes(pages), self.stop.clone()));
         Ok(())
     }
 
@@ -308,11 +299,11 @@ impl App {
     }
 
     /// Serves callers that are not Envoy, and ends what they book and forget.
-    async fn serve_api(&mut self, config: &Config, parts: api::Parts) -> anyhow::Result<()> {
+    async fn serve_api(&mut self, sockets: &Sockets, config: &Config, parts: api::Parts) -> anyhow::Result<()> {
         let Some(settings) = &config.api else { return Ok(()) };
         let (metrics, stop) = (parts.metrics.clone(), self.stop.clone());
         let api = Api::new(parts, settings);
-        let listener = sockets::bind_tcp("api", settings.listen).await?;
+        let listener = sockets.bind_api(settings).await?;
         self.api_address = listener.address();
         let largest = config.limits.body.bytes().saturating_add(MESSAGE_OVERHEAD);
         let routes = Routes::new(self.health.service()).add_service(api.server(largest));
@@ -328,6 +319,23 @@ impl App {
             .await;
         });
         Ok(())
+    }
+
+    /// Reads certificates and tokens again when their files change, and with the configuration.
+    fn follow_secrets(&mut self, secrets: Secrets, metrics: &Arc<Metrics>) {
+        let read_again = secrets.clone();
+        self.reloader.part("secrets", move |_| {
+            let secrets = read_again.clone();
+            Ok(Box::new(move || secrets.reload()))
+        });
+        let (metrics, stop) = (metrics.clone(), self.stop.clone());
+        self.background.spawn(async move {
+            supervise("secrets", &metrics, stop, || {
+                let secrets = secrets.clone();
+                async move { match secrets.follow(Pace::default()).await {} }
+            })
+            .await;
+        });
     }
 
     /// Starts what feeds the fleet.

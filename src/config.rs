@@ -211,8 +211,13 @@ impl Config {
             model.resolve(folder);
         }
         let files = [self.workers_file.as_mut(), self.envoy.as_mut().map(|envoy| &mut envoy.endpoints_file)];
-        for file in files.into_iter().flatten().chain(self.listen.unix.as_mut()) {
+        for file in files.into_iter().flatten() {
             *file = folder.join(&*file);
+        }
+        self.listen.resolve(folder);
+        self.admin.resolve(folder);
+        if let Some(tls) = self.api.as_mut().and_then(|api| api.tls.as_mut()) {
+            tls.resolve(folder);
         }
         self.tracking_hash.resolve(folder);
         let served = self.served_models();

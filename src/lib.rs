@@ -45,6 +45,7 @@ pub mod xds;
 pub mod lifecycle;
 pub mod metrics;
 pub mod settings;
+pub mod tls;
 
 // Layer 5: process.
 pub mod app;

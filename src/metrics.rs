@@ -159,6 +159,22 @@ pub struct PoolLabels {
     pub namespace: String,
 }
 
+/// One of our listeners.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ListenerLabel {
+    /// `ext_proc`, `ext_proc_unix`, `api`, `admin`, `health`.
+    pub listener: &'static str,
+}
+
+/// One of our listeners, and how something there ended.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ListenerOutcomeLabels {
+    /// `ext_proc`, `api`, `admin`.
+    pub listener: &'static str,
+    /// How it ended.
+    pub outcome: &'static str,
+}
+
 /// A background task.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct TaskLabel {
@@ -286,6 +302,18 @@ metrics! {
     kv_event_restarts: Counter = Counter::default();
     /// 1 while the event source of a worker rank is caught up
     kv_event_source_live: Family<RankLabels, Gauge> = Family::default();
+    /// Connections that are open now, by listener
+    connections: Family<ListenerLabel, Gauge> = Family::default();
+    /// Connections that were closed at once because there were too many, by listener
+    connections_refused: Family<ListenerLabel, Counter> = Family::default();
+    /// TLS handshakes by listener and outcome: done, failed, expired
+    tls_handshakes: Family<ListenerOutcomeLabels, Counter> = Family::default();
+    /// Changes of a certificate, its key or the client CA, by listener and outcome: applied, invalid (the old one is kept)
+    tls_reloads: Family<ListenerOutcomeLabels, Counter> = Family::default();
+    /// When the certificate in use ends, in seconds of unix time, by listener
+    tls_certificate_expires_seconds: Family<ListenerLabel, Gauge> = Family::default();
+    /// Changes of the token for the admin pages, by outcome: applied, invalid (the old one is kept)
+    admin_token_reloads: Family<OutcomeLabel, Counter> = Family::default();
     /// 1 while a background task runs, 0 while it waits for its next try
     task_up: Family<TaskLabel, Gauge> = Family::default();
     /// Restarts of background tasks

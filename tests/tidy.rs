@@ -45,7 +45,7 @@ const LAYERS: &[(&str, u8)] = &[
 ];
 
 /// Usable from layers 3 to 5; may use layer 1.
-const SIDE: &[&str] = &["metrics", "lifecycle", "settings"];
+const SIDE: &[&str] = &["metrics", "lifecycle", "settings", "tls"];
 
 /// Adapter → adapter, the declared exceptions.
 const EXCEPTIONS: &[(&str, &str)] = &[

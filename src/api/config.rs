@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::load::ledger::Rules;
 use crate::settings::{Period, Problem};
+use crate::tls::TlsConfig;
 
 /// `api:`: the router as a gRPC service. Whoever reaches it may book load and pin requests, and nobody is asked who he is;
 /// so it is off unless the section is there.
@@ -15,6 +16,11 @@ use crate::settings::{Period, Problem};
 pub struct ApiConfig {
     /// Where it listens.
     pub listen: SocketAddr,
+    /// TLS; none: plaintext.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tls: Option<TlsConfig>,
+    /// Serve everybody who reaches an address that is not loopback.
+    pub unprotected: bool,
     /// A booking of which nothing was heard for longer than this is released.
     pub silence: Period,
     /// Most bookings at a time.
@@ -29,6 +35,8 @@ impl Default for ApiConfig {
     fn default() -> Self {
         Self {
             listen: (Ipv4Addr::LOCALHOST, 9903).into(),
+            tls: None,
+            unprotected: false,
             silence: Period::seconds(300),
             bookings: 1 << 20,
             most_blocks: 1 << 17,
@@ -40,7 +48,7 @@ impl Default for ApiConfig {
 impl ApiConfig {
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
-        let mut problems = Vec::new();
+        let mut problems = self.exposure();
         if self.silence.get() == Duration::ZERO {
             let text =
                 "every booking would end at once; give the time in which callers give a sign of life, such as 300s";
@@ -55,6 +63,25 @@ impl ApiConfig {
         if self.booked_blocks < self.most_blocks {
             let text = "a prompt of `most_blocks` could never be booked; give at least as much";
             problems.push(Problem::of("booked_blocks", text));
+        }
+        problems
+    }
+
+    /// Who could reach it who should not.
+    fn exposure(&self) -> Vec<Problem> {
+        let mut problems: Vec<_> = self.tls.iter().flat_map(TlsConfig::problems).collect();
+        problems = problems.into_iter().map(|problem| problem.within("tls")).collect();
+        let mutual = self.tls.as_ref().is_some_and(TlsConfig::is_mutual);
+        if self.unprotected && mutual {
+            let text = "callers need a certificate by `tls.client_ca`; keep either that or this";
+            problems.push(Problem::of("unprotected", text));
+        } else if !self.unprotected && !mutual && !self.listen.ip().to_canonical().is_loopback() {
+            let text = format!(
+                "{} can be reached by others, who could book load and pin requests; give `tls.client_ca`, listen on \
+                 127.0.0.1, or say `unprotected: true`",
+                self.listen
+            );
+            problems.push(Problem::of("listen", text));
         }
         problems
     }

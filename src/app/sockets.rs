@@ -1,19 +1,26 @@
-//! The sockets we listen on.
+//! The sockets we listen on, and how connections come in by them.
 
+use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use tokio::net::{TcpListener, UnixListener};
+use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::transport::Server;
-use tonic::transport::server::TcpIncoming;
+use tonic::transport::server::{Connected, TcpIncoming};
 
 use super::unix::{self, SocketFile};
-use crate::ext_proc::config::ListenConfig;
+use crate::admin::config::AdminConfig;
+use crate::admin::token::{self, Token};
+use crate::api::ApiConfig;
+use crate::ext_proc::config::{LimitsConfig, ListenConfig};
+use crate::metrics::Metrics;
+use crate::tls::{Acceptor, Connection, Door, Protocol, Secrets, TlsConfig};
 
 /// After how long a silent connection is asked whether it is still there.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
@@ -24,46 +31,71 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Most calls at a time on one connection of a caller that is not Envoy.
 const MOST_STREAMS: u32 = 4096;
 
+/// What all listeners have in common.
+#[derive(Clone)]
+pub(super) struct Sockets {
+    pub(super) limits: LimitsConfig,
+    /// What they read from files goes in here.
+    pub(super) secrets: Secrets,
+    pub(super) metrics: Arc<Metrics>,
+}
+
+type TcpDoor = Door<TcpIncoming, TcpStream>;
+type UnixDoor = Door<UnixListenerStream, UnixStream>;
+
 /// A bound socket for gRPC.
-pub(super) enum GrpcListener {
-    /// Beside it the most streams that one connection may have open, where that is bounded.
-    Tcp(TcpListener, Option<u32>),
-    Unix(UnixListener, SocketFile),
+pub(super) struct GrpcListener {
+    socket: Socket,
+    /// Bytes of the headers of a call.
+    header_list: u32,
+    /// The most streams that one connection may have open, where that is bounded.
+    streams: Option<u32>,
+}
+
+enum Socket {
+    Tcp(TcpDoor, SocketAddr),
+    Unix(UnixDoor, SocketFile),
+}
+
+/// A bound socket for the admin pages.
+pub(super) struct AdminListener {
+    door: TcpDoor,
+    pub(super) address: SocketAddr,
+    token: Option<Arc<Token>>,
 }
 
 impl GrpcListener {
     pub(super) fn address(&self) -> Option<SocketAddr> {
-        match self {
-            GrpcListener::Tcp(listener, _) => listener.local_addr().ok(),
-            GrpcListener::Unix(..) => None,
+        match &self.socket {
+            Socket::Tcp(_, address) => Some(*address),
+            Socket::Unix(..) => None,
         }
     }
 
     pub(super) fn path(&self) -> Option<PathBuf> {
-        match self {
-            GrpcListener::Tcp(..) => None,
-            GrpcListener::Unix(_, file) => Some(file.path().to_owned()),
+        match &self.socket {
+            Socket::Tcp(..) => None,
+            Socket::Unix(_, file) => Some(file.path().to_owned()),
         }
     }
 
     /// Serves until `closing`, and then until the open streams have ended.
     pub(super) async fn serve(self, routes: Routes, closing: CancellationToken) -> anyhow::Result<()> {
-        let mut server = Server::builder();
-        match self {
-            GrpcListener::Tcp(listener, streams) => {
+        let server =
+            Server::builder().http2_max_header_list_size(self.header_list).max_concurrent_streams(self.streams);
+        match self.socket {
+            Socket::Tcp(door, _) => {
                 // A peer whose machine has gone says nothing more, and what its streams hold would be held for ever.
-                let incoming =
-                    TcpIncoming::from(listener).with_nodelay(Some(true)).with_keepalive(Some(KEEPALIVE_INTERVAL));
                 let server = server
                     .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
                     .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
-                    .max_concurrent_streams(streams)
                     .add_routes(routes);
-                server.serve_with_incoming_shutdown(incoming, closing.cancelled_owned()).await?;
+                server.serve_with_incoming_shutdown(door.into_stream(), closing.cancelled_owned()).await?;
             }
-            GrpcListener::Unix(listener, file) => {
-                let incoming = UnixListenerStream::new(listener);
-                server.add_routes(routes).serve_with_incoming_shutdown(incoming, closing.cancelled_owned()).await?;
+            Socket::Unix(door, file) => {
+                let mut server = server;
+                let server = server.add_routes(routes);
+                server.serve_with_incoming_shutdown(door.into_stream(), closing.cancelled_owned()).await?;
                 drop(file);
             }
         }
@@ -71,36 +103,106 @@ impl GrpcListener {
     }
 }
 
-/// Binds one address for callers that are not Envoy; `what` is for the message where that fails.
-pub(super) async fn bind_tcp(what: &str, address: SocketAddr) -> anyhow::Result<GrpcListener> {
-    Ok(GrpcListener::Tcp(bind_address(what, address).await?, Some(MOST_STREAMS)))
-}
+impl<S: Connected> Connected for Connection<S> {
+    type ConnectInfo = S::ConnectInfo;
 
-async fn bind_address(what: &str, address: SocketAddr) -> anyhow::Result<TcpListener> {
-    let listener = TcpListener::bind(address).await;
-    listener.with_context(|| format!("the {what} address {address} cannot be bound"))
-}
-
-pub(super) async fn bind(listen: &ListenConfig) -> anyhow::Result<Vec<GrpcListener>> {
-    let mut listeners = Vec::new();
-    if let Some(address) = listen.tcp {
-        // Envoy holds a stream per request on few connections.
-        listeners.push(GrpcListener::Tcp(bind_address("ext_proc", address).await?, None));
+    fn connect_info(&self) -> Self::ConnectInfo {
+        self.socket().connect_info()
     }
-    if let Some(path) = &listen.unix {
-        let bound = unix::bind(path).await;
-        let (listener, file) =
-            bound.with_context(|| format!("the ext_proc socket {} cannot be bound", path.display()))?;
-        listeners.push(GrpcListener::Unix(listener, file));
-    }
-    Ok(listeners)
 }
 
-pub(super) async fn serve_admin(
-    listener: TcpListener,
-    routes: axum::Router,
-    stop: CancellationToken,
-) -> anyhow::Result<()> {
-    axum::serve(listener, routes).with_graceful_shutdown(stop.cancelled_owned()).await?;
-    Ok(())
+impl Sockets {
+    /// Binds where Envoy reaches us.
+    pub(super) async fn bind(&self, listen: &ListenConfig) -> anyhow::Result<Vec<GrpcListener>> {
+        let mut listeners = Vec::new();
+        if let Some(address) = listen.tcp {
+            let (door, address) = self.tcp("ext_proc", address, listen.tls.as_ref(), Protocol::Grpc).await?;
+            listeners.push(self.grpc(Socket::Tcp(door, address), self.limits.streams));
+        }
+        if let Some(path) = &listen.unix {
+            let bound = unix::bind(path).await;
+            let (listener, file) =
+                bound.with_context(|| format!("the ext_proc socket {} cannot be bound", path.display()))?;
+            let incoming = UnixListenerStream::new(listener);
+            let door = Door::new("ext_proc_unix", incoming, None, self.limits.door(), self.metrics.clone());
+            listeners.push(self.grpc(Socket::Unix(door, file), self.limits.streams));
+        }
+        Ok(listeners)
+    }
+
+    /// Binds where we say how we are, and nothing else; in the clear, as those who ask expect.
+    pub(super) async fn bind_health(&self, address: SocketAddr) -> anyhow::Result<GrpcListener> {
+        let (door, address) = self.tcp("health", address, None, Protocol::Grpc).await?;
+        Ok(self.grpc(Socket::Tcp(door, address), Some(MOST_STREAMS)))
+    }
+
+    /// Binds where callers that are not Envoy reach us.
+    pub(super) async fn bind_api(&self, api: &ApiConfig) -> anyhow::Result<GrpcListener> {
+        let (door, address) = self.tcp("api", api.listen, api.tls.as_ref(), Protocol::Grpc).await?;
+        Ok(self.grpc(Socket::Tcp(door, address), Some(MOST_STREAMS)))
+    }
+
+    /// Binds where operators reach us.
+    pub(super) async fn bind_admin(&self, admin: &AdminConfig) -> anyhow::Result<AdminListener> {
+        let token = admin.token_file.clone().map(|file| Token::load(file, self.metrics.clone()));
+        let token = token.transpose().map_err(anyhow::Error::msg).context("the token of the admin pages")?;
+        if let Some(token) = &token {
+            self.secrets.add(token.clone());
+        }
+        let (door, address) = self.tcp("admin", admin.listen, admin.tls.as_ref(), Protocol::Http).await?;
+        Ok(AdminListener { door, address, token })
+    }
+
+    fn grpc(&self, socket: Socket, streams: Option<u32>) -> GrpcListener {
+        let header_list = u32::try_from(self.limits.header_list.0).unwrap_or(u32::MAX);
+        GrpcListener { socket, header_list, streams }
+    }
+
+    async fn tcp(
+        &self,
+        name: &'static str,
+        address: SocketAddr,
+        tls: Option<&TlsConfig>,
+        protocol: Protocol,
+    ) -> anyhow::Result<(TcpDoor, SocketAddr)> {
+        let acceptor = tls.map(|tls| Acceptor::new(name, tls, protocol, self.metrics.clone()));
+        let acceptor = acceptor.transpose().with_context(|| format!("the certificate of {name} cannot be used"))?;
+        if let Some(acceptor) = &acceptor {
+            self.secrets.add(acceptor.clone());
+        }
+        let listener = TcpListener::bind(address).await;
+        let listener = listener.with_context(|| format!("the {name} address {address} cannot be bound"))?;
+        let address = listener.local_addr()?;
+        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true)).with_keepalive(Some(KEEPALIVE_INTERVAL));
+        Ok((Door::new(name, incoming, acceptor, self.limits.door(), self.metrics.clone()), address))
+    }
+}
+
+impl AdminListener {
+    /// Serves the pages until `stop`.
+    pub(super) async fn serve(self, routes: axum::Router, stop: CancellationToken) -> anyhow::Result<()> {
+        let routes = match &self.token {
+            Some(token) => token::protect(routes, token.clone()),
+            None => routes,
+        };
+        axum::serve(self, routes).with_graceful_shutdown(stop.cancelled_owned()).await?;
+        Ok(())
+    }
+}
+
+impl axum::serve::Listener for AdminListener {
+    type Io = Connection<TcpStream>;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Self::Io, Self::Addr) {
+        match self.door.next().await {
+            Some(connection) => (connection, self.address),
+            // A listener does not end before it is dropped.
+            None => std::future::pending().await,
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<Self::Addr> {
+        Ok(self.address)
+    }
 }

@@ -26,6 +26,12 @@ pub struct ServeArgs {
     /// Answer for gRPC health alone on this port of all addresses, in place of `listen.health`
     #[arg(long, value_name = "PORT")]
     pub grpc_health_port: Option<u16>,
+    /// Serve ext_proc by TLS, with a certificate made at start where none is given; `--secure-serving=false` does not
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub secure_serving: Option<bool>,
+    /// Where the certificate of ext_proc is, as tls.crt and tls.key
+    #[arg(long, value_name = "DIR")]
+    pub cert_path: Option<PathBuf>,
     /// Serve the admin pages on this port; their address stays what `admin.listen` says
     #[arg(long, value_name = "PORT")]
     pub metrics_port: Option<u16>,
@@ -45,6 +51,9 @@ impl ServeArgs {
             pool_namespace: self.pool_namespace.clone(),
             grpc_port: self.grpc_port,
             grpc_health_port: self.grpc_health_port,
+            secure_serving: self.secure_serving,
+            // As it is seen from where the command was given, and not from the configuration.
+            cert_dir: self.cert_path.as_ref().map(|dir| std::path::absolute(dir).unwrap_or_else(|_| dir.clone())),
             metrics_port: self.metrics_port,
             log_format: self.zap_encoder,
             log_level: self.verbosity.map(level),
@@ -108,6 +117,9 @@ mod tests {
             "9002",
             "--grpc-health-port=9003",
             "--metrics-port=9090",
+            "--secure-serving",
+            "--cert-path",
+            "/certs",
             "--zap-devel",
             "--zap-log-level",
             "debug",
@@ -124,6 +136,8 @@ mod tests {
             grpc_port: Some(9002),
             grpc_health_port: Some(9003),
             metrics_port: Some(9090),
+            secure_serving: Some(true),
+            cert_dir: Some("/certs".into()),
             log_format: Some(LogFormat::Json),
             log_level: Some(LogLevel::Debug),
         };

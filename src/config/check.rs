@@ -12,6 +12,7 @@ use crate::worker::Role;
 pub(super) fn problems(config: &Config) -> Vec<Problem> {
     let sections = [
         ("listen", config.listen.problems()),
+        ("admin", config.admin.problems()),
         ("api", config.api.as_ref().map(|api| api.problems()).unwrap_or_default()),
         ("pool", config.pool.as_ref().map(|pool| pool.problems()).unwrap_or_default()),
         ("limits", config.limits.problems()),

@@ -26,6 +26,10 @@ impl Config {
         config.admin = self.admin.clone();
         config.api = self.api.clone();
         config.pool = self.pool.clone();
+        config.limits.connections = self.limits.connections;
+        config.limits.handshake = self.limits.handshake;
+        config.limits.header_list = self.limits.header_list;
+        config.limits.streams = self.limits.streams;
         config.tracking_hash = self.tracking_hash.clone();
         config.load.prefill_durations = self.load.prefill_durations;
         config.queue = self.queue.clone();

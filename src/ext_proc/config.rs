@@ -6,9 +6,16 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::settings::{Period, Problem, Size};
+use crate::tls::{DoorLimits, TlsConfig};
 
 /// Longest path of the unix socket: Linux takes 107, and it is bound with `.new` behind its name before it is renamed.
 const LONGEST_SOCKET_PATH: usize = 103;
+
+/// Envoy's own headers of a call take some hundred bytes, tracing some more.
+const LEAST_HEADER_LIST: Size = Size::kib(4);
+
+/// Beyond it nothing is bounded.
+const MOST_HEADER_LIST: Size = Size::mib(16);
 
 /// `listen:`: the ext_proc gRPC server, with gRPC health beside it. One or both.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,11 +30,14 @@ pub struct ListenConfig {
     /// TCP address for gRPC health alone, without TLS, up from the very start of the process; none: only beside ext_proc.
     #[serde(default)]
     pub health: Option<SocketAddr>,
+    /// TLS of the TCP address; none: plaintext.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tls: Option<TlsConfig>,
 }
 
 impl Default for ListenConfig {
     fn default() -> Self {
-        Self { tcp: Some((Ipv4Addr::LOCALHOST, 9002).into()), unix: None, health: None }
+        Self { tcp: Some((Ipv4Addr::LOCALHOST, 9002).into()), unix: None, health: None, tls: None }
     }
 }
 
@@ -48,7 +58,23 @@ impl ListenConfig {
             );
             problems.push(Problem::of("unix", text));
         }
+        if let Some(tls) = &self.tls {
+            if self.tcp.is_none() {
+                problems.push(Problem::of("tls", "TLS is for `tcp`, which is not given; give it, or leave this out"));
+            }
+            problems.extend(tls.problems().into_iter().map(|problem| problem.within("tls")));
+        }
         problems
+    }
+
+    /// Makes names of files absolute.
+    pub fn resolve(&mut self, folder: &Path) {
+        if let Some(unix) = &mut self.unix {
+            *unix = folder.join(&*unix);
+        }
+        if let Some(tls) = &mut self.tls {
+            tls.resolve(folder);
+        }
     }
 }
 
@@ -65,6 +91,15 @@ pub struct LimitsConfig {
     pub tokenize_queue: u32,
     /// How long a body may wait for the blocking pool and be tokenised there; afterwards the request is routed by load only.
     pub exchange_deadline: Period,
+    /// Connections to one listener at a time; further ones are closed at once.
+    pub connections: u32,
+    /// How long a TLS handshake may take, and how long a client may then say nothing before it is sent away.
+    pub handshake: Period,
+    /// Headers of one gRPC call, added up; what HTTP/2 calls the header list.
+    pub header_list: Size,
+    /// Exchanges on one connection to ext_proc at a time. Unbounded by default, because Envoy opens many before it is told
+    /// of a bound, and does not try those again that were refused.
+    pub streams: Option<u32>,
 }
 
 impl Default for LimitsConfig {
@@ -75,6 +110,10 @@ impl Default for LimitsConfig {
             tokenize_queue: 256,
             // Below Envoy's usual message_timeout of 1s, so that a slow prompt still goes by load.
             exchange_deadline: Period::millis(800),
+            connections: 1024,
+            handshake: Period::seconds(10),
+            header_list: Size::kib(64),
+            streams: None,
         }
     }
 }
@@ -90,7 +129,28 @@ impl LimitsConfig {
             let text = "no request could be routed within 0s; the default is 800ms";
             problems.push(Problem::of("exchange_deadline", text));
         }
+        if self.connections == 0 {
+            problems.push(Problem::of("connections", "nobody could connect; the default is 1024"));
+        }
+        if self.handshake.get().is_zero() {
+            problems.push(Problem::of("handshake", "nobody could connect within 0s; the default is 10s"));
+        }
+        if self.header_list < LEAST_HEADER_LIST || self.header_list > MOST_HEADER_LIST {
+            let text = format!(
+                "{} is no room for the headers of a call; give {LEAST_HEADER_LIST} to {MOST_HEADER_LIST}, the default is 64KiB",
+                self.header_list
+            );
+            problems.push(Problem::of("header_list", text));
+        }
+        if self.streams == Some(0) {
+            problems.push(Problem::of("streams", "no exchange could begin; leave this out for no bound"));
+        }
         problems
+    }
+
+    /// Who may come in by a listener.
+    pub fn door(&self) -> DoorLimits {
+        DoorLimits { connections: self.connections as usize, handshake: self.handshake.get() }
     }
 }
 

@@ -1,0 +1,17 @@
+//! TLS of our own sockets, and who comes in at all. Certificates are followed while we run, because whoever issues them
+//! replaces them every few weeks; new connections get the new one and old ones go on. Handshakes happen beside one another
+//! and have a deadline, so that a client that says nothing holds up nobody.
+
+mod acceptor;
+pub mod config;
+mod door;
+mod files;
+mod material;
+mod secrets;
+
+pub use acceptor::{Acceptor, Protocol};
+pub use config::TlsConfig;
+pub use door::{Connection, Door, DoorLimits};
+pub use files::Pace;
+pub use material::TlsError;
+pub use secrets::{Secret, Secrets};
