@@ -7,12 +7,13 @@ pub mod token;
 
 use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router as Routes};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::entrance::Entrance;
 use crate::lifecycle::Readiness;
@@ -29,6 +30,8 @@ pub struct Admin {
     pub metrics: Arc<Metrics>,
     /// What is still pending.
     pub readiness: Readiness,
+    /// The configuration in use.
+    pub config: Arc<ArcSwap<Value>>,
     /// From a body to a question, for explanations.
     pub way_in: explain::WayIn,
 }
@@ -40,6 +43,7 @@ pub fn routes(admin: Admin) -> Routes {
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(ready))
         .route("/metrics", get(metrics))
+        .route("/debug/config", get(|State(admin): State<Admin>| async move { Json(admin.config.load_full()) }))
         .route(
             "/debug/fleet",
             get(|State(admin): State<Admin>| async move { Json(json!(*admin.entrance.router().fleet())) }),

@@ -15,6 +15,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use futures_util::{Stream, stream};
 use tokio::sync::Semaphore;
 use tokio::time::MissedTickBehavior;
@@ -51,7 +52,7 @@ const MOST_WATCHERS: usize = 256;
 pub struct Api(Arc<Shared>);
 
 struct Shared {
-    intake: Arc<Intake>,
+    intake: Arc<ArcSwap<Intake>>,
     entrance: Arc<Entrance>,
     feed: Arc<Feed>,
     metrics: Arc<Metrics>,
@@ -66,7 +67,7 @@ struct Shared {
 /// What the service is made of.
 pub struct Parts {
     /// The way in.
-    pub intake: Arc<Intake>,
+    pub intake: Arc<ArcSwap<Intake>>,
     /// The way to the router.
     pub entrance: Arc<Entrance>,
     /// What the keeper tells.
@@ -118,7 +119,7 @@ impl Api {
         let Shared { intake, entrance, bookings, shape, .. } = &*self.0;
         let attempt = asked.book.as_ref().map(|book| question::attempt(Some(book))).transpose()?;
         let session = asked.session.map(question::session).transpose()?;
-        let read = question::read(intake, asked.question, *shape).await?;
+        let read = question::read(&intake.load_full(), asked.question, *shape).await?;
         let mut request = read.request;
         if let Some(wishes) = asked.wishes {
             question::wish(&mut request, wishes)?;
@@ -144,7 +145,8 @@ impl Api {
         let Shared { intake, entrance, bookings, shape, .. } = &*self.0;
         let attempt = question::attempt(asked.attempt.as_ref())?;
         let rank = question::rank(asked.worker)?;
-        let request = question::read(intake, asked.question, Shape { shared: false, ..*shape }).await?.request;
+        let request =
+            question::read(&intake.load_full(), asked.question, Shape { shared: false, ..*shape }).await?.request;
         let how = Elsewhere { prefilled: !asked.prefills.unwrap_or(true), cached_tokens: asked.cached_tokens };
         if how.cached_tokens.is_some_and(|cached| cached > request.prompt.tokens()) {
             return Err(Fault::argument("more tokens are cached than the prompt has"));
@@ -190,7 +192,7 @@ impl Api {
     }
 
     async fn overlaps(&self, asked: pb::OverlapScoresRequest) -> Result<pb::OverlapScoresResponse, Fault> {
-        let request = question::read(&self.0.intake, asked.question, self.0.shape).await?.request;
+        let request = question::read(&self.0.intake.load_full(), asked.question, self.0.shape).await?.request;
         let blocks = request.prompt.blocks();
         let block_size = blocks.first().map_or(0, |hashes| hashes.block_size().0.get());
         let prompt_blocks = blocks.iter().map(|hashes| hashes.len() as u64).sum();
@@ -206,7 +208,7 @@ impl Api {
             loads.sort_by_key(|load| load.rank);
             return Ok(pb::PotentialLoadsResponse { ranks: loads.iter().map(answer::load).collect() });
         }
-        let request = question::read(&self.0.intake, asked.question, self.0.shape).await?.request;
+        let request = question::read(&self.0.intake.load_full(), asked.question, self.0.shape).await?.request;
         let ranks = router.survey(request)?.iter().map(answer::potential_load).collect();
         Ok(pb::PotentialLoadsResponse { ranks })
     }
@@ -215,7 +217,8 @@ impl Api {
         let model = match asked.model.as_str() {
             "" => None,
             name => {
-                let named = self.0.intake.named(Some(name)).ok_or_else(|| Fault::UnknownModel(name.to_owned()))?;
+                let named =
+                    self.0.intake.load().named(Some(name)).ok_or_else(|| Fault::UnknownModel(name.to_owned()))?;
                 Some(named.model.name.clone())
             }
         };

@@ -1,47 +1,60 @@
 //! Composition root: it alone knows every part. [`App::start`] builds the parts from the configuration and binds the
 //! sockets; [`App::run_until`] serves until told to stop, and then drains.
 
+mod encoders;
+mod gateway;
+mod health;
 mod keeper;
 mod live;
 mod offline;
 mod parts;
+mod reload;
 mod sockets;
+mod unix;
+mod workers;
 
 use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use arc_swap::ArcSwap;
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessorServer;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
-use tonic_health::server::HealthReporter;
+use tonic::service::Routes;
 use tracing::{info, warn};
 
 use crate::admin::explain::WayIn;
 use crate::admin::{self, Admin};
 use crate::api::{self, Api, Feed};
-use crate::config::{Config, WorkerSource};
-use crate::discovery::{self, file::WorkersFile};
+use crate::config::Config;
 use crate::engine_sessions::EngineSessions;
 use crate::entrance::Entrance;
-use crate::ext_proc::service::Service;
+use crate::ext_proc::service::{Kept, Service};
 use crate::intake::Intake;
 use crate::lifecycle::{Readiness, supervise};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, PoolLabels};
+use crate::telemetry::LogFilter;
 use crate::tls::{Pace, Secrets};
-use crate::worker::Worker;
+use health::Health;
 use keeper::Keeper;
+use live::Live;
+use reload::Next;
 use sockets::{GrpcListener, Sockets};
+use workers::Wanted;
 
 pub use offline::Offline;
+pub use reload::{ConfigFile, ReadConfig, Reloaded, Reloader};
 
 /// gRPC message overhead on top of a body: headers, attributes, metadata.
 const MESSAGE_OVERHEAD: usize = 1 << 20;
+
+/// What readiness waits for until there is a service.
+const LOADING: &str = "tokenizers";
 
 /// A running warmroute.
 pub struct App {
@@ -53,16 +66,22 @@ pub struct App {
     pub ext_proc_address: Option<SocketAddr>,
     /// Where ext_proc listens by unix socket.
     pub ext_proc_socket: Option<PathBuf>,
-    /// Certificates, keys and tokens; [`Secrets::reload`] reads them again at once.
-    pub secrets: Secrets,
+    /// Where gRPC health listens for itself.
+    pub health_address: Option<SocketAddr>,
     readiness: Readiness,
-    health: HealthReporter,
-    drain_deadline: Duration,
+    /// Health beside the services; its watchers are let go with them.
+    health: Health,
+    /// Health alone, until the very end.
+    own_health: Health,
+    reloader: Arc<Reloader>,
     /// Stops accepting and finishes what is open.
     closing: CancellationToken,
     /// Stops everything else.
     stop: CancellationToken,
+    /// Those that end with `closing`.
     servers: JoinSet<anyhow::Result<()>>,
+    /// Those that end with `stop`.
+    pages: JoinSet<anyhow::Result<()>>,
     background: JoinSet<()>,
 }
 
@@ -76,142 +95,219 @@ impl App {
     /// Builds everything, binds the sockets and starts the background tasks.
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
-        let readiness = Readiness::default();
         let entrance = parts::entrance(&config, rand::random());
-        let sockets = Sockets { limits: config.limits.clone(), secrets: Secrets::default(), metrics: metrics.clone() };
-        let admin_listener = sockets.bind_admin(&config.admin).await?;
-        let (health, health_service) = tonic_health::server::health_reporter();
-        let mut app = Self {
-            admin_address: admin_listener.address,
-            api_address: None,
-            ext_proc_address: None,
-            ext_proc_socket: None,
-            secrets: sockets.secrets.clone(),
-            readiness,
-            health,
-            drain_deadline: config.drain.deadline.get(),
-            closing: CancellationToken::new(),
-            stop: CancellationToken::new(),
-            servers: JoinSet::new(),
-            background: JoinSet::new(),
-        };
-        // The pages come first, so that they can say what the rest is waiting for.
-        let loading = app.readiness.wait_for("tokenizers");
-        let way_in = WayIn { intake: Arc::new(OnceLock::new()), body_limit: config.limits.body.bytes() };
+        let secrets = Secrets::default();
+        let sockets = Sockets { limits: config.limits.clone(), secrets: secrets.clone(), metrics: metrics.clone() };
+        let mut app = Self::bare(Arc::new(config), &metrics);
+        let config = app.reloader.running();
+        // Health and the pages come first, so that they can say what the rest is waiting for.
+        let loading = app.readiness.wait_for(LOADING);
+        let way_in = WayIn { intake: Arc::default(), body_limit: config.limits.body.bytes() };
+        app.serve_health(&sockets, &config).await?;
         let pages = Admin {
             entrance: entrance.clone(),
             metrics: metrics.clone(),
             readiness: app.readiness.clone(),
+            config: app.reloader.shown(),
             way_in: way_in.clone(),
         };
-        app.servers.spawn(admin_listener.serve(admin::routes(pages), app.stop.clone()));
-        app.follow_readiness();
+        let listener = sockets.bind_admin(&config.admin).await?;
+        app.admin_address = listener.address;
+        app.pages.spawn(listener.serve(admin::routes(pages), app.stop.clone()));
         let feed = Arc::new(Feed::default());
         app.feed(&config, &entrance, feed.clone(), metrics.clone());
         app.keep_time(&entrance, &metrics);
         app.tell_engines(&config, &entrance, &metrics)?;
-        let models = parts::load_models(&config).await?;
+        let models = app.reloader.load_models().await?;
+        if let Some(socket) = &config.listen.unix {
+            unix::wait_turn(socket, &app.readiness, LOADING).await;
+        }
         // Bound only now: a socket that accepts and does not answer would hold every request until Envoy gives up on it,
         // while one that refuses lets Envoy go on at once.
         let grpc = sockets.bind(&config.listen).await?;
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
         let intake = parts::intake(&config, models, &metrics)?;
-        // Only here is it set.
-        let _set = way_in.intake.set(intake.clone());
+        way_in.intake.store(Some(intake.clone()));
         let parts = api::Parts {
-            intake: intake.clone(),
+            intake: Arc::new(ArcSwap::new(intake.clone())),
             entrance: entrance.clone(),
             feed,
             metrics: metrics.clone(),
             closing: app.closing.clone(),
         };
-        if let Some(settings) = &config.api {
-            let (listener, routes) =
-                (sockets.bind_api(settings).await?, tonic::service::Routes::new(health_service.clone()));
-            app.serve_api(&config, parts, routes, listener);
-        }
-        app.follow_secrets(&metrics);
-        let service = app.ext_proc(&config, intake, entrance.clone(), &metrics);
+        app.reload_ways_in(way_in, parts.intake.clone());
+        app.serve_api(&sockets, &config, parts).await?;
+        app.follow_secrets(secrets, &metrics);
+        let service = app.ext_proc(&config, intake, entrance, &metrics);
         for listener in grpc {
-            let routes = tonic::service::Routes::new(health_service.clone()).add_service(service.clone());
+            let routes = Routes::new(app.health.service()).add_service(service.clone());
             app.servers.spawn(listener.serve(routes, app.closing.clone()));
         }
         drop(loading);
         Ok(app)
     }
 
-    /// Serves until `shutdown` completes, then drains: not ready, no new streams, open ones up to the deadline.
+    /// Nothing runs yet.
+    fn bare(config: Arc<Config>, metrics: &Arc<Metrics>) -> Self {
+        if let Some(pool) = &config.pool {
+            let (name, namespace) = (pool.name.clone().unwrap_or_default(), pool.namespace.clone().unwrap_or_default());
+            info!(name, namespace, "serving this pool");
+            metrics.pool_info.get_or_create(&PoolLabels { name, namespace }).set(1);
+        }
+        Self {
+            admin_address: config.admin.listen,
+            api_address: None,
+            ext_proc_address: None,
+            ext_proc_socket: None,
+            health_address: None,
+            readiness: Readiness::default(),
+            health: Health::default(),
+            own_health: Health::default(),
+            reloader: Arc::new(Reloader::new(config, metrics.clone())),
+            closing: CancellationToken::new(),
+            stop: CancellationToken::new(),
+            servers: JoinSet::new(),
+            pages: JoinSet::new(),
+            background: JoinSet::new(),
+        }
+    }
+
+    /// Takes another configuration into use, whenever its file changes or is asked to be read.
+    pub fn follow(&mut self, file: ConfigFile, log: LogFilter) {
+        let log = Arc::new(log);
+        self.reloader.part("log.level", move |next| {
+            let (log, level) = (log.clone(), next.config.log.level);
+            Ok(Box::new(move || log.set(level)))
+        });
+        let (reloader, file, stop) = (self.reloader.clone(), Arc::new(file), self.stop.clone());
+        let metrics = reloader.metrics.clone();
+        self.background.spawn(async move {
+            supervise("configuration", &metrics, stop, || reload::follow(reloader.clone(), file.clone())).await;
+        });
+    }
+
+    /// The way to another configuration.
+    pub fn reloader(&self) -> &Arc<Reloader> {
+        &self.reloader
+    }
+
+    /// Serves until `shutdown` completes, then drains: not ready but serving for the grace, then no new streams, open ones
+    /// up to the deadline.
     pub async fn run_until(mut self, shutdown: impl Future<Output = ()>) -> anyhow::Result<()> {
         info!(
             admin = %self.admin_address,
             tcp = ?self.ext_proc_address,
             unix = ?self.ext_proc_socket,
+            health = ?self.health_address,
             api = ?self.api_address,
             "listening"
         );
         tokio::select! {
             () = shutdown => {}
-            ended = self.servers.join_next() => {
-                // Servers only end by themselves when they fail.
-                ended.context("there is no server")???;
+            failed = self.fails() => return failed,
+        }
+        let drain = self.reloader.running().drain.clone();
+        info!(grace = %drain.grace, deadline = %drain.deadline, "draining");
+        self.readiness.drain();
+        for health in [&self.health, &self.own_health] {
+            health.tell(&self.readiness).await;
+        }
+        if !drain.grace.get().is_zero() {
+            tokio::select! {
+                () = tokio::time::sleep(drain.grace.get()) => info!("no new streams from now on"),
+                failed = self.fails() => return failed,
             }
+        }
+        self.closing.cancel();
+        // Those who watch it would keep their connections open.
+        self.health.forget().await;
+        let drained =
+            tokio::time::timeout(drain.deadline.get(), async { while self.servers.join_next().await.is_some() {} });
+        if drained.await.is_err() {
+            warn!("the drain deadline passed with exchanges still open; leaving them to Envoy");
+        }
+        self.stop.cancel();
+        self.servers.shutdown().await;
+        self.pages.shutdown().await;
+        while self.background.join_next().await.is_some() {}
+        info!("stopped");
+        Ok(())
+    }
+
+    /// Ends when a part ends that should not.
+    async fn fails(&mut self) -> anyhow::Result<()> {
+        tokio::select! {
+            // Servers only end by themselves when they fail.
+            ended = self.servers.join_next() => ended.context("there is no server")??,
+            ended = self.pages.join_next() => ended.context("there are no pages")??,
             ended = self.background.join_next() => {
                 // Neither do these, and without the keeper the fleet would stay as it is, unnoticed.
                 ended.context("there is no background task")?.context("a background task failed")?;
                 bail!("a background task ended");
             }
         }
-        info!(deadline = ?self.drain_deadline, "draining");
-        self.readiness.drain();
-        self.closing.cancel();
-        let admin_is_left = 1;
-        let drained = tokio::time::timeout(self.drain_deadline, async {
-            while self.servers.len() > admin_is_left {
-                let _ended = self.servers.join_next().await;
-            }
-        });
-        if drained.await.is_err() {
-            warn!("the drain deadline passed with exchanges still open; leaving them to Envoy");
+    }
+
+    /// Answers for our health, where that has an address of its own, and keeps it in step with readiness.
+    async fn serve_health(&mut self, sockets: &Sockets, config: &Config) -> anyhow::Result<()> {
+        for health in [&self.health, &self.own_health] {
+            health.tell(&self.readiness).await;
+            let (health, readiness, stop) = (health.clone(), self.readiness.clone(), self.stop.clone());
+            self.background.spawn(async move {
+                tokio::select! {
+                    () = stop.cancelled() => {}
+                    () = health.follow(readiness) => {}
+                }
+            });
         }
-        self.stop.cancel();
-        self.servers.shutdown().await;
-        while self.background.join_next().await.is_some() {}
-        info!("stopped");
+        let Some(address) = config.listen.health else { return Ok(()) };
+        let listener = sockets.bind_health(address).await?;
+        self.health_address = listener.address();
+        self.pages.spawn(listener.serve(Routes::new(self.own_health.service()), self.stop.clone()));
         Ok(())
     }
 
+    /// Lets the ways in beside ext_proc follow the configuration.
+    fn reload_ways_in(&self, way_in: WayIn, api: Arc<ArcSwap<Intake>>) {
+        self.reloader.part("models", move |next| {
+            let (way_in, api, intake) = (way_in.clone(), api.clone(), next.intake.clone());
+            Ok(Box::new(move || {
+                way_in.intake.store(Some(intake.clone()));
+                api.store(intake);
+            }))
+        });
+    }
+
+    /// The ext_proc service, which follows the configuration.
     fn ext_proc(
         &self,
         config: &Config,
         intake: Arc<Intake>,
         entrance: Arc<Entrance>,
         metrics: &Arc<Metrics>,
-    ) -> ExternalProcessorServer<Service> {
-        let limit = config.limits.body.bytes();
-        let live = live::live(config, intake, entrance, metrics.clone());
-        let service = Service::new(Arc::new(ArcSwap::from_pointee(live)), metrics.clone());
-        // tonic's own limit of 4 MiB would refuse bodies that the configuration allows, and with failure_mode_allow the
-        // request would then silently go to a random worker.
-        ExternalProcessorServer::new(service)
-            .max_decoding_message_size(limit.saturating_add(MESSAGE_OVERHEAD))
-            .max_encoding_message_size(usize::MAX)
+    ) -> Live<ExternalProcessorServer<Service>> {
+        let kept = Kept::new(metrics.clone());
+        let make = move |config: &Config, intake| gateway::service(config, intake, entrance.clone(), &kept);
+        let live = Live::new(make(config, intake));
+        let place = live.clone();
+        self.reloader.part("ext_proc", move |next: &Next| {
+            let service = make(&next.config, next.intake.clone());
+            let place = place.clone();
+            Ok(Box::new(move || place.replace(service)))
+        });
+        live
     }
 
     /// Serves callers that are not Envoy, and ends what they book and forget.
-    fn serve_api(
-        &mut self,
-        config: &Config,
-        parts: api::Parts,
-        routes: tonic::service::Routes,
-        listener: GrpcListener,
-    ) {
-        let Some(settings) = &config.api else { return };
+    async fn serve_api(&mut self, sockets: &Sockets, config: &Config, parts: api::Parts) -> anyhow::Result<()> {
+        let Some(settings) = &config.api else { return Ok(()) };
         let (metrics, stop) = (parts.metrics.clone(), self.stop.clone());
         let api = Api::new(parts, settings);
+        let listener = sockets.bind_api(settings).await?;
         self.api_address = listener.address();
         let largest = config.limits.body.bytes().saturating_add(MESSAGE_OVERHEAD);
-        let routes = routes.add_service(api.server(largest));
+        let routes = Routes::new(self.health.service()).add_service(api.server(largest));
         self.servers.spawn(listener.serve(routes, self.closing.clone()));
         self.background.spawn(async move {
             supervise("bookings", &metrics, stop, || {
@@ -223,11 +319,17 @@ impl App {
             })
             .await;
         });
+        Ok(())
     }
 
-    /// Reads certificates and tokens again when their files change.
-    fn follow_secrets(&mut self, metrics: &Arc<Metrics>) {
-        let (secrets, metrics, stop) = (self.secrets.clone(), metrics.clone(), self.stop.clone());
+    /// Reads certificates and tokens again when their files change, and with the configuration.
+    fn follow_secrets(&mut self, secrets: Secrets, metrics: &Arc<Metrics>) {
+        let read_again = secrets.clone();
+        self.reloader.part("secrets", move |_| {
+            let secrets = read_again.clone();
+            Ok(Box::new(move || secrets.reload()))
+        });
+        let (metrics, stop) = (metrics.clone(), self.stop.clone());
         self.background.spawn(async move {
             supervise("secrets", &metrics, stop, || {
                 let secrets = secrets.clone();
@@ -239,34 +341,30 @@ impl App {
 
     /// Starts what feeds the fleet.
     fn feed(&mut self, config: &Config, entrance: &Arc<Entrance>, feed: Arc<Feed>, metrics: Arc<Metrics>) {
-        let (desired, sets) = mpsc::unbounded_channel::<Vec<Worker>>();
+        let (desired, sets) = mpsc::unbounded_channel();
         let keeper = Keeper::new(config, entrance.clone(), feed, metrics.clone(), self.readiness.clone());
         self.background.spawn(keeper.run(sets, self.stop.clone()));
-        match config.worker_source() {
-            WorkerSource::Fixed(workers) => {
-                let _sent = desired.send(workers);
-                let stop = self.stop.clone();
-                // The keeper follows the sets until their sender is gone.
-                self.background.spawn(async move {
-                    stop.cancelled().await;
-                    drop(desired);
+        let (wants, wanted) = watch::channel(Wanted::from(config));
+        self.reloader.part("workers", move |next| {
+            let (wants, next) = (wants.clone(), Wanted::from(&*next.config));
+            Ok(Box::new(move || {
+                wants.send_if_modified(|wanted| {
+                    let news = *wanted != next;
+                    *wanted = next;
+                    news
                 });
-            }
-            WorkerSource::File(path) => {
-                let file = WorkersFile { path, models: config.served_models(), follow: config.discovery.clone() };
-                let stop = self.stop.clone();
-                self.background.spawn(async move {
-                    let follow = || {
-                        let desired = desired.clone();
-                        let watch = discovery::file::watch(file.clone(), metrics.clone(), move |workers| {
-                            let _sent = desired.send(workers);
-                        });
-                        async move { match watch.await {} }
-                    };
-                    supervise("workers_file", &metrics, stop, follow).await;
-                });
-            }
-        }
+            }))
+        });
+        let router = entrance.router().clone();
+        self.reloader.part("router", move |next| {
+            let (router, settings) = (router.clone(), next.config.router_settings());
+            Ok(Box::new(move || router.set_settings(settings)))
+        });
+        let stop = self.stop.clone();
+        self.background.spawn(async move {
+            let follow = || workers::follow(wanted.clone(), desired.clone(), metrics.clone());
+            supervise("workers", &metrics, stop, follow).await;
+        });
     }
 
     /// Starts what has to happen from time to time.
@@ -313,27 +411,6 @@ impl App {
             engines.close_all(FAREWELL).await;
         });
         Ok(())
-    }
-
-    /// Keeps the gRPC health service in step with readiness.
-    fn follow_readiness(&mut self) {
-        let (readiness, health, stop) = (self.readiness.clone(), self.health.clone(), self.stop.clone());
-        self.background.spawn(async move {
-            let mut changes = readiness.changes();
-            loop {
-                let status = match readiness.pending().is_empty() {
-                    true => tonic_health::ServingStatus::Serving,
-                    false => tonic_health::ServingStatus::NotServing,
-                };
-                health.set_service_status("", status).await;
-                health.set_service_status("envoy.service.ext_proc.v3.ExternalProcessor", status).await;
-                health.set_service_status("warmroute.v1.Router", status).await;
-                tokio::select! {
-                    () = stop.cancelled() => break,
-                    changed = changes.changed() => if changed.is_err() { break },
-                }
-            }
-        });
     }
 }
 

@@ -1,10 +1,14 @@
 //! The command line, and the only place that reads the environment.
 
+mod serve;
+
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
 use crate::config::LogLevel;
+pub use serve::ServeArgs;
 
 /// Routes every LLM request to the worker whose KV cache is already warm for it.
 #[derive(Debug, Parser)]
@@ -15,6 +19,20 @@ pub struct Cli {
     pub command: Command,
 }
 
+impl Cli {
+    /// Reads the command line of this process; what is wrong with it ends the process with a message.
+    pub fn of_process() -> Self {
+        #[expect(clippy::disallowed_methods, reason = "this module is the one that reads the environment")]
+        let args = std::env::args_os();
+        Self::read(args).unwrap_or_else(|error| error.exit())
+    }
+
+    /// Reads a command line.
+    pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
+        Self::try_parse_from(serve::without_logger_flags(args))
+    }
+}
+
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
@@ -23,8 +41,8 @@ pub enum Command {
     /// Says why a request would go where it would go: per worker rank what is cached, what it is busy with, every term of
     /// its cost, or why it is excluded
     Explain(ExplainArgs),
-    /// Serves until SIGTERM or SIGINT
-    Serve(ConfigArgs),
+    /// Serves until SIGTERM or SIGINT; SIGHUP reads the configuration again
+    Serve(ServeArgs),
 }
 
 /// Which configuration.

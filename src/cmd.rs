@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use crate::cli::{Cli, Command};
-use crate::config::Config;
+use crate::config::{Config, Flags};
 use crate::prompt::LoadError;
 
 /// Exit code of a configuration that cannot work.
@@ -21,7 +21,7 @@ pub fn main(cli: Cli) -> ExitCode {
     let ended = match cli.command {
         Command::Check(args) => check::run(&args.config, &mut io::stdout(), &mut err),
         Command::Explain(args) => explain::run(&args, &mut io::stdout(), &mut err),
-        Command::Serve(args) => serve::run(&args.config, &mut err),
+        Command::Serve(args) => serve::run(&args, &mut err),
     };
     ended.map_or_else(|error| failed(&error, &mut err), ExitCode::from)
 }
@@ -29,7 +29,12 @@ pub fn main(cli: Cli) -> ExitCode {
 /// Loads a configuration for a command; the mistakes go to `err`, one per line, and the command ends with
 /// [`MISCONFIGURED`].
 pub fn load(path: &Path, err: &mut impl Write) -> io::Result<Option<Config>> {
-    match Config::load(path) {
+    load_with(path, &Flags::default(), err)
+}
+
+/// The same with what the command line says over the file.
+fn load_with(path: &Path, flags: &Flags, err: &mut impl Write) -> io::Result<Option<Config>> {
+    match Config::load_with(path, flags) {
         Ok(config) => Ok(Some(config)),
         Err(mistakes) => {
             for mistake in mistakes {

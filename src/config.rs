@@ -3,11 +3,14 @@
 //! the line and the mend, and all mistakes are told at once.
 
 mod check;
+mod flags;
 mod health;
 mod log;
 mod model;
 mod overload;
+mod pool;
 mod predict;
+mod reload;
 mod sessions;
 mod tracking;
 
@@ -24,7 +27,7 @@ use crate::discovery::{self, ServedModel};
 use crate::ext_proc::config::{FailureConfig, GatewayConfig, LimitsConfig, ListenConfig, Observe, ResponseConfig};
 use crate::intake::config::ClientsConfig;
 use crate::intake::rewrite::RewritesConfig;
-use crate::lifecycle::config::{DrainConfig, ReadinessConfig};
+use crate::lifecycle::config::{DrainConfig, ReadinessConfig, ReloadConfig};
 use crate::openai::paths::PathsConfig;
 use crate::router::{RouterSettings, Tracking};
 use crate::schedule::Weights;
@@ -33,11 +36,14 @@ use crate::shared_cache::SharedCacheConfig;
 use crate::worker::Worker;
 use crate::xds::config::EnvoyConfig;
 
+pub use flags::Flags;
 pub use health::HealthConfig;
 pub use log::{LogConfig, LogFormat, LogLevel};
 pub use model::{FirstToken, ModelConfig};
 pub use overload::OverloadConfig;
+pub use pool::PoolConfig;
 pub use predict::{ApproximateConfig, ApproximatePolicy};
+pub use reload::Adopted;
 pub use sessions::{Affinity, SessionsConfig};
 pub use tracking::{TrackingFamily, TrackingHashConfig};
 
@@ -54,6 +60,9 @@ pub struct Config {
     /// Where callers that are not Envoy reach us; none: nowhere.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api: Option<ApiConfig>,
+    /// Which pool of workers this is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pool: Option<PoolConfig>,
     /// What is served.
     pub models: Vec<ModelConfig>,
     /// The file that lists the workers, followed while we run.
@@ -110,6 +119,9 @@ pub struct Config {
     /// How we stop.
     #[serde(default)]
     pub drain: DrainConfig,
+    /// How this file is followed.
+    #[serde(default)]
+    pub reload: ReloadConfig,
     /// How the workers file is followed.
     #[serde(default)]
     pub discovery: DiscoveryConfig,
@@ -145,9 +157,14 @@ pub enum WorkerSource {
 impl Config {
     /// Reads and checks a configuration file and the workers file it names; all mistakes of both.
     pub fn load(path: &Path) -> Result<Self, Vec<ConfigError>> {
+        Self::load_with(path, &Flags::default())
+    }
+
+    /// The same with what the command line says over the file.
+    pub fn load_with(path: &Path, flags: &Flags) -> Result<Self, Vec<ConfigError>> {
         let bytes = std::fs::read(path)
             .map_err(|error| vec![ConfigError::of_file(path, format!("the file cannot be read: {error}"))])?;
-        let config = Self::parse(path, &bytes)?;
+        let config = Self::parse_with(path, &bytes, flags)?;
         match &config.workers_file {
             Some(file) => config.check_workers_file(file).map(|()| config),
             None => Ok(config),
@@ -156,11 +173,16 @@ impl Config {
 
     /// Checks the text of a configuration file; relative file names start at the folder of `path`.
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, Vec<ConfigError>> {
+        Self::parse_with(path, bytes, &Flags::default())
+    }
+
+    fn parse_with(path: &Path, bytes: &[u8], flags: &Flags) -> Result<Self, Vec<ConfigError>> {
         let document = Document::parse(path, bytes).map_err(|error| vec![error])?;
         let mut config: Self = document.read()?;
         // Where the working directory is gone, relative names stay relative and are reported as missing below.
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         config.resolve(absolute.parent().unwrap_or(Path::new("")));
+        flags.lay_over(&mut config);
         let problems = check::problems(&config);
         if problems.is_empty() { Ok(config) } else { Err(document.locate(problems)) }
     }

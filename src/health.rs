@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use serde::Serialize;
 
 use crate::schedule::Standing;
@@ -91,7 +91,7 @@ pub enum Change {
 /// The health of all workers.
 #[derive(Debug, Default)]
 pub struct Health {
-    rules: HealthRules,
+    rules: RwLock<HealthRules>,
     /// How many workers are in the table.
     troubled: AtomicUsize,
     table: Mutex<Table>,
@@ -136,7 +136,12 @@ pub struct Probe {
 impl Health {
     /// Everybody is well.
     pub fn new(rules: HealthRules) -> Arc<Self> {
-        Arc::new(Self { rules, ..Self::default() })
+        Arc::new(Self { rules: RwLock::new(rules), ..Self::default() })
+    }
+
+    /// Judges by other rules from now on. Who is out stays out until it was to be tried.
+    pub fn set_rules(&self, rules: HealthRules) {
+        *self.rules.write() = rules;
     }
 
     /// Tells what became of a request that was not a probe.
@@ -213,16 +218,17 @@ impl Health {
     }
 
     fn blame(&self, worker: WorkerId, now: Instant) -> Option<Change> {
-        if self.rules.failures == 0 {
+        let rules = *self.rules.read();
+        if rules.failures == 0 {
             return None;
         }
         let mut table = self.table.lock();
         let trouble = table.troubles.entry(worker).or_default();
         trouble.failures = trouble.failures.saturating_add(1);
         // Requests that were under way when the worker went out fail with it; only a probe makes it worse.
-        let goes_out = trouble.out.is_none() && trouble.failures >= self.rules.failures;
+        let goes_out = trouble.out.is_none() && trouble.failures >= rules.failures;
         let change = goes_out.then(|| {
-            let period = self.rules.first.min(self.rules.most);
+            let period = rules.first.min(rules.most);
             trouble.out = Some(Out { until: after(now, period), period, probe: None });
             Change::TakenOut(period)
         });
@@ -247,8 +253,9 @@ impl Probe {
     }
 
     fn fail(&self, now: Instant) -> Option<Change> {
+        let most = self.health.rules.read().most;
         self.settle(|out| {
-            out.period = out.period.saturating_mul(2).min(self.health.rules.most);
+            out.period = out.period.saturating_mul(2).min(most);
             out.until = after(now, out.period);
             Change::KeptOut(out.period)
         })

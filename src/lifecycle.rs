@@ -3,6 +3,7 @@
 //! Draining is a token everybody watches and a deadline somebody keeps.
 
 pub mod config;
+pub mod follow;
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -66,6 +67,11 @@ impl Readiness {
     /// Tells of every change.
     pub fn changes(&self) -> watch::Receiver<BTreeSet<String>> {
         self.pending.subscribe()
+    }
+
+    /// Whether the end has begun.
+    pub fn is_draining(&self) -> bool {
+        self.pending.borrow().contains(DRAINING)
     }
 
     /// Says that no new traffic should come, from now on.

@@ -2,8 +2,6 @@
 
 use std::process::ExitCode;
 
-use clap::Parser;
-
 fn main() -> ExitCode {
-    warmroute::cmd::main(warmroute::cli::Cli::parse())
+    warmroute::cmd::main(warmroute::cli::Cli::of_process())
 }

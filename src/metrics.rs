@@ -150,10 +150,19 @@ pub struct EngineSessionLabels {
     pub outcome: &'static str,
 }
 
+/// Which pool of workers this is.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct PoolLabels {
+    /// Its name.
+    pub name: String,
+    /// The namespace it is in.
+    pub namespace: String,
+}
+
 /// One of our listeners.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ListenerLabel {
-    /// `ext_proc`, `ext_proc_unix`, `api`, `admin`.
+    /// `ext_proc`, `ext_proc_unix`, `api`, `admin`, `health`.
     pub listener: &'static str,
 }
 
@@ -197,6 +206,12 @@ macro_rules! metrics {
 }
 
 metrics! {
+    /// Number of the configuration in use, counted from 1 at the start
+    config_generation: Gauge = Gauge::default();
+    /// Readings of the configuration file after the start by outcome: applied, unchanged, invalid
+    config_reloads: Family<OutcomeLabel, Counter> = Family::default();
+    /// The pool of workers that this process serves, always 1
+    pool_info: Family<PoolLabels, Gauge> = Family::default();
     /// Requests routed or let through, by model and step of the degradation ladder
     requests: Family<RequestLabels, Counter> = Family::default();
     /// Requests that took a lower step of the ladder than exact, by reason

@@ -25,8 +25,8 @@ use tokenizers::{Encoding, Tokenizer};
 
 use crate::openai::{Prompt, Request, Side, Tokenization};
 
-pub use files::LoadError;
 use files::Loaded;
+pub use files::{Fingerprint, LoadError};
 use template::Templates;
 
 /// Where one model's tokenizer and chat template are. Files may be `.json` or `.json.gz`.

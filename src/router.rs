@@ -61,7 +61,7 @@ pub struct Router {
     overload: Overload,
     health: Arc<Health>,
     durations: Durations,
-    settings: RouterSettings,
+    settings: ArcSwap<RouterSettings>,
     live: DashSet<WorkerRank>,
     random: Mutex<SmallRng>,
     scratch: Scratch,
@@ -78,7 +78,7 @@ impl Router {
             overload: Overload::new(settings.overload),
             health: Health::new(settings.health),
             durations: Durations::default(),
-            settings,
+            settings: ArcSwap::from_pointee(settings),
             live: DashSet::new(),
             random: Mutex::new(SmallRng::seed_from_u64(seed)),
             scratch: Scratch::default(),
@@ -119,9 +119,16 @@ impl Router {
         &self.predictions
     }
 
-    /// How it decides.
-    pub fn settings(&self) -> &RouterSettings {
-        &self.settings
+    /// How it decides at this instant. A decision takes them once, when it is prepared.
+    pub fn settings(&self) -> Arc<RouterSettings> {
+        self.settings.load_full()
+    }
+
+    /// Decides in another way from now on; what is prepared already is decided as it was to be.
+    pub fn set_settings(&self, settings: RouterSettings) {
+        self.overload.set_thresholds(settings.overload);
+        self.health.set_rules(settings.health);
+        self.settings.store(Arc::new(settings));
     }
 
     /// Notes whether the event source of a worker rank has caught up.
@@ -150,13 +157,15 @@ impl Router {
     /// Finds out everything about a request that does not change with the load.
     pub fn prepare(&self, request: RouteRequest) -> Prepared {
         let overrides = &request.overrides;
+        let settings = self.settings();
         let mut prepared = Prepared {
             generation: 0,
             overlaps: Vec::new(),
             blocks: Blocks::of(&request),
-            weights: overrides.apply(&self.settings.weights),
-            reuse: overrides.assume_kv_reuse.unwrap_or(self.settings.tracking.assume_kv_reuse),
-            track_prefill: overrides.track_prefill_tokens.unwrap_or(self.settings.tracking.prefill_tokens),
+            weights: overrides.apply(&settings.weights),
+            reuse: overrides.assume_kv_reuse.unwrap_or(settings.tracking.assume_kv_reuse),
+            track_prefill: overrides.track_prefill_tokens.unwrap_or(settings.tracking.prefill_tokens),
+            settings,
             index_time: Duration::ZERO,
             scratch: self.scratch.clone(),
             request,
@@ -201,7 +210,7 @@ impl Router {
         let started = Instant::now();
         let mut fleet = self.fleet_of(prepared);
         loop {
-            let placed = self.pools(&fleet, &prepared.request).and_then(|pools| self.book(prepared, &pools, gate));
+            let placed = self.pools(&fleet, prepared).and_then(|pools| self.book(prepared, &pools, gate));
             match placed {
                 Err(Undecided::Outrun) => {}
                 Err(Undecided::Busy) => return Attempt::Busy,
@@ -224,14 +233,14 @@ impl Router {
 
     /// Chooses and books in one critical section.
     fn book(&self, prepared: &Prepared, pools: &Pools<'_>, gate: &Gate) -> Result<Booked, Undecided> {
-        let decision = Decision { prepared, pools, settings: &self.settings, gate };
+        let decision = Decision { prepared, pools, settings: &prepared.settings, gate };
         let mut decided = None;
         let reservation = self.load.book_with(|view| {
             let mut random = self.random.lock();
             let legs = decision.decide(view, &mut *random)?;
             let probes = self.probes(&legs, pools, view.now())?;
-            let mut bookings = legs.bookings(prepared, &self.settings, |count| unshared(count, &mut *random));
-            if self.settings.tracking.prefill_durations {
+            let mut bookings = legs.bookings(prepared, &prepared.settings, |count| unshared(count, &mut *random));
+            if prepared.settings.tracking.prefill_durations {
                 self.durations.estimate(&legs, &mut bookings);
             }
             decided = Some((legs, probes));
@@ -256,9 +265,9 @@ impl Router {
     pub fn ask(&self, request: RouteRequest) -> Result<Route, RouteError> {
         let mut prepared = self.prepare(request);
         let fleet = self.fleet_of(&mut prepared);
-        let pools = self.pools(&fleet, &prepared.request).map_err(RouteError::from)?;
+        let pools = self.pools(&fleet, &prepared).map_err(RouteError::from)?;
         let decision =
-            Decision { prepared: &prepared, pools: &pools, settings: &self.settings, gate: &Gate::default() };
+            Decision { prepared: &prepared, pools: &pools, settings: &prepared.settings, gate: &Gate::default() };
         let legs = self.load.look(|view| decision.decide(view, &mut *self.random.lock())).map_err(RouteError::from)?;
         Ok(self.describe(&prepared, &legs, &pools.standings))
     }
@@ -274,13 +283,15 @@ impl Router {
         }
     }
 
-    fn pools<'f>(&self, fleet: &'f Fleet, request: &RouteRequest) -> Result<Pools<'f>, Undecided> {
-        Pools::find(fleet, request, &self.settings, |members| self.standings(members)).map_err(Undecided::Refused)
+    fn pools<'f>(&self, fleet: &'f Fleet, prepared: &Prepared) -> Result<Pools<'f>, Undecided> {
+        let settings = &prepared.settings;
+        let standings = |members: &[&Member]| self.standings(members, settings);
+        Pools::find(fleet, &prepared.request, settings, standings).map_err(Undecided::Refused)
     }
 
-    fn standings(&self, members: &[&Member]) -> Standings {
+    fn standings(&self, members: &[&Member], settings: &RouterSettings) -> Standings {
         let now = self.load.now();
-        let overloaded = match self.settings.overload.any() {
+        let overloaded = match settings.overload.any() {
             true => self.load.look(|view| self.overload.overloaded(members, now, |member| occupancy(view, member))),
             false => self.overload.overloaded(members, now, |_| Occupancy::default()),
         };
@@ -289,7 +300,7 @@ impl Router {
 
     fn describe(&self, prepared: &Prepared, legs: &Legs<'_>, standings: &Standings) -> Route {
         let leg = &legs.decode;
-        let Ranking { fallbacks, scores } = self.ranking(leg, standings);
+        let Ranking { fallbacks, scores } = self.ranking(leg, standings, &prepared.settings);
         let (member, members) = (leg.member(), &leg.members);
         let (mode, reason) = self.mode(prepared, member, members);
         let cached = |member: &&Member| prepared.cached_tokens(member, true);

@@ -5,9 +5,10 @@ pub mod table;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwapOption;
 use axum::Json;
 use axum::body::Bytes;
 use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
@@ -40,7 +41,7 @@ const ARRIVAL: Duration = Duration::from_secs(30);
 #[derive(Clone)]
 pub struct WayIn {
     /// The way in.
-    pub intake: Arc<OnceLock<Arc<Intake>>>,
+    pub intake: Arc<ArcSwapOption<Intake>>,
     /// Longest body that is read.
     pub body_limit: usize,
 }
@@ -138,7 +139,7 @@ pub(super) fn page(way_in: &WayIn) -> MethodRouter<Admin> {
 }
 
 async fn explain(admin: &Admin, asked: Request) -> Result<Response, Response> {
-    let Some(intake) = admin.way_in.intake.get() else {
+    let Some(intake) = admin.way_in.intake.load_full() else {
         let text = "the tokenizers are still being loaded; /readyz says when they are there";
         return Err(refusal(StatusCode::SERVICE_UNAVAILABLE, text));
     };

@@ -12,16 +12,17 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use super::workers::{Desired, Media};
 use crate::api::Feed;
 use crate::config::Config;
 use crate::entrance::Entrance;
 use crate::fleet::{Fleet, Member};
-use crate::kv_events::{self, MediaTokens, RankSink, SourceSpec, SourceState};
+use crate::kv_events::{self, RankSink, SourceSpec, SourceState};
 use crate::lifecycle::{self, Readiness, ReadyGuard, supervise};
 use crate::metrics::{Metrics, RankLabels};
 use crate::predict::{EffectivePolicy, RankPrediction};
 use crate::router::Router;
-use crate::worker::{ModelName, Slot, Worker, WorkerId, WorkerRank};
+use crate::worker::{Slot, Worker, WorkerId, WorkerRank};
 use crate::xds::config::EnvoyConfig;
 use crate::xds::eds_file;
 
@@ -38,7 +39,7 @@ pub(super) struct Keeper {
     initial_workers: Option<(usize, ReadyGuard)>,
     sources_deadline: Instant,
     envoy: Option<EnvoyConfig>,
-    media: HashMap<ModelName, MediaTokens>,
+    media: Arc<Media>,
 }
 
 /// One running event source.
@@ -66,13 +67,13 @@ impl Keeper {
             initial_workers: Some((least, guard)),
             sources_deadline: Instant::now() + config.readiness.event_sources_deadline.get(),
             envoy: config.envoy.clone(),
-            media: config.models.iter().map(|model| (model.name.clone(), model.media())).collect(),
+            media: Arc::default(),
             readiness,
         }
     }
 
     /// Follows the desired sets until their sender is gone or everything stops; then stops the sources.
-    pub(super) async fn run(mut self, mut sets: mpsc::UnboundedReceiver<Vec<Worker>>, stop: CancellationToken) {
+    pub(super) async fn run(mut self, mut sets: mpsc::UnboundedReceiver<Desired>, stop: CancellationToken) {
         while let Some(mut desired) = tokio::select! {
             () = stop.cancelled() => None,
             set = sets.recv() => set,
@@ -81,16 +82,31 @@ impl Keeper {
             while let Ok(newer) = sets.try_recv() {
                 desired = newer;
             }
+            self.read_media(desired.media).await;
             if self.envoy.is_some()
-                && let Some(rest) = without_leavers(&self.router.fleet(), &desired)
+                && let Some(rest) = without_leavers(&self.router.fleet(), &desired.workers)
             {
                 self.apply(rest).await;
             }
-            self.apply(desired).await;
+            self.apply(desired.workers).await;
         }
         let members: Vec<WorkerRank> = self.sources.keys().copied().collect();
         for rank in members {
             self.stop_source(rank).await;
+        }
+    }
+
+    /// Reads events with their media from now on as `media` says; sources for which that is news begin again, because what
+    /// they have told already was read otherwise.
+    async fn read_media(&mut self, media: Arc<Media>) {
+        let before = std::mem::replace(&mut self.media, media);
+        let fleet = self.router.fleet();
+        for member in fleet.members() {
+            let model = &member.worker.model;
+            if before.get(model) != self.media.get(model) && self.sources.contains_key(&member.rank) {
+                self.stop_source(member.rank).await;
+                self.start_source(member);
+            }
         }
     }
 

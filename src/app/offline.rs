@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 
+use super::encoders::Encoders;
 use super::parts;
 use crate::config::{Config, WorkerSource};
 use crate::discovery;
@@ -25,7 +26,7 @@ impl Offline {
     /// Builds the parts and puts the configured fleet in its place.
     pub async fn new(config: &Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
-        let models = parts::load_models(config).await?;
+        let models = Encoders::default().load(config).await?.models;
         let intake = parts::intake(config, models, &metrics)?;
         let entrance = parts::entrance(config, rand::random());
         let router = entrance.router();

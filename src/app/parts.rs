@@ -4,20 +4,15 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::Context as _;
-use tracing::warn;
-
 use crate::admission::{Admission, Prefill};
-use crate::block::Windows;
 use crate::config::{self, Config};
 use crate::entrance::{Affinities, Affinity, Entrance};
 use crate::index::PrefixIndex;
-use crate::intake::{self, Intake, Limits, Model, Models, SessionSigns, Shared};
+use crate::intake::{self, Intake, Limits, Models, SessionSigns, Shared};
 use crate::load::LoadTracker;
 use crate::metrics::Metrics;
 use crate::openai::Paths;
 use crate::predict::Predictor;
-use crate::prompt::{self, Encoder};
 use crate::router::{Predictions, Router};
 use crate::sessions::Sessions;
 use crate::shared_cache::HttpSharedCache;
@@ -74,31 +69,4 @@ pub(super) fn intake(config: &Config, models: Models, metrics: &Arc<Metrics>) ->
         sessions: signs,
         shared: shared.map(|cache| Shared { cache: Arc::new(cache), metrics: metrics.clone() }),
     }))
-}
-
-/// Loads the tokenizers, all at once: each costs half a second of one core.
-pub(super) async fn load_models(config: &Config) -> anyhow::Result<Models> {
-    let loading: Vec<_> = config
-        .models
-        .iter()
-        .map(|model| {
-            let files = model.tokenizer.clone().map(|tokenizer| prompt::Config {
-                tokenizer,
-                tokenizer_config: model.tokenizer_config.clone(),
-                chat_template: model.chat_template.clone(),
-            });
-            tokio::task::spawn_blocking(move || files.map(|files| Encoder::load(&files)).transpose())
-        })
-        .collect();
-    let mut models = Models::default();
-    for (model, loaded) in config.models.iter().zip(loading) {
-        let encoder = loaded.await?.with_context(|| format!("model {} cannot be served exactly", model.name))?;
-        if encoder.is_none() {
-            warn!(model = %model.name, "no tokenizer is configured: requests are routed by load only");
-        }
-        let windows = if model.eagle { Windows::Eagle } else { Windows::Plain };
-        let served = Model { name: model.name.clone(), block_size: model.block_size, windows, encoder };
-        models.add(served, &model.aliases, &model.adapters);
-    }
-    Ok(models)
 }

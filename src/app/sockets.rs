@@ -1,21 +1,20 @@
-//! The sockets we listen on, and how connections come in by them. A unix socket that a dead process left behind is replaced,
-//! one that answers is not.
+//! The sockets we listen on, and how connections come in by them.
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::unix::fs::FileTypeExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
-use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use anyhow::Context as _;
+use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::transport::Server;
 use tonic::transport::server::{Connected, TcpIncoming};
 
+use super::unix::{self, SocketFile};
 use crate::admin::config::AdminConfig;
 use crate::admin::token::{self, Token};
 use crate::api::ApiConfig;
@@ -65,20 +64,6 @@ pub(super) struct AdminListener {
     token: Option<Arc<Token>>,
 }
 
-/// The file of a unix socket; removed by drop, unless a successor has put its own in its place while we drained. Dropped
-/// after the listener, so that whoever answers is somebody else. Inodes would not tell: their numbers are used again.
-pub(super) struct SocketFile(PathBuf);
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        let is_socket = std::fs::symlink_metadata(&self.0).is_ok_and(|found| found.file_type().is_socket());
-        if is_socket && std::os::unix::net::UnixStream::connect(&self.0).is_err() {
-            // Gone already is as good as removed.
-            let _removed = std::fs::remove_file(&self.0);
-        }
-    }
-}
-
 impl GrpcListener {
     pub(super) fn address(&self) -> Option<SocketAddr> {
         match &self.socket {
@@ -90,7 +75,7 @@ impl GrpcListener {
     pub(super) fn path(&self) -> Option<PathBuf> {
         match &self.socket {
             Socket::Tcp(..) => None,
-            Socket::Unix(_, file) => Some(file.0.clone()),
+            Socket::Unix(_, file) => Some(file.path().to_owned()),
         }
     }
 
@@ -135,14 +120,20 @@ impl Sockets {
             listeners.push(self.grpc(Socket::Tcp(door, address), self.limits.streams));
         }
         if let Some(path) = &listen.unix {
-            let listener = bind_unix(path).await;
-            let listener =
-                listener.with_context(|| format!("the ext_proc socket {} cannot be bound", path.display()))?;
+            let bound = unix::bind(path).await;
+            let (listener, file) =
+                bound.with_context(|| format!("the ext_proc socket {} cannot be bound", path.display()))?;
             let incoming = UnixListenerStream::new(listener);
             let door = Door::new("ext_proc_unix", incoming, None, self.limits.door(), self.metrics.clone());
-            listeners.push(self.grpc(Socket::Unix(door, SocketFile(path.clone())), self.limits.streams));
+            listeners.push(self.grpc(Socket::Unix(door, file), self.limits.streams));
         }
         Ok(listeners)
+    }
+
+    /// Binds where we say how we are, and nothing else; in the clear, as those who ask expect.
+    pub(super) async fn bind_health(&self, address: SocketAddr) -> anyhow::Result<GrpcListener> {
+        let (door, address) = self.tcp("health", address, None, Protocol::Grpc).await?;
+        Ok(self.grpc(Socket::Tcp(door, address), Some(MOST_STREAMS)))
     }
 
     /// Binds where callers that are not Envoy reach us.
@@ -187,22 +178,6 @@ impl Sockets {
     }
 }
 
-async fn bind_unix(path: &Path) -> anyhow::Result<UnixListener> {
-    if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder)?;
-    }
-    if UnixStream::connect(path).await.is_ok() {
-        bail!("another process answers on it");
-    }
-    if let Ok(found) = std::fs::symlink_metadata(path) {
-        if !found.file_type().is_socket() {
-            bail!("there is a file that is not a socket");
-        }
-        std::fs::remove_file(path)?;
-    }
-    Ok(UnixListener::bind(path)?)
-}
-
 impl AdminListener {
     /// Serves the pages until `stop`.
     pub(super) async fn serve(self, routes: axum::Router, stop: CancellationToken) -> anyhow::Result<()> {
@@ -229,32 +204,5 @@ impl axum::serve::Listener for AdminListener {
 
     fn local_addr(&self) -> io::Result<Self::Addr> {
         Ok(self.address)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn a_successor_keeps_its_socket_when_the_predecessor_ends() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("ext_proc.sock");
-        let listen = ListenConfig { tcp: None, unix: Some(path.clone()), tls: None };
-        let sockets =
-            Sockets { limits: LimitsConfig::default(), secrets: Secrets::default(), metrics: Arc::new(Metrics::new()) };
-        let Some(Socket::Unix(listener, old_file)) =
-            sockets.bind(&listen).await.unwrap().pop().map(|bound| bound.socket)
-        else {
-            panic!("no socket")
-        };
-        assert!(sockets.bind(&listen).await.is_err(), "a socket that answers is not replaced");
-        // Draining: nobody listens any more, but the file is still held.
-        drop(listener);
-        let successor = sockets.bind(&listen).await.unwrap();
-        drop(old_file);
-        assert!(UnixStream::connect(&path).await.is_ok(), "the successor's socket is gone");
-        drop(successor);
-        assert!(!path.exists(), "the last one tidies up");
     }
 }

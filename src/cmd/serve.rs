@@ -1,44 +1,53 @@
 //! `warmroute serve`: the router, until a signal.
 
 use std::io::Write;
-use std::path::Path;
+use std::sync::Arc;
 
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 
-use crate::app::App;
+use crate::app::{App, ConfigFile};
+use crate::cli::ServeArgs;
+use crate::config::Config;
 use crate::telemetry;
 
 /// Serves until SIGTERM or SIGINT, drains, and does not wait for that after a second one; the exit code of the process.
-pub fn run(path: &Path, err: &mut impl Write) -> anyhow::Result<u8> {
-    let Some(config) = super::load(path, err)? else { return Ok(super::MISCONFIGURED) };
-    telemetry::start(&config.log);
+pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
+    // Before it is read and checked: what changes after that is news.
+    let seen = std::fs::read(&args.config).ok();
+    let flags = args.flags();
+    let Some(config) = super::load_with(&args.config, &flags, err)? else { return Ok(super::MISCONFIGURED) };
+    let log = telemetry::start(&config.log);
+    let path = args.config.clone();
+    let file = ConfigFile {
+        path: path.clone(),
+        read: Box::new(move || Config::load_with(&path, &flags)),
+        asked: Arc::new(Notify::new()),
+        seen: seen.into(),
+    };
     tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(async {
-        // Before anything else: a signal during start-up must end it cleanly, too.
-        let mut terminate = signal(SignalKind::terminate())?;
-        let mut interrupt = signal(SignalKind::interrupt())?;
-        let mut signalled = async || {
-            tokio::select! {
-                _ = terminate.recv() => "SIGTERM",
-                _ = interrupt.recv() => "SIGINT",
-            }
-        };
-        let app = tokio::select! {
+        // Before anything else: a signal during start-up must end it cleanly, too, and none to reload may end it.
+        let mut ends =
+            Ends { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? };
+        let _hangups = tokio::spawn(hangups(signal(SignalKind::hangup())?, file.asked.clone()));
+        let mut app = tokio::select! {
             app = App::start(config) => app?,
-            signal = signalled() => {
+            signal = ends.next() => {
                 info!(signal, "stopped before everything was there");
                 return Ok(0);
             }
         };
+        app.follow(file, log);
         let drain = CancellationToken::new();
         let running = app.run_until(drain.clone().cancelled_owned());
         let signals = async {
             // Outside of the log lines: what they say is not even computed where they are switched off.
-            let signal = signalled().await;
+            let signal = ends.next().await;
             info!(signal, "the end begins");
             drain.cancel();
-            let signal = signalled().await;
+            let signal = ends.next().await;
             info!(signal, "the end is now");
         };
         tokio::select! {
@@ -46,4 +55,27 @@ pub fn run(path: &Path, err: &mut impl Write) -> anyhow::Result<u8> {
             () = signals => Ok(0),
         }
     })
+}
+
+/// The signals that end the process.
+struct Ends {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Ends {
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}
+
+/// Each SIGHUP asks for the configuration to be read again; one during the start is remembered.
+async fn hangups(mut hangup: Signal, asked: Arc<Notify>) {
+    while hangup.recv().await.is_some() {
+        info!("SIGHUP");
+        asked.notify_one();
+    }
 }

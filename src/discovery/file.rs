@@ -1,25 +1,17 @@
 //! The workers file, followed while we run. An unusable file never touches the fleet in use: it is reported once and read
-//! again at the next change. Changes are heard of by watching the folder, which covers a rename into place, a write in
-//! place and Kubernetes' swap of a symbolic link; a slow poll lies below that for file systems that notify nobody.
+//! again at the next change.
 
 use std::convert::Infallible;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use notify::event::{AccessKind, AccessMode};
-use notify::{Event, EventKind, RecommendedWatcher, RecursiveMode, Watcher};
-use tokio::sync::Notify;
-use tokio::time::timeout;
-
 use super::ServedModel;
 use super::config::DiscoveryConfig;
+use crate::lifecycle::follow::FileWatch;
 use crate::metrics::{Metrics, OutcomeLabel};
 use crate::settings::ConfigError;
 use crate::worker::Worker;
-
-/// Notices in a row that are waited out before the file is read all the same.
-const MOST_WAITS: u32 = 10;
 
 /// What to follow and how.
 #[derive(Clone, Debug)]
@@ -93,9 +85,8 @@ impl Follower {
 
 /// Follows the file for ever and reports each new fleet, the first one as soon as it is read.
 pub async fn watch(file: WorkersFile, metrics: Arc<Metrics>, mut on_fleet: impl FnMut(Vec<Worker>)) -> Infallible {
-    let heard = Arc::new(Notify::new());
     // Listening starts before the first reading, so that no change falls between the two.
-    let _watcher = listen(&file.path, Arc::clone(&heard));
+    let watch = FileWatch::new(&file.path);
     let mut follower = Follower::new(file.path.clone(), file.models);
     loop {
         let reading = follower.take(tokio::fs::read(&file.path).await);
@@ -103,45 +94,7 @@ pub async fn watch(file: WorkersFile, metrics: Arc<Metrics>, mut on_fleet: impl 
         if let Reading::Applied(workers) = reading {
             on_fleet(workers);
         }
-        change(&heard, &file.follow).await;
-    }
-}
-
-/// Waits until the file may have changed.
-async fn change(heard: &Notify, follow: &DiscoveryConfig) {
-    if timeout(follow.poll.get(), heard.notified()).await.is_err() {
-        return;
-    }
-    for _ in 0..MOST_WAITS {
-        if timeout(follow.debounce.get(), heard.notified()).await.is_err() {
-            return;
-        }
-    }
-}
-
-fn listen(path: &Path, heard: Arc<Notify>) -> Option<RecommendedWatcher> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let on_event = move |event: notify::Result<Event>| {
-        if event.as_ref().map_or(true, is_change) {
-            heard.notify_one();
-        }
-    };
-    let started = notify::recommended_watcher(on_event).and_then(|mut watcher| {
-        watcher.watch(folder, RecursiveMode::NonRecursive)?;
-        Ok(watcher)
-    });
-    started
-        .inspect_err(|error| {
-            tracing::warn!(folder = %folder.display(), %error, "cannot watch the workers file; it is only polled");
-        })
-        .ok()
-}
-
-/// Our own reading opens the file, which is an event too and must not lead to the next reading.
-fn is_change(event: &Event) -> bool {
-    match event.kind {
-        EventKind::Access(kind) => kind == AccessKind::Close(AccessMode::Write),
-        _ => true,
+        watch.changed(file.follow.poll.get(), file.follow.debounce.get()).await;
     }
 }
 

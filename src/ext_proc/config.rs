@@ -12,8 +12,8 @@ pub use gateway::{AssumedBodies, FailureConfig, FailureMode, GatewayConfig, Obse
 use crate::settings::{Period, Problem, Size};
 use crate::tls::{DoorLimits, TlsConfig};
 
-/// Longest path a unix socket may have on Linux.
-const LONGEST_SOCKET_PATH: usize = 107;
+/// Longest path of the unix socket: Linux takes 107, and it is bound with `.new` behind its name before it is renamed.
+const LONGEST_SOCKET_PATH: usize = 103;
 
 /// Envoy's own headers of a call take some hundred bytes, tracing some more.
 const LEAST_HEADER_LIST: Size = Size::kib(4);
@@ -31,6 +31,9 @@ pub struct ListenConfig {
     /// Path of a unix socket.
     #[serde(default)]
     pub unix: Option<PathBuf>,
+    /// TCP address for gRPC health alone, without TLS, up from the very start of the process; none: only beside ext_proc.
+    #[serde(default)]
+    pub health: Option<SocketAddr>,
     /// TLS of the TCP address; none: plaintext.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tls: Option<TlsConfig>,
@@ -38,7 +41,7 @@ pub struct ListenConfig {
 
 impl Default for ListenConfig {
     fn default() -> Self {
-        Self { tcp: Some((Ipv4Addr::LOCALHOST, 9002).into()), unix: None, tls: None }
+        Self { tcp: Some((Ipv4Addr::LOCALHOST, 9002).into()), unix: None, health: None, tls: None }
     }
 }
 
@@ -53,7 +56,7 @@ impl ListenConfig {
         }
         if let Some(path) = self.unix.as_deref().filter(too_long) {
             let text = format!(
-                "the socket path has {} bytes, more than the {LONGEST_SOCKET_PATH} the system takes; choose a shorter one: {}",
+                "the socket path has {} bytes, more than {LONGEST_SOCKET_PATH}; choose a shorter one: {}",
                 path.as_os_str().len(),
                 path.display()
             );

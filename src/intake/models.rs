@@ -16,7 +16,7 @@ pub struct Model {
     /// How its engines cut prompts into blocks.
     pub windows: Windows,
     /// How its prompts become tokens; `None` where no tokenizer is configured.
-    pub encoder: Option<Encoder>,
+    pub encoder: Option<Arc<Encoder>>,
 }
 
 /// What a name in a request stands for.

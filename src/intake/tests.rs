@@ -26,7 +26,7 @@ fn hurried() -> Arc<Intake> {
         name: "m".into(),
         block_size: BlockSize::new(16).unwrap(),
         windows: Windows::Plain,
-        encoder: Some(Encoder::load(&files).unwrap()),
+        encoder: Some(Arc::new(Encoder::load(&files).unwrap())),
     };
     let mut models = Models::default();
     models.add(model, &[], &[]);

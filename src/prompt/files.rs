@@ -93,6 +93,32 @@ struct Named {
     template: String,
 }
 
+/// What the files of a model say, in short: two with the same make the same encoder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Fingerprint([u8; 32]);
+
+impl Config {
+    /// What the files say now.
+    pub fn fingerprint(&self) -> Result<Fingerprint, LoadError> {
+        let folder = self.tokenizer.parent().unwrap_or(Path::new(""));
+        let config = self.tokenizer_config.clone().or_else(|| beside(folder, "tokenizer_config.json"));
+        let config_folder = config.as_deref().and_then(Path::parent).unwrap_or(folder);
+        let template = self.chat_template.clone().or_else(|| beside(config_folder, "chat_template.jinja"));
+        let special_tokens = beside(config_folder, "special_tokens_map.json");
+        let mut hasher = blake3::Hasher::new();
+        for file in [Some(self.tokenizer.clone()), config, template, special_tokens] {
+            // An absent file is another thing than an empty one, and no file runs into the next.
+            let Some(path) = file else {
+                hasher.update(&[0]);
+                continue;
+            };
+            let bytes = fs::read(&path).map_err(|source| LoadError::Read { path, source })?;
+            hasher.update(&[1]).update(&(bytes.len() as u64).to_le_bytes()).update(&bytes);
+        }
+        Ok(Fingerprint(hasher.finalize().into()))
+    }
+}
+
 pub(super) fn load(config: &Config) -> Result<Loaded, LoadError> {
     let folder = config.tokenizer.parent().unwrap_or(Path::new(""));
     let config_path = config.tokenizer_config.clone().or_else(|| beside(folder, "tokenizer_config.json"));

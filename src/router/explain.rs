@@ -154,10 +154,10 @@ impl Router {
             Some((load, prepared.blocks.additional(view, member)))
         };
         let loads = members.iter().map(load).collect();
-        let pools = Pools::among(&members, &prepared.request, &self.settings, standings.clone());
+        let pools = Pools::among(&members, &prepared.request, &prepared.settings, standings.clone());
         let decide = |gate: &Gate| {
             let pools = pools.as_ref().map_err(|error| Undecided::Refused(*error))?;
-            let decision = Decision { prepared, pools, settings: &self.settings, gate };
+            let decision = Decision { prepared, pools, settings: &prepared.settings, gate };
             decision.decide(view, &mut self.random.lock().clone())
         };
         let decided = decide(gate);

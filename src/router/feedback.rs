@@ -103,7 +103,7 @@ impl Router {
         let fleet = self.fleet.load();
         let unwell = self.health.unwell(self.load.now());
         let standings = |_: &[&Member]| Standings { unwell, ..Standings::default() };
-        let pools = Pools::find(&fleet, request, &self.settings, standings);
+        let pools = Pools::find(&fleet, request, &self.settings(), standings);
         pools.is_ok_and(|pools| pools.decode.members.iter().any(|member| member.rank == rank))
     }
 

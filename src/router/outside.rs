@@ -64,7 +64,7 @@ impl Router {
         let fleet = self.fleet_of(&mut prepared);
         let mut members = serving(&fleet, &prepared.request)?;
         members.sort_by_key(|member| member.rank);
-        let (block_size, tracks) = (members[0].worker.block_size, self.settings.tracking.active_blocks);
+        let (block_size, tracks) = (members[0].worker.block_size, prepared.settings.tracking.active_blocks);
         let question = Question {
             track_prefill: prepared.track_prefill,
             tracked_blocks: if tracks { prepared.blocks.complete } else { 0 },
@@ -94,7 +94,7 @@ impl Router {
         let member = fleet.member(slot)?.clone();
         let prefills_only = member.worker.role == Role::Prefill;
         let blocks = &prepared.blocks;
-        let sequences = match (prefills_only || !self.settings.tracking.active_blocks, prepared.reuse) {
+        let sequences = match (prefills_only || !prepared.settings.tracking.active_blocks, prepared.reuse) {
             (true, _) => Arc::new([]) as Arc<[_]>,
             (false, true) => blocks.sequences.clone(),
             (false, false) => unshared(blocks.complete as usize, &mut *self.random.lock()),
@@ -109,7 +109,7 @@ impl Router {
             prefill_time: None,
             until: if prefills_only { Until::FirstToken } else { Until::End },
         };
-        if self.settings.tracking.prefill_durations {
+        if prepared.settings.tracking.prefill_durations {
             self.durations.estimate_one(&member, &mut booking);
         }
         Some(Foreign { booking, prepared, member })
@@ -129,7 +129,7 @@ impl Router {
     }
 
     fn candidate(&self, prepared: &Prepared, view: &LoadView<'_>, member: &Member) -> Candidate {
-        let tracks = self.settings.tracking.active_blocks;
+        let tracks = prepared.settings.tracking.active_blocks;
         let additional = || match prepared.reuse {
             true => prepared.blocks.additional(view, member),
             false => prepared.blocks.complete,

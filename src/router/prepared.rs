@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 
 use super::pools::serving;
 use super::question::{Prompt, RouteRequest};
+use super::settings::RouterSettings;
 use crate::block::{BlockHashes, SequenceHash};
 use crate::fleet::{Fleet, Member};
 use crate::index::{Overlaps, TierBlocks};
@@ -54,6 +55,8 @@ pub struct Prepared {
     pub(super) overlaps: Vec<Looked>,
     /// The blocks as the load counts them.
     pub(super) blocks: Blocks,
+    /// How it is decided.
+    pub(super) settings: Arc<RouterSettings>,
     /// The weights for this request.
     pub(super) weights: Weights,
     /// Whether equal blocks of live requests count once.

@@ -7,6 +7,7 @@ use super::answer::Destination;
 use super::leg::Leg;
 use super::pools::Standings;
 use super::{Router, destination};
+use super::settings::RouterSettings;
 use crate::fleet::Member;
 use crate::schedule::costs;
 use crate::worker::Endpoint;
@@ -20,8 +21,8 @@ pub(super) struct Ranking {
 
 impl Router {
     /// Ranks the candidates, as far as that is wanted.
-    pub(super) fn ranking(&self, leg: &Leg<'_>, standings: &Standings) -> Ranking {
-        let (most, scored) = (self.settings.fallbacks, self.settings.scores);
+    pub(super) fn ranking(&self, leg: &Leg<'_>, standings: &Standings, settings: &RouterSettings) -> Ranking {
+        let (most, scored) = (settings.fallbacks, settings.scores);
         if most == 0 && !scored {
             return Ranking::default();
         }

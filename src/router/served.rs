@@ -67,7 +67,7 @@ impl Router {
             let cached_tokens = prepared::cached_tokens(&looked, member.slot, false);
             let (slot, rank) = (member.slot, member.rank);
             let mut booking = Booking { slot, rank, cached_tokens, prefill_time: None, ..before.clone() };
-            if self.settings.tracking.prefill_durations {
+            if self.settings.load().tracking.prefill_durations {
                 self.durations.estimate_one(member, &mut booking);
             }
             Some(booking)

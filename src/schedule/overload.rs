@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use super::weights::within;
 use crate::fleet::Member;
@@ -50,6 +50,33 @@ impl Thresholds {
         self.decode_blocks.is_some() || self.prefill_tokens.is_some() || self.prefill_tokens_fraction.is_some()
     }
 
+    fn blocks_exceeded(
+        &self,
+        rank: WorkerRank,
+        occupancy: Occupancy,
+        capacity: Capacity,
+        latched: &mut HashSet<WorkerRank>,
+    ) -> bool {
+        let Some(threshold) = self.decode_blocks else { return false };
+        let total = capacity.total_kv_blocks.filter(|total| *total > 0);
+        let counted = total.map(|total| occupancy.load.active_blocks as f64 / total as f64);
+        let reported = occupancy.reported_usage.filter(|usage| !usage.is_nan());
+        let highest = counted.into_iter().chain(reported).reduce(f64::max);
+        match highest {
+            Some(usage) if usage > threshold => {
+                latched.insert(rank);
+                true
+            }
+            Some(usage) if usage == threshold => latched.contains(&rank),
+            _ => {
+                if !latched.is_empty() {
+                    latched.remove(&rank);
+                }
+                false
+            }
+        }
+    }
+
     fn prefill_exceeded(&self, load: Load, capacity: Capacity) -> bool {
         let tokens = load.active_prefill_tokens;
         let step = capacity.max_num_batched_tokens.unwrap_or(UNKNOWN_STEP) as f64;
@@ -70,7 +97,7 @@ pub struct Occupancy {
 /// What is known of overload.
 #[derive(Debug, Default)]
 pub struct Overload {
-    thresholds: Thresholds,
+    thresholds: RwLock<Thresholds>,
     /// How many marks there are, so that nobody has to look when there is none.
     marked: AtomicUsize,
     marks: Mutex<BTreeMap<WorkerId, Instant>>,
@@ -100,12 +127,20 @@ impl Overloaded {
 impl Overload {
     /// Nobody is overloaded yet.
     pub fn new(thresholds: Thresholds) -> Self {
-        Self { thresholds, ..Self::default() }
+        Self { thresholds: RwLock::new(thresholds), ..Self::default() }
+    }
+
+    /// Judges by other thresholds from now on. Who went over the old one is looked at anew.
+    pub fn set_thresholds(&self, thresholds: Thresholds) {
+        let mut latched = self.latched.lock();
+        if std::mem::replace(&mut *self.thresholds.write(), thresholds) != thresholds {
+            latched.clear();
+        }
     }
 
     /// A worker refused a request because it has too much to do; it is left alone for a while.
     pub fn mark(&self, worker: WorkerId, now: Instant) {
-        let Some(end) = now.checked_add(self.thresholds.mark) else { return };
+        let Some(end) = now.checked_add(self.thresholds.read().mark) else { return };
         let mut marks = self.marks.lock();
         let mark = marks.entry(worker).or_insert(end);
         *mark = end.max(*mark);
@@ -129,8 +164,9 @@ impl Overload {
         now: Instant,
         occupancy: impl Fn(&Member) -> Occupancy,
     ) -> Overloaded {
-        let full = match self.thresholds.any() {
-            true => self.over_thresholds(members, occupancy, &mut self.latched.lock()),
+        let thresholds = *self.thresholds.read();
+        let full = match thresholds.any() {
+            true => over_thresholds(&thresholds, members, occupancy, &mut self.latched.lock()),
             false => Vec::new(),
         };
         self.marked_or(full, now)
@@ -138,8 +174,9 @@ impl Overload {
 
     /// The same without taking note of what is seen: who only looks must not change later verdicts.
     pub fn peek(&self, members: &[&Member], now: Instant, occupancy: impl Fn(&Member) -> Occupancy) -> Overloaded {
-        let full = match self.thresholds.any() {
-            true => self.over_thresholds(members, occupancy, &mut self.latched.lock().clone()),
+        let thresholds = *self.thresholds.read();
+        let full = match thresholds.any() {
+            true => over_thresholds(&thresholds, members, occupancy, &mut self.latched.lock().clone()),
             false => Vec::new(),
         };
         self.marked_or(full, now)
@@ -157,58 +194,31 @@ impl Overload {
         }
         Overloaded { workers }
     }
+}
 
-    /// In the order of their ids, each once.
-    fn over_thresholds(
-        &self,
-        members: &[&Member],
-        occupancy: impl Fn(&Member) -> Occupancy,
-        latched: &mut HashSet<WorkerRank>,
-    ) -> Vec<WorkerId> {
-        let mut full: Vec<&Member> = members
-            .iter()
-            .copied()
-            .filter(|member| {
-                let occupancy = occupancy(member);
-                let capacity = member.worker.capacity;
-                // Both are looked at, because the latch must see every value.
-                let blocks = self.blocks_exceeded(member.rank, occupancy, capacity, latched);
-                blocks | self.thresholds.prefill_exceeded(occupancy.load, capacity)
-            })
-            .collect();
-        full.sort_unstable_by_key(|member| member.rank);
-        full.chunk_by(|a, b| a.rank.worker == b.rank.worker)
-            .filter(|ranks| ranks.len() >= ranks[0].worker.ranks.size.get() as usize)
-            .map(|ranks| ranks[0].rank.worker)
-            .collect()
-    }
-
-    fn blocks_exceeded(
-        &self,
-        rank: WorkerRank,
-        occupancy: Occupancy,
-        capacity: Capacity,
-        latched: &mut HashSet<WorkerRank>,
-    ) -> bool {
-        let Some(threshold) = self.thresholds.decode_blocks else { return false };
-        let total = capacity.total_kv_blocks.filter(|total| *total > 0);
-        let counted = total.map(|total| occupancy.load.active_blocks as f64 / total as f64);
-        let reported = occupancy.reported_usage.filter(|usage| !usage.is_nan());
-        let highest = counted.into_iter().chain(reported).reduce(f64::max);
-        match highest {
-            Some(usage) if usage > threshold => {
-                latched.insert(rank);
-                true
-            }
-            Some(usage) if usage == threshold => latched.contains(&rank),
-            _ => {
-                if !latched.is_empty() {
-                    latched.remove(&rank);
-                }
-                false
-            }
-        }
-    }
+/// In the order of their ids, each once.
+fn over_thresholds(
+    thresholds: &Thresholds,
+    members: &[&Member],
+    occupancy: impl Fn(&Member) -> Occupancy,
+    latched: &mut HashSet<WorkerRank>,
+) -> Vec<WorkerId> {
+    let mut full: Vec<&Member> = members
+        .iter()
+        .copied()
+        .filter(|member| {
+            let occupancy = occupancy(member);
+            let capacity = member.worker.capacity;
+            // Both are looked at, because the latch must see every value.
+            let blocks = thresholds.blocks_exceeded(member.rank, occupancy, capacity, latched);
+            blocks | thresholds.prefill_exceeded(occupancy.load, capacity)
+        })
+        .collect();
+    full.sort_unstable_by_key(|member| member.rank);
+    full.chunk_by(|a, b| a.rank.worker == b.rank.worker)
+        .filter(|ranks| ranks.len() >= ranks[0].worker.ranks.size.get() as usize)
+        .map(|ranks| ranks[0].rank.worker)
+        .collect()
 }
 
 #[cfg(test)]

@@ -41,14 +41,15 @@ impl Pages {
     async fn serve(loaded: bool) -> Self {
         let config = Config::parse(Path::new("warmroute.yaml"), CONFIG.as_bytes()).unwrap();
         let Offline { intake, entrance } = Offline::new(&config).await.unwrap();
-        let way_in = WayIn { intake: Arc::new(OnceLock::new()), body_limit: LIMIT };
+        let way_in = WayIn { intake: Arc::default(), body_limit: LIMIT };
         if loaded {
-            assert!(way_in.intake.set(intake).is_ok());
+            way_in.intake.store(Some(intake));
         }
         let admin = Admin {
             entrance: entrance.clone(),
             metrics: Arc::new(Metrics::new()),
             readiness: Readiness::default(),
+            config: Arc::default(),
             way_in,
         };
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -47,12 +47,3 @@ fn a_file_of_no_workers_has_to_say_so() {
     assert!(matches!(follower.take(text("\n# nothing\n")), Reading::Invalid { .. }));
     assert_eq!(follower.take(text("[]")), Reading::Applied(Vec::new()));
 }
-
-#[test]
-fn reading_is_no_change_but_writing_is() {
-    let event = |kind| Event::new(kind);
-    assert!(!is_change(&event(EventKind::Access(AccessKind::Open(AccessMode::Any)))));
-    assert!(!is_change(&event(EventKind::Access(AccessKind::Close(AccessMode::Read)))));
-    assert!(is_change(&event(EventKind::Access(AccessKind::Close(AccessMode::Write)))));
-    assert!(is_change(&event(EventKind::Create(notify::event::CreateKind::File))));
-}

@@ -1,0 +1,87 @@
+//! The tokenizers that are loaded. Each takes half a second of one core, so one whose files say the same as before is used
+//! again when the configuration is reloaded.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::Context as _;
+use parking_lot::Mutex;
+use tracing::{info, warn};
+
+use crate::block::Windows;
+use crate::config::{Config, ModelConfig};
+use crate::intake::{Model, Models};
+use crate::prompt::{self, Encoder, Fingerprint, LoadError};
+use crate::worker::ModelName;
+
+/// What is in use, by what the files say.
+#[derive(Default)]
+pub(super) struct Encoders(Mutex<HashMap<Fingerprint, Arc<Encoder>>>);
+
+/// The models of a configuration, and their tokenizers to be kept once it is in use.
+pub(super) struct Loaded {
+    pub(super) models: Models,
+    encoders: HashMap<Fingerprint, Arc<Encoder>>,
+}
+
+impl Encoders {
+    /// Loads what is not there yet, all at once.
+    pub(super) async fn load(&self, config: &Config) -> anyhow::Result<Loaded> {
+        let known = self.0.lock().clone();
+        let loading: Vec<_> = config
+            .models
+            .iter()
+            .map(|model| {
+                let (name, files, known) = (model.name.clone(), files_of(model), known.clone());
+                tokio::task::spawn_blocking(move || files.map(|files| encoder(&name, &files, &known)).transpose())
+            })
+            .collect();
+        let mut loaded = Loaded { models: Models::default(), encoders: HashMap::new() };
+        for (model, encoder) in config.models.iter().zip(loading) {
+            let found = encoder.await?.with_context(|| format!("model {} cannot be served exactly", model.name))?;
+            if found.is_none() {
+                warn!(model = %model.name, "no tokenizer is configured: requests are routed by load only");
+            }
+            let windows = if model.eagle { Windows::Eagle } else { Windows::Plain };
+            let encoder = found.as_ref().map(|(_, encoder)| encoder.clone());
+            let served = Model { name: model.name.clone(), block_size: model.block_size, windows, encoder };
+            loaded.models.add(served, &model.aliases, &model.adapters);
+            loaded.encoders.extend(found);
+        }
+        Ok(loaded)
+    }
+
+    /// Whether other ones were loaded than are kept.
+    pub(super) fn differ(&self, loaded: &Loaded) -> bool {
+        let kept = self.0.lock();
+        kept.len() != loaded.encoders.len() || loaded.encoders.keys().any(|fingerprint| !kept.contains_key(fingerprint))
+    }
+
+    /// Keeps these, and no others.
+    pub(super) fn keep(&self, loaded: &Loaded) {
+        self.0.lock().clone_from(&loaded.encoders);
+    }
+}
+
+fn files_of(model: &ModelConfig) -> Option<prompt::Config> {
+    let tokenizer = model.tokenizer.clone()?;
+    let (tokenizer_config, chat_template) = (model.tokenizer_config.clone(), model.chat_template.clone());
+    Some(prompt::Config { tokenizer, tokenizer_config, chat_template })
+}
+
+fn encoder(
+    model: &ModelName,
+    files: &prompt::Config,
+    known: &HashMap<Fingerprint, Arc<Encoder>>,
+) -> Result<(Fingerprint, Arc<Encoder>), LoadError> {
+    let started = Instant::now();
+    // Before the loading: should the files change meanwhile, the next reload sees it.
+    let fingerprint = files.fingerprint()?;
+    if let Some(encoder) = known.get(&fingerprint) {
+        return Ok((fingerprint, encoder.clone()));
+    }
+    let encoder = Arc::new(Encoder::load(files)?);
+    info!(%model, took = ?started.elapsed(), "tokenizer loaded");
+    Ok((fingerprint, encoder))
+}

@@ -1,0 +1,222 @@
+//! Another configuration for a running process. Everything that can fail is done first and changes nothing: reading,
+//! checking, loading tokenizers, preparing each part. Then all parts are switched, one after the other without a pause.
+//! What must stay until a restart is named in the log.
+
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use arc_swap::ArcSwap;
+use serde_json::{Value, json};
+use tokio::sync::{Mutex, Notify};
+use tracing::{error, info, warn};
+
+use super::encoders::{Encoders, Loaded};
+use super::parts;
+use crate::config::{Adopted, Config};
+use crate::intake::Intake;
+use crate::lifecycle::follow::FileWatch;
+use crate::metrics::{Metrics, OutcomeLabel};
+use crate::settings::{ConfigError, Problem, Step};
+
+/// What parts are prepared from.
+pub(super) struct Next {
+    pub(super) config: Arc<Config>,
+    /// The way in, made anew.
+    pub(super) intake: Arc<Intake>,
+}
+
+/// The second half of a reload; it cannot fail.
+pub(super) type Switch = Box<dyn FnOnce() + Send>;
+
+/// The first half: whatever can fail, changing nothing yet.
+type Prepare = Box<dyn Fn(&Next) -> anyhow::Result<Switch> + Send + Sync>;
+
+/// Reads the configuration file, with what the command line says over it.
+pub type ReadConfig = Box<dyn Fn() -> Result<Config, Vec<ConfigError>> + Send + Sync>;
+
+/// What became of a reload.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Reloaded {
+    /// Another configuration is in use.
+    Applied {
+        /// The keys that changed.
+        changed: Vec<String>,
+        /// The keys that were given otherwise and stay until a restart.
+        needs_restart: Vec<String>,
+    },
+    /// Nothing that could change did.
+    Unchanged {
+        /// The keys that were given otherwise and stay until a restart.
+        needs_restart: Vec<String>,
+    },
+    /// Nothing was changed, for these reasons.
+    Invalid(Vec<String>),
+}
+
+/// The way to another configuration.
+pub struct Reloader {
+    pub(super) metrics: Arc<Metrics>,
+    encoders: Encoders,
+    parts: parking_lot::Mutex<Vec<(&'static str, Prepare)>>,
+    running: ArcSwap<Config>,
+    /// What the pages show.
+    shown: Arc<ArcSwap<Value>>,
+    /// The number of the configuration in use; held while another one is prepared.
+    generation: Mutex<u64>,
+}
+
+impl Reloader {
+    /// A process that begins with this configuration.
+    pub(super) fn new(config: Arc<Config>, metrics: Arc<Metrics>) -> Self {
+        let shown = Arc::new(ArcSwap::from_pointee(page(1, &config, &[])));
+        metrics.config_generation.set(1);
+        let (encoders, parts) = (Encoders::default(), parking_lot::Mutex::default());
+        Self { metrics, encoders, parts, running: ArcSwap::new(config), shown, generation: Mutex::new(1) }
+    }
+
+    /// Adds a part that follows the configuration.
+    pub(super) fn part(
+        &self,
+        name: &'static str,
+        prepare: impl Fn(&Next) -> anyhow::Result<Switch> + Send + Sync + 'static,
+    ) {
+        self.parts.lock().push((name, Box::new(prepare)));
+    }
+
+    /// The configuration in use.
+    pub(super) fn running(&self) -> Arc<Config> {
+        self.running.load_full()
+    }
+
+    /// What the pages show of it.
+    pub(super) fn shown(&self) -> Arc<ArcSwap<Value>> {
+        self.shown.clone()
+    }
+
+    /// The models of the configuration in use, with their tokenizers.
+    pub(super) async fn load_models(&self) -> anyhow::Result<crate::intake::Models> {
+        let loaded = self.encoders.load(&self.running()).await?;
+        self.encoders.keep(&loaded);
+        Ok(loaded.models)
+    }
+
+    /// Takes over what was read.
+    pub async fn reload(&self, read: Result<Config, Vec<ConfigError>>) -> Reloaded {
+        let mut generation = self.generation.lock().await;
+        let outcome = match self.attempt(read, *generation + 1).await {
+            Ok(reloaded) => reloaded,
+            Err(mistakes) => Reloaded::Invalid(mistakes),
+        };
+        if matches!(outcome, Reloaded::Applied { .. }) {
+            *generation += 1;
+        }
+        self.report(&outcome, *generation);
+        outcome
+    }
+
+    async fn attempt(&self, read: Result<Config, Vec<ConfigError>>, next: u64) -> Result<Reloaded, Vec<String>> {
+        let wanted = read.map_err(|mistakes| mistakes.iter().map(ToString::to_string).collect::<Vec<_>>())?;
+        let unfit = |problems: Vec<Problem>| {
+            let text = |problem: Problem| {
+                let trail: Vec<String> = problem.trail.iter().map(step).collect();
+                format!(
+                    "with what cannot change before a restart, `{}` would not work: {}",
+                    trail.join("."),
+                    problem.text
+                )
+            };
+            problems.into_iter().map(text).collect::<Vec<_>>()
+        };
+        let Adopted { config, changed, needs_restart } = self.running().adopt(&wanted).map_err(unfit)?;
+        let config = Arc::new(config);
+        let failed = |error: anyhow::Error| vec![format!("{error:#}")];
+        let loaded = self.encoders.load(&config).await.map_err(failed)?;
+        let other_files = self.encoders.differ(&loaded);
+        let switches = self.prepare(&config, &loaded).map_err(failed)?;
+        switches.into_iter().for_each(|switch| switch());
+        self.encoders.keep(&loaded);
+        if changed.is_empty() && !other_files {
+            self.shown.store(Arc::new(page(next - 1, &config, &needs_restart)));
+            return Ok(Reloaded::Unchanged { needs_restart });
+        }
+        self.shown.store(Arc::new(page(next, &config, &needs_restart)));
+        self.running.store(config);
+        Ok(Reloaded::Applied { changed, needs_restart })
+    }
+
+    fn prepare(&self, config: &Arc<Config>, loaded: &Loaded) -> anyhow::Result<Vec<Switch>> {
+        let intake = parts::intake(config, loaded.models.clone(), &self.metrics)?;
+        let next = Next { config: config.clone(), intake };
+        let prepared = |(name, prepare): &(&'static str, Prepare)| {
+            prepare(&next).with_context(|| format!("{name} cannot be changed"))
+        };
+        self.parts.lock().iter().map(prepared).collect()
+    }
+
+    fn report(&self, outcome: &Reloaded, generation: u64) {
+        let (label, needs_restart) = match outcome {
+            Reloaded::Applied { changed, needs_restart } => {
+                info!(generation, changed = changed.join(" "), "configuration reloaded");
+                ("applied", &needs_restart[..])
+            }
+            Reloaded::Unchanged { needs_restart } => {
+                info!(generation, "configuration read again; nothing changed");
+                ("unchanged", &needs_restart[..])
+            }
+            Reloaded::Invalid(mistakes) => {
+                for mistake in mistakes {
+                    error!(generation, "configuration not usable, everything stays as it is: {mistake}");
+                }
+                ("invalid", &[][..])
+            }
+        };
+        for key in needs_restart {
+            warn!(key, "needs a restart to change");
+        }
+        self.metrics.config_generation.set(i64::try_from(generation).unwrap_or(i64::MAX));
+        self.metrics.config_reloads.get_or_create(&OutcomeLabel { outcome: label }).inc();
+    }
+}
+
+/// Follows the file for ever, and `asked` beside it.
+pub(super) async fn follow(reloader: Arc<Reloader>, file: Arc<ConfigFile>) -> anyhow::Result<()> {
+    let watch = FileWatch::new(&file.path);
+    let mut asked = false;
+    loop {
+        let settings = reloader.running().reload.clone();
+        let now = tokio::fs::read(&file.path).await.ok();
+        let differs = settings.watch && std::mem::replace(&mut *file.seen.lock(), now.clone()) != now;
+        if asked || differs {
+            let reading = file.clone();
+            let read = tokio::task::spawn_blocking(move || (reading.read)()).await?;
+            reloader.reload(read).await;
+        }
+        asked = tokio::select! {
+            () = file.asked.notified() => true,
+            () = watch.changed(settings.poll.get(), settings.debounce.get()), if settings.watch => false,
+        };
+    }
+}
+
+/// The file that a process was configured by.
+pub struct ConfigFile {
+    /// Where it is.
+    pub path: std::path::PathBuf,
+    /// Reads and checks it.
+    pub read: ReadConfig,
+    /// Asks for it to be read again at once.
+    pub asked: Arc<Notify>,
+    /// Its bytes when it was read last; changes since then are news.
+    pub seen: parking_lot::Mutex<Option<Vec<u8>>>,
+}
+
+fn step(step: &Step) -> String {
+    match step {
+        Step::Key(key) => key.clone(),
+        Step::At(at) => at.to_string(),
+    }
+}
+
+fn page(generation: u64, config: &Config, needs_restart: &[String]) -> Value {
+    json!({"generation": generation, "needs_restart": needs_restart, "config": config.to_json()})
+}

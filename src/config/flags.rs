@@ -1,0 +1,127 @@
+//! What the command line says over the configuration file. The names and meanings are those that gateways' charts pass to
+//! an endpoint picker, so that warmroute can stand in its place.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+
+use super::{Config, LogFormat, LogLevel, PoolConfig};
+use crate::tls::TlsConfig;
+
+/// What is said over the file; nothing by default.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Flags {
+    /// Name of the pool that is served.
+    pub pool_name: Option<String>,
+    /// Its namespace.
+    pub pool_namespace: Option<String>,
+    /// Port of ext_proc, on all addresses.
+    pub grpc_port: Option<u16>,
+    /// Port of gRPC health alone, on all addresses.
+    pub grpc_health_port: Option<u16>,
+    /// TLS of ext_proc by TCP: with the certificate of the file or of `cert_dir`, else with one made at start; or none.
+    pub secure_serving: Option<bool>,
+    /// Where the certificate of ext_proc is, as `tls.crt` and `tls.key`.
+    pub cert_dir: Option<PathBuf>,
+    /// Port of the admin pages; the address stays what the file says.
+    pub metrics_port: Option<u16>,
+    /// Form of the log.
+    pub log_format: Option<LogFormat>,
+    /// How much is logged.
+    pub log_level: Option<LogLevel>,
+}
+
+impl Flags {
+    /// Lays them over a configuration.
+    pub(super) fn lay_over(&self, config: &mut Config) {
+        let all = |port: u16| Some(SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)));
+        if self.pool_name.is_some() || self.pool_namespace.is_some() {
+            let pool = config.pool.get_or_insert_with(PoolConfig::default);
+            pool.name = self.pool_name.clone().or(pool.name.take());
+            pool.namespace = self.pool_namespace.clone().or(pool.namespace.take());
+        }
+        if let Some(port) = self.grpc_port {
+            config.listen.tcp = all(port);
+        }
+        if let Some(port) = self.grpc_health_port {
+            config.listen.health = all(port);
+        }
+        self.secure(&mut config.listen.tls);
+        if let Some(port) = self.metrics_port {
+            config.admin.listen.set_port(port);
+        }
+        config.log.format = self.log_format.unwrap_or(config.log.format);
+        config.log.level = self.log_level.unwrap_or(config.log.level);
+    }
+
+    /// The certificate that is named, else the one of the file, else one made at start.
+    fn secure(&self, tls: &mut Option<TlsConfig>) {
+        match (self.secure_serving, &self.cert_dir) {
+            (Some(false), _) => *tls = None,
+            (_, Some(dir)) => {
+                let client_ca = tls.take().and_then(|tls| tls.client_ca);
+                *tls = Some(TlsConfig { cert_dir: Some(dir.clone()), client_ca, ..TlsConfig::default() });
+            }
+            (Some(true), None) => {
+                tls.get_or_insert_with(|| TlsConfig { self_signed: true, ..TlsConfig::default() });
+            }
+            (None, None) => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn laid(file: &str, flags: &Flags) -> Config {
+        let text = format!("models: [{{name: m}}]\nworkers: [{{id: 1, endpoint: '10.0.0.1:80'}}]\n{file}");
+        let mut config = Config::parse(std::path::Path::new("/etc/w.yaml"), text.as_bytes()).unwrap();
+        flags.lay_over(&mut config);
+        config
+    }
+
+    #[test]
+    fn flags_win_over_the_file_and_leave_the_rest_alone() {
+        let file = "listen: {unix: /run/w.sock, health: '127.0.0.1:1'}\nadmin: {listen: '127.0.0.1:2'}\n\
+                    pool: {name: a, namespace: b}\nlog: {format: json}\n";
+        assert_eq!(laid(file, &Flags::default()), laid(file, &Flags { metrics_port: Some(2), ..Flags::default() }));
+        let flags = Flags {
+            pool_name: Some("c".to_owned()),
+            grpc_port: Some(9002),
+            grpc_health_port: Some(9003),
+            metrics_port: Some(9090),
+            log_level: Some(LogLevel::Debug),
+            ..Flags::default()
+        };
+        let config = laid(file, &flags);
+        assert_eq!(config.listen.tcp, Some("0.0.0.0:9002".parse().unwrap()));
+        assert_eq!(config.listen.unix, Some("/run/w.sock".into()));
+        assert_eq!(config.listen.health, Some("0.0.0.0:9003".parse().unwrap()));
+        assert_eq!(config.admin.listen, "127.0.0.1:9090".parse().unwrap());
+        assert_eq!(config.pool, Some(PoolConfig { name: Some("c".to_owned()), namespace: Some("b".to_owned()) }));
+        assert_eq!((config.log.level, config.log.format), (LogLevel::Debug, LogFormat::Json));
+    }
+
+    #[test]
+    fn secure_serving_finds_its_certificate() {
+        let tls = |secure_serving, cert_dir: Option<&str>| {
+            let flags = Flags { secure_serving, cert_dir: cert_dir.map(PathBuf::from), ..Flags::default() };
+            laid("", &flags).listen.tls
+        };
+        let own = Some(TlsConfig { self_signed: true, ..TlsConfig::default() });
+        let given = Some(TlsConfig { cert_dir: Some("/certs".into()), ..TlsConfig::default() });
+        let cases = [
+            (None, None, None),
+            (Some(true), None, own),
+            (Some(true), Some("/certs"), given.clone()),
+            (None, Some("/certs"), given),
+            (Some(false), Some("/certs"), None),
+        ];
+        for (secure, dir, expected) in cases {
+            assert_eq!(tls(secure, dir), expected, "{secure:?} {dir:?}");
+        }
+        let mut file = Some(TlsConfig { self_signed: true, client_ca: Some("/ca".into()), ..TlsConfig::default() });
+        Flags { secure_serving: Some(true), ..Flags::default() }.secure(&mut file);
+        assert_eq!(file.unwrap().client_ca, Some("/ca".into()), "what the file says of clients holds");
+    }
+}
