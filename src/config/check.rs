@@ -53,10 +53,12 @@ fn disaggregation(config: &Config) -> Option<Problem> {
 }
 
 fn rewrites(config: &Config) -> Vec<Problem> {
-    let models = config.models.iter().flat_map(|model| model.aliases.iter().chain(&model.adapters).chain([&model.name]));
+    let models =
+        config.models.iter().flat_map(|model| model.aliases.iter().chain(&model.adapters).chain([&model.name]));
     let known: HashSet<&str> = models.map(|name| name.as_str()).collect();
     let mut problems = config.rewrites.problems();
-    let unknown = config.rewrites.targets().filter(|(_, name)| !name.as_str().is_empty() && !known.contains(name.as_str()));
+    let unknown =
+        config.rewrites.targets().filter(|(_, name)| !name.as_str().is_empty() && !known.contains(name.as_str()));
     problems.extend(unknown.map(|(place, name)| {
         let text = format!("`{name}` is no model, alias or adapter under `models`; add it there, or name one of these");
         Problem::at(place, text)

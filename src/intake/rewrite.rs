@@ -145,9 +145,8 @@ impl RewritesConfig {
 
     /// Every target with its place.
     pub fn targets(&self) -> impl Iterator<Item = ([Step; 5], &ModelName)> {
-        let place = |rule: usize, target: usize| {
-            [Step::from("rules"), rule.into(), "to".into(), target.into(), "model".into()]
-        };
+        let place =
+            |rule: usize, target: usize| [Step::from("rules"), rule.into(), "to".into(), target.into(), "model".into()];
         let rules = self.rules.iter().enumerate();
         rules.flat_map(move |(nth, rule)| {
             rule.to.iter().enumerate().map(move |(at, target)| (place(nth, at), &target.model))

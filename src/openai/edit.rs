@@ -78,4 +78,4 @@ fn fields(body: &[u8], key: &str) -> Option<Fields> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(in crate::openai) mod tests;

@@ -76,9 +76,9 @@ impl Counts {
 
     pub(super) fn usage(self) -> Usage {
         let beside = [self.cache_read_input_tokens, self.cache_creation_input_tokens];
-        let input = beside.into_iter().fold(self.input_tokens.0.unwrap_or(0), |sum, count| {
-            sum.saturating_add(count.0.unwrap_or(0))
-        });
+        let input = beside
+            .into_iter()
+            .fold(self.input_tokens.0.unwrap_or(0), |sum, count| sum.saturating_add(count.0.unwrap_or(0)));
         let details = self.prompt_tokens_details.cached_tokens.0.or(self.input_tokens_details.cached_tokens.0);
         Usage {
             prompt_tokens: self.prompt_tokens.0.unwrap_or(input),
@@ -109,7 +109,10 @@ pub(super) fn read(json: &[u8]) -> Option<Told> {
 }
 
 fn read_object(json: &RawValue) -> Option<Told> {
-    json.get().starts_with('{').then(|| serde_json::from_str::<Answer<'_>>(json.get()).ok())?.map(|answer| answer.told())
+    json.get()
+        .starts_with('{')
+        .then(|| serde_json::from_str::<Answer<'_>>(json.get()).ok())?
+        .map(|answer| answer.told())
 }
 
 /// A usage alone.
@@ -203,7 +206,8 @@ impl Answer<'_> {
             }
             _ => {
                 let choices = self.choices.as_deref().unwrap_or_default();
-                choices.iter().any(Choice::has_content) || [self.text, self.output_ids, self.output].contains(&Filled(true))
+                choices.iter().any(Choice::has_content)
+                    || [self.text, self.output_ids, self.output].contains(&Filled(true))
             }
         }
     }
@@ -318,7 +322,8 @@ impl<'de> Deserialize<'de> for Details {
             cached_tokens: Count,
         }
         let raw = <&RawValue>::deserialize(deserializer)?.get();
-        let told = if raw.starts_with('{') { serde_json::from_str::<Told>(raw).unwrap_or_default() } else { Told::default() };
+        let told =
+            if raw.starts_with('{') { serde_json::from_str::<Told>(raw).unwrap_or_default() } else { Told::default() };
         Ok(Self { cached_tokens: told.cached_tokens })
     }
 }

@@ -160,7 +160,11 @@ fn every_api_says_its_usage_in_its_own_words() {
             usage(11, 3, Some(1)),
             1,
         ),
-        (r#"{"usage":{"prompt_tokens":5,"completion_tokens":null,"prompt_tokens_details":null}}"#, usage(5, 0, None), 0),
+        (
+            r#"{"usage":{"prompt_tokens":5,"completion_tokens":null,"prompt_tokens_details":null}}"#,
+            usage(5, 0, None),
+            0,
+        ),
         (r#"{"usage":{"prompt_tokens":-5,"completion_tokens":"2","prompt_tokens_details":[4]}}"#, usage(0, 0, None), 0),
         (r#"{"usage":{}}"#, usage(0, 0, None), 0),
         (r#"{"usage":[1,2]}"#, None, 0),
