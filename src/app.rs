@@ -9,6 +9,7 @@ mod offline;
 mod parts;
 mod reload;
 mod sockets;
+mod swap;
 mod unix;
 mod workers;
 
@@ -33,8 +34,6 @@ use crate::api::{self, Api, Feed};
 use crate::config::Config;
 use crate::engine_sessions::EngineSessions;
 use crate::entrance::Entrance;
-use crate::ext_proc::exchange::Options;
-use crate::ext_proc::pipeline::Pipeline;
 use crate::ext_proc::service::Service;
 use crate::intake::Intake;
 use crate::lifecycle::{Readiness, supervise};
@@ -43,9 +42,9 @@ use crate::telemetry::LogFilter;
 use crate::tls::{Pace, Secrets};
 use health::Health;
 use keeper::Keeper;
-use live::Live;
 use reload::Next;
 use sockets::{GrpcListener, Sockets};
+use swap::Swap;
 use workers::Wanted;
 
 pub use offline::Offline;
@@ -103,7 +102,7 @@ impl App {
         let config = app.reloader.running();
         // Health and the pages come first, so that they can say what the rest is waiting for.
         let loading = app.readiness.wait_for(LOADING);
-        let way_in = WayIn { intake: Arc::default(), body_limit: config.limits.body.bytes() };
+        let way_in = WayIn::new(config.limits.body.bytes());
         app.serve_health(&sockets, &config).await?;
         let pages = Admin {
             entrance: entrance.clone(),
@@ -273,7 +272,9 @@ impl App {
     fn reload_ways_in(&self, way_in: WayIn, api: Arc<ArcSwap<Intake>>) {
         self.reloader.part("models", move |next| {
             let (way_in, api, intake) = (way_in.clone(), api.clone(), next.intake.clone());
+            let body_limit = next.config.limits.body.bytes();
             Ok(Box::new(move || {
+                way_in.limit(body_limit);
                 way_in.intake.store(Some(intake.clone()));
                 api.store(intake);
             }))
@@ -287,15 +288,22 @@ impl App {
         intake: Arc<Intake>,
         entrance: Arc<Entrance>,
         metrics: &Arc<Metrics>,
-    ) -> Live<ExternalProcessorServer<Service>> {
-        let live = Live::new(ext_proc(config, intake, &entrance, metrics));
-        let (place, metrics) = (live.clone(), metrics.clone());
+    ) -> Swap<ExternalProcessorServer<Service>> {
+        let metrics_of_live = metrics.clone();
+        let make = move |config: &Config, intake| live::live(config, intake, entrance.clone(), metrics_of_live.clone());
+        let live = Arc::new(ArcSwap::from_pointee(make(config, intake)));
+        let service = Service::new(live.clone(), metrics.clone());
+        let server = Swap::new(ext_proc_server(service.clone(), config));
+        let place = server.clone();
         self.reloader.part("ext_proc", move |next: &Next| {
-            let service = ext_proc(&next.config, next.intake.clone(), &entrance, &metrics);
-            let place = place.clone();
-            Ok(Box::new(move || place.replace(service)))
+            let (live, other) = (live.clone(), make(&next.config, next.intake.clone()));
+            let (place, server) = (place.clone(), ext_proc_server(service.clone(), &next.config));
+            Ok(Box::new(move || {
+                live.store(Arc::new(other));
+                place.replace(server);
+            }))
         });
-        live
+        server
     }
 
     /// Serves callers that are not Envoy, and ends what they book and forget.
@@ -305,8 +313,13 @@ impl App {
         let api = Api::new(parts, settings);
         let listener = sockets.bind_api(settings).await?;
         self.api_address = listener.address();
-        let largest = config.limits.body.bytes().saturating_add(MESSAGE_OVERHEAD);
-        let routes = Routes::new(self.health.service()).add_service(api.server(largest));
+        let server = Swap::new(api.server(most_bytes(config)));
+        let routes = Routes::new(self.health.service()).add_service(server.clone());
+        let of_reload = api.clone();
+        self.reloader.part("api", move |next| {
+            let (place, server) = (server.clone(), of_reload.server(most_bytes(&next.config)));
+            Ok(Box::new(move || place.replace(server)))
+        });
         self.servers.spawn(listener.serve(routes, self.closing.clone()));
         self.background.spawn(async move {
             supervise("bookings", &metrics, stop, || {
@@ -413,27 +426,18 @@ impl App {
     }
 }
 
-/// The ext_proc service of one configuration. What has to outlive a reload is shared with the one before.
-fn ext_proc(
-    config: &Config,
-    intake: Arc<Intake>,
-    entrance: &Arc<Entrance>,
-    metrics: &Arc<Metrics>,
-) -> ExternalProcessorServer<Service> {
-    let limit = config.limits.body.bytes();
-    let options = Options {
-        body_limit: limit,
-        mode_header: config.response.mode_header,
-        worker_header: config.response.worker_header,
-        prediction_header: config.response.prediction_header,
-        why_header: config.response.why_header,
-    };
-    let pipeline = Pipeline::new(intake, entrance.clone(), metrics.clone(), config.response.why_header);
+/// The ext_proc service with the limits of a configuration.
+fn ext_proc_server(service: Service, config: &Config) -> ExternalProcessorServer<Service> {
     // tonic's own limit of 4 MiB would refuse bodies that the configuration allows, and with failure_mode_allow the
     // request would then silently go to a random worker.
-    ExternalProcessorServer::new(Service::new(pipeline, metrics.clone(), options))
-        .max_decoding_message_size(limit.saturating_add(MESSAGE_OVERHEAD))
+    ExternalProcessorServer::new(service)
+        .max_decoding_message_size(most_bytes(config))
         .max_encoding_message_size(usize::MAX)
+}
+
+/// Most bytes that a message with a body may have.
+fn most_bytes(config: &Config) -> usize {
+    config.limits.body.bytes().saturating_add(MESSAGE_OVERHEAD)
 }
 
 /// Lets what has grown old expire, for ever.

@@ -24,9 +24,11 @@ use crate::api::ApiConfig;
 use crate::disagg::Disaggregation;
 use crate::discovery::config::{DiscoveryConfig, WorkerConfig};
 use crate::discovery::{self, ServedModel};
-use crate::ext_proc::config::{LimitsConfig, ListenConfig, ResponseConfig};
+use crate::ext_proc::config::{FailureConfig, GatewayConfig, LimitsConfig, ListenConfig, Observe, ResponseConfig};
 use crate::intake::config::ClientsConfig;
+use crate::intake::rewrite::RewritesConfig;
 use crate::lifecycle::config::{DrainConfig, ReadinessConfig, ReloadConfig};
+use crate::openai::paths::PathsConfig;
 use crate::router::{RouterSettings, Tracking};
 use crate::schedule::Weights;
 use crate::settings::{ConfigError, Document, Problem};
@@ -37,7 +39,7 @@ use crate::xds::config::EnvoyConfig;
 pub use flags::Flags;
 pub use health::HealthConfig;
 pub use log::{LogConfig, LogFormat, LogLevel};
-pub use model::ModelConfig;
+pub use model::{FirstToken, ModelConfig};
 pub use overload::OverloadConfig;
 pub use pool::PoolConfig;
 pub use predict::{ApproximateConfig, ApproximatePolicy};
@@ -99,9 +101,15 @@ pub struct Config {
     /// A cache that all workers share, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shared_cache: Option<SharedCacheConfig>,
+    /// Which path is which API.
+    #[serde(default)]
+    pub paths: PathsConfig,
     /// What clients may say about routing.
     #[serde(default)]
     pub clients: ClientsConfig,
+    /// Which requests are sent to another model than they name.
+    #[serde(default)]
+    pub rewrites: RewritesConfig,
     /// What we refuse.
     #[serde(default)]
     pub limits: LimitsConfig,
@@ -120,6 +128,15 @@ pub struct Config {
     /// The endpoint file we write for Envoy, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub envoy: Option<EnvoyConfig>,
+    /// What is agreed with the gateway.
+    #[serde(default)]
+    pub gateway: GatewayConfig,
+    /// What is seen of answers.
+    #[serde(default)]
+    pub observe: Observe,
+    /// What clients get where nothing can be chosen.
+    #[serde(default)]
+    pub failure: FailureConfig,
     /// What we add to answers.
     #[serde(default)]
     pub response: ResponseConfig,
@@ -190,6 +207,9 @@ impl Config {
             overload: self.overload.thresholds(),
             when_all_overloaded: self.overload.when_all,
             health: self.health.rules(),
+            fallbacks: self.gateway.fallbacks as usize,
+            scores: self.gateway.scores,
+            ..RouterSettings::default()
         }
     }
 

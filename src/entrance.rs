@@ -9,9 +9,9 @@ use tokio::time::timeout;
 use tracing::debug;
 
 use crate::admission::{Admission, Attempt, Entered, Gate, Lane, Rejected, Turn};
-use crate::router::{Booked, Explanation, Prepared, Route, RouteError, RouteRequest, Router};
+use crate::router::{Booked, Explanation, Moved, Prepared, Route, RouteError, RouteRequest, Router};
 use crate::sessions::{Binding, Entry, Hold, SessionName, Sessions};
-use crate::worker::{ModelName, WorkerRank};
+use crate::worker::{Endpoint, ModelName, WorkerRank};
 
 /// What a request says of its session.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,6 +66,30 @@ pub struct Admitted {
     pub booked: Booked,
     /// Its session.
     pub session: Option<Hold>,
+    /// Whether the session comes back to where it is bound, wherever this request went.
+    pub comes_back: bool,
+}
+
+impl Admitted {
+    /// A request that was booked, outside of any session.
+    pub fn new(booked: Booked) -> Self {
+        Self { booked, session: None, comes_back: false }
+    }
+
+    /// Takes note of the endpoint that served the request: the booking moves there, and the session with it.
+    pub fn served(&mut self, router: &Router, by: Endpoint) -> Moved {
+        let moved = router.served(&mut self.booked, by);
+        if let (Moved::To(target), Some(hold)) = (moved, &mut self.session) {
+            // A hard session has its cache where it was before, and that one try did not reach its worker says little:
+            // it comes back, as it does to a worker that had too much to do. If the worker is dead indeed, health takes
+            // it out after a few such tries, and then the session goes with whom it got. Where the session was not served
+            // before there is no cache of it, so it stays with whom it got at once.
+            if !(self.comes_back && router.is_usable(hold.target())) {
+                hold.rebind(target);
+            }
+        }
+        moved
+    }
 }
 
 /// Why a request was not let in.
@@ -154,14 +178,17 @@ impl Entrance {
         // Not before it is here: a request that was placed while its client left is sent nowhere.
         self.router.expect_booked(&mut booked);
         let target = booked.route.to.rank;
+        let mut comes_back = false;
         let hold = match standing {
             Standing::None => None,
             Standing::First(binding) => Some(binding.bind(target)),
             Standing::Bound(mut hold) => {
                 // A hard session that went elsewhere only because its worker has too much to do just now comes back: what
                 // is cached of it is worth more than one request.
-                let comes_back = |request: &RouteRequest| self.router.only_overloaded(request, hold.target());
-                if hold.target() != target && !hard.as_ref().is_some_and(comes_back) {
+                comes_back = hard.as_ref().is_some_and(|request| {
+                    hold.target() == target || self.router.only_overloaded(request, hold.target())
+                });
+                if hold.target() != target && !comes_back {
                     // Where it was it cannot be served any longer; it stays with whom it got.
                     hold.rebind(target);
                 }
@@ -171,7 +198,7 @@ impl Entrance {
         if let (Some(hold), Some(SessionWord { last: true, .. })) = (&hold, session) {
             hold.finish();
         }
-        Ok(Admitted { booked, session: hold })
+        Ok(Admitted { booked, session: hold, comes_back })
     }
 
     /// The model a request is for. One whose body could not be read in time names none, and still is of the same session as

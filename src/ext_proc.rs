@@ -3,13 +3,19 @@
 //! This folder knows Envoy's wire types; nothing else of the request path does.
 
 pub mod config;
+pub mod contract;
 pub mod exchange;
+mod first_tokens;
 pub mod headers;
+mod held;
 pub mod message;
+pub mod metadata;
 pub mod mutation;
 pub mod pipeline;
+mod probe;
 mod record;
 pub mod reject;
 pub mod service;
+mod stream;
 
 pub use exchange::{Effect, Exchange};

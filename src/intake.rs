@@ -3,9 +3,11 @@
 //! the blocking pool behind a bounded queue, with a deadline. Every failure on the way is one step down the ladder with
 //! its reason, and never an error for the client.
 
+mod beginning;
 pub mod config;
 mod direct;
 mod models;
+pub mod rewrite;
 mod sessions;
 mod shared;
 mod wishes;
@@ -20,6 +22,7 @@ use tokio::sync::Semaphore;
 use tracing::{debug, warn};
 
 pub use models::{Model, Models, Named};
+pub use rewrite::Rewrites;
 pub use sessions::SessionSigns;
 pub use shared::Shared;
 pub use wishes::{Headers, Wishes};
@@ -27,7 +30,7 @@ pub use wishes::{Headers, Wishes};
 use crate::block::tracking::Scope;
 use crate::block::{BlockHashes, Content, Salt, SequenceHash, TrackingHash};
 use crate::entrance::SessionWord;
-use crate::openai::{self, Api, Extension};
+use crate::openai::{self, Api, Extension, Hidden, Opaque, Paths, Shape};
 use crate::prompt::{EncodeError, Encoder};
 use crate::router::{Prompt, Reason, RouteRequest};
 use crate::worker::ModelName;
@@ -49,6 +52,15 @@ pub enum Body {
     Unseen,
     /// All of it.
     Whole(Bytes),
+    /// There may be one, but it comes only after the route was chosen.
+    Streamed,
+    /// Its beginning.
+    Cut {
+        /// What was shown.
+        shown: Bytes,
+        /// How long it will be, as the client says.
+        length: Option<u64>,
+    },
     /// More than the limit; so long it was when we stopped gathering.
     TooLarge(usize),
 }
@@ -69,6 +81,12 @@ pub struct Limits {
 pub struct Taken {
     /// The question.
     pub request: RouteRequest,
+    /// Its API, where its path is known.
+    pub api: Option<Api>,
+    /// The model it asks for, as the client wrote it.
+    pub asked_model: Option<String>,
+    /// What is wrong with its body, where that cannot be read.
+    pub unreadable: Option<String>,
     /// What it says of its session.
     pub session: Option<SessionWord>,
     /// Whether the choice is asked for, and not an answer.
@@ -83,6 +101,8 @@ pub struct Taken {
 pub struct Parts {
     /// What is served.
     pub models: Models,
+    /// Which path is which API.
+    pub paths: Paths,
     /// Whom we believe.
     pub clients: ClientsConfig,
     /// How much work is taken on at once.
@@ -104,14 +124,23 @@ pub struct Intake {
 
 /// What the headers say that is needed to read the body.
 struct Told {
+    /// Separates the parts of a form, if the body is one.
+    boundary: Option<String>,
     /// What separates this client's cache from others', where the engines listen to a header for it.
     tenant: Option<String>,
     /// Whether the session's id has to be looked for in the body.
     session_in_body: bool,
 }
 
+/// The bytes of a body, and where they are only its beginning, how long it is said to be.
+struct Shown {
+    bytes: Bytes,
+    cut: Option<Option<u64>>,
+}
+
 /// A body as far as it could be read.
 struct Encoded {
+    asked_model: Option<String>,
     model: Option<ModelName>,
     adapter: Option<String>,
     prompt: Prompt,
@@ -119,6 +148,8 @@ struct Encoded {
     tokens: Vec<Vec<u32>>,
     extension: Option<Box<Extension>>,
     session: Option<String>,
+    /// What is wrong with it.
+    unreadable: Option<String>,
     times: Vec<(&'static str, Duration)>,
 }
 
@@ -131,10 +162,24 @@ impl Intake {
         Arc::new(Self { parts, encoders, queued: AtomicUsize::new(0) })
     }
 
+    /// The API of a request.
+    pub fn api(&self, path: &str, headers: Headers<'_>) -> Option<Api> {
+        self.parts.paths.of(path, headers)
+    }
+
+    /// Whether the body of a request is read at all, so that Envoy need not show others.
+    pub fn wants_body(&self, path: &str, headers: Headers<'_>) -> bool {
+        self.api(path, headers).is_some_and(Api::wants_body)
+    }
+
     /// Reads a request.
     pub async fn take(self: &Arc<Self>, path: &str, headers: Headers<'_>, body: &Body) -> Taken {
-        let encoded = self.encode(path, self.told(headers), body).await;
-        let mut taken = self.taken(encoded, headers);
+        let api = self.api(path, headers);
+        let encoded = match api {
+            Some(api) => self.encode(api, self.told(headers), body).await,
+            None => Encoded::unread(0, Reason::NotInference),
+        };
+        let mut taken = Taken { api, ..self.taken(encoded, headers) };
         if let Some(shared) = &self.parts.shared {
             shared.look_up(&mut taken.request).await;
         }
@@ -143,11 +188,15 @@ impl Intake {
 
     /// Reads a request without a limit of time, on this thread.
     pub fn take_now(&self, path: &str, headers: Headers<'_>, body: &[u8]) -> Taken {
-        let encoded = match Api::of_path(path) {
-            Some(api) => self.encode_now(api, &self.told(headers), body),
+        let api = self.api(path, headers);
+        let encoded = match api {
+            Some(api) => {
+                let shown = Shown { bytes: Bytes::copy_from_slice(body), cut: None };
+                self.encode_now(api, &self.told(headers), &shown)
+            }
             None => Encoded::unread(0, Reason::NotInference),
         };
-        self.taken(encoded, headers)
+        Taken { api, ..self.taken(encoded, headers) }
     }
 
     fn taken(&self, encoded: Encoded, headers: Headers<'_>) -> Taken {
@@ -165,37 +214,40 @@ impl Intake {
         request.constraints.adapter = encoded.adapter;
         request.tracked = encoded.tracked;
         let session = self.parts.sessions.as_ref().and_then(|signs| signs.read(headers, encoded.session));
-        Taken { request, session, query, tokens: encoded.tokens, times: encoded.times }
+        let Encoded { asked_model, tokens, times, unreadable, .. } = encoded;
+        Taken { request, api: None, asked_model, unreadable, session, query, tokens, times }
     }
 
     fn told(&self, headers: Headers<'_>) -> Told {
         let tenant = self.parts.clients.tenant_header.as_deref().and_then(headers);
         let tenant = tenant.map(|value| value.trim().to_owned()).filter(|tenant| !tenant.is_empty());
         let signs = self.parts.sessions.as_ref();
-        Told { tenant, session_in_body: signs.is_some_and(|signs| signs.leave_it_to_the_body(headers)) }
+        let boundary = headers("content-type").and_then(|value| openai::boundary(&value));
+        Told { boundary, tenant, session_in_body: signs.is_some_and(|signs| signs.leave_it_to_the_body(headers)) }
     }
 
-    async fn encode(self: &Arc<Self>, path: &str, told: Told, body: &Body) -> Encoded {
-        let Some(api) = Api::of_path(path) else { return Encoded::unread(0, Reason::NotInference) };
-        let body = match body {
-            Body::Absent => return Encoded::unread(0, Reason::NoBody),
-            Body::Unseen => return Encoded::unread(0, Reason::BodyNotShown),
-            Body::TooLarge(bytes) => return Encoded::unread(estimate(*bytes), Reason::BodyTooLarge),
-            Body::Whole(body) => body.clone(),
+    async fn encode(self: &Arc<Self>, api: Api, told: Told, body: &Body) -> Encoded {
+        let shown = match body {
+            Body::Absent => return Encoded::without(api, 0, Reason::NoBody),
+            Body::Unseen => return Encoded::without(api, 0, Reason::BodyNotShown),
+            Body::Streamed => return Encoded::without(api, 0, Reason::BodyStreamed),
+            Body::TooLarge(bytes) => return Encoded::without(api, *bytes, Reason::BodyTooLarge),
+            Body::Whole(body) => Shown { bytes: body.clone(), cut: None },
+            Body::Cut { shown, length } => Shown { bytes: shown.clone(), cut: Some(*length) },
         };
-        if body.len() <= self.parts.limits.inline {
-            return self.encode_now(api, &told, &body);
+        let bytes = shown.bytes.len();
+        if bytes <= self.parts.limits.inline {
+            return self.encode_now(api, &told, &shown);
         }
-        let estimate = estimate(body.len());
-        match tokio::time::timeout(self.parts.limits.deadline, self.encode_queued(api, told, body)).await {
+        match tokio::time::timeout(self.parts.limits.deadline, self.encode_queued(api, told, shown)).await {
             Ok(Some(encoded)) => encoded,
-            Ok(None) => Encoded::unread(estimate, Reason::TokenizerBusy),
-            Err(_) => Encoded::unread(estimate, Reason::Deadline),
+            Ok(None) => Encoded::without(api, bytes, Reason::TokenizerBusy),
+            Err(_) => Encoded::without(api, bytes, Reason::Deadline),
         }
     }
 
     /// Encodes on the blocking pool; `None` when the queue is full.
-    async fn encode_queued(self: &Arc<Self>, api: Api, told: Told, body: Bytes) -> Option<Encoded> {
+    async fn encode_queued(self: &Arc<Self>, api: Api, told: Told, shown: Shown) -> Option<Encoded> {
         let _place = Place::take(&self.queued, self.parts.limits.queue)?;
         // The semaphore is never closed, and a lost blocking task is a panic already turned into an error.
         let permit = self.encoders.clone().acquire_owned().await.ok()?;
@@ -203,50 +255,59 @@ impl Intake {
         let encode = move || {
             // Held until the work is done and not only until it is waited for: a deadline does not stop the work.
             let _permit = permit;
-            intake.encode_now(api, &told, &body)
+            intake.encode_now(api, &told, &shown)
         };
         tokio::task::spawn_blocking(encode).await.ok()
     }
 
-    fn encode_now(&self, api: Api, told: &Told, body: &[u8]) -> Encoded {
+    fn encode_now(&self, api: Api, told: &Told, shown: &Shown) -> Encoded {
+        let Shown { bytes, cut } = shown;
         // Tokenizers are large foreign code, and a panic there must not end the exchange.
-        let result = catch_unwind(AssertUnwindSafe(|| self.read(api, told, body)));
+        let result = catch_unwind(AssertUnwindSafe(|| match cut {
+            None => self.read(api, told, bytes),
+            Some(length) => self.read_beginning(api, told, bytes, *length),
+        }));
         result.unwrap_or_else(|_| {
             warn!("the tokenizer panicked; routing by load");
-            Encoded::unread(estimate(body.len()), Reason::EncodeFailed)
+            Encoded::without(api, bytes.len(), Reason::EncodeFailed)
         })
+    }
+
+    fn session_in(&self, told: &Told, body: &[u8]) -> Option<String> {
+        self.parts.sessions.as_ref().filter(|_| told.session_in_body)?.in_body(body)
     }
 
     /// The model and the hashed prompt of a body, or why there is none. The model is kept even where the prompt fails,
     /// so that the request still goes to a worker that serves it.
     fn read(&self, api: Api, told: &Told, body: &[u8]) -> Encoded {
-        let mut clock = Stopwatch(Instant::now());
-        let mut encoded = Encoded::unread(estimate(body.len()), Reason::Unreadable);
-        let signs = self.parts.sessions.as_ref().filter(|_| told.session_in_body);
-        encoded.session = signs.and_then(|signs| signs.in_body(body));
-        let mut request = match openai::parse(api, body) {
+        let mut clock = Stopwatch::start();
+        let mut encoded = Encoded::without(api, body.len(), Reason::Unreadable);
+        encoded.session = self.session_in(told, body);
+        let mut request = match openai::parse_body(api, told.boundary.as_deref(), body) {
             Ok(request) => request,
             Err(error) => {
                 debug!(%error, "unreadable body");
-                let named = openai::model_of(body).and_then(|name| self.parts.models.find(Some(&name)));
-                encoded.names(named.as_ref());
+                encoded.unreadable = Some(error.to_string());
+                encoded.asks(openai::model_of(body), &self.parts.models);
                 return encoded;
             }
         };
         encoded.times.push(("parse", clock.lap()));
-        if let openai::Prompt::Chat(chat) = &request.prompt
-            && chat.has_media()
-        {
+        if let Some((text_bytes, because)) = unhashed(&request.prompt) {
             // The bytes of an image say nothing about its tokens, and are far more.
-            encoded.prompt = Prompt::Estimated { tokens: estimate(chat.text_bytes()), because: Reason::Multimodal };
+            encoded.prompt = Prompt::Estimated { tokens: estimate(text_bytes), because };
         }
         let raw = request.extension.take().filter(|_| self.parts.clients.trusted);
         encoded.extension = raw.map(|raw| Box::new(Extension::read(&raw)));
-        let Some(named) = self.parts.models.find(request.model.as_deref()) else {
-            encoded.fail(Reason::UnknownModel);
+        let Some(named) = encoded.asks(request.model.take(), &self.parts.models) else {
+            if api.shape() != Shape::NoPrompt {
+                encoded.fail(Reason::UnknownModel);
+            }
             return encoded;
         };
-        encoded.names(Some(&named));
+        if matches!(request.prompt, openai::Prompt::Opaque(_) | openai::Prompt::Nothing) {
+            return encoded;
+        }
         let salt_in_extension = encoded.extension.as_ref().and_then(|extension| extension.cache_salt.clone());
         let cache = told.tenant.clone().or(salt_in_extension).or(request.cache_salt.take());
         match self.tokens(&named, &request, &mut encoded, &mut clock) {
@@ -308,6 +369,7 @@ impl Encoded {
         let prompt = Prompt::Estimated { tokens, because };
         let times = Vec::with_capacity(4);
         Self {
+            asked_model: None,
             model: None,
             adapter: None,
             prompt,
@@ -315,13 +377,28 @@ impl Encoded {
             tokens: vec![],
             extension: None,
             session: None,
+            unreadable: None,
             times,
         }
     }
 
-    fn names(&mut self, named: Option<&Named>) {
-        self.model = named.map(|named| named.model.name.clone());
-        self.adapter = named.and_then(|named| named.adapter.clone());
+    /// A request of an API whose body was not read, and why.
+    fn without(api: Api, bytes: usize, because: Reason) -> Self {
+        match api.shape() {
+            // Whatever is wrong with it, it is no work.
+            Shape::NoPrompt => Self::unread(0, Reason::NotInference),
+            Shape::Prompt | Shape::LoadOnly if api.is_text() => Self::unread(estimate(bytes), because),
+            Shape::Prompt | Shape::LoadOnly => Self::unread(0, because),
+        }
+    }
+
+    /// Notes the model that is asked for, and what it stands for, if it is served.
+    fn asks(&mut self, asked: Option<String>, models: &Models) -> Option<Named> {
+        let named = models.find(asked.as_deref());
+        self.asked_model = asked;
+        self.model = named.as_ref().map(|named| named.model.name.clone());
+        self.adapter = named.as_ref().and_then(|named| named.adapter.clone());
+        named
     }
 
     fn fail(&mut self, reason: Reason) {
@@ -339,6 +416,21 @@ impl Named {
 
     fn content<'a>(&self, tokens: &'a [u32], salt: &'a Salt) -> Content<'a> {
         Content { windows: self.model.windows, ..Content::plain(tokens, salt) }
+    }
+}
+
+/// Bytes of text in a prompt that is not hashed, and why it is not.
+fn unhashed(prompt: &openai::Prompt) -> Option<(usize, Reason)> {
+    match prompt {
+        openai::Prompt::Chat(chat) if chat.has_media() => Some((chat.text_bytes(), Reason::Multimodal)),
+        openai::Prompt::Opaque(Opaque { text_bytes, because: Hidden::Assembled }) => {
+            Some((*text_bytes, Reason::UnknownPrompt))
+        }
+        openai::Prompt::Opaque(Opaque { text_bytes, because: Hidden::Remembered }) => {
+            Some((*text_bytes, Reason::EngineState))
+        }
+        openai::Prompt::Nothing => Some((0, Reason::NotInference)),
+        _ => None,
     }
 }
 
@@ -378,6 +470,10 @@ impl Drop for Place<'_> {
 struct Stopwatch(Instant);
 
 impl Stopwatch {
+    fn start() -> Self {
+        Self(Instant::now())
+    }
+
     fn lap(&mut self) -> Duration {
         let now = Instant::now();
         let took = now - self.0;

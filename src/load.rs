@@ -144,7 +144,7 @@ impl LoadTracker {
     ) -> Result<Reservation, E> {
         let mut table = self.table.lock();
         let now = (self.clock)();
-        let bookings = decide(&LoadView { table: &table, now, near: Cell::new(0) })?;
+        let bookings = decide(&LoadView::new(&table, now))?;
         let shares = table.book(&bookings, now);
         drop(table);
         Ok(Reservation::new(self.clone(), bookings, shares))
@@ -153,7 +153,7 @@ impl LoadTracker {
     /// Reads the load at one instant; `read` must be quick and must not come back here.
     pub fn look<T>(&self, read: impl FnOnce(&LoadView<'_>) -> T) -> T {
         let table = self.table.lock();
-        read(&LoadView { table: &table, now: (self.clock)(), near: Cell::new(0) })
+        read(&LoadView::new(&table, (self.clock)()))
     }
 
     /// The load of all open ranks, in slot order.
@@ -192,7 +192,11 @@ impl fmt::Debug for LoadTracker {
     }
 }
 
-impl LoadView<'_> {
+impl<'a> LoadView<'a> {
+    fn new(table: &'a Table, now: Instant) -> Self {
+        Self { table, now, near: Cell::new(0) }
+    }
+
     /// The instant at which the load is read.
     pub fn now(&self) -> Instant {
         self.now

@@ -252,6 +252,14 @@ metrics! {
     api_bookings_expired: Counter = Counter::default();
     /// Workers that rest because they failed
     workers_out: Gauge = Gauge::default();
+    /// Bytes of request bodies that are held until they are routed
+    held_body_bytes: Gauge = Gauge::default();
+    /// Streams of the filter that looks for first tokens, by outcome: seen, foreign (of no exchange that waits), none
+    first_token_streams: Family<OutcomeLabel, Counter> = Family::default();
+    /// Requests that another endpoint served than was chosen, by what became of their booking: moved, away (released)
+    served_elsewhere: Family<OutcomeLabel, Counter> = Family::default();
+    /// Requests whose model was given another name on the way
+    rewritten_models: Counter = Counter::default();
     /// Requests that wait for their turn, by class
     queue_requests: Family<ClassLabel, Gauge> = Family::default();
     /// Prompt tokens of the requests that wait, by class

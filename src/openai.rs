@@ -2,11 +2,19 @@
 //! how much it will write. Unknown fields are ignored, because every engine version adds some; a body that cannot be
 //! read is a [`ParseError`] in plain words and never a panic, because anybody can send one.
 
+mod api;
 mod chat;
 mod completion;
+pub mod cut;
+pub mod edit;
 mod extension;
 mod field;
+mod form;
+pub mod paths;
+pub mod restore;
+mod scan;
 pub mod usage;
+mod walk;
 
 #[cfg(test)]
 mod tests;
@@ -14,29 +22,12 @@ mod tests;
 use serde::Deserialize;
 use thiserror::Error;
 
+pub use api::{Api, Shape};
 pub use chat::{Chat, Content, Message, Part};
 pub use extension::{AgentHints, Extension, QUERY, RoutingConstraints};
 pub use field::text_of;
-
-/// The endpoints whose prompts are understood.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Api {
-    /// `/v1/chat/completions`
-    ChatCompletions,
-    /// `/v1/completions`
-    Completions,
-}
-
-impl Api {
-    /// The endpoint of a request path; a query string is ignored.
-    pub fn of_path(path: &str) -> Option<Self> {
-        match path.split_once('?').map_or(path, |(path, _)| path) {
-            "/v1/chat/completions" => Some(Self::ChatCompletions),
-            "/v1/completions" => Some(Self::Completions),
-            _ => None,
-        }
-    }
-}
+pub use form::boundary;
+pub use paths::Paths;
 
 /// One request, as far as routing needs it.
 #[derive(Clone, Debug, PartialEq)]
@@ -57,6 +48,25 @@ pub struct Request {
     pub extension: Option<Box<str>>,
 }
 
+impl Request {
+    fn of(model: Option<String>, prompt: Prompt) -> Self {
+        Self {
+            model,
+            stream: false,
+            prompt,
+            cache_salt: None,
+            max_output_tokens: None,
+            tokenization: Tokenization::default(),
+            extension: None,
+        }
+    }
+
+    /// Work whose tokens cannot be known, with so many bytes of text.
+    fn by_load(model: Option<String>, text_bytes: usize) -> Self {
+        Self::of(model, Prompt::Opaque(Opaque { text_bytes, because: Hidden::Assembled }))
+    }
+}
+
 /// What the engine is asked to continue.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
@@ -70,6 +80,28 @@ pub enum Prompt {
     Embeddings,
     /// More prompts than are looked at.
     TooMany,
+    /// Something that only the engine turns into tokens.
+    Opaque(Opaque),
+    /// Nothing that would have to be computed.
+    Nothing,
+}
+
+/// Work whose tokens cannot be known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Opaque {
+    /// Bytes of the text in it.
+    pub text_bytes: usize,
+    /// Why.
+    pub because: Hidden,
+}
+
+/// Why the tokens of a request cannot be known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hidden {
+    /// The engine, or the model, puts the prompt together in its own way.
+    Assembled,
+    /// It goes on from something that an engine remembers.
+    Remembered,
 }
 
 /// Options of both endpoints that change how text becomes tokens.
@@ -123,6 +155,14 @@ pub fn model_of(body: &[u8]) -> Option<String> {
     serde_json::from_slice::<Named>(body).ok().map(|named| named.model)
 }
 
+/// Reads a body that is JSON, or where the API takes forms and there is a `boundary`, a form.
+pub fn parse_body(api: Api, boundary: Option<&str>, body: &[u8]) -> Result<Request, ParseError> {
+    match boundary.filter(|_| !api.is_text()) {
+        Some(boundary) => Ok(Request::by_load(form::model(boundary, body), 0)),
+        None => parse(api, body),
+    }
+}
+
 /// Reads a request body. Nesting deeper than 128 levels is refused, so that a body cannot exhaust the stack.
 pub fn parse(api: Api, body: &[u8]) -> Result<Request, ParseError> {
     let text = std::str::from_utf8(body).map_err(|error| ParseError::NotUtf8(error.valid_up_to()))?;
@@ -133,5 +173,6 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Request, ParseError> {
     match api {
         Api::ChatCompletions => chat::parse(text),
         Api::Completions => completion::parse(text),
+        _ => Err(ParseError::Missing("")),
     }
 }

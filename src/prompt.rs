@@ -185,6 +185,7 @@ impl Encoder {
             Prompt::Tokens(tokens) => Ok(rendered(Source::Tokens(tokens), true, Exactness::Exact)),
             Prompt::Embeddings => Err(EncodeError::Embeddings),
             Prompt::TooMany => Err(EncodeError::TooMany),
+            Prompt::Opaque(_) | Prompt::Nothing => Err(EncodeError::uncertain("only the engine knows its tokens")),
             Prompt::Chat(chat) => {
                 let templates = self.templates.as_ref().ok_or(EncodeError::NoTemplate)?;
                 let (text, exact) = templates.render(chat)?;

@@ -13,6 +13,8 @@ mod pools;
 mod predictions;
 mod prepared;
 mod question;
+mod ranking;
+mod served;
 mod settings;
 
 use std::sync::Arc;
@@ -32,13 +34,15 @@ pub use placing::Booked;
 pub use predictions::Predictions;
 pub use prepared::Prepared;
 pub use question::{Priority, Prompt, RouteRequest};
+pub use served::Moved;
 pub use settings::{RouterSettings, Tracking, WhenOverloaded};
 
 use crate::admission::{Attempt, Gate};
+use crate::block::BlockHashes;
 use crate::block::tracking::unshared;
 use crate::fleet::{Fleet, Member};
 use crate::health::Health;
-use crate::index::PrefixIndex;
+use crate::index::{Overlaps, PrefixIndex};
 use crate::load::{LoadTracker, LoadView};
 use crate::schedule::{Occupancy, Overload};
 use crate::worker::WorkerRank;
@@ -46,6 +50,7 @@ use feedback::Durations;
 use leg::{Decision, Legs, Undecided};
 use pools::{Pools, Standings};
 use prepared::{Blocks, Looked, Scratch};
+use ranking::Ranking;
 
 /// The state that decisions read, and the settings they follow.
 pub struct Router {
@@ -174,17 +179,25 @@ impl Router {
         let started = Instant::now();
         prepared.forget_overlaps();
         prepared.generation = self.fleet.load().generation();
-        for hashes in prepared.request.prompt.blocks() {
-            let mut table = self.scratch.take();
-            self.index.overlaps(hashes, &mut table);
-            if self.predictions.any() {
-                let mut other = self.scratch.take();
-                self.predictions.raise(hashes, &mut table, &mut other);
-                self.scratch.give([other]);
-            }
-            prepared.overlaps.push(Looked { table, tokens: hashes.tokens(), block_size: hashes.block_size() });
+        let prompt = &prepared.request.prompt;
+        for hashes in prompt.blocks() {
+            // The last token of a beginning is not the last of the prompt.
+            let tokens = if let Prompt::Beginning { .. } = prompt { prompt.tokens() as usize } else { hashes.tokens() };
+            prepared.overlaps.push(Looked { tokens, ..Looked::new(self.cached_where(hashes), hashes) });
         }
         prepared.index_time = started.elapsed();
+    }
+
+    /// What everybody has cached of a prompt, or should have.
+    fn cached_where(&self, hashes: &BlockHashes) -> Overlaps {
+        let mut table = self.scratch.take();
+        self.index.overlaps(hashes, &mut table);
+        if self.predictions.any() {
+            let mut other = self.scratch.take();
+            self.predictions.raise(hashes, &mut table, &mut other);
+            self.scratch.give([other]);
+        }
+        table
     }
 
     /// Most tokens that anybody who might compute a request's prompts has cached of them.
@@ -202,13 +215,14 @@ impl Router {
                 Err(Undecided::Outrun) => {}
                 Err(Undecided::Busy) => return Attempt::Busy,
                 // Those it looked for may have left, and others come, while it looked.
-                Err(Undecided::Refused(RouteError::NoCandidate | RouteError::NoFleet))
+                Err(Undecided::Refused(RouteError::NoCandidate | RouteError::NoFleet | RouteError::Unsatisfied))
                     if self.fleet.load().generation() != fleet.generation() =>
                 {
                     fleet = self.fleet_of(prepared);
                 }
                 Err(Undecided::Refused(error)) => return Attempt::Refused(error),
                 Ok(mut booked) => {
+                    booked.prompts = prepared.take_prompts();
                     booked.route.index_time = prepared.index_time;
                     booked.route.choose_time = started.elapsed();
                     return Attempt::Placed(booked);
@@ -234,14 +248,16 @@ impl Router {
         })?;
         // Nothing is booked without a decision.
         let (legs, probes) = decided.ok_or(Undecided::Busy)?;
-        let expected = self.expected(prepared, &legs);
         Ok(Booked {
-            route: self.describe(prepared, &legs),
+            chosen: legs.decode.member().rank,
+            expected: self.expected(&legs),
+            route: self.describe(prepared, &legs, &pools.standings),
             reservation,
             probes,
-            expected,
+            prompts: Vec::new(),
             leases: Vec::new(),
-            answering: None,
+            own_leases: 0,
+            away: None,
         })
     }
 
@@ -253,7 +269,7 @@ impl Router {
         let decision =
             Decision { prepared: &prepared, pools: &pools, settings: &prepared.settings, gate: &Gate::default() };
         let legs = self.load.look(|view| decision.decide(view, &mut *self.random.lock())).map_err(RouteError::from)?;
-        Ok(self.describe(&prepared, &legs))
+        Ok(self.describe(&prepared, &legs, &pools.standings))
     }
 
     /// The fleet of this instant, to which the overlaps belong.
@@ -282,8 +298,9 @@ impl Router {
         Standings { overloaded, unwell: self.health.unwell(now) }
     }
 
-    fn describe(&self, prepared: &Prepared, legs: &Legs<'_>) -> Route {
+    fn describe(&self, prepared: &Prepared, legs: &Legs<'_>, standings: &Standings) -> Route {
         let leg = &legs.decode;
+        let Ranking { fallbacks, scores } = Ranking::of(&prepared.settings, leg, standings);
         let (member, members) = (leg.member(), &leg.members);
         let (mode, reason) = self.mode(prepared, member, members);
         let cached = |member: &&Member| prepared.cached_tokens(member, true);
@@ -299,6 +316,8 @@ impl Router {
         };
         Route {
             to: destination(member),
+            fallbacks,
+            scores,
             mode,
             reason,
             model: member.worker.model.clone(),
@@ -321,11 +340,16 @@ impl Router {
     fn mode(&self, prepared: &Prepared, chosen: &Member, candidates: &[&Member]) -> (Mode, Option<Reason>) {
         let live = |member: &Member| self.live.contains(&member.rank);
         let guessed = chosen.worker.event_source(chosen.rank.rank).is_none() && self.predictions.of(chosen).is_some();
-        match &prepared.request.prompt {
-            Prompt::Estimated { because, .. } => (Mode::LoadOnly, Some(*because)),
-            Prompt::Hashed(_) if guessed => (Mode::Approximate, None),
-            Prompt::Hashed(_) if candidates.iter().any(|member| live(member)) => (Mode::Exact, None),
-            Prompt::Hashed(_) => (Mode::LoadOnly, Some(Reason::IndexCold)),
+        let prompt = &prepared.request.prompt;
+        let because = prompt.because();
+        match prompt {
+            Prompt::Estimated { .. } => (Mode::LoadOnly, because),
+            // Hardly anything was shown.
+            Prompt::Beginning { known, .. } if known.is_empty() => (Mode::LoadOnly, because),
+            _ if guessed => (Mode::Approximate, because),
+            _ if !candidates.iter().any(|member| live(member)) => (Mode::LoadOnly, Some(Reason::IndexCold)),
+            Prompt::Beginning { .. } => (Mode::Partial, because),
+            Prompt::Hashed(_) => (Mode::Exact, None),
         }
     }
 }

@@ -7,6 +7,7 @@ mod eligible;
 mod overload;
 mod overrides;
 mod pins;
+mod subset;
 mod weights;
 
 use std::ops::Range;
@@ -19,6 +20,7 @@ pub use eligible::{Constraints, Excluded, Ineligible, PlaceUnknown, Standing, el
 pub use overload::{Occupancy, Overload, Overloaded, Thresholds};
 pub use overrides::Overrides;
 pub use pins::{NamedWorkers, Pin};
+pub use subset::Subset;
 pub use weights::Weights;
 
 use crate::index::TierBlocks;

@@ -88,6 +88,13 @@ impl fmt::Display for Role {
 #[serde(transparent)]
 pub struct Endpoint(pub SocketAddr);
 
+impl Endpoint {
+    /// The one way to write it: IPv4 inside of IPv6 is IPv4.
+    pub fn canonical(self) -> Self {
+        Self(SocketAddr::new(self.0.ip().to_canonical(), self.0.port()))
+    }
+}
+
 impl fmt::Display for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
@@ -251,6 +258,8 @@ pub struct Worker {
     pub kv_transfer: Option<KvTransfer>,
     /// Per rank, in rank order: where its KV events come from. Empty: it publishes none.
     pub event_sources: Vec<EventSource>,
+    /// Whether it takes no new requests. Those it has go on.
+    pub draining: bool,
 }
 
 /// What a taint begins with that stands for a place in the topology: `dynamo.topology/<domain>=<value>`.
@@ -277,6 +286,7 @@ impl Worker {
             topology: BTreeMap::new(),
             kv_transfer: None,
             event_sources: Vec::new(),
+            draining: false,
         }
     }
 

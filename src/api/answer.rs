@@ -35,6 +35,7 @@ pub(super) fn route(route: &Route, prompts: Vec<pb::HashedPrompt>, booked: pb::B
             .map(|prefill| place(prefill.to, prefill.overlap, prefill.cached_tokens, &prefill.choice)),
         mode: match route.mode {
             Mode::Exact => pb::Mode::Exact,
+            Mode::Partial => pb::Mode::Partial,
             Mode::Approximate => pb::Mode::Approximate,
             Mode::LoadOnly => pb::Mode::LoadOnly,
             Mode::Passthrough => pb::Mode::Unspecified,

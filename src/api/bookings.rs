@@ -84,7 +84,7 @@ impl Bookings {
 
     /// Keeps what was booked for a request. Where the same attempt has been booked meanwhile, that stays, and this goes.
     pub(super) fn keep(&self, attempt: Attempt<'_>, admitted: Admitted) -> Result<Kept<Arc<Route>>, Fault> {
-        let Admitted { booked: Booked { route, reservation, probes, leases, .. }, session } = admitted;
+        let Admitted { booked: Booked { route, reservation, probes, leases, .. }, session, .. } = admitted;
         let (route, added) = (Arc::new(route), reservation.bookings().next().map(Added::of));
         self.change(|state| {
             if let Some(route) = state.again(attempt)? {

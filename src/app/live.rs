@@ -1,49 +1,64 @@
-//! A gRPC service that can be replaced while it is served: each call is answered by the one that was there when it began,
-//! to its end. So one exchange sees one configuration, whatever is reloaded meanwhile.
+//! What one configuration makes of exchanges with Envoy: the request path and the rules it follows, to be put in place of
+//! another's as a whole.
 
 use std::sync::Arc;
-use std::task::{Context, Poll};
 
-use arc_swap::ArcSwap;
-use tonic::codegen::{Service, http};
-use tonic::server::NamedService;
+use crate::config::{Config, FirstToken};
+use crate::entrance::Entrance;
+use crate::ext_proc::config::AssumedBodies;
+use crate::ext_proc::exchange::{Answers, Options};
+use crate::ext_proc::message::{BodyMode, Modes};
+use crate::ext_proc::pipeline::{Pipeline, Policy};
+use crate::ext_proc::service::Live;
+use crate::intake::{Intake, Rewrites};
+use crate::metrics::Metrics;
+use crate::openai::paths::Paths;
 
-/// A service in its place. A clone is the same place.
-pub(super) struct Live<S>(Arc<ArcSwap<S>>);
-
-impl<S> Live<S> {
-    pub(super) fn new(service: S) -> Self {
-        Self(Arc::new(ArcSwap::from_pointee(service)))
-    }
-
-    /// Calls from now on go to another one.
-    pub(super) fn replace(&self, service: S) {
-        self.0.store(Arc::new(service));
-    }
-}
-
-impl<S> Clone for Live<S> {
-    fn clone(&self) -> Self {
-        Self(self.0.clone())
+/// The Envoy side of a configuration.
+pub(super) fn live(config: &Config, intake: Arc<Intake>, entrance: Arc<Entrance>, metrics: Arc<Metrics>) -> Live {
+    Live {
+        pipeline: Pipeline::new(intake, entrance, metrics, policy(config)),
+        options: Arc::new(options(config)),
+        upload: config.limits.upload.get(),
+        held: config.limits.held_bodies.bytes(),
     }
 }
 
-impl<S: NamedService> NamedService for Live<S> {
-    const NAME: &'static str = S::NAME;
+fn policy(config: &Config) -> Policy {
+    let with_headers = config.models.iter().filter(|model| model.first_token == FirstToken::Headers);
+    let failure = config.models.iter().filter_map(|model| Some((model.name.clone(), model.failure_mode?)));
+    Policy {
+        failure: config.failure,
+        failure_of: failure.collect(),
+        first_token_with_headers: with_headers.map(|model| model.name.clone()).collect(),
+        rewrites: Rewrites::from(&config.rewrites),
+        rewrite_headers: config.rewrites.headers.clone(),
+        why: config.response.why_header,
+        conformance: config.gateway.conformance,
+        says_why_dropped: config.gateway.contract().says_why_dropped(),
+        says_mode: config.response.mode_header,
+    }
 }
 
-impl<S: Service<http::Request<B>> + Clone, B> Service<http::Request<B>> for Live<S> {
-    type Response = S::Response;
-    type Error = S::Error;
-    type Future = S::Future;
-
-    /// Services that tonic makes are always ready.
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, request: http::Request<B>) -> Self::Future {
-        let mut service = S::clone(&self.0.load());
-        service.call(request)
+fn options(config: &Config) -> Options {
+    let assumed = match config.gateway.assume {
+        AssumedBodies::Buffered => Modes::default(),
+        AssumedBodies::FullDuplex => Modes { request: BodyMode::FullDuplex, response: BodyMode::FullDuplex },
+    };
+    Options {
+        paths: Arc::new(Paths::new(&config.paths)),
+        body_limit: config.limits.body.bytes(),
+        contract: config.gateway.contract(),
+        clear_route_cache: config.gateway.clear_route_cache,
+        assumed,
+        observe: config.observe,
+        output_blocks: config.load.output_blocks,
+        conformance: config.gateway.conformance,
+        answers: Answers {
+            mode: config.response.mode_header,
+            worker: config.response.worker_header,
+            prediction: config.response.prediction_header,
+            why: config.response.why_header,
+        },
     }
 }

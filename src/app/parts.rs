@@ -11,6 +11,7 @@ use crate::index::PrefixIndex;
 use crate::intake::{self, Intake, Limits, Models, SessionSigns, Shared};
 use crate::load::LoadTracker;
 use crate::metrics::Metrics;
+use crate::openai::Paths;
 use crate::predict::Predictor;
 use crate::router::{Predictions, Router};
 use crate::sessions::Sessions;
@@ -57,6 +58,7 @@ pub(super) fn intake(config: &Config, models: Models, metrics: &Arc<Metrics>) ->
     let tracking = config.tracking_hash.load().map_err(|problem| anyhow::anyhow!("{}", problem.text))?;
     Ok(Intake::new(intake::Parts {
         models,
+        paths: Paths::new(&config.paths),
         clients: config.clients.clone(),
         limits: Limits {
             inline: config.limits.tokenize_inline.bytes(),

@@ -1,6 +1,6 @@
 //! What the sections must agree on. Pure but for the look whether named files exist.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 
 use super::model::missing;
@@ -28,7 +28,10 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("sessions", config.sessions.as_ref().map(|sessions| sessions.problems()).unwrap_or_default()),
         ("approximate", config.approximate.problems()),
         ("shared_cache", config.shared_cache.as_ref().map(|cache| cache.problems()).unwrap_or_default()),
+        ("paths", config.paths.problems()),
         ("clients", config.clients.problems()),
+        ("rewrites", rewrites(config)),
+        ("gateway", config.gateway.problems()),
         ("envoy", config.envoy.as_ref().map(|envoy| envoy.problems()).unwrap_or_default()),
     ];
     let mut problems: Vec<_> = sections
@@ -52,6 +55,20 @@ fn weights(config: &Config) -> Option<Problem> {
 fn disaggregation(config: &Config) -> Option<Problem> {
     let (name, text) = config.disaggregation.validate().err()?;
     Some(Problem::at([Step::from("conditional"), name.into()], format!("`{name}` {text}")))
+}
+
+fn rewrites(config: &Config) -> Vec<Problem> {
+    let models =
+        config.models.iter().flat_map(|model| model.aliases.iter().chain(&model.adapters).chain([&model.name]));
+    let known: HashSet<&str> = models.map(|name| name.as_str()).collect();
+    let mut problems = config.rewrites.problems();
+    let unknown =
+        config.rewrites.targets().filter(|(_, name)| !name.as_str().is_empty() && !known.contains(name.as_str()));
+    problems.extend(unknown.map(|(place, name)| {
+        let text = format!("`{name}` is no model, alias or adapter under `models`; add it there, or name one of these");
+        Problem::at(place, text)
+    }));
+    problems
 }
 
 fn load(config: &Config) -> Vec<Problem> {

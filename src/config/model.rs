@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::ext_proc::config::FailureMode;
 use crate::kv_events::MediaTokens;
 use crate::settings::Problem;
 use crate::worker::{BlockSize, ModelName};
@@ -38,9 +39,26 @@ pub struct ModelConfig {
     /// The token that stands for a video.
     #[serde(default)]
     pub video_token: Option<u32>,
+    /// What becomes of its requests when no worker can be chosen, where that is not as for others.
+    #[serde(default)]
+    pub failure_mode: Option<FailureMode>,
+    /// With what the first token of its engines' answers comes.
+    #[serde(default)]
+    pub first_token: FirstToken,
     /// Tokens per KV block of its engines.
     #[serde(default = "vllm_default")]
     pub block_size: BlockSize,
+}
+
+/// With what the first token of an event stream comes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FirstToken {
+    /// The first bytes of the body; the headers come before anything is computed.
+    #[default]
+    Body,
+    /// The headers, which the engine holds back so long.
+    Headers,
 }
 
 fn vllm_default() -> BlockSize {

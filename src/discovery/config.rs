@@ -50,6 +50,9 @@ pub struct WorkerConfig {
     /// What it demands of the decode worker when it does a prefill.
     #[serde(default)]
     pub kv_transfer: Option<KvTransferConfig>,
+    /// Whether it takes no new requests.
+    #[serde(default)]
+    pub draining: bool,
 }
 
 /// That the decode worker which takes over the KV shall stand in the same place.

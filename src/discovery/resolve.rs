@@ -80,6 +80,7 @@ fn worker(config: &WorkerConfig, models: &[ServedModel]) -> Result<Worker, Vec<P
             topology: config.topology.clone(),
             kv_transfer,
             event_sources,
+            draining: config.draining,
         }),
         _ => Err(problems),
     }

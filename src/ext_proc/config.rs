@@ -1,9 +1,13 @@
 //! Settings of the Envoy side: where we listen, what we refuse, what we add to answers.
 
+mod gateway;
+
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+
+pub use gateway::{AssumedBodies, FailureConfig, FailureMode, GatewayConfig, Observe, is_header_name};
 
 use crate::settings::{Period, Problem, Size};
 use crate::tls::{DoorLimits, TlsConfig};
@@ -91,6 +95,11 @@ pub struct LimitsConfig {
     pub tokenize_queue: u32,
     /// How long a body may wait for the blocking pool and be tokenised there; afterwards the request is routed by load only.
     pub exchange_deadline: Period,
+    /// How long the body of a request may take in full duplex, where Envoy sets no limit; afterwards it is routed by what
+    /// has come.
+    pub upload: Period,
+    /// Most bytes of request bodies that are held for all requests together; beyond it they are routed by what has come.
+    pub held_bodies: Size,
     /// Connections to one listener at a time; further ones are closed at once.
     pub connections: u32,
     /// How long a TLS handshake may take, and how long a client may then say nothing before it is sent away.
@@ -110,6 +119,8 @@ impl Default for LimitsConfig {
             tokenize_queue: 256,
             // Below Envoy's usual message_timeout of 1s, so that a slow prompt still goes by load.
             exchange_deadline: Period::millis(800),
+            upload: Period::millis(30_000),
+            held_bodies: Size::mib(1024),
             connections: 1024,
             handshake: Period::seconds(10),
             header_list: Size::kib(64),
@@ -128,6 +139,13 @@ impl LimitsConfig {
         if self.exchange_deadline.get().is_zero() {
             let text = "no request could be routed within 0s; the default is 800ms";
             problems.push(Problem::of("exchange_deadline", text));
+        }
+        if self.upload.get().is_zero() {
+            problems.push(Problem::of("upload", "no body would come within 0s; the default is 30s"));
+        }
+        if self.held_bodies.0 < self.body.0 {
+            let text = "is less than `limits.body`, so that one request could be too many; the default is 1GiB";
+            problems.push(Problem::of("held_bodies", text));
         }
         if self.connections == 0 {
             problems.push(Problem::of("connections", "nobody could connect; the default is 1024"));

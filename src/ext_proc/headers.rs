@@ -32,23 +32,18 @@ pub const PREDICTED: &str = "x-warmroute-predicted-cached-tokens";
 /// Response header that says in short why the worker was chosen.
 pub const WHY: &str = "x-warmroute-why";
 
-/// Headers that decide where a request goes. A client's own copies are removed, or anybody could choose a worker.
-pub const ROUTING: [&str; 14] = [
-    WORKER_ID,
-    DP_RANK,
-    DATA_PARALLEL_RANK,
-    ENDPOINT,
-    PREFILL_ID,
-    PREFILL_RANK,
-    PREFILL_ENDPOINT,
-    "x-dynamo-worker-instance-id",
-    "x-dynamo-prefill-instance-id",
-    "x-dynamo-dp-rank",
-    "x-dynamo-prefill-dp-rank",
-    "x-dynamo-routing-mode",
-    "x-gateway-destination-endpoint-served",
-    MODE,
-];
+/// Name of a request, for logs.
+pub const REQUEST_ID: &str = "x-request-id";
+
+/// Response header that says in llm-d's words why a request was dropped.
+pub const DROPPED: &str = "x-llm-d-request-dropped-reason";
+
+/// Response header with the endpoint that served, for conformance tests.
+pub const CONFORMANCE_SERVED: &str = "x-conformance-test-served-endpoint";
+/// Request header that names the endpoints to choose from, for conformance tests.
+pub const CONFORMANCE_SELECTION: &str = "test-epp-endpoint-selection";
+/// Request header by which the echo server of conformance tests is asked to set a response header.
+pub const CONFORMANCE_ECHO: &str = "x-echo-set-header";
 
 /// What we keep of a request's headers.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -59,8 +54,8 @@ pub struct RequestHead {
     pub path: String,
     /// `x-request-id`, for logs.
     pub request_id: String,
-    /// Routing headers the client sent, to be removed.
-    pub forged: Vec<&'static str>,
+    /// What it says of its length.
+    pub content_length: Option<u64>,
     /// Everything, as Envoy sent it.
     pub all: Arc<HeaderMap>,
 }
@@ -74,12 +69,11 @@ impl RequestHead {
             match header.key.as_str() {
                 ":method" => head.method = text(header).into_owned(),
                 ":path" => head.path = text(header).into_owned(),
-                "x-request-id" => head.request_id = text(header).into_owned(),
-                key => head.forged.extend(ROUTING.iter().find(|name| key.eq_ignore_ascii_case(name))),
+                REQUEST_ID => head.request_id = text(header).into_owned(),
+                "content-length" => head.content_length = text(header).trim().parse().ok(),
+                _ => {}
             }
         }
-        head.forged.sort_unstable();
-        head.forged.dedup();
         Self { all, ..head }
     }
 
@@ -137,6 +131,17 @@ impl ResponseHead {
             head.from = AnsweredBy::Envoy;
         }
         head
+    }
+
+    /// The same where the gateway names the endpoint that served: of several that were tried, separated by commas, the last.
+    #[must_use]
+    pub fn served_by(mut self, served: Option<&str>) -> Self {
+        let address = served.and_then(|text| text.rsplit(',').next()?.trim().parse().ok());
+        // What Envoy says of its own answers is not about whom it had meant to ask.
+        if let (Some(address), AnsweredBy::Unknown | AnsweredBy::Worker(_)) = (address, self.from) {
+            self.from = AnsweredBy::Worker(address);
+        }
+        self
     }
 }
 

@@ -6,6 +6,7 @@ use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request;
 use envoy_types::pb::envoy::service::ext_proc::v3::{HttpBody, ProcessingRequest};
 
 use super::headers::{RequestHead, ResponseHead};
+use super::metadata::Told;
 
 /// How Envoy shows us a body.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -100,12 +101,24 @@ pub enum Message {
     ResponseTrailers,
 }
 
-impl Message {
-    /// Reads one wire message; `None` for one that carries nothing we know (flow control, later additions).
-    pub fn read(wire: ProcessingRequest) -> (Option<Modes>, Option<Message>) {
+/// One wire message, read.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Incoming {
+    /// How Envoy is configured, where it says so.
+    pub modes: Option<Modes>,
+    /// What it says beside the headers.
+    pub told: Told,
+    /// The message itself; none for one that carries nothing we know (flow control, later additions).
+    pub message: Option<Message>,
+}
+
+impl Incoming {
+    /// Reads one wire message.
+    pub fn read(wire: ProcessingRequest) -> Self {
         let modes = wire
             .protocol_config
             .map(|config| Modes { request: mode(config.request_body_mode), response: mode(config.response_body_mode) });
+        let told = Told::read(wire.metadata_context.as_ref());
         let message = wire.request.map(|request| match request {
             Request::RequestHeaders(headers) => {
                 Message::RequestHeaders { head: RequestHead::read(headers.headers), end: headers.end_of_stream }
@@ -116,7 +129,7 @@ impl Message {
             }
             Request::RequestTrailers(_) => Message::RequestTrailers,
             Request::ResponseHeaders(headers) => Message::ResponseHeaders {
-                head: ResponseHead::read(headers.headers.as_ref(), &wire.attributes),
+                head: ResponseHead::read(headers.headers.as_ref(), &wire.attributes).served_by(told.served.as_deref()),
                 end: headers.end_of_stream,
             },
             Request::ResponseBody(body) => {
@@ -125,7 +138,7 @@ impl Message {
             }
             Request::ResponseTrailers(_) => Message::ResponseTrailers,
         });
-        (modes, message)
+        Self { modes, told, message }
     }
 }
 

@@ -18,12 +18,14 @@ use envoy_types::pb::envoy::r#type::v3::HttpStatus;
 use envoy_types::pb::google::protobuf::value::Kind;
 use envoy_types::pb::google::protobuf::{Struct, Value};
 
+use super::contract::{Name, endpoints};
 use super::headers;
 use super::message::BodyMode;
-use crate::router::Destination;
+use super::metadata::{EXCHANGE, LB, OURS};
+use crate::router::{Destination, Steer};
 
-/// Namespace of the dynamic metadata that Envoy's load balancers read.
-const METADATA: &str = "envoy.lb";
+/// Key of the candidates' scores.
+const SCORES: &str = "x-gateway-destination-endpoint-scores";
 
 /// Largest piece of body sent back in one message. Envoy took any size that was measured; small pieces keep its
 /// per-stream buffers, and with them the flow control, in charge.
@@ -45,51 +47,45 @@ pub enum To {
 /// Changes of the headers in one answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HeaderChanges {
-    set: Vec<(&'static str, String)>,
-    remove: Vec<&'static str>,
+    set: Vec<(Name, String)>,
+    remove: Vec<Name>,
 }
 
 impl HeaderChanges {
     /// Removes headers.
-    pub fn removing(names: &[&'static str]) -> Self {
-        Self { set: Vec::new(), remove: names.to_vec() }
+    pub fn removing(names: Vec<Name>) -> Self {
+        Self { set: Vec::new(), remove: names }
+    }
+
+    /// Removes one header more.
+    pub fn remove(&mut self, name: impl Into<Name>) {
+        self.remove.push(name.into());
     }
 
     /// Sets one header, whatever was there before.
-    pub fn set(&mut self, name: &'static str, value: String) {
+    pub fn set(&mut self, name: impl Into<Name>, value: String) {
+        let name = name.into();
         self.remove.retain(|removed| *removed != name);
         self.set.push((name, value));
     }
 
-    /// Sets the headers that name the chosen worker rank.
-    pub fn steer(&mut self, to: &Destination) {
-        self.set(headers::WORKER_ID, to.rank.worker.to_string());
-        self.set(headers::DP_RANK, to.rank.rank.to_string());
-        self.set(headers::ENDPOINT, to.endpoint.to_string());
-        if to.several_ranks {
-            self.set(headers::DATA_PARALLEL_RANK, to.rank.rank.to_string());
-        }
-    }
-
-    /// Sets the headers that name the chosen prefill worker rank.
-    pub fn prefill(&mut self, to: &Destination) {
-        self.set(headers::PREFILL_ID, to.rank.worker.to_string());
-        self.set(headers::PREFILL_RANK, to.rank.rank.to_string());
-        self.set(headers::PREFILL_ENDPOINT, to.endpoint.to_string());
+    /// What is set.
+    pub fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.set.iter().map(|(name, value)| (&**name, &**value))
     }
 
     fn wire(self) -> Option<HeaderMutation> {
         if self.set.is_empty() && self.remove.is_empty() {
             return None;
         }
-        let option = |(key, value): (&str, String)| HeaderValueOption {
-            header: Some(HeaderValue { key: key.to_owned(), raw_value: value.into_bytes(), ..HeaderValue::default() }),
+        let option = |(key, value): (Name, String)| HeaderValueOption {
+            header: Some(HeaderValue { key: key.to_string(), raw_value: value.into_bytes(), ..HeaderValue::default() }),
             append_action: HeaderAppendAction::OverwriteIfExistsOrAdd.into(),
             ..HeaderValueOption::default()
         };
         Some(HeaderMutation {
             set_headers: self.set.into_iter().map(option).collect(),
-            remove_headers: self.remove.into_iter().map(str::to_owned).collect(),
+            remove_headers: self.remove.iter().map(|name| name.to_string()).collect(),
         })
     }
 }
@@ -99,8 +95,8 @@ impl HeaderChanges {
 pub struct Immediate {
     /// HTTP status.
     pub status: u16,
-    /// Seconds after which the client may try again.
-    pub retry_after: Option<u64>,
+    /// Headers beside the content type.
+    pub headers: Vec<(&'static str, String)>,
     /// JSON.
     pub body: Vec<u8>,
     /// For Envoy's logs.
@@ -111,8 +107,8 @@ pub struct Immediate {
 pub fn immediate(answer: &Immediate) -> ProcessingResponse {
     let mut changes = HeaderChanges::default();
     changes.set("content-type", "application/json".to_owned());
-    if let Some(seconds) = answer.retry_after {
-        changes.set("retry-after", seconds.to_string());
+    for (name, value) in &answer.headers {
+        changes.set(*name, value.clone());
     }
     let response = ImmediateResponse {
         status: Some(HttpStatus { code: answer.status.into() }),
@@ -133,8 +129,31 @@ pub fn hold(wait: Duration) -> ProcessingResponse {
 
 /// Lets one message go on, with changed headers.
 pub fn go_on(to: To, changes: HeaderChanges) -> ProcessingResponse {
-    let common = Some(CommonResponse { header_mutation: changes.wire(), ..CommonResponse::default() });
-    wrap(to, common)
+    wrap(to, CommonResponse { header_mutation: changes.wire(), ..CommonResponse::default() })
+}
+
+/// The same with another body in place of the one that came.
+pub fn with_body(mut reply: ProcessingResponse, body: Vec<u8>) -> ProcessingResponse {
+    if let Some(common) = common(&mut reply) {
+        common.body_mutation = Some(BodyMutation { mutation: Some(Mutation::Body(body)) });
+    }
+    reply
+}
+
+/// Lets Envoy look for the route again, now that headers have changed.
+pub fn with_new_route(mut reply: ProcessingResponse) -> ProcessingResponse {
+    if let Some(common) = common(&mut reply) {
+        common.clear_route_cache = true;
+    }
+    reply
+}
+
+fn common(reply: &mut ProcessingResponse) -> Option<&mut CommonResponse> {
+    match reply.response.as_mut()? {
+        Response::RequestHeaders(headers) | Response::ResponseHeaders(headers) => headers.response.as_mut(),
+        Response::RequestBody(body) | Response::ResponseBody(body) => body.response.as_mut(),
+        _ => None,
+    }
 }
 
 /// The pieces of a body on their way back in full duplex; at least one, so that the end is never lost.
@@ -148,7 +167,7 @@ pub fn pieces(to: To, body: &[u8], end: bool) -> impl Iterator<Item = Processing
             ..StreamedBodyResponse::default()
         };
         let mutation = BodyMutation { mutation: Some(Mutation::StreamedResponse(streamed)) };
-        wrap(to, Some(CommonResponse { body_mutation: Some(mutation), ..CommonResponse::default() }))
+        wrap(to, CommonResponse { body_mutation: Some(mutation), ..CommonResponse::default() })
     })
 }
 
@@ -168,17 +187,39 @@ pub fn response_trailers() -> ProcessingResponse {
     }
 }
 
-/// Adds the chosen endpoint as dynamic metadata. The worker id travels as text: endpoint metadata that Envoy compares it
-/// with is text, and a number would lose ids above 2^53.
-pub fn with_destination(mut reply: ProcessingResponse, to: &Destination) -> ProcessingResponse {
-    let text = |value: String| Value { kind: Some(Kind::StringValue(value)) };
-    let fields = HashMap::from([
-        (headers::ENDPOINT.to_owned(), text(to.endpoint.to_string())),
+/// Adds the chosen endpoints as dynamic metadata, and the key of the exchange where another filter needs it. The worker id
+/// travels as text: endpoint metadata that Envoy compares it with is text, and a number would lose ids above 2^53.
+pub fn with_destination(
+    mut reply: ProcessingResponse,
+    to: &Destination,
+    steer: &Steer,
+    exchange: Option<&str>,
+) -> ProcessingResponse {
+    let mut fields = HashMap::from([
+        (headers::ENDPOINT.to_owned(), text(endpoints(to.endpoint, &steer.fallbacks))),
         ("worker_id".to_owned(), text(to.rank.worker.to_string())),
     ]);
-    let lb = Value { kind: Some(Kind::StructValue(Struct { fields })) };
-    reply.dynamic_metadata = Some(Struct { fields: HashMap::from([(METADATA.to_owned(), lb)]) });
+    if !steer.scores.is_empty() {
+        // Gateways take more for better.
+        let score = |cost: f64| Value { kind: Some(Kind::NumberValue(1.0 / (1.0 + cost.max(0.0)))) };
+        let scores = steer.scores.iter().map(|(endpoint, cost)| (endpoint.to_string(), score(*cost))).collect();
+        fields.insert(SCORES.to_owned(), structure(scores));
+    }
+    let mut namespaces = HashMap::from([(LB.to_owned(), structure(fields))]);
+    if let Some(exchange) = exchange {
+        let fields = HashMap::from([(EXCHANGE.to_owned(), text(exchange.to_owned()))]);
+        namespaces.insert(OURS.to_owned(), structure(fields));
+    }
+    reply.dynamic_metadata = Some(Struct { fields: namespaces });
     reply
+}
+
+fn text(value: String) -> Value {
+    Value { kind: Some(Kind::StringValue(value)) }
+}
+
+fn structure(fields: HashMap<String, Value>) -> Value {
+    Value { kind: Some(Kind::StructValue(Struct { fields })) }
 }
 
 /// Asks Envoy to show us the response body, chunk by chunk, of this exchange only; the request body, which may still be
@@ -200,13 +241,18 @@ fn modes(request: BodySendMode, response: BodySendMode) -> ProcessingMode {
         response_header_mode: HeaderSendMode::Send.into(),
         request_body_mode: request.into(),
         response_body_mode: response.into(),
-        request_trailer_mode: HeaderSendMode::Skip.into(),
+        // Full duplex cannot do without.
+        request_trailer_mode: match request {
+            BodySendMode::FullDuplexStreamed => HeaderSendMode::Send.into(),
+            _ => HeaderSendMode::Skip.into(),
+        },
         // The trailers' slot keeps the gRPC stream open until the response ends: that is our sign of the end.
         response_trailer_mode: HeaderSendMode::Send.into(),
     }
 }
 
-fn wrap(to: To, response: Option<CommonResponse>) -> ProcessingResponse {
+fn wrap(to: To, response: CommonResponse) -> ProcessingResponse {
+    let response = Some(response);
     let response = match to {
         To::RequestHeaders => Response::RequestHeaders(HeadersResponse { response }),
         To::RequestBody => Response::RequestBody(BodyResponse { response }),

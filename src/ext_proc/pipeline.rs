@@ -1,25 +1,32 @@
 //! From a request as Envoy shows it to what Envoy is told: read it, let it in, count it. Every failure on the way is one
 //! step down the ladder, counted; an error for the client only where the operator or the request itself wants one.
 
+use std::borrow::Cow;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tracing::{Level, debug, enabled};
 
-use super::exchange::Inbound;
+use super::config::{FailureConfig, FailureMode};
+use super::exchange::{Directions, Edit, Inbound, Renamed};
+use super::headers;
 use super::mutation::Immediate;
-use super::reject;
+use super::reject::{self, Refused};
 use crate::entrance::{Admitted, Entrance, Refusal};
-use crate::intake::{Intake, Taken};
+use crate::intake::{Body, Intake, Rewrites, Taken};
 use crate::metrics::{Metrics, ModelLabel, ReasonLabel, RequestLabels};
+use crate::openai;
 use crate::router::{Prompt, Reason, Route, Router, Steer};
+use crate::schedule::Subset;
+use crate::worker::ModelName;
 
 /// What became of one request.
 pub enum Routed {
     /// Envoy forwards it.
     Steered {
         /// What Envoy is told.
-        steer: Steer,
+        directions: Box<Directions>,
         /// What the request holds, if it was let in.
         admitted: Option<Box<Admitted>>,
     },
@@ -27,19 +34,41 @@ pub enum Routed {
     Answered(Immediate),
 }
 
+/// What the operator wants of requests and their answers.
+#[derive(Clone, Debug, Default)]
+pub struct Policy {
+    /// What becomes of requests that cannot be routed, or not be read.
+    pub failure: FailureConfig,
+    /// Models for which it is something else.
+    pub failure_of: HashMap<ModelName, FailureMode>,
+    /// Models whose engines send an answer's headers together with its first token.
+    pub first_token_with_headers: HashSet<ModelName>,
+    /// Models that get another name on the way.
+    pub rewrites: Rewrites,
+    /// Headers that may name the model in place of the rules.
+    pub rewrite_headers: Vec<String>,
+    /// Whether answers say why; making the line costs a microsecond.
+    pub why: bool,
+    /// Whether conformance tests may name the endpoints to choose from.
+    pub conformance: bool,
+    /// Whether refusals say why in llm-d's header.
+    pub says_why_dropped: bool,
+    /// Whether own answers name the step of the ladder.
+    pub says_mode: bool,
+}
+
 /// The request path between Envoy's messages and the router.
 pub struct Pipeline {
     intake: Arc<Intake>,
     entrance: Arc<Entrance>,
     metrics: Arc<Metrics>,
-    /// Whether answers say why; making the line costs a microsecond.
-    why: bool,
+    policy: Policy,
 }
 
 impl Pipeline {
-    /// A pipeline to a router. `why` makes each route carry its reason in short.
-    pub fn new(intake: Arc<Intake>, entrance: Arc<Entrance>, metrics: Arc<Metrics>, why: bool) -> Arc<Self> {
-        Arc::new(Self { intake, entrance, metrics, why })
+    /// A pipeline to a router.
+    pub fn new(intake: Arc<Intake>, entrance: Arc<Entrance>, metrics: Arc<Metrics>, policy: Policy) -> Arc<Self> {
+        Arc::new(Self { intake, entrance, metrics, policy })
     }
 
     /// The router behind it.
@@ -48,64 +77,128 @@ impl Pipeline {
     }
 
     /// Finds the workers for one request. Where it has to wait, `told` hears once how long at most.
-    pub async fn route(&self, inbound: &Inbound, told: impl FnOnce(Duration)) -> Routed {
+    pub async fn route(&self, mut inbound: Inbound, told: impl FnOnce(Duration)) -> Routed {
         let started = Instant::now();
-        let headers = |name: &str| inbound.head.get(name);
-        let taken = self.intake.take(&inbound.head.path, &headers, &inbound.body).await;
+        let edit = self.rewrite(&mut inbound);
+        let inbound = inbound;
+        let header = |name: &str| inbound.head.get(name);
+        let mut taken = self.intake.take(&inbound.head.path, &header, &inbound.body).await;
         for &(stage, took) in &taken.times {
             self.metrics.stage(stage, took);
         }
-        let (model, hashed) = (label(&taken), matches!(taken.request.prompt, Prompt::Hashed(_)));
-        if taken.query {
-            return self.query(taken, &model);
+        let model = label(&taken);
+        if let Some(refused) = self.strict(&taken) {
+            return self.refused(&refused, &inbound, &model);
         }
+        taken.request.constraints.endpoints = self.subset(&inbound);
+        if taken.query {
+            return self.query(taken, &inbound, &model);
+        }
+        let hashed = !matches!(taken.request.prompt, Prompt::Estimated { .. });
+        let failure = self.failure_of(taken.request.model.as_ref());
         let admitted = self.entrance.admit(taken.request, taken.session.as_ref(), told).await;
         self.metrics.stage("total", started.elapsed());
-        let request_id = &inbound.head.request_id;
-        match admitted {
-            Ok(admitted) => {
-                let route = &admitted.booked.route;
-                self.count(route, &model, hashed);
-                let steer = Steer { why: self.why.then(|| route.short().into()), ..route.steer() };
-                if enabled!(Level::DEBUG) {
-                    debug!(
-                        request_id,
-                        mode = route.mode.as_str(),
-                        prompt_tokens = route.prompt_tokens,
-                        predicted_cached_tokens = route.predicted_cached_tokens,
-                        "routed {}",
-                        route.short()
-                    );
-                }
-                Routed::Steered { steer, admitted: Some(Box::new(admitted)) }
-            }
+        let admitted = match admitted {
+            Ok(admitted) => admitted,
             Err(refusal) => {
-                debug!(request_id, %refusal, "not routed");
-                self.refused(&refusal, &model)
+                debug!(request_id = inbound.head.request_id, %refusal, "not routed");
+                return self.refused(&Refused::Routing(&refusal, failure), &inbound, &model);
             }
+        };
+        let route = &admitted.booked.route;
+        self.count(route, &model, hashed);
+        let directions = self.directions(route, edit);
+        if enabled!(Level::DEBUG) {
+            debug!(
+                request_id = inbound.head.request_id,
+                mode = route.mode.as_str(),
+                prompt_tokens = route.prompt_tokens,
+                predicted_cached_tokens = route.predicted_cached_tokens,
+                "routed {}",
+                route.short()
+            );
+        }
+        Routed::Steered { directions: Box::new(directions), admitted: Some(Box::new(admitted)) }
+    }
+
+    fn directions(&self, route: &Route, edit: Option<Edit>) -> Directions {
+        Directions {
+            steer: Steer { why: self.policy.why.then(|| route.short().into()), ..route.steer() },
+            edit,
+            first_token_with_headers: self.policy.first_token_with_headers.contains(&route.model),
         }
     }
 
-    fn query(&self, taken: Taken, model: &ModelLabel) -> Routed {
+    /// Gives the model another name, if there is a rule for it, before anything else looks at the body.
+    fn rewrite(&self, inbound: &mut Inbound) -> Option<Edit> {
+        let Policy { rewrites, rewrite_headers, .. } = &self.policy;
+        let Body::Whole(body) = &inbound.body else { return None };
+        let header = rewrite_headers.iter().find_map(|name| inbound.head.get(name)).map(Cow::into_owned);
+        if rewrites.is_empty() && header.is_none() {
+            return None;
+        }
+        let asked = openai::model_of(body);
+        let target = rewrites.choose(asked.as_deref(), header.as_deref(), rand::random())?.to_owned();
+        // What is no object of JSON has no model; the engine says so.
+        let edited: bytes::Bytes = openai::edit::set_model(body, &target)?.into();
+        self.metrics.rewritten_models.inc();
+        let restore = asked.map(|asked| Renamed { served: target, asked });
+        inbound.body = Body::Whole(edited.clone());
+        Some(Edit { body: edited, restore })
+    }
+
+    /// The endpoints that will do.
+    fn subset(&self, inbound: &Inbound) -> Option<Subset> {
+        let selected = || {
+            let selection = inbound.head.get(headers::CONFORMANCE_SELECTION).filter(|_| self.policy.conformance)?;
+            let selected = Subset::parse([&*selection]);
+            let fleet = self.router().fleet();
+            // Endpoints that nobody has are as good as none.
+            fleet.workers().any(|worker| selected.contains(worker.endpoint)).then_some(selected)
+        };
+        selected().or_else(|| inbound.subset.clone())
+    }
+
+    /// Why a request is not even tried, where the operator is strict.
+    fn strict<'t>(&self, taken: &'t Taken) -> Option<Refused<'t>> {
+        let Prompt::Estimated { because, .. } = &taken.request.prompt else { return None };
+        let failure = &self.policy.failure;
+        match because {
+            Reason::UnknownModel if failure.strict_models => {
+                Some(Refused::UnknownModel(taken.asked_model.as_deref().unwrap_or_default()))
+            }
+            Reason::Unreadable if failure.strict_bodies => Some(Refused::Unreadable(taken.unreadable.as_deref())),
+            Reason::BodyTooLarge if failure.strict_size => Some(Refused::TooLarge),
+            _ => None,
+        }
+    }
+
+    fn failure_of(&self, model: Option<&ModelName>) -> FailureMode {
+        let own = model.and_then(|model| self.policy.failure_of.get(model));
+        own.copied().unwrap_or(self.policy.failure.mode)
+    }
+
+    fn query(&self, taken: Taken, inbound: &Inbound, model: &ModelLabel) -> Routed {
+        let failure = self.failure_of(taken.request.model.as_ref());
         match self.entrance.ask(taken.request, taken.session.as_ref()) {
             Ok(route) => {
                 self.request(model, "query");
                 Routed::Answered(reject::choice(&route, &taken.tokens))
             }
-            Err(error) => self.refused(&Refusal::Refused(error), model),
+            Err(error) => self.refused(&Refused::Routing(&Refusal::Refused(error), failure), inbound, model),
         }
     }
 
-    fn refused(&self, refusal: &Refusal, model: &ModelLabel) -> Routed {
-        self.degraded(reject::reason(refusal));
-        match reject::immediate(refusal) {
+    fn refused(&self, refused: &Refused<'_>, inbound: &Inbound, model: &ModelLabel) -> Routed {
+        self.degraded(refused.reason());
+        match refused.immediate(&inbound.head.request_id, &self.policy) {
             Some(answer) => {
                 self.request(model, "rejected");
                 Routed::Answered(answer)
             }
             None => {
                 self.request(model, Steer::PASSTHROUGH.mode.as_str());
-                Routed::Steered { steer: Steer::PASSTHROUGH, admitted: None }
+                Routed::Steered { directions: Box::new(Steer::PASSTHROUGH.into()), admitted: None }
             }
         }
     }

@@ -10,7 +10,7 @@ use super::headers::{AnsweredBy, ResponseHead};
 use crate::entrance::Admitted;
 use crate::metrics::{Metrics, ModelLabel, OutcomeLabel, RankLabels};
 use crate::openai::usage::UsageScanner;
-use crate::router::{Answer, AnswerFrom, Mode, Router};
+use crate::router::{Answer, AnswerFrom, Mode, Moved, Router};
 use crate::worker::Endpoint;
 
 /// What one exchange holds and what is noted of it when it ends.
@@ -94,12 +94,24 @@ impl Record {
                 served.map_or(AnswerFrom::Gateway, |worker| AnswerFrom::Other(worker.id))
             }
         };
+        // Health first: it is about whom we chose.
+        let chosen = admitted.booked.route.to.rank;
         let changes = self.router.answered(&mut admitted.booked, Answer { status: head.status, from });
+        if let AnsweredBy::Worker(address) = head.from {
+            let outcome = match admitted.served(&self.router, Endpoint(address)) {
+                Moved::Unchanged => None,
+                Moved::To(_) => Some("moved"),
+                Moved::Away => Some("away"),
+            };
+            if let Some(outcome) = outcome {
+                self.metrics.served_elsewhere.get_or_create(&OutcomeLabel { outcome }).inc();
+            }
+        }
         for (worker, change) in changes {
             info!(%worker, status = head.status, ?change, "the health of a worker changed");
         }
         if from != AnswerFrom::Chosen {
-            let rank = RankLabels::from(admitted.booked.route.to.rank);
+            let rank = RankLabels::from(chosen);
             self.metrics.chosen_not_reached.get_or_create(&rank).inc();
         }
     }
@@ -228,7 +240,7 @@ mod tests {
         for _ in 0..20 {
             let booked = router.route(RouteRequest::new(Some("m".into()), prompt.clone())).unwrap();
             let mut record = Record::open(metrics.clone(), router.clone());
-            record.routed(Some(Box::new(Admitted { booked, session: None })));
+            record.routed(Some(Box::new(Admitted::new(booked))));
             record.answered(ResponseHead { status, event_stream, ..ResponseHead::default() });
             record.first_token();
             record.finished();

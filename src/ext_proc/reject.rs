@@ -5,48 +5,134 @@ use std::time::Duration;
 
 use serde_json::json;
 
+use super::config::FailureMode;
+use super::headers;
 use super::mutation::Immediate;
+use super::pipeline::Policy;
 use crate::entrance::Refusal;
 use crate::router::{Reason, Route, RouteError};
 
 /// When to come back where nothing better is known.
 const SOON: Duration = Duration::from_secs(1);
 
-/// Why a request got no worker.
-pub fn reason(refusal: &Refusal) -> Reason {
-    match refusal {
-        Refusal::Refused(error) => error.reason(),
-        Refusal::Overflow { .. } => Reason::QueueFull,
-        Refusal::Deadline { .. } => Reason::QueueDeadline,
-        Refusal::Failed => Reason::RouterFailed,
+/// Why a client gets no worker's answer, or would not.
+#[derive(Debug)]
+pub enum Refused<'a> {
+    /// The router, the queue or the session said no; beside it what then happens.
+    Routing(&'a Refusal, FailureMode),
+    /// Nobody serves this model, and the operator is strict about that.
+    UnknownModel(&'a str),
+    /// The body cannot be read, and the operator is strict about that; what is wrong with it, where that is known.
+    Unreadable(Option<&'a str>),
+    /// The body is above the limit, and the operator is strict about that.
+    TooLarge,
+}
+
+/// One refusal in the words of HTTP, of OpenAI and of llm-d.
+struct Words {
+    status: u16,
+    code: &'static str,
+    retry: Option<Duration>,
+    dropped: Option<&'static str>,
+}
+
+impl Words {
+    fn new(status: u16, code: &'static str) -> Self {
+        Self { status, code, retry: None, dropped: None }
+    }
+
+    fn later(mut self, retry: Duration, dropped: &'static str) -> Self {
+        (self.retry, self.dropped) = (Some(retry), Some(dropped));
+        self
     }
 }
 
-/// What the client gets in place of a worker's answer; `None` where Envoy may choose.
-pub fn immediate(refusal: &Refusal) -> Option<Immediate> {
-    let (status, code, retry) = match refusal {
-        Refusal::Refused(RouteError::NoFleet | RouteError::NoCandidate) | Refusal::Failed => return None,
-        Refusal::Refused(RouteError::Pin(_)) => (400, "invalid_worker", None),
-        Refusal::Refused(RouteError::Overloaded(_)) => (429, "overloaded", Some(SOON)),
-        Refusal::Refused(RouteError::Unsatisfied) => (503, "no_eligible_worker", Some(SOON)),
-        Refusal::Refused(RouteError::NoPrefill) => (503, "no_prefill_worker", Some(SOON)),
-        Refusal::Overflow { retry_after, .. } => (429, "queue_full", Some(*retry_after)),
-        Refusal::Deadline { retry_after, .. } => (429, "queue_timeout", Some(*retry_after)),
-    };
-    let kind = match status {
-        400 => "invalid_request_error",
-        429 => "rate_limit_error",
-        _ => "service_unavailable_error",
-    };
-    let error = json!({ "error": { "message": refusal.to_string(), "type": kind, "param": null, "code": code } });
-    // A fraction of a second is still a second in this header.
-    let seconds = |wait: Duration| wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
-    Some(Immediate {
-        status,
-        retry_after: retry.map(seconds),
-        body: error.to_string().into_bytes(),
-        details: "warmroute_refused",
-    })
+impl Refused<'_> {
+    /// Why, for the metrics.
+    pub fn reason(&self) -> Reason {
+        match self {
+            Refused::Routing(Refusal::Refused(error), _) => error.reason(),
+            Refused::Routing(Refusal::Overflow { .. }, _) => Reason::QueueFull,
+            Refused::Routing(Refusal::Deadline { .. }, _) => Reason::QueueDeadline,
+            Refused::Routing(Refusal::Failed, _) => Reason::RouterFailed,
+            Refused::UnknownModel(_) => Reason::UnknownModel,
+            Refused::Unreadable(_) => Reason::Unreadable,
+            Refused::TooLarge => Reason::BodyTooLarge,
+        }
+    }
+
+    /// What the client gets in place of a worker's answer; `None` where Envoy may choose.
+    pub fn immediate(&self, request_id: &str, policy: &Policy) -> Option<Immediate> {
+        let words = self.words()?;
+        let kind = match words.status {
+            400 | 413 => "invalid_request_error",
+            404 => "not_found_error",
+            429 => "rate_limit_error",
+            _ => "service_unavailable_error",
+        };
+        let message = self.message();
+        let error = json!({ "error": { "message": message, "type": kind, "param": null, "code": words.code } });
+        let mut headers = Vec::new();
+        // A fraction of a second is still a second in this header.
+        let seconds = |wait: Duration| wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
+        headers.extend(words.retry.map(|wait| ("retry-after", seconds(wait).to_string())));
+        if !request_id.is_empty() {
+            headers.push((headers::REQUEST_ID, request_id.to_owned()));
+        }
+        if policy.says_mode {
+            headers.push((headers::MODE, "rejected".to_owned()));
+        }
+        if let Some(dropped) = words.dropped.filter(|_| policy.says_why_dropped) {
+            headers.push((headers::DROPPED, dropped.to_owned()));
+        }
+        let body = error.to_string().into_bytes();
+        Some(Immediate { status: words.status, headers, body, details: "warmroute_refused" })
+    }
+
+    fn words(&self) -> Option<Words> {
+        const NO_ENDPOINTS: &str = "rejected-no-endpoints";
+        const SATURATED: &str = "rejected-saturated";
+        let refusal = match self {
+            Refused::Routing(refusal, failure) => match (refusal, failure) {
+                (Refusal::Refused(RouteError::NoFleet | RouteError::NoCandidate) | Refusal::Failed, mode)
+                    if *mode == FailureMode::FailOpen =>
+                {
+                    return None;
+                }
+                (refusal, _) => refusal,
+            },
+            Refused::UnknownModel(_) => return Some(Words::new(404, "model_not_found")),
+            Refused::Unreadable(_) => return Some(Words::new(400, "invalid_body")),
+            Refused::TooLarge => return Some(Words::new(413, "body_too_large")),
+        };
+        Some(match refusal {
+            Refusal::Refused(RouteError::NoFleet | RouteError::NoCandidate) => {
+                Words::new(503, "no_worker").later(SOON, NO_ENDPOINTS)
+            }
+            Refusal::Failed => Words::new(503, "router_failed").later(SOON, NO_ENDPOINTS),
+            Refusal::Refused(RouteError::Pin(_)) => Words::new(400, "invalid_worker"),
+            Refusal::Refused(RouteError::Overloaded(_)) => Words::new(429, "overloaded").later(SOON, SATURATED),
+            Refusal::Refused(RouteError::Unsatisfied) => {
+                Words::new(503, "no_eligible_worker").later(SOON, NO_ENDPOINTS)
+            }
+            Refusal::Refused(RouteError::NoPrefill) => Words::new(503, "no_prefill_worker").later(SOON, NO_ENDPOINTS),
+            Refusal::Overflow { retry_after, .. } => Words::new(429, "queue_full").later(*retry_after, SATURATED),
+            Refusal::Deadline { retry_after, .. } => {
+                Words::new(429, "queue_timeout").later(*retry_after, "rejected-ttl-expired")
+            }
+        })
+    }
+
+    fn message(&self) -> String {
+        match self {
+            Refused::Routing(refusal, _) => refusal.to_string(),
+            Refused::UnknownModel("") => "the request names no model, and several are served".to_owned(),
+            Refused::UnknownModel(name) => format!("the model `{name}` does not exist"),
+            Refused::Unreadable(Some(what)) => (*what).to_owned(),
+            Refused::Unreadable(None) => "the request body is not understood".to_owned(),
+            Refused::TooLarge => "the request body is larger than the limit".to_owned(),
+        }
+    }
 }
 
 /// The answer to a request that asks for the choice only.
@@ -66,7 +152,7 @@ pub fn choice(route: &Route, tokens: &[Vec<u32>]) -> Immediate {
         "predicted_cached_tokens": route.predicted_cached_tokens,
     });
     let body = answer.to_string().into_bytes();
-    Immediate { status: 200, retry_after: None, body, details: "warmroute_choice" }
+    Immediate { status: 200, headers: Vec::new(), body, details: "warmroute_choice" }
 }
 
 #[cfg(test)]
@@ -74,6 +160,10 @@ mod tests {
     use super::*;
     use crate::schedule::Ineligible;
     use crate::worker::WorkerId;
+
+    fn header<'a>(answer: &'a Immediate, name: &str) -> Option<&'a str> {
+        answer.headers.iter().find(|(key, _)| *key == name).map(|(_, value)| value.as_str())
+    }
 
     #[test]
     fn refusals_are_openai_errors_and_what_envoy_can_route_is_none() {
@@ -84,23 +174,59 @@ mod tests {
             limit: 2,
             retry_after: Duration::from_millis(1500),
         };
+        let refused = Refusal::Refused;
         let cases = [
-            (Refusal::Refused(RouteError::NoFleet), None),
-            (Refusal::Refused(RouteError::NoCandidate), None),
-            (Refusal::Failed, None),
-            (Refusal::Refused(RouteError::Pin(Ineligible::PinUnknown(WorkerId(7)))), Some((400, None))),
-            (Refusal::Refused(RouteError::Overloaded(Ineligible::AllEligibleWorkersOverloaded)), Some((429, Some(1)))),
-            (Refusal::Refused(RouteError::Unsatisfied), Some((503, Some(1)))),
-            (Refusal::Refused(RouteError::NoPrefill), Some((503, Some(1)))),
-            (overflow, Some((429, Some(2)))),
+            (refused(RouteError::NoFleet), None, Some((503, Some("1"), "no_worker"))),
+            (refused(RouteError::NoCandidate), None, Some((503, Some("1"), "no_worker"))),
+            (Refusal::Failed, None, Some((503, Some("1"), "router_failed"))),
+            (
+                refused(RouteError::Pin(Ineligible::PinUnknown(WorkerId(7)))),
+                Some(400),
+                Some((400, None, "invalid_worker")),
+            ),
+            (
+                refused(RouteError::Overloaded(Ineligible::AllEligibleWorkersOverloaded)),
+                Some(429),
+                Some((429, Some("1"), "overloaded")),
+            ),
+            (refused(RouteError::Unsatisfied), Some(503), Some((503, Some("1"), "no_eligible_worker"))),
+            (refused(RouteError::NoPrefill), Some(503), Some((503, Some("1"), "no_prefill_worker"))),
+            (overflow, Some(429), Some((429, Some("2"), "queue_full"))),
         ];
-        for (refusal, expected) in cases {
-            let answer = immediate(&refusal);
-            assert_eq!(answer.as_ref().map(|answer| (answer.status, answer.retry_after)), expected, "{refusal}");
-            let Some(answer) = answer else { continue };
-            let body: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+        let policy = Policy { says_mode: true, says_why_dropped: true, ..Policy::default() };
+        for (refusal, open, closed) in cases {
+            let answer = |mode| Refused::Routing(&refusal, mode).immediate("r-1", &policy);
+            assert_eq!(answer(FailureMode::FailOpen).map(|answer| answer.status), open, "{refusal}");
+            let answer = answer(FailureMode::FailClosed);
+            let body = |answer: &Immediate| serde_json::from_slice::<serde_json::Value>(&answer.body).unwrap();
+            let told = answer.as_ref().map(|answer| (answer.status, header(answer, "retry-after"), body(answer)));
+            let Some((status, retry, body)) = told else { panic!("{refusal}") };
+            let code = body["error"]["code"].as_str().unwrap();
+            assert_eq!(Some((status, retry, code)), closed.map(|(s, r, c)| (s, r, c)), "{refusal}");
             assert_eq!(body["error"]["message"], refusal.to_string());
-            assert!(body["error"]["type"].is_string() && body["error"]["code"].is_string());
+            assert!(body["error"]["type"].is_string());
+            let answer = answer.unwrap();
+            assert_eq!(header(&answer, headers::REQUEST_ID), Some("r-1"));
+            assert_eq!(header(&answer, headers::MODE), Some("rejected"));
+            assert_eq!(header(&answer, headers::DROPPED).is_some(), retry.is_some(), "{refusal}");
+        }
+    }
+
+    #[test]
+    fn what_the_operator_is_strict_about_has_its_own_status_and_code() {
+        let cases = [
+            (Refused::UnknownModel("m"), 404, "model_not_found", "`m`"),
+            (Refused::UnknownModel(""), 404, "model_not_found", "no model"),
+            (Refused::Unreadable(Some("line 3")), 400, "invalid_body", "line 3"),
+            (Refused::Unreadable(None), 400, "invalid_body", "not understood"),
+            (Refused::TooLarge, 413, "body_too_large", "larger"),
+        ];
+        for (refused, status, code, word) in cases {
+            let answer = refused.immediate("", &Policy::default()).unwrap();
+            let body: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+            assert_eq!((answer.status, body["error"]["code"].as_str()), (status, Some(code)));
+            assert!(body["error"]["message"].as_str().unwrap().contains(word), "{body}");
+            assert!(answer.headers.is_empty(), "{:?}", answer.headers);
         }
     }
 }

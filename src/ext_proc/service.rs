@@ -1,40 +1,136 @@
-//! The gRPC service: one task per stream feeds the exchange and carries out its effects. The reservation is a value of
-//! that task, so that whatever ends the stream (the answer's end, the client, Envoy, us) releases the load by drop.
+//! The gRPC service: one task per stream feeds the exchange and carries out its effects. What an exchange holds is a value
+//! of that task, so that whatever ends the stream (the answer's end, the client, Envoy, us) releases the load by drop.
 
-use std::collections::VecDeque;
+use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessor;
-use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, ProcessingResponse, processing_request};
-use tokio::sync::{mpsc, oneshot};
+use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, ProcessingResponse};
+use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status, Streaming};
-use tracing::trace;
+use tracing::{trace, warn};
 
-use super::exchange::{Effect, Exchange, Inbound, Options};
-use super::message::Message;
-use super::pipeline::{Pipeline, Routed};
-use super::record::Record;
-use crate::metrics::Metrics;
+use super::exchange::{Options, Start};
+use super::first_tokens::FirstTokens;
+use super::held::Held;
+use super::message::{BodyMode, Incoming};
+use super::pipeline::Pipeline;
+use super::probe::Probe;
+use super::stream::Stream;
+use crate::metrics::{Metrics, OutcomeLabel};
 
 /// Replies that may wait for Envoy to take them; beyond it we stop reading, which is what flow control is for.
 const REPLIES: usize = 16;
 
-type Replies = mpsc::Sender<Result<ProcessingResponse, Status>>;
+/// How Envoy says, as metadata of the stream, which of two filters of one exchange it speaks for.
+const FILTER: &str = "x-warmroute-filter";
+/// The filter that only looks for the first token.
+const PROBE: &str = "probe";
+/// The filter beside it.
+const PROBED: &str = "probed";
+
+pub(super) type Replies = mpsc::Sender<Result<ProcessingResponse, Status>>;
+
+/// What one configuration makes of exchanges. Those that are open keep the one they began with.
+pub struct Live {
+    /// The request path.
+    pub pipeline: Arc<Pipeline>,
+    /// What exchanges are allowed to do.
+    pub options: Arc<Options>,
+    /// How long the body of a request may take where only we watch that.
+    pub upload: Duration,
+    /// Most bytes of bodies that all exchanges together hold.
+    pub held: usize,
+}
 
 /// The ext_proc service.
 #[derive(Clone)]
 pub struct Service {
-    pipeline: Arc<Pipeline>,
-    metrics: Arc<Metrics>,
-    options: Arc<Options>,
+    live: Arc<ArcSwap<Live>>,
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) first_tokens: Arc<FirstTokens>,
+    pub(super) held: Arc<Held>,
+    warned: Arc<AtomicBool>,
 }
 
 impl Service {
     /// A service over the request path.
-    pub fn new(pipeline: Arc<Pipeline>, metrics: Arc<Metrics>, options: Options) -> Self {
-        Self { pipeline, metrics, options: Arc::new(options) }
+    pub fn new(live: Arc<ArcSwap<Live>>, metrics: Arc<Metrics>) -> Self {
+        let held = Held::new(metrics.clone());
+        Self { live, metrics, first_tokens: Arc::default(), held, warned: Arc::default() }
+    }
+
+    /// Says once that a gateway is configured so that prompts cannot be read before it routes.
+    pub(super) fn warn_of(&self, mode: BodyMode) {
+        if mode == BodyMode::Streamed && !self.warned.swap(true, Ordering::Relaxed) {
+            warn!(
+                "Envoy streams request bodies (request_body_mode: STREAMED), so it routes before it has shown them: \
+                 requests go by load only. Use BUFFERED or FULL_DUPLEX_STREAMED"
+            );
+        }
+    }
+
+    async fn run(self, mut incoming: Streaming<ProcessingRequest>, replies: Replies, filter: Filter) {
+        let Ok(first) = receive(&mut incoming, &replies).await else { return };
+        let first = Incoming::read(first);
+        if filter == Filter::Probe || Probe::begins(&first) {
+            return self.probe(first, incoming, replies).await;
+        }
+        let live = self.live.load_full();
+        let sampled = live.options.observe.samples(rand::random());
+        let start = Start {
+            probed_as: (filter == Filter::Probed).then(|| format!("{:016x}", rand::random::<u64>())),
+            sampled,
+            request_id: format!("{:032x}", rand::random::<u128>()),
+        };
+        Stream::new(&self, live, (incoming, replies), start).run(first).await;
+    }
+
+    async fn probe(&self, first: Incoming, mut incoming: Streaming<ProcessingRequest>, replies: Replies) {
+        let mut probe = Probe::default();
+        let mut next = Some(first);
+        let mut outcome = "none";
+        while let Some(message) = next.take() {
+            let answered = probe.on_message(message);
+            for reply in answered.replies {
+                if replies.send(Ok(reply)).await.is_err() {
+                    break;
+                }
+            }
+            if let Some(name) = answered.first_token {
+                outcome = if self.first_tokens.seen(&name) { "seen" } else { "foreign" };
+            }
+            if !answered.ends {
+                next = receive(&mut incoming, &replies).await.ok().map(Incoming::read);
+            }
+        }
+        self.metrics.first_token_streams.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+}
+
+/// For which filter of an exchange a stream speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Filter {
+    /// There is one only, or nobody says.
+    Alone,
+    /// Another looks for the first token.
+    Probed,
+    /// The one that looks for the first token.
+    Probe,
+}
+
+impl Filter {
+    fn of(metadata: &MetadataMap) -> Self {
+        match metadata.get(FILTER).and_then(|value| value.to_str().ok()) {
+            Some(PROBE) => Filter::Probe,
+            Some(PROBED) => Filter::Probed,
+            _ => Filter::Alone,
+        }
     }
 }
 
@@ -47,132 +143,24 @@ impl ExternalProcessor for Service {
         request: Request<Streaming<ProcessingRequest>>,
     ) -> Result<Response<Self::ProcessStream>, Status> {
         let (replies, outgoing) = mpsc::channel(REPLIES);
-        let stream = Stream::new(self, request.into_inner(), replies);
-        tokio::spawn(stream.run());
+        let filter = Filter::of(request.metadata());
+        tokio::spawn(self.clone().run(request.into_inner(), replies, filter));
         Ok(Response::new(ReceiverStream::new(outgoing)))
     }
 }
 
-/// Messages that are read ahead while a route is looked for; beyond it Envoy has to wait.
-const EARLY: usize = 64;
-
-/// How much longer than a request may wait Envoy is asked to wait for it.
-const HOLD_MARGIN: Duration = Duration::from_millis(500);
-
-/// One HTTP exchange.
-struct Stream {
-    service: Service,
-    incoming: Streaming<ProcessingRequest>,
-    replies: Replies,
-    exchange: Exchange,
-    record: Record,
-}
-
 /// The stream is over, for whichever of the reasons that all mean the same.
-struct Closed;
-
-impl Stream {
-    fn new(service: &Service, incoming: Streaming<ProcessingRequest>, replies: Replies) -> Self {
-        Self {
-            service: service.clone(),
-            incoming,
-            replies,
-            exchange: Exchange::new(service.options.clone()),
-            record: Record::open(service.metrics.clone(), service.pipeline.router().clone()),
-        }
-    }
-
-    async fn run(mut self) {
-        // Messages that came while a route was looked for.
-        let mut early = VecDeque::new();
-        loop {
-            let next = match early.pop_front() {
-                Some(message) => Ok(message),
-                None => receive(&mut self.incoming, &self.replies).await,
-            };
-            let Ok(message) = next else { return };
-            if self.take(message, &mut early).await.is_err() {
-                return;
-            }
-        }
-    }
-
-    async fn take(&mut self, wire: ProcessingRequest, early: &mut VecDeque<ProcessingRequest>) -> Result<(), Closed> {
-        let (modes, message) = Message::read(wire);
-        if let Some(modes) = modes {
-            self.exchange.configure(modes);
-        }
-        let Some(message) = message else { return Ok(()) };
-        let mut effects: VecDeque<Effect> = self.exchange.on_message(message).into();
-        while let Some(effect) = effects.pop_front() {
-            match effect {
-                Effect::Reply(reply) => self.replies.send(Ok(*reply)).await.map_err(|_| Closed)?,
-                Effect::Route(inbound) => match self.route(inbound, early).await? {
-                    None => {}
-                    Some(Routed::Answered(answer)) => {
-                        effects.extend(self.exchange.on_immediate(&answer));
-                        self.record.own_answer();
-                    }
-                    Some(Routed::Steered { steer, admitted }) => {
-                        effects.extend(self.exchange.on_route(&steer));
-                        self.record.routed(admitted);
-                    }
-                },
-                Effect::Answered(head) => self.record.answered(head),
-                Effect::FirstToken => self.record.first_token(),
-                Effect::Answer(chunk) => self.record.answer(&chunk),
-                Effect::Finished => self.record.finished(),
-            }
-        }
-        Ok(())
-    }
-
-    /// Looks for a route while watching the stream: a client that leaves meanwhile leaves nothing booked. `None` when
-    /// Envoy began to answer by itself meanwhile, so that no route is wanted any longer.
-    async fn route(
-        &mut self,
-        inbound: Inbound,
-        early: &mut VecDeque<ProcessingRequest>,
-    ) -> Result<Option<Routed>, Closed> {
-        let pipeline = self.service.pipeline.clone();
-        let (tell, mut told) = oneshot::channel();
-        let route = pipeline.route(&inbound, move |wait| _ = tell.send(wait));
-        tokio::pin!(route);
-        let mut holding = false;
-        loop {
-            let room = early.len() < EARLY;
-            tokio::select! {
-                biased;
-                routed = &mut route => return Ok(Some(routed)),
-                Ok(wait) = &mut told, if !holding => {
-                    holding = true;
-                    self.hold(wait).await?;
-                }
-                () = self.replies.closed(), if !room => return Err(Closed),
-                message = receive(&mut self.incoming, &self.replies), if room => {
-                    early.push_back(message?);
-                    if early.back().is_some_and(begins_response) {
-                        return Ok(None);
-                    }
-                }
-            }
-        }
-    }
-
-    /// Asks Envoy, once, to wait until the request has had its turn; a little longer, so that our answer is there first.
-    async fn hold(&self, wait: Duration) -> Result<(), Closed> {
-        match self.exchange.hold(wait + HOLD_MARGIN) {
-            Some(Effect::Reply(reply)) => self.replies.send(Ok(*reply)).await.map_err(|_| Closed),
-            _ => Ok(()),
-        }
-    }
-}
+pub(super) struct Closed;
 
 /// The next message. A stream that ends, fails or is no longer listened to is over: Envoy closes in any of these ways when
 /// the response has ended or the client has gone, so none of them is an error.
-async fn receive(incoming: &mut Streaming<ProcessingRequest>, replies: &Replies) -> Result<ProcessingRequest, Closed> {
+pub(super) async fn receive(
+    incoming: &mut Streaming<ProcessingRequest>,
+    replies: &Replies,
+) -> Result<ProcessingRequest, Closed> {
+    let closed = pin!(replies.closed());
     tokio::select! {
-        () = replies.closed() => Err(Closed),
+        () = closed => Err(Closed),
         message = incoming.message() => match message {
             Ok(Some(message)) => Ok(message),
             Ok(None) => Err(Closed),
@@ -182,8 +170,4 @@ async fn receive(incoming: &mut Streaming<ProcessingRequest>, replies: &Replies)
             }
         },
     }
-}
-
-fn begins_response(wire: &ProcessingRequest) -> bool {
-    matches!(wire.request, Some(processing_request::Request::ResponseHeaders(_)))
 }

@@ -4,7 +4,15 @@ use crate::prompt;
 use crate::worker::BlockSize;
 
 fn parts(models: Models, clients: ClientsConfig, limits: Limits) -> Parts {
-    Parts { models, clients, limits, tracking: TrackingHash::Public, sessions: None, shared: None }
+    Parts {
+        models,
+        paths: Paths::default(),
+        clients,
+        limits,
+        tracking: TrackingHash::Public,
+        sessions: None,
+        shared: None,
+    }
 }
 
 /// A way in with the shipped tokenizer and next to no time.

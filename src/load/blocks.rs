@@ -115,6 +115,11 @@ impl Outputs {
         }
     }
 
+    /// What each counted for when that was last said.
+    pub(super) fn weight_of_each(&self) -> Option<Weight> {
+        self.to
+    }
+
     pub(super) fn weight(&self) -> u128 {
         Weight::ONE.times(self.whole) + self.to.map_or(0, |to| to.times(self.faded))
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::blocks::Weight;
 use super::table::{Share, Table};
-use super::{Booking, LoadTracker};
+use super::{Booking, LoadTracker, LoadView};
 use crate::worker::{Slot, WorkerRank};
 
 /// All bookings of one request. Dropping it releases everything; where a rank is gone there is nothing to release.
@@ -72,6 +72,19 @@ impl Reservation {
         let weight = fraction.and_then(Weight::of);
         let Self { tracker, parts } = self;
         tracker.change(|table, _| any(parts, |part| table.output_block(part, weight)));
+    }
+
+    /// The first booking counts somewhere else from now on, as far as it had come: what it shall be there is decided and
+    /// booked in one critical section with its release. `None` only releases it, and so does a rank that is not there.
+    /// Whether it is booked afterwards. `decide` must be quick and must not come back here.
+    pub fn relocate(&mut self, decide: impl FnOnce(&LoadView<'_>, &Booking) -> Option<Booking>) -> bool {
+        let Self { tracker, parts } = self;
+        let Some(part) = parts.first_mut().filter(|part| part.share.is_some()) else { return false };
+        tracker.change(|table, now| {
+            let to = decide(&LoadView::new(table, now), &part.booking);
+            table.relocate(part, to, now)
+        });
+        part.share.is_some()
     }
 
     /// Releases everything; says whether anything was still held.

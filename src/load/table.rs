@@ -33,6 +33,8 @@ struct Row {
 pub(super) struct Share {
     term: u64,
     prefill: Option<Ticket>,
+    /// Whether the first token was seen: then there is nothing left to prefill, wherever the booking goes.
+    begun: bool,
     outputs: Outputs,
 }
 
@@ -89,6 +91,7 @@ impl Table {
             return self.release(part, now);
         }
         let Some(share) = &mut part.share else { return false };
+        share.begun = true;
         self.row_of(&part.booking, share).is_some_and(|row| row.end_prefill(share, now))
     }
 
@@ -107,9 +110,28 @@ impl Table {
 
     pub(super) fn release(&mut self, part: &mut Part, now: Instant) -> bool {
         let Some(mut share) = part.share.take() else { return false };
-        let Some(row) = self.row_of(&part.booking, &share) else { return false };
-        row.end_prefill(&mut share, now);
-        row.prompts.remove(&part.booking.sequences);
+        self.leave(&part.booking, &mut share, now)
+    }
+
+    /// Releases a part and books it anew elsewhere, as far as it had come. Where nobody is there, it is only released.
+    pub(super) fn relocate(&mut self, part: &mut Part, to: Option<Booking>, now: Instant) -> bool {
+        let Some(mut share) = part.share.take() else { return false };
+        let relieved = self.leave(&part.booking, &mut share, now);
+        if let Some(booking) = to
+            && let Some(row) = self.rows.get_mut(booking.slot.at()).and_then(Option::as_mut)
+            && row.rank == booking.rank
+        {
+            part.share = Some(row.take_over(&booking, share, now));
+            part.booking = booking;
+        }
+        relieved
+    }
+
+    /// Takes what a share holds out of its row. What was generated stays written in the share.
+    fn leave(&mut self, booking: &Booking, share: &mut Share, now: Instant) -> bool {
+        let Some(row) = self.row_of(booking, share) else { return false };
+        row.end_prefill(share, now);
+        row.prompts.remove(&booking.sequences);
         row.outputs -= share.outputs.weight();
         row.requests -= 1;
         true
@@ -156,7 +178,21 @@ impl Row {
         self.prompts.add(&booking.sequences);
         self.requests += 1;
         let prefill = self.prefills.begin(booking.prefill_tokens(), booking.prefill_time, now);
-        Share { term: self.term, prefill, outputs: Outputs::default() }
+        Share { term: self.term, prefill, begun: false, outputs: Outputs::default() }
+    }
+
+    /// Books what another row has just let go of.
+    fn take_over(&mut self, booking: &Booking, from: Share, now: Instant) -> Share {
+        let share = self.book(booking, now);
+        self.outputs += from.outputs.weight();
+        if let Some(weight) = from.outputs.weight_of_each() {
+            self.prompts.fade(&booking.sequences, weight);
+        }
+        let mut share = Share { begun: from.begun, outputs: from.outputs, ..share };
+        if share.begun {
+            self.end_prefill(&mut share, now);
+        }
+        share
     }
 
     fn end_prefill(&mut self, share: &mut Share, now: Instant) -> bool {

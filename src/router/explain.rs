@@ -124,7 +124,7 @@ impl Router {
 
     fn explain_at(&self, prepared: &mut Prepared, gate: &Gate) -> Explanation {
         let fleet = self.fleet_of(prepared);
-        let members = match pools::serving(&fleet, prepared.request.model.as_ref()) {
+        let members = match pools::serving(&fleet, &prepared.request) {
             Ok(members) => members,
             Err(error) => return unrouted(prepared, error, Vec::new(), None),
         };
@@ -135,7 +135,7 @@ impl Router {
         }
         let telling = Telling { prepared, seen: &seen };
         match &seen.decided {
-            Ok(legs) => telling.routed(legs, self.describe(prepared, legs)),
+            Ok(legs) => telling.routed(legs, self.describe(prepared, legs, &seen.standings)),
             Err(error) => {
                 let block_size = seen.members.first().map(|member| member.worker.block_size);
                 unrouted(prepared, *error, telling.unchosen_phases(*error), block_size)

@@ -61,7 +61,7 @@ impl Router {
     /// Takes note of a request's answer; says what it changed about whom, for the log.
     pub fn answered(&self, booked: &mut Booked, answer: Answer) -> Vec<(WorkerId, Change)> {
         let now = self.load.now();
-        let chosen = booked.route.to.rank.worker;
+        let chosen = booked.chosen.worker;
         let prefill = booked.route.prefill().map(|prefill| prefill.to.rank.worker);
         // What fails after a remote prefill may have failed on either side.
         let said =
@@ -107,8 +107,11 @@ impl Router {
         pools.is_ok_and(|pools| pools.decode.members.iter().any(|member| member.rank == rank))
     }
 
-    /// The prefill of a booked request took so long.
+    /// The prefill of a booked request took so long. Where another worker was tried before, that tells nothing of a prefill.
     pub fn prefilled(&self, booked: &Booked, took: Duration) {
+        if booked.route.to.rank != booked.chosen {
+            return;
+        }
         let booking = booked.reservation.bookings().find(|booking| booking.track_prefill);
         booking.into_iter().for_each(|booking| self.prefill_took(booking, took));
     }

@@ -172,7 +172,7 @@ impl<'f> Decision<'_, 'f> {
         let Candidates { pool, members, candidates } = seen;
         let (question, weights) = (self.question(&pool, phase, self.tracks(phase)), self.weights(phase));
         let choice = schedule::choose(&question, &candidates, &weights, rng)
-            .ok_or(Undecided::Refused(RouteError::NoCandidate))?;
+            .ok_or_else(|| Undecided::Refused(RouteError::NoCandidate.under(&pool.constraints)))?;
         Ok(Leg { pool, question, weights, members, candidates, choice })
     }
 

@@ -62,7 +62,7 @@ impl Router {
     pub fn survey(&self, request: RouteRequest) -> Result<Vec<Surveyed>, RouteError> {
         let mut prepared = self.prepare(request);
         let fleet = self.fleet_of(&mut prepared);
-        let mut members = serving(&fleet, prepared.request.model.as_ref())?;
+        let mut members = serving(&fleet, &prepared.request)?;
         members.sort_by_key(|member| member.rank);
         let (block_size, tracks) = (members[0].worker.block_size, prepared.settings.tracking.active_blocks);
         let question = Question {

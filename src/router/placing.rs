@@ -14,6 +14,7 @@ use crate::fleet::Member;
 use crate::health::{Condition, Probe};
 use crate::load::Reservation;
 use crate::predict::Lease;
+use crate::worker::{Endpoint, WorkerRank};
 
 /// A routed request and everything it holds.
 #[derive(Debug)]
@@ -24,18 +25,24 @@ pub struct Booked {
     pub reservation: Reservation,
     /// Whether the request is the one that tries a worker that was out.
     pub probes: Vec<Probe>,
-    /// Who will have which of its prompts cached; whoever answers comes first. Empty where nothing is predicted.
-    pub(super) expected: Vec<(Member, Vec<BlockHashes>)>,
     /// Its blocks, as far as they are predicted.
     pub leases: Vec<Lease>,
-    /// Which of them grows with the answer.
-    pub(super) answering: Option<usize>,
+    /// Its prompts, as far as they are known, until it is known who serves it.
+    pub(super) prompts: Vec<BlockHashes>,
+    /// Who will have them cached; whoever answers comes first. Empty where nothing is predicted.
+    pub(super) expected: Vec<Member>,
+    /// How many of the leases, from the first on, are on the worker rank that answers.
+    pub(super) own_leases: usize,
+    /// Who was chosen to answer, whoever did.
+    pub(super) chosen: WorkerRank,
+    /// Who answered, where that is nobody whom we know.
+    pub(super) away: Option<Endpoint>,
 }
 
 impl Booked {
     /// The answer fills one more block, on the worker rank that writes it.
     pub fn grow(&mut self) {
-        if let Some(lease) = self.answering.and_then(|at| self.leases.get_mut(at)) {
+        if let Some(lease) = self.leases[..self.own_leases].first_mut() {
             lease.grow(1);
         }
     }
@@ -50,20 +57,16 @@ impl Router {
     }
 
     /// What will be cached where, once the request is sent.
-    pub(super) fn expected(&self, prepared: &Prepared, legs: &Legs<'_>) -> Vec<(Member, Vec<BlockHashes>)> {
-        let predicted = |member: &&Member| self.predictions.of(member).is_some();
-        let blocks = prepared.request.prompt.blocks();
-        legs.chosen().filter(predicted).map(|member| (member.clone(), blocks.to_vec())).collect()
+    pub(super) fn expected(&self, legs: &Legs<'_>) -> Vec<Member> {
+        legs.chosen().filter(|member| self.predictions.of(member).is_some()).cloned().collect()
     }
 
     /// The request is on its way: its prompts will be cached where it goes, as far as that is predicted.
     pub fn expect_booked(&self, booked: &mut Booked) {
-        for (member, prompts) in booked.expected.drain(..) {
-            let leases = prompts.iter().filter_map(|hashes| self.predictions.record(&member, hashes));
-            let before = booked.leases.len();
-            booked.leases.extend(leases);
-            if member.rank == booked.route.to.rank && booked.leases.len() > before {
-                booked.answering = Some(before);
+        for member in booked.expected.drain(..) {
+            booked.leases.extend(booked.prompts.iter().filter_map(|hashes| self.predictions.record(&member, hashes)));
+            if member.rank == booked.chosen {
+                booked.own_leases = booked.leases.len();
             }
         }
     }

@@ -10,7 +10,7 @@ use super::settings::{RouterSettings, WhenOverloaded};
 use crate::fleet::{Fleet, Member};
 use crate::health::Condition;
 use crate::schedule::{Constraints, Excluded, Ineligible, Overloaded, Standing, eligible, verdicts};
-use crate::worker::{ModelName, Role, WorkerId};
+use crate::worker::{Role, WorkerId};
 
 /// What is known right now of workers that are not simply there.
 #[derive(Clone, Debug, Default)]
@@ -23,10 +23,18 @@ impl Standings {
     /// One that is due to be tried is let in: the request that chooses it is the probe.
     pub(super) fn of(&self, member: &Member) -> Standing {
         match self.unwell.get(&member.rank.worker) {
+            _ if member.worker.draining => Standing::Unavailable,
             Some(Condition::Out) => Standing::Unhealthy,
             _ if self.overloaded.contains(member.rank.worker) => Standing::Overloaded,
             _ => Standing::Ready,
         }
+    }
+}
+
+impl Standings {
+    /// Whether nothing speaks against a member: it answers, takes requests and has not too much to do.
+    pub(super) fn is_well(&self, member: &Member) -> bool {
+        !self.unwell.contains_key(&member.rank.worker) && self.of(member) == Standing::Ready
     }
 }
 
@@ -54,7 +62,7 @@ impl<'f> Pools<'f> {
         settings: &RouterSettings,
         standings: impl FnOnce(&[&'f Member]) -> Standings,
     ) -> Result<Self, RouteError> {
-        let members = serving(fleet, request.model.as_ref())?;
+        let members = serving(fleet, request)?;
         let standings = standings(&members);
         Self::among(&members, request, settings, standings)
     }
@@ -66,6 +74,9 @@ impl<'f> Pools<'f> {
         settings: &RouterSettings,
         standings: Standings,
     ) -> Result<Self, RouteError> {
+        if !members.iter().any(|member| request.constraints.lists(&member.worker)) {
+            return Err(RouteError::Unsatisfied);
+        }
         let rejects = settings.when_all_overloaded == WhenOverloaded::Reject && request.has_prompt();
         let rules = Rules { settings, standings: &standings, rejects };
         let prefill = rules.prefill(members, request)?;
@@ -127,7 +138,13 @@ impl Rules<'_> {
         let apart = members.iter().any(|member| member.worker.role != Role::Aggregated);
         let enforce = self.settings.disaggregation.enforce && apart;
         let own_pin = request.prefill_pin.filter(|_| request.prefill_pin != request.constraints.pin);
-        let exists = members.iter().any(|member| member.worker.role == Role::Prefill);
+        let prefills = || members.iter().filter(|member| member.worker.role == Role::Prefill);
+        let listed = |member: &&&'f Member| request.constraints.lists(&member.worker);
+        // A pin to somebody whom the gateway does not allow is no mistake of the client's.
+        if own_pin.is_some_and(|pin| prefills().any(|member| member.worker.id == pin.worker && !listed(&member))) {
+            return Err(RouteError::Unsatisfied);
+        }
+        let exists = prefills().any(|member| listed(&member));
         match (exists.then(|| self.pool(members, for_prefill(request))), own_pin) {
             (Some(Ok(pool)), _) => Ok(Some(pool)),
             // A pin that cannot be kept is the client's mistake, whatever else could be done. Where it named a worker for
@@ -146,6 +163,7 @@ pub(super) fn for_prefill(request: &RouteRequest) -> Constraints {
     Constraints {
         role: Role::Prefill,
         pin: request.prefill_pin,
+        endpoints: request.constraints.endpoints.clone(),
         required_taints: request.constraints.required_taints.clone(),
         preferred_taints: request.constraints.preferred_taints.clone(),
         adapter: request.constraints.adapter.clone(),
@@ -162,14 +180,15 @@ pub(super) fn excluded<'c>(
     verdicts(members, constraints, |member| standings.of(member))
 }
 
-pub(super) fn serving<'f>(fleet: &'f Fleet, model: Option<&ModelName>) -> Result<Vec<&'f Member>, RouteError> {
-    let members: Vec<&Member> = match model {
+/// Everybody who serves the model of a request.
+pub(super) fn serving<'f>(fleet: &'f Fleet, request: &RouteRequest) -> Result<Vec<&'f Member>, RouteError> {
+    let members: Vec<&Member> = match &request.model {
         Some(model) => fleet.serving(model).iter().filter_map(|slot| fleet.member(*slot)).collect(),
         None => fleet.members().collect(),
     };
     match (members.is_empty(), fleet.is_empty()) {
         (false, _) => Ok(members),
-        (true, true) => Err(RouteError::NoFleet),
-        (true, false) => Err(RouteError::NoCandidate),
+        (true, true) => Err(RouteError::NoFleet.under(&request.constraints)),
+        (true, false) => Err(RouteError::NoCandidate.under(&request.constraints)),
     }
 }

@@ -11,14 +11,14 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::pools::serving;
-use super::question::RouteRequest;
+use super::question::{Prompt, RouteRequest};
 use super::settings::RouterSettings;
 use crate::block::{BlockHashes, SequenceHash};
 use crate::fleet::{Fleet, Member};
 use crate::index::{Overlaps, TierBlocks};
 use crate::load::LoadView;
 use crate::schedule::Weights;
-use crate::worker::{BlockSize, Role};
+use crate::worker::{BlockSize, Role, Slot};
 
 /// Tables of overlaps that are kept to be used again.
 const MOST_SCRATCH: usize = 64;
@@ -76,6 +76,23 @@ pub(super) struct Looked {
     pub(super) block_size: BlockSize,
 }
 
+impl Looked {
+    pub(super) fn new(table: Overlaps, hashes: &BlockHashes) -> Self {
+        Self { table, tokens: hashes.tokens(), block_size: hashes.block_size() }
+    }
+}
+
+/// Cached prompt tokens on a slot; `as_reported` leaves the last token to the engine, which always computes it.
+pub(super) fn cached_tokens(prompts: &[Looked], slot: Slot, as_reported: bool) -> u64 {
+    let of_prompt = |looked: &Looked| {
+        let size = looked.block_size.tokens();
+        let held = looked.table.get(slot).total() as usize;
+        let most = if as_reported { looked.tokens.saturating_sub(1) / size } else { usize::MAX };
+        (held.min(most) * size) as u64
+    };
+    prompts.iter().map(of_prompt).sum()
+}
+
 impl Prepared {
     /// The question.
     pub fn request(&self) -> &RouteRequest {
@@ -89,18 +106,12 @@ impl Prepared {
 
     /// Cached prompt tokens on a member; `as_reported` leaves the last token to the engine, which always computes it.
     pub(super) fn cached_tokens(&self, member: &Member, as_reported: bool) -> u64 {
-        let of_prompt = |looked: &Looked| {
-            let size = looked.block_size.tokens();
-            let held = looked.table.get(member.slot).total() as usize;
-            let most = if as_reported { looked.tokens.saturating_sub(1) / size } else { usize::MAX };
-            (held.min(most) * size) as u64
-        };
-        self.overlaps.iter().map(of_prompt).sum()
+        cached_tokens(&self.overlaps, member.slot, as_reported)
     }
 
     /// Most tokens that anybody has cached of the prompts who might have to compute them.
     pub(super) fn best_cached_tokens(&self, fleet: &Fleet) -> u64 {
-        let Ok(members) = serving(fleet, self.request.model.as_ref()) else { return 0 };
+        let Ok(members) = serving(fleet, &self.request) else { return 0 };
         let apart = members.iter().any(|member| member.worker.role == Role::Prefill);
         let computes = |member: &&&Member| !apart || member.worker.role != Role::Decode;
         let slots: Vec<_> = members.iter().filter(computes).map(|member| member.slot).collect();
@@ -109,6 +120,15 @@ impl Prepared {
             u64::from(held) * looked.block_size.tokens() as u64
         };
         self.overlaps.iter().map(best).sum()
+    }
+
+    /// Gives the prompts away; who is placed needs them no longer to be placed.
+    pub(super) fn take_prompts(&mut self) -> Vec<BlockHashes> {
+        match &mut self.request.prompt {
+            Prompt::Hashed(prompts) => std::mem::take(prompts),
+            Prompt::Beginning { known, .. } => vec![known.clone()],
+            Prompt::Estimated { .. } => Vec::new(),
+        }
     }
 
     pub(super) fn forget_overlaps(&mut self) {

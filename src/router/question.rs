@@ -13,6 +13,15 @@ use crate::worker::{ModelName, WorkerRank};
 pub enum Prompt {
     /// Its blocks; several prompts where the request holds several.
     Hashed(Vec<BlockHashes>),
+    /// The first blocks of one prompt, and how long the whole of it may be: only the beginning of the body was shown.
+    Beginning {
+        /// Blocks that the whole prompt will begin with.
+        known: BlockHashes,
+        /// Tokens of the whole prompt, guessed from bytes.
+        tokens: u64,
+        /// Why no more is known.
+        because: Reason,
+    },
     /// Only how long it may be.
     Estimated {
         /// Tokens, guessed from bytes.
@@ -27,15 +36,25 @@ impl Prompt {
     pub fn tokens(&self) -> u64 {
         match self {
             Prompt::Hashed(prompts) => prompts.iter().map(|hashes| hashes.tokens() as u64).sum(),
+            Prompt::Beginning { known, tokens, .. } => (*tokens).max(known.tokens() as u64),
             Prompt::Estimated { tokens, .. } => *tokens,
         }
     }
 
-    /// The blocks of each prompt; none where only an estimate is known.
+    /// The blocks of each prompt as far as they are known; none where only an estimate is.
     pub fn blocks(&self) -> &[BlockHashes] {
         match self {
             Prompt::Hashed(prompts) => prompts,
+            Prompt::Beginning { known, .. } => std::slice::from_ref(known),
             Prompt::Estimated { .. } => &[],
+        }
+    }
+
+    /// Why not all of it is known.
+    pub fn because(&self) -> Option<Reason> {
+        match self {
+            Prompt::Hashed(_) => None,
+            Prompt::Beginning { because, .. } | Prompt::Estimated { because, .. } => Some(*because),
         }
     }
 }
@@ -79,10 +98,7 @@ pub struct Priority {
 impl RouteRequest {
     /// The same demands by somebody of whose prompt nothing is known.
     pub fn without_prompt(&self) -> Self {
-        let because = match self.prompt {
-            Prompt::Estimated { because, .. } => because,
-            Prompt::Hashed(_) => Reason::BodyNotShown,
-        };
+        let because = self.prompt.because().unwrap_or(Reason::BodyNotShown);
         Self {
             constraints: self.constraints.clone(),
             prefill_pin: self.prefill_pin,

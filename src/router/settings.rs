@@ -21,6 +21,10 @@ pub struct RouterSettings {
     pub when_all_overloaded: WhenOverloaded,
     /// When a worker is taken out.
     pub health: HealthRules,
+    /// How many further endpoints a route names at most, for Envoy to try when it cannot reach the chosen one.
+    pub fallbacks: usize,
+    /// Whether a route names the cost of every candidate.
+    pub scores: bool,
 }
 
 /// `load:`: what counts as load.

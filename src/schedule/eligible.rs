@@ -8,9 +8,9 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::Pin;
+use super::{Pin, Subset};
 use crate::fleet::Member;
-use crate::worker::{DpRank, Endpoint, Enforcement, Role, Worker, WorkerId, WorkerRank, topology_taint};
+use crate::worker::{DpRank, Enforcement, Role, Worker, WorkerId, WorkerRank, topology_taint};
 
 /// What a request demands of whoever serves it. The default demands nothing but the role.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -21,8 +21,8 @@ pub struct Constraints {
     pub pin: Option<Pin>,
     /// The workers that will do; an empty list is nobody.
     pub allowed: Option<BTreeSet<WorkerId>>,
-    /// Envoy's subset.
-    pub endpoints: Option<BTreeSet<Endpoint>>,
+    /// The endpoints that a gateway allows; an empty subset is nobody.
+    pub endpoints: Option<Subset>,
     /// Taints without which nobody will do.
     pub required_taints: BTreeSet<String>,
     /// Taints that make a worker cheaper, or dearer where the weight is negative.
@@ -188,6 +188,11 @@ impl Constraints {
         Ok(())
     }
 
+    /// Whether the gateway allows a worker.
+    pub fn lists(&self, worker: &Worker) -> bool {
+        self.endpoints.as_ref().is_none_or(|subset| subset.contains(worker.endpoint))
+    }
+
     /// What one member is excluded for, by itself.
     fn judge(&self, member: &Member, standing: &impl Fn(&Member) -> Standing) -> Option<Excluded<'_>> {
         let worker = &*member.worker;
@@ -205,7 +210,7 @@ impl Constraints {
         if self.allowed.as_ref().is_some_and(|allowed| !allowed.contains(&worker.id)) {
             return Some(Excluded::NotAllowed);
         }
-        if self.endpoints.as_ref().is_some_and(|subset| !subset.contains(&worker.endpoint)) {
+        if !self.lists(worker) {
             return Some(Excluded::NotInSubset);
         }
         if let Some(taint) = self.required_taints.iter().find(|taint| !worker.carries(taint)) {
@@ -253,6 +258,10 @@ fn narrow<'c>(
 /// Names what left nobody.
 fn ineligible(members: &[&Member], constraints: &Constraints, verdicts: &[Option<Excluded<'_>>]) -> Ineligible {
     let overloaded = verdicts.contains(&Some(Excluded::Overloaded));
+    // Where the gateway allows nobody, no other pin would do.
+    if !members.iter().any(|member| constraints.lists(&member.worker)) {
+        return Ineligible::NoEndpoints;
+    }
     let Some(pin) = constraints.pin else {
         return if overloaded { Ineligible::AllEligibleWorkersOverloaded } else { Ineligible::NoEndpoints };
     };
@@ -266,6 +275,9 @@ fn ineligible(members: &[&Member], constraints: &Constraints, verdicts: &[Option
     let foreign = |verdict: &Option<Excluded<'_>>| matches!(verdict, Some(Excluded::OtherRole | Excluded::NotPinned));
     let own = members.iter().zip(verdicts).find(|(_, verdict)| !foreign(verdict));
     let Some((member, _)) = own else { return Ineligible::PinUnknown(worker) };
+    if !constraints.lists(&member.worker) {
+        return Ineligible::NoEndpoints;
+    }
     let ranks = member.worker.ranks;
     match pin.rank {
         Some(rank) if !ranks.contains(rank) => Ineligible::PinRankUnknown { worker, rank },

@@ -44,7 +44,7 @@ impl Answer {
     ) -> Self {
         let prefix = match api {
             Api::ChatCompletions => "chatcmpl",
-            Api::Completions => "cmpl",
+            _ => "cmpl",
         };
         let choices = (0..prompts.len() * ask.choices())
             .map(|at| Choice { prompt: at / ask.choices(), ..Choice::default() })
@@ -97,7 +97,7 @@ impl Answer {
         let choices = self.choices.iter().enumerate().map(|(at, choice)| self.choice(at, choice)).collect();
         let object = match self.api {
             Api::ChatCompletions => "chat.completion",
-            Api::Completions => "text_completion",
+            _ => "text_completion",
         };
         let mut document = self.envelope(object, &Value::Array(choices));
         document["usage"] = self.usage();
@@ -111,7 +111,7 @@ impl Answer {
         let mut value = json!({"index": at, "logprobs": null, "finish_reason": "length", "stop_reason": null});
         match self.api {
             Api::ChatCompletions => value["message"] = json!({"role": "assistant", "content": choice.text}),
-            Api::Completions => value["text"] = json!(choice.text),
+            _ => value["text"] = json!(choice.text),
         }
         if self.wants_token_ids {
             value["token_ids"] = json!(choice.tokens);
@@ -138,7 +138,7 @@ impl Answer {
                 value["delta"] = json!({"content": text});
                 "chat.completion.chunk"
             }
-            Api::Completions => {
+            _ => {
                 value["text"] = json!(text);
                 "text_completion"
             }
@@ -153,7 +153,7 @@ impl Answer {
     pub(crate) fn closing(&self) -> String {
         let object = match self.api {
             Api::ChatCompletions => "chat.completion.chunk",
-            Api::Completions => "text_completion",
+            _ => "text_completion",
         };
         let mut events = String::new();
         if self.wants_usage {

@@ -108,7 +108,8 @@ async fn generate(
         let status = StatusCode::from_u16(status).unwrap_or(StatusCode::SERVICE_UNAVAILABLE);
         return Err(Refusal(status, "told to refuse".into()));
     }
-    let api = Api::of_path(uri.path()).ok_or_else(|| Refusal(StatusCode::NOT_FOUND, "no such endpoint".into()))?;
+    let api = Api::of_path(uri.path()).filter(|api| matches!(api, Api::ChatCompletions | Api::Completions));
+    let api = api.ok_or_else(|| Refusal(StatusCode::NOT_FOUND, "no such endpoint".into()))?;
     let ask = Ask::read(&body).map_err(Refusal::bad)?;
     let keys = keys(&engine, &ask)?;
     let rank = engine.rank(&headers).map_err(Refusal::bad)?;

@@ -60,7 +60,7 @@ impl Scene {
             Ok(Entry::First(binding)) => Some(binding.bind(booked.route.to.rank)),
             _ => None,
         };
-        Admitted { booked, session }
+        Admitted { session, ..Admitted::new(booked) }
     }
 
     /// Routes, unless the attempt has been routed before.

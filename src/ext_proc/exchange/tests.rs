@@ -53,10 +53,9 @@ fn to_worker() -> Steer {
     let endpoint = "10.0.0.1:8000".parse().unwrap();
     Steer {
         to: Some(Destination { rank, endpoint, several_ranks: false }),
-        prefill: None,
-        why: None,
-        mode: Mode::Exact,
         predicted_cached_tokens: Some(32),
+        mode: Mode::Exact,
+        ..Steer::PASSTHROUGH
     }
 }
 

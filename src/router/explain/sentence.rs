@@ -2,7 +2,7 @@
 
 use super::{Judged, PhaseExplained};
 use crate::disagg::Bypass;
-use crate::router::answer::{Phases, Reason, Route, RouteError};
+use crate::router::answer::{Mode, Phases, Reason, Route, RouteError};
 use crate::worker::Role;
 
 /// Why the request goes where it goes.
@@ -10,7 +10,13 @@ pub(super) fn routed(route: &Route, phases: &[PhaseExplained], temperature: f64,
     let taken = phases.iter().filter(|phase| phase.taken);
     let mut clauses: Vec<String> = taken.map(|phase| chosen(phase, temperature)).collect();
     match route.reason {
-        Some(reason) => clauses.push(format!("caches were not compared, because {}", because(reason))),
+        Some(reason) if route.mode == Mode::LoadOnly => {
+            clauses.push(format!("caches were not compared, because {}", because(reason)));
+        }
+        Some(reason) => {
+            clauses.extend(held(route, phases));
+            clauses.push(format!("only the beginning of the prompt was compared, because {}", because(reason)));
+        }
         None => clauses.extend(held(route, phases)),
     }
     match &route.phases {
@@ -90,8 +96,10 @@ fn winner(phase: &PhaseExplained) -> Option<&Judged> {
 fn because(reason: Reason) -> &'static str {
     match reason {
         Reason::NoBody => "the request has no body",
-        Reason::NotInference => "the path is no inference API with a prompt",
+        Reason::NotInference => "the path is of no known API, or nothing is to be computed",
         Reason::BodyNotShown => "Envoy does not show the body",
+        Reason::BodyStreamed => "Envoy shows the body only after it has routed",
+        Reason::BodyCut => "only the beginning of the body was shown",
         Reason::BodyTooLarge => "the body is larger than the limit",
         Reason::Unreadable => "the body cannot be read as a request of this API",
         Reason::UnknownModel => "the request names a model that is not configured",
@@ -99,6 +107,8 @@ fn because(reason: Reason) -> &'static str {
         Reason::EncodeFailed => "the tokenizer or the chat template refuses the prompt",
         Reason::Multimodal => "the prompt holds images, audio or video",
         Reason::TooManyPrompts => "the request has more prompts than are looked at",
+        Reason::UnknownPrompt => "only the engine knows how it puts the prompt together",
+        Reason::EngineState => "the prompt goes on from something that only an engine remembers",
         Reason::TokenizerBusy => "too many prompts wait for the tokenizer",
         Reason::Deadline => "the tokenizer took longer than its deadline",
         Reason::IndexCold => "no event source of any candidate has caught up",

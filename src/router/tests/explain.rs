@@ -6,7 +6,7 @@ use crate::disagg::{Bypass, Conditional, Disaggregation};
 use crate::health::Outcome;
 use crate::index::{KvEvent, RankWriter, StoredBlock};
 use crate::predict::{Policy, Predictor, Ttl};
-use crate::schedule::{Pin, Thresholds, Weights};
+use crate::schedule::{Pin, Subset, Thresholds, Weights};
 use crate::tier::Tier;
 use crate::worker::DpRank;
 
@@ -133,7 +133,7 @@ fn every_reason_for_exclusion_is_told() {
         ),
         (
             vec![worker(1), elsewhere],
-            |request| request.constraints.endpoints = Some(["127.0.0.1:8000".parse().unwrap()].into()),
+            |request| request.constraints.endpoints = Some(Subset::parse(["127.0.0.1:8000"])),
             "is not in Envoy's subset",
         ),
         (

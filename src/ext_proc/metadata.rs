@@ -1,0 +1,68 @@
+//! What the gateway says beside the headers, in `metadata_context`: to which endpoints a request is restricted, and which
+//! endpoint served it in the end. A key that is there and says nothing restricts to nobody; one that is not there says
+//! nothing.
+
+use envoy_types::pb::envoy::config::core::v3::Metadata;
+use envoy_types::pb::google::protobuf::Value;
+use envoy_types::pb::google::protobuf::value::Kind;
+
+use crate::schedule::Subset;
+
+/// Namespace of the metadata that Envoy's load balancers read and write.
+pub const LB: &str = "envoy.lb";
+/// Namespace of the endpoints that a request is restricted to.
+pub const SUBSET_HINT: &str = "envoy.lb.subset_hint";
+/// Namespace in which the two filters of one exchange find each other.
+pub const OURS: &str = "warmroute";
+/// Key of the exchange in our namespace.
+pub const EXCHANGE: &str = "exchange";
+
+const SUBSET: &str = "x-gateway-destination-endpoint-subset";
+/// Key of the endpoint that served.
+pub const SERVED: &str = "x-gateway-destination-endpoint-served";
+
+/// What one message says beside the headers.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Told {
+    /// The only endpoints that will do.
+    pub subset: Option<Subset>,
+    /// Who served, as the gateway wrote it.
+    pub served: Option<String>,
+    /// Which of our exchanges it belongs to.
+    pub exchange: Option<String>,
+}
+
+impl Told {
+    /// Reads the metadata of a message.
+    pub fn read(metadata: Option<&Metadata>) -> Self {
+        let Some(metadata) = metadata else { return Self::default() };
+        let find = |namespace: &str, key: &str| metadata.filter_metadata.get(namespace)?.fields.get(key);
+        Self {
+            subset: find(SUBSET_HINT, SUBSET).map(subset),
+            served: find(LB, SERVED).and_then(text),
+            exchange: find(OURS, EXCHANGE).and_then(text),
+        }
+    }
+}
+
+/// A list of texts, or one text with commas. What is no text is nobody's endpoint.
+fn subset(value: &Value) -> Subset {
+    match &value.kind {
+        Some(Kind::StringValue(text)) => Subset::parse([text.as_str()]),
+        Some(Kind::ListValue(list)) => {
+            let texts = list.values.iter().filter_map(|value| match &value.kind {
+                Some(Kind::StringValue(text)) => Some(text.as_str()),
+                _ => None,
+            });
+            Subset::parse(texts)
+        }
+        _ => Subset::parse([]),
+    }
+}
+
+fn text(value: &Value) -> Option<String> {
+    match &value.kind {
+        Some(Kind::StringValue(text)) if !text.is_empty() => Some(text.clone()),
+        _ => None,
+    }
+}

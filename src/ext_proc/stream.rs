@@ -1,0 +1,202 @@
+//! One HTTP exchange over its gRPC stream: the task that feeds the state machine and carries out its effects.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, processing_request};
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+use tonic::Streaming;
+
+use super::exchange::{Effect, Exchange, Inbound, Start};
+use super::first_tokens::Awaited;
+use super::held::Share;
+use super::message::Incoming;
+use super::pipeline::Routed;
+use super::record::Record;
+use super::service::{Closed, Live, Replies, Service, receive};
+
+/// Messages that are read ahead while a route is looked for; beyond it Envoy has to wait.
+const EARLY: usize = 64;
+
+/// How much longer than a request may wait Envoy is asked to wait for it.
+const HOLD_MARGIN: Duration = Duration::from_millis(500);
+
+/// One HTTP exchange.
+pub(super) struct Stream {
+    service: Service,
+    live: Arc<Live>,
+    incoming: Streaming<ProcessingRequest>,
+    replies: Replies,
+    exchange: Exchange,
+    record: Record,
+    first_token: Option<Awaited>,
+    held: Share,
+    /// When the request's body has to be there.
+    deadline: Instant,
+}
+
+/// What happens next.
+enum Event {
+    Message(ProcessingRequest),
+    /// Another filter saw the first token.
+    FirstToken,
+    /// The body has not come in time.
+    Deadline,
+}
+
+impl Stream {
+    pub(super) fn new(
+        service: &Service,
+        live: Arc<Live>,
+        (incoming, replies): (Streaming<ProcessingRequest>, Replies),
+        start: Start,
+    ) -> Self {
+        let first_token = start.probed_as.clone().map(|name| service.first_tokens.expect(name));
+        Self {
+            service: service.clone(),
+            incoming,
+            replies,
+            exchange: Exchange::new(live.options.clone(), start),
+            record: Record::open(service.metrics.clone(), live.pipeline.router().clone()),
+            first_token,
+            held: service.held.share(),
+            deadline: Instant::now() + live.upload,
+            live,
+        }
+    }
+
+    pub(super) async fn run(mut self, first: Incoming) {
+        // Messages that came while a route was looked for.
+        let mut early = VecDeque::new();
+        if self.take(first, &mut early).await.is_err() {
+            return;
+        }
+        loop {
+            let next = match early.pop_front() {
+                Some(message) => Ok(Event::Message(message)),
+                None => self.next().await,
+            };
+            let done = match next {
+                Ok(Event::Message(message)) => self.take(Incoming::read(message), &mut early).await,
+                Ok(Event::FirstToken) => {
+                    self.first_token = None;
+                    let effects = self.exchange.on_first_token();
+                    self.carry_out(effects, &mut early).await
+                }
+                Ok(Event::Deadline) => {
+                    let effects = self.exchange.on_deadline();
+                    self.carry_out(effects, &mut early).await
+                }
+                Err(closed) => Err(closed),
+            };
+            if done.is_err() {
+                return;
+            }
+        }
+    }
+
+    async fn next(&mut self) -> Result<Event, Closed> {
+        let first_token = async {
+            match &self.first_token {
+                Some(awaited) => awaited.seen().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            biased;
+            // Before the end of the stream, which may be there already.
+            () = first_token => Ok(Event::FirstToken),
+            message = receive(&mut self.incoming, &self.replies) => message.map(Event::Message),
+            () = tokio::time::sleep_until(self.deadline), if self.exchange.is_gathering() => Ok(Event::Deadline),
+        }
+    }
+
+    async fn take(&mut self, incoming: Incoming, early: &mut VecDeque<ProcessingRequest>) -> Result<(), Closed> {
+        if let Some(modes) = incoming.modes {
+            self.exchange.configure(modes);
+            self.service.warn_of(modes.request);
+        }
+        self.exchange.hear(incoming.told);
+        let Some(message) = incoming.message else { return Ok(()) };
+        let effects = self.exchange.on_message(message);
+        self.carry_out(effects, early).await?;
+        if self.held.set(self.exchange.held(), self.live.held) {
+            let effects = self.exchange.on_deadline();
+            self.carry_out(effects, early).await?;
+            self.held.set(self.exchange.held(), usize::MAX);
+        }
+        Ok(())
+    }
+
+    async fn carry_out(&mut self, effects: Vec<Effect>, early: &mut VecDeque<ProcessingRequest>) -> Result<(), Closed> {
+        let mut effects = VecDeque::from(effects);
+        while let Some(effect) = effects.pop_front() {
+            match effect {
+                Effect::Reply(reply) => self.replies.send(Ok(*reply)).await.map_err(|_| Closed)?,
+                Effect::Route(inbound) => match self.route(inbound, early).await? {
+                    None => {}
+                    Some(Routed::Answered(answer)) => {
+                        effects.extend(self.exchange.on_immediate(&answer));
+                        self.record.own_answer();
+                    }
+                    Some(Routed::Steered { directions, admitted }) => {
+                        effects.extend(self.exchange.on_route(*directions));
+                        self.record.routed(admitted);
+                    }
+                },
+                Effect::Answered(head) => self.record.answered(head),
+                Effect::FirstToken => self.record.first_token(),
+                Effect::Answer(chunk) => self.record.answer(&chunk),
+                Effect::Finished => self.record.finished(),
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks for a route while watching the stream: a client that leaves meanwhile leaves nothing booked. `None` when
+    /// Envoy began to answer by itself meanwhile, so that no route is wanted any longer.
+    async fn route(
+        &mut self,
+        inbound: Inbound,
+        early: &mut VecDeque<ProcessingRequest>,
+    ) -> Result<Option<Routed>, Closed> {
+        self.held.set(self.exchange.held(), usize::MAX);
+        let pipeline = self.live.pipeline.clone();
+        let (tell, mut told) = oneshot::channel();
+        let route = pipeline.route(inbound, move |wait| _ = tell.send(wait));
+        tokio::pin!(route);
+        let mut holding = false;
+        loop {
+            let room = early.len() < EARLY;
+            tokio::select! {
+                biased;
+                routed = &mut route => return Ok(Some(routed)),
+                Ok(wait) = &mut told, if !holding => {
+                    holding = true;
+                    self.hold(wait).await?;
+                }
+                () = self.replies.closed(), if !room => return Err(Closed),
+                message = receive(&mut self.incoming, &self.replies), if room => {
+                    early.push_back(message?);
+                    if early.back().is_some_and(begins_response) {
+                        return Ok(None);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Asks Envoy, once, to wait until the request has had its turn; a little longer, so that our answer is there first.
+    async fn hold(&self, wait: Duration) -> Result<(), Closed> {
+        match self.exchange.hold(wait + HOLD_MARGIN) {
+            Some(Effect::Reply(reply)) => self.replies.send(Ok(*reply)).await.map_err(|_| Closed),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn begins_response(wire: &ProcessingRequest) -> bool {
+    matches!(wire.request, Some(processing_request::Request::ResponseHeaders(_)))
+}

@@ -1,0 +1,97 @@
+//! What a body says of its prompt when only its beginning was shown: the prompt begins with the blocks of what is there.
+//! The last tokens before the cut are left out, because what follows may join them, and so is every block that is not
+//! full. Where it cannot be said how the prompt begins, it goes by load.
+
+use tracing::debug;
+
+use super::{Encoded, Intake, Stopwatch, Told, estimate};
+use crate::block::Salt;
+use crate::openai::cut::{Cut, Mended, Step, mend};
+use crate::openai::{self, Api, Shape};
+use crate::router::{Prompt, Reason};
+
+/// Tokens before the cut that what follows may change.
+const UNSETTLED: usize = 8;
+
+/// How often something open is dropped until the parser is content.
+const TRIES: usize = 4;
+
+impl Intake {
+    /// Reads the beginning of a body that is to be `length` bytes long, if anybody said so.
+    pub(super) fn read_beginning(&self, api: Api, told: &Told, shown: &[u8], length: Option<u64>) -> Encoded {
+        let whole = usize::try_from(length.unwrap_or(0)).unwrap_or(usize::MAX).max(shown.len());
+        let mut encoded = Encoded::without(api, whole, Reason::BodyCut);
+        let Some(mended) = mend(shown) else { return encoded };
+        if mended.cut == Cut::Nowhere {
+            return self.read(api, told, shown);
+        }
+        encoded.session = self.session_in(told, &mended.json);
+        encoded.asks(openai::model_of(&mended.json), &self.parts.models);
+        if api.shape() != Shape::Prompt {
+            return encoded;
+        }
+        let Some((mended, request)) = readable(api, told, mended) else { return encoded };
+        let Some(request) = settled(request, &mended.cut) else { return encoded };
+        let Some(named) = self.parts.models.find(request.model.as_deref()) else {
+            encoded.fail(Reason::UnknownModel);
+            return encoded;
+        };
+        let mut clock = Stopwatch::start();
+        let Ok(prompts) = self.tokens(&named, &request, &mut encoded, &mut clock) else { return encoded };
+        let [mut tokens] = <[Vec<u32>; 1]>::try_from(prompts).unwrap_or_default();
+        let guessed = tokens.len() as f64 * whole as f64 / shown.len().max(1) as f64;
+        let size = named.model.block_size.tokens();
+        tokens.truncate(tokens.len().saturating_sub(UNSETTLED) / size * size);
+        if tokens.is_empty() {
+            return encoded;
+        }
+        let cache = told.tenant.clone().or(request.cache_salt);
+        let salt = Salt { lora: named.adapter.clone(), cache };
+        let prompts = [tokens];
+        let known = named.hashes(&prompts[0], &salt);
+        encoded.tracked = self.tracked(&named, &prompts, std::slice::from_ref(&known), &salt);
+        let tokens = (guessed as u64).min(estimate(usize::MAX).max(known.tokens() as u64));
+        encoded.prompt = Prompt::Beginning { known, tokens, because: Reason::BodyCut };
+        encoded
+    }
+}
+
+/// The request of the longest beginning that the parser takes.
+fn readable(api: Api, told: &Told, mended: Mended) -> Option<(Mended, openai::Request)> {
+    let mut mended = mended;
+    for _ in 0..TRIES {
+        match openai::parse_body(api, told.boundary.as_deref(), &mended.json) {
+            Ok(request) => return Some((mended, request)),
+            Err(error) => debug!(%error, "the beginning of a body is not readable as it is"),
+        }
+        mended = mended.shorter()?;
+    }
+    None
+}
+
+/// The request whose prompt is the beginning of the whole one's. `None` where what is missing comes before what is there:
+/// tools stand at the beginning of most prompts, wherever they stand in the body.
+fn settled(mut request: openai::Request, cut: &Cut) -> Option<openai::Request> {
+    let path = match cut {
+        Cut::Nowhere => return Some(request),
+        Cut::Text(path) | Cut::Between(path) => path,
+    };
+    let in_prompt = match path.first() {
+        Some(Step::Key(key)) => ["messages", "prompt", "input", "text", "input_ids", "token_ids"].contains(&&**key),
+        // Behind the prompt; or before it, and then there is none.
+        _ => path.is_empty(),
+    };
+    match &mut request.prompt {
+        _ if !in_prompt => return None,
+        openai::Prompt::Chat(chat) => {
+            let open_text = matches!(cut, Cut::Text(path) if matches!(path.last(), Some(Step::Key(key)) if key == "content" || key == "text"));
+            chat.add_generation_prompt = false;
+            chat.continue_final_message = open_text;
+        }
+        openai::Prompt::Texts(texts) if texts.len() == 1 => {}
+        openai::Prompt::Tokens(tokens) if tokens.len() == 1 => {}
+        _ => return None,
+    }
+    // What is cut off at the front is only known at the end.
+    request.tokenization.truncate_prompt_tokens.is_none().then_some(request)
+}

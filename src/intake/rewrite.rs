@@ -1,0 +1,158 @@
+//! Which model a request is sent to in place of the one it names: by the word of a header, or by shares, for canaries and
+//! for names that outlive the models behind them. Pure: the caller rolls the dice.
+
+use std::collections::HashSet;
+
+use serde::{Deserialize, Serialize};
+
+use crate::settings::{Problem, Step};
+use crate::worker::ModelName;
+
+/// `rewrites:`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RewritesConfig {
+    /// Headers that may name the model to send a request to; the first that a request has counts, and beats the rules. None
+    /// by default, because whoever sends one chooses.
+    pub headers: Vec<String>,
+    /// Which models are sent where. A rule that names the model beats one for all, and then the first.
+    pub rules: Vec<RewriteRule>,
+}
+
+/// One rule of `rewrites:`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RewriteRule {
+    /// Models as requests name them; empty: all, and requests that name none.
+    #[serde(default)]
+    pub models: Vec<ModelName>,
+    /// Where they are sent.
+    pub to: Vec<RewriteTarget>,
+}
+
+/// One target of a rule.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RewriteTarget {
+    /// The model, as the engines serve it.
+    pub model: ModelName,
+    /// Its share of the requests, against those of the other targets; with none at all the shares are equal.
+    #[serde(default)]
+    pub weight: Option<u32>,
+}
+
+/// The rules in use.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Rewrites {
+    rules: Vec<RewriteRule>,
+}
+
+impl From<&RewritesConfig> for Rewrites {
+    fn from(config: &RewritesConfig) -> Self {
+        Self { rules: config.rules.clone() }
+    }
+}
+
+impl Rewrites {
+    /// The model a request is sent to in place of `asked`; `None`: it stays as it is. `header` is what a header says, where
+    /// one may, and `random` is from 0 up to but without 1.
+    pub fn choose<'a>(&'a self, asked: Option<&'a str>, header: Option<&'a str>, random: f64) -> Option<&'a str> {
+        let header = header.map(str::trim).filter(|name| !name.is_empty());
+        let chosen = header.or_else(|| self.rule(asked)?.target(random))?;
+        (Some(chosen) != asked).then_some(chosen)
+    }
+
+    /// Whether nothing is ever rewritten by a rule.
+    pub fn is_empty(&self) -> bool {
+        self.rules.is_empty()
+    }
+
+    fn rule(&self, asked: Option<&str>) -> Option<&RewriteRule> {
+        let names = |rule: &&RewriteRule| asked.is_some_and(|asked| rule.models.iter().any(|m| m.as_str() == asked));
+        let named = self.rules.iter().find(names);
+        named.or_else(|| self.rules.iter().find(|rule| rule.models.is_empty()))
+    }
+}
+
+impl RewriteRule {
+    fn target(&self, random: f64) -> Option<&str> {
+        let equal = self.to.iter().all(|target| target.weight.is_none());
+        let weight = |target: &RewriteTarget| if equal { 1 } else { u64::from(target.weight.unwrap_or(0)) };
+        let total: u64 = self.to.iter().map(weight).sum();
+        let mut left = random * total as f64;
+        let mut chosen = None;
+        for target in self.to.iter().filter(|target| weight(target) > 0) {
+            chosen = Some(target.model.as_str());
+            left -= weight(target) as f64;
+            if left < 0.0 {
+                break;
+            }
+        }
+        chosen
+    }
+
+    fn problems(&self) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        let given = self.to.iter().filter(|target| target.weight.is_some()).count();
+        if self.to.is_empty() {
+            problems.push(Problem::of("to", "the list is empty; name at least one model"));
+        } else if given == self.to.len() && self.to.iter().all(|target| target.weight == Some(0)) {
+            let text = "all weights are 0, so no model could be chosen; leave them out for equal shares";
+            problems.push(Problem::of("to", text));
+        }
+        if given > 0 && given < self.to.len() {
+            let lacking = self.to.iter().enumerate().filter(|(_, target)| target.weight.is_none());
+            problems.extend(lacking.map(|(at, target)| {
+                let text = format!("`{}` has no `weight` and others have; give one to all or to none", target.model);
+                Problem::at([Step::from("to"), at.into()], text)
+            }));
+        }
+        let names = self.models.iter().enumerate().map(|(at, name)| ([Step::from("models"), at.into()], name));
+        let empty = names.filter(|(_, name)| name.as_str().is_empty());
+        problems.extend(empty.map(|(place, _)| Problem::at(place, "the name is empty; leave it out")));
+        let targets = self.to.iter().enumerate().filter(|(_, target)| target.model.as_str().is_empty());
+        let place = |at: usize| [Step::from("to"), at.into(), "model".into()];
+        problems.extend(targets.map(|(at, _)| Problem::at(place(at), "the name is empty; give a model's")));
+        problems
+    }
+}
+
+impl RewritesConfig {
+    /// Mistakes of meaning.
+    pub fn problems(&self) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        let is_header = |name: &String| {
+            !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
+        };
+        for (at, name) in self.headers.iter().enumerate().filter(|(_, name)| !is_header(name)) {
+            let text = format!("`{name}` cannot be the name of a header; write letters, digits and hyphens");
+            problems.push(Problem::at([Step::from("headers"), at.into()], text));
+        }
+        let mut named = HashSet::new();
+        let mut for_all = false;
+        for (at, rule) in self.rules.iter().enumerate() {
+            let place = [Step::from("rules"), at.into()];
+            let new = rule.models.iter().filter(|model| named.insert(*model)).count();
+            let reached = if rule.models.is_empty() { !std::mem::replace(&mut for_all, true) } else { new > 0 };
+            if !reached {
+                let text = "an earlier rule takes all that this one is for, so it is never reached; leave one out";
+                problems.push(Problem::at(place, text));
+            }
+            problems.extend(rule.problems().into_iter().map(|problem| problem.within(at).within("rules")));
+        }
+        problems
+    }
+
+    /// Every target with its place.
+    pub fn targets(&self) -> impl Iterator<Item = ([Step; 5], &ModelName)> {
+        let place =
+            |rule: usize, target: usize| [Step::from("rules"), rule.into(), "to".into(), target.into(), "model".into()];
+        let rules = self.rules.iter().enumerate();
+        rules.flat_map(move |(nth, rule)| {
+            rule.to.iter().enumerate().map(move |(at, target)| (place(nth, at), &target.model))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;
