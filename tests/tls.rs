@@ -5,6 +5,8 @@
 
 #[path = "tls/admission.rs"]
 mod admission;
+#[path = "tls/clients.rs"]
+mod clients;
 #[path = "tls/pki.rs"]
 mod pki;
 #[path = "tls/renewal.rs"]

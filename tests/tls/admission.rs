@@ -6,7 +6,8 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tonic::transport::Channel;
 
-use crate::pki::{Authority, client, client_of};
+use crate::clients::{client, client_of};
+use crate::pki::Authority;
 use crate::site::{Caller, PATIENCE, Site, dial, http, served, shown, until};
 
 #[tokio::test]
@@ -46,9 +47,11 @@ async fn a_given_certificate_is_verified_on_every_listener() {
         "admin": listener(json!({"cert_dir": "certs"})),
     });
     let site = Site::start(more, |folder| authority.sign(1).write(&folder.join("certs"))).await;
+    let mut callers = Vec::new();
     for address in [site.ext_proc, site.api.unwrap()] {
         let caller = Caller::new(address, client(Some(&authority), None, "h2")).await;
         until("served", async || caller.is_served().await.unwrap()).await;
+        callers.push(caller);
     }
     let page = dial(site.admin, client(Some(&authority), None, "http/1.1")).await.unwrap();
     let (status, text) = http(page, "/metrics", "").await.unwrap();
@@ -57,6 +60,7 @@ async fn a_given_certificate_is_verified_on_every_listener() {
         assert!(text.contains(&format!("warmroute_connections{{listener=\"{listener}\"}} 1")), "{listener}: {text}");
     }
     assert!(http(TcpStream::connect(site.admin).await.unwrap(), "/healthz", "").await.is_err(), "not in plaintext");
+    drop(callers);
     site.stop().await;
 }
 
@@ -155,7 +159,7 @@ async fn connections_beyond_the_limit_are_closed_at_once_and_the_others_go_on() 
     let mut beyond = TcpStream::connect(site.ext_proc).await.unwrap();
     assert_eq!(timeout(PATIENCE, beyond.read(&mut [0; 1])).await.unwrap().unwrap_or(0), 0, "closed");
     assert_eq!(site.metric("connections_refused_total{listener=\"ext_proc\"}").await, 1.0);
-    assert!(served(plain).await.unwrap());
+    assert!(served(plain.clone()).await.unwrap());
     drop(places);
     site.shows("connections{listener=\"ext_proc\"}", 1.0).await;
     let another = Channel::from_shared(format!("http://{}", site.ext_proc)).unwrap().connect_lazy();
@@ -183,11 +187,11 @@ async fn headers_of_a_call_and_exchanges_on_a_connection_are_bounded() {
         async move { client.watch(tonic_health::pb::HealthCheckRequest::default()).await }
     };
     let first = watch().await.unwrap();
-    let _second = watch().await.unwrap();
+    let second = watch().await.unwrap();
     let mut third = Box::pin(watch());
     assert!(timeout(std::time::Duration::from_millis(200), &mut third).await.is_err(), "it waits");
     drop(first);
     assert!(timeout(PATIENCE, third).await.unwrap().is_ok());
-    drop(channel);
+    drop(second);
     site.stop().await;
 }

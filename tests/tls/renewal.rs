@@ -6,7 +6,8 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::pki::{Authority, client};
+use crate::clients::client;
+use crate::pki::Authority;
 use crate::site::{Caller, Site, serial, until};
 
 const APPLIED: &str = "tls_reloads_total{listener=\"ext_proc\",outcome=\"applied\"}";
