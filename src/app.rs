@@ -5,11 +5,11 @@ mod encoders;
 mod gateway;
 mod health;
 mod keeper;
-mod live;
 mod offline;
 mod parts;
 mod reload;
 mod sockets;
+mod swap;
 mod unix;
 mod workers;
 
@@ -42,9 +42,9 @@ use crate::telemetry::LogFilter;
 use crate::tls::{Pace, Secrets};
 use health::Health;
 use keeper::Keeper;
-use live::Live;
 use reload::Next;
 use sockets::{GrpcListener, Sockets};
+use swap::Swap;
 use workers::Wanted;
 
 pub use offline::Offline;
@@ -102,7 +102,7 @@ impl App {
         let config = app.reloader.running();
         // Health and the pages come first, so that they can say what the rest is waiting for.
         let loading = app.readiness.wait_for(LOADING);
-        let way_in = WayIn { intake: Arc::default(), body_limit: config.limits.body.bytes() };
+        let way_in = WayIn::new(config.limits.body.bytes());
         app.serve_health(&sockets, &config).await?;
         let pages = Admin {
             entrance: entrance.clone(),
@@ -272,7 +272,9 @@ impl App {
     fn reload_ways_in(&self, way_in: WayIn, api: Arc<ArcSwap<Intake>>) {
         self.reloader.part("models", move |next| {
             let (way_in, api, intake) = (way_in.clone(), api.clone(), next.intake.clone());
+            let body_limit = next.config.limits.body.bytes();
             Ok(Box::new(move || {
+                way_in.limit(body_limit);
                 way_in.intake.store(Some(intake.clone()));
                 api.store(intake);
             }))
@@ -286,10 +288,10 @@ impl App {
         intake: Arc<Intake>,
         entrance: Arc<Entrance>,
         metrics: &Arc<Metrics>,
-    ) -> Live<ExternalProcessorServer<Service>> {
+    ) -> Swap<ExternalProcessorServer<Service>> {
         let kept = Kept::new(metrics.clone());
         let make = move |config: &Config, intake| gateway::service(config, intake, entrance.clone(), &kept);
-        let live = Live::new(make(config, intake));
+        let live = Swap::new(make(config, intake));
         let place = live.clone();
         self.reloader.part("ext_proc", move |next: &Next| {
             let service = make(&next.config, next.intake.clone());
@@ -306,8 +308,13 @@ impl App {
         let api = Api::new(parts, settings);
         let listener = sockets.bind_api(settings).await?;
         self.api_address = listener.address();
-        let largest = config.limits.body.bytes().saturating_add(MESSAGE_OVERHEAD);
-        let routes = Routes::new(self.health.service()).add_service(api.server(largest));
+        let server = Swap::new(api.server(most_bytes(config)));
+        let routes = Routes::new(self.health.service()).add_service(server.clone());
+        let of_reload = api.clone();
+        self.reloader.part("api", move |next| {
+            let (place, server) = (server.clone(), of_reload.server(most_bytes(&next.config)));
+            Ok(Box::new(move || place.replace(server)))
+        });
         self.servers.spawn(listener.serve(routes, self.closing.clone()));
         self.background.spawn(async move {
             supervise("bookings", &metrics, stop, || {
@@ -412,6 +419,11 @@ impl App {
         });
         Ok(())
     }
+}
+
+/// Most bytes that a message with a body may have.
+fn most_bytes(config: &Config) -> usize {
+    config.limits.body.bytes().saturating_add(MESSAGE_OVERHEAD)
 }
 
 /// Lets what has grown old expire, for ever.

@@ -57,6 +57,7 @@ impl Router {
         let to = booked.route.to;
         // The request still names the rank that it was to go to.
         let named = to.several_ranks.then_some(to.rank.rank);
+        let by_durations = self.settings().tracking.prefill_durations;
         let mut found = None;
         let is_booked = booked.reservation.relocate(|view, before| {
             let loaded = |member: &&'f Member| Some((view.load(member.slot, member.rank)?, *member));
@@ -67,7 +68,7 @@ impl Router {
             let cached_tokens = prepared::cached_tokens(&looked, member.slot, false);
             let (slot, rank) = (member.slot, member.rank);
             let mut booking = Booking { slot, rank, cached_tokens, prefill_time: None, ..before.clone() };
-            if self.settings.load().tracking.prefill_durations {
+            if by_durations {
                 self.durations.estimate_one(member, &mut booking);
             }
             Some(booking)

@@ -41,7 +41,7 @@ impl Pages {
     async fn serve(loaded: bool) -> Self {
         let config = Config::parse(Path::new("warmroute.yaml"), CONFIG.as_bytes()).unwrap();
         let Offline { intake, entrance } = Offline::new(&config).await.unwrap();
-        let way_in = WayIn { intake: Arc::default(), body_limit: LIMIT };
+        let way_in = WayIn::new(LIMIT);
         if loaded {
             way_in.intake.store(Some(intake));
         }
