@@ -68,6 +68,8 @@ pub struct App {
     pub ext_proc_socket: Option<PathBuf>,
     /// Where gRPC health listens for itself.
     pub health_address: Option<SocketAddr>,
+    /// Certificates and tokens, to be read again at once.
+    pub secrets: Secrets,
     readiness: Readiness,
     /// Health beside the services; its watchers are let go with them.
     health: Health,
@@ -96,9 +98,9 @@ impl App {
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
         let entrance = parts::entrance(&config, rand::random());
-        let secrets = Secrets::default();
-        let sockets = Sockets { limits: config.limits.clone(), secrets: secrets.clone(), metrics: metrics.clone() };
+        let limits = config.limits.clone();
         let mut app = Self::bare(Arc::new(config), &metrics);
+        let sockets = Sockets { limits, secrets: app.secrets.clone(), metrics: metrics.clone() };
         let config = app.reloader.running();
         // Health and the pages come first, so that they can say what the rest is waiting for.
         let loading = app.readiness.wait_for(LOADING);
@@ -138,7 +140,7 @@ impl App {
         };
         app.reload_ways_in(way_in, parts.intake.clone());
         app.serve_api(&sockets, &config, parts).await?;
-        app.follow_secrets(secrets, &metrics);
+        app.follow_secrets(app.secrets.clone(), &metrics);
         let service = app.ext_proc(&config, intake, entrance, &metrics);
         for listener in grpc {
             let routes = Routes::new(app.health.service()).add_service(service.clone());
@@ -161,6 +163,7 @@ impl App {
             ext_proc_address: None,
             ext_proc_socket: None,
             health_address: None,
+            secrets: Secrets::default(),
             readiness: Readiness::default(),
             health: Health::default(),
             own_health: Health::default(),
