@@ -68,7 +68,7 @@ pub struct App {
     pub ext_proc_socket: Option<PathBuf>,
     /// Where gRPC health listens for itself.
     pub health_address: Option<SocketAddr>,
-    /// Certificates and tokens, to be read again at once.
+    /// Certificates, keys and tokens; [`Secrets::reload`] reads them again at once.
     pub secrets: Secrets,
     readiness: Readiness,
     /// Health beside the services; its watchers are let go with them.
@@ -98,10 +98,10 @@ impl App {
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
         let entrance = parts::entrance(&config, rand::random());
-        let limits = config.limits.clone();
         let mut app = Self::bare(Arc::new(config), &metrics);
-        let sockets = Sockets { limits, secrets: app.secrets.clone(), metrics: metrics.clone() };
         let config = app.reloader.running();
+        let (limits, secrets) = (config.limits.clone(), app.secrets.clone());
+        let sockets = Sockets { limits, secrets, metrics: metrics.clone() };
         // Health and the pages come first, so that they can say what the rest is waiting for.
         let loading = app.readiness.wait_for(LOADING);
         let way_in = WayIn::new(config.limits.body.bytes());
@@ -140,7 +140,7 @@ impl App {
         };
         app.reload_ways_in(way_in, parts.intake.clone());
         app.serve_api(&sockets, &config, parts).await?;
-        app.follow_secrets(app.secrets.clone(), &metrics);
+        app.follow_secrets(&metrics);
         let service = app.ext_proc(&config, intake, entrance, &metrics);
         for listener in grpc {
             let routes = Routes::new(app.health.service()).add_service(service.clone());
@@ -333,8 +333,8 @@ impl App {
     }
 
     /// Reads certificates and tokens again when their files change, and with the configuration.
-    fn follow_secrets(&mut self, secrets: Secrets, metrics: &Arc<Metrics>) {
-        let read_again = secrets.clone();
+    fn follow_secrets(&mut self, metrics: &Arc<Metrics>) {
+        let (secrets, read_again) = (self.secrets.clone(), self.secrets.clone());
         self.reloader.part("secrets", move |_| {
             let secrets = read_again.clone();
             Ok(Box::new(move || secrets.reload()))

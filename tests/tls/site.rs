@@ -48,6 +48,7 @@ impl Site {
             "listen": {"tcp": "127.0.0.1:0"},
             "admin": {"listen": "127.0.0.1:0"},
             "models": [{"name": "m", "block_size": 4}],
+            "drain": {"grace": "0s"},
             "workers": [{"id": 1, "endpoint": "10.0.0.1:8000"}],
         });
         config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
