@@ -7,7 +7,7 @@ use bytes::Bytes;
 use divan::{Bencher, black_box, counter::BytesCount};
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 use prost::Message as _;
-use warmroute::ext_proc::exchange::{Effect, Exchange, Options};
+use warmroute::ext_proc::exchange::{Answers, Effect, Exchange, Options, Start};
 use warmroute::ext_proc::headers::{RequestHead, ResponseHead};
 use warmroute::ext_proc::message::{BodyMode, Message, Modes};
 use warmroute::router::{Destination, Mode, Steer};
@@ -44,20 +44,15 @@ fn transcript(request: BodyMode, bytes: usize) -> Vec<Message> {
 }
 
 fn replies(request: BodyMode, messages: Vec<Message>, steer: &Steer) -> Vec<ProcessingResponse> {
-    let options = Options {
-        body_limit: 32 << 20,
-        mode_header: true,
-        worker_header: false,
-        prediction_header: false,
-        why_header: false,
-    };
-    let mut exchange = Exchange::new(Arc::new(options));
+    let answers = Answers { mode: true, ..Answers::default() };
+    let options = Options { body_limit: 32 << 20, answers, ..Options::default() };
+    let mut exchange = Exchange::new(Arc::new(options), Start::default());
     exchange.configure(Modes { request, response: BodyMode::None });
     let mut replies = Vec::new();
     for message in messages {
         let effects = exchange.on_message(message);
         let routes = effects.iter().any(|effect| matches!(effect, Effect::Route(_)));
-        let routed = if routes { exchange.on_route(steer) } else { Vec::new() };
+        let routed = if routes { exchange.on_route(steer.clone()) } else { Vec::new() };
         let reply = |effect| if let Effect::Reply(reply) = effect { Some(*reply) } else { None };
         replies.extend(effects.into_iter().chain(routed).filter_map(reply));
     }

@@ -2,9 +2,9 @@
 //! sockets; [`App::run_until`] serves until told to stop, and then drains.
 
 mod encoders;
+mod gateway;
 mod health;
 mod keeper;
-mod live;
 mod offline;
 mod parts;
 mod reload;
@@ -34,7 +34,7 @@ use crate::api::{self, Api, Feed};
 use crate::config::Config;
 use crate::engine_sessions::EngineSessions;
 use crate::entrance::Entrance;
-use crate::ext_proc::service::Service;
+use crate::ext_proc::service::{Kept, Service};
 use crate::intake::Intake;
 use crate::lifecycle::{Readiness, supervise};
 use crate::metrics::{Metrics, PoolLabels};
@@ -292,21 +292,16 @@ impl App {
         entrance: Arc<Entrance>,
         metrics: &Arc<Metrics>,
     ) -> Swap<ExternalProcessorServer<Service>> {
-        let metrics_of_live = metrics.clone();
-        let make = move |config: &Config, intake| live::live(config, intake, entrance.clone(), metrics_of_live.clone());
-        let live = Arc::new(ArcSwap::from_pointee(make(config, intake)));
-        let service = Service::new(live.clone(), metrics.clone());
-        let server = Swap::new(ext_proc_server(service.clone(), config));
-        let place = server.clone();
+        let kept = Kept::new(metrics.clone());
+        let make = move |config: &Config, intake| gateway::service(config, intake, entrance.clone(), &kept);
+        let live = Swap::new(make(config, intake));
+        let place = live.clone();
         self.reloader.part("ext_proc", move |next: &Next| {
-            let (live, other) = (live.clone(), make(&next.config, next.intake.clone()));
-            let (place, server) = (place.clone(), ext_proc_server(service.clone(), &next.config));
-            Ok(Box::new(move || {
-                live.store(Arc::new(other));
-                place.replace(server);
-            }))
+            let service = make(&next.config, next.intake.clone());
+            let place = place.clone();
+            Ok(Box::new(move || place.replace(service)))
         });
-        server
+        live
     }
 
     /// Serves callers that are not Envoy, and ends what they book and forget.
@@ -427,15 +422,6 @@ impl App {
         });
         Ok(())
     }
-}
-
-/// The ext_proc service with the limits of a configuration.
-fn ext_proc_server(service: Service, config: &Config) -> ExternalProcessorServer<Service> {
-    // tonic's own limit of 4 MiB would refuse bodies that the configuration allows, and with failure_mode_allow the
-    // request would then silently go to a random worker.
-    ExternalProcessorServer::new(service)
-        .max_decoding_message_size(most_bytes(config))
-        .max_encoding_message_size(usize::MAX)
 }
 
 /// Most bytes that a message with a body may have.

@@ -305,7 +305,7 @@ impl Intake {
             }
             return encoded;
         };
-        if matches!(request.prompt, openai::Prompt::Opaque(_) | openai::Prompt::Nothing) {
+        if request.prompt == openai::Prompt::Nothing {
             return encoded;
         }
         let salt_in_extension = encoded.extension.as_ref().and_then(|extension| extension.cache_salt.clone());
@@ -355,6 +355,9 @@ impl Intake {
         if request.prompt == openai::Prompt::TooMany {
             return Err(Reason::TooManyPrompts);
         }
+        if let openai::Prompt::Opaque(opaque) = &request.prompt {
+            return Err(hidden(*opaque));
+        }
         let encoder: &Encoder = named.model.encoder.as_ref().ok_or(Reason::NoTokenizer)?;
         let rendered = encoder.render(request).map_err(reason)?;
         encoded.times.push(("render", clock.lap()));
@@ -382,7 +385,7 @@ impl Encoded {
         }
     }
 
-    /// A request of an API whose body was not read, and why.
+    /// A request whose body was not read, and why.
     fn without(api: Api, bytes: usize, because: Reason) -> Self {
         match api.shape() {
             // Whatever is wrong with it, it is no work.
@@ -423,14 +426,16 @@ impl Named {
 fn unhashed(prompt: &openai::Prompt) -> Option<(usize, Reason)> {
     match prompt {
         openai::Prompt::Chat(chat) if chat.has_media() => Some((chat.text_bytes(), Reason::Multimodal)),
-        openai::Prompt::Opaque(Opaque { text_bytes, because: Hidden::Assembled }) => {
-            Some((*text_bytes, Reason::UnknownPrompt))
-        }
-        openai::Prompt::Opaque(Opaque { text_bytes, because: Hidden::Remembered }) => {
-            Some((*text_bytes, Reason::EngineState))
-        }
+        openai::Prompt::Opaque(opaque) => Some((opaque.text_bytes, hidden(*opaque))),
         openai::Prompt::Nothing => Some((0, Reason::NotInference)),
         _ => None,
+    }
+}
+
+fn hidden(opaque: Opaque) -> Reason {
+    match opaque.because {
+        Hidden::Assembled => Reason::UnknownPrompt,
+        Hidden::Remembered => Reason::EngineState,
     }
 }
 

@@ -2,7 +2,9 @@
 //! how much it will write. Unknown fields are ignored, because every engine version adds some; a body that cannot be
 //! read is a [`ParseError`] in plain words and never a panic, because anybody can send one.
 
+mod anthropic;
 mod api;
+mod by_load;
 mod chat;
 mod completion;
 pub mod cut;
@@ -10,7 +12,10 @@ pub mod edit;
 mod extension;
 mod field;
 mod form;
+mod generate;
 pub mod paths;
+mod pooling;
+mod responses;
 pub mod restore;
 mod scan;
 pub mod usage;
@@ -64,6 +69,23 @@ impl Request {
     /// Work whose tokens cannot be known, with so many bytes of text.
     fn by_load(model: Option<String>, text_bytes: usize) -> Self {
         Self::of(model, Prompt::Opaque(Opaque { text_bytes, because: Hidden::Assembled }))
+    }
+
+    /// Work that goes on from something an engine remembers, with so many bytes of new text.
+    fn remembered(model: Option<String>, text_bytes: usize) -> Self {
+        Self::of(model, Prompt::Opaque(Opaque { text_bytes, because: Hidden::Remembered }))
+    }
+}
+
+impl Prompt {
+    /// Bytes of the text in it.
+    fn text_bytes(&self) -> usize {
+        match self {
+            Self::Chat(chat) => chat.text_bytes(),
+            Self::Texts(texts) => texts.iter().map(String::len).sum(),
+            Self::Opaque(opaque) => opaque.text_bytes,
+            Self::Tokens(_) | Self::Embeddings | Self::TooMany | Self::Nothing => 0,
+        }
     }
 }
 
@@ -173,6 +195,21 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Request, ParseError> {
     match api {
         Api::ChatCompletions => chat::parse(text),
         Api::Completions => completion::parse(text),
-        _ => Err(ParseError::Missing("")),
+        Api::Embeddings | Api::Pooling | Api::Classify => pooling::parse(text),
+        Api::Responses => responses::parse(text),
+        Api::Messages => anthropic::parse(text),
+        Api::SglangGenerate => generate::sglang(text),
+        Api::VllmGenerate => generate::vllm(text),
+        Api::Score
+        | Api::Rerank
+        | Api::Transcriptions
+        | Api::Translations
+        | Api::Speech
+        | Api::ImageGenerations
+        | Api::ImageEdits
+        | Api::ImageVariations => by_load::parse(text),
+        Api::CountTokens | Api::Conversations | Api::Tokenize | Api::Detokenize | Api::Render | Api::Models => {
+            Ok(Request::of(model_of(body), Prompt::Nothing))
+        }
     }
 }

@@ -278,3 +278,97 @@ fn a_bos_token_that_the_files_disagree_on_makes_special_tokens_uncertain() {
     let chat_request = json!({"messages": [{"role": "user", "content": "hello"}]});
     assert_eq!(chat(&encoder, &chat_request), Err(EncodeError::NoTemplate));
 }
+
+/// A conversation with a tool, as three APIs have it.
+fn the_same_conversation() -> [(Api, Value); 3] {
+    let parameters = json!({"type": "object", "properties": {"city": {"type": "string"}}});
+    let arguments = json!({"city": "Paris", "n": [1, 2.5, {"b": 1, "a": null}]});
+    let chat = json!({
+        "messages": [
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": "Let me look.", "reasoning": "hm", "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments.to_string()}},
+                {"id": "c2", "type": "function", "function": {"name": "look", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+            {"role": "tool", "tool_call_id": "c2", "content": "sun"},
+            {"role": "user", "content": "And tomorrow?"}],
+        "tools": [{"type": "function",
+            "function": {"name": "look", "description": "Looks.", "parameters": parameters}}]});
+    let responses = json!({
+        "instructions": "Be kind.",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+            {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me look."}]},
+            {"type": "function_call", "call_id": "c1", "name": "look", "arguments": arguments.to_string()},
+            {"type": "function_call", "call_id": "c2", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+            {"type": "function_call_output", "call_id": "c2", "output": "sun"},
+            {"type": "message", "role": "user", "content": "And tomorrow?"}],
+        "tools": [{"type": "function", "name": "look", "description": "Looks.", "parameters": parameters,
+            "strict": null}]});
+    let messages = json!({
+        "max_tokens": 7,
+        "system": [{"type": "text", "text": "Be "}, {"type": "text", "text": "x-anthropic-billing-header: 1"},
+            {"type": "text", "text": "kind.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "h", "signature": "s"}, {"type": "thinking", "thinking": "m"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "Let me look."},
+                {"type": "tool_use", "id": "c1", "name": "look", "input": arguments},
+                {"type": "tool_use", "id": "c2", "name": "look", "input": {}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": "rain"},
+                {"type": "text", "text": "And tomorrow?"},
+                {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "sun"}]}]}],
+        "tools": [{"name": "look", "description": "Looks.",
+            "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}]});
+    [(Api::ChatCompletions, chat), (Api::Responses, responses), (Api::Messages, messages)]
+}
+
+#[test]
+fn responses_and_messages_become_the_tokens_of_the_chat_that_says_the_same() {
+    let [(_, expected), rest @ ..] = the_same_conversation();
+    let expected = chat(&QWEN, &expected).unwrap();
+    assert!(expected.len() > 150);
+    for (api, body) in rest {
+        assert_eq!(encode(&QWEN, api, &body), Ok(vec![expected.clone()]), "{api:?}");
+    }
+    let hello = json!({"messages": [{"role": "user", "content": "hello"}]});
+    let hello_chat = chat(&QWEN, &hello).unwrap();
+    assert_eq!(encode(&QWEN, Api::Responses, &json!({"input": "hello"})), Ok(vec![hello_chat.clone()]));
+    assert_eq!(encode(&QWEN, Api::Messages, &hello), Ok(vec![hello_chat]));
+}
+
+#[test]
+fn parts_of_messages_are_joined_as_parts_of_chats_are() {
+    let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": ""}, {"type": "text", "text": "b"}]);
+    let messages = json!({"messages": [{"role": "user", "content": parts}]});
+    let chat_body = json!({"messages": [{"role": "user", "content": "a\nb"}]});
+    assert_eq!(encode(&QWEN, Api::Messages, &messages), chat(&QWEN, &chat_body).map(|tokens| vec![tokens]));
+}
+
+#[test]
+fn an_unfinished_message_of_a_response_is_gone_on_with() {
+    let body = json!({"input": [{"role": "user", "content": "hello"},
+        {"type": "message", "role": "assistant", "status": "incomplete",
+            "content": [{"type": "output_text", "text": "Hi the"}]}]});
+    let expected = json!({"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi the"}],
+        "add_generation_prompt": false, "continue_final_message": true});
+    assert_eq!(encode(&QWEN, Api::Responses, &body), chat(&QWEN, &expected).map(|tokens| vec![tokens]));
+}
+
+#[test]
+fn responses_and_embeddings_begin_with_special_tokens() {
+    let embedding = encode(&TINYLLAMA, Api::Embeddings, &json!({"input": ["hello"]}));
+    assert_eq!(embedding, Ok(vec![vec![1, 22172]]));
+    assert_eq!(encode(&TINYLLAMA, Api::SglangGenerate, &json!({"text": "hello"})), Ok(vec![vec![1, 22172]]));
+    let messages = json!({"messages": [{"role": "user", "content": "hello"}]});
+    let without = chat(&TINYLLAMA, &messages).unwrap();
+    let responses = encode(&TINYLLAMA, Api::Responses, &json!({"input": "hello"})).unwrap();
+    assert_eq!(responses, [[&[1], without.as_slice()].concat()]);
+    assert_eq!(encode(&TINYLLAMA, Api::Messages, &messages), Ok(vec![without]));
+}

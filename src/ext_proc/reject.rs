@@ -176,36 +176,30 @@ mod tests {
         };
         let refused = Refusal::Refused;
         let cases = [
-            (refused(RouteError::NoFleet), None, Some((503, Some("1"), "no_worker"))),
-            (refused(RouteError::NoCandidate), None, Some((503, Some("1"), "no_worker"))),
-            (Refusal::Failed, None, Some((503, Some("1"), "router_failed"))),
-            (
-                refused(RouteError::Pin(Ineligible::PinUnknown(WorkerId(7)))),
-                Some(400),
-                Some((400, None, "invalid_worker")),
-            ),
+            (refused(RouteError::NoFleet), None, (503, Some("1"), "no_worker")),
+            (refused(RouteError::NoCandidate), None, (503, Some("1"), "no_worker")),
+            (Refusal::Failed, None, (503, Some("1"), "router_failed")),
+            (refused(RouteError::Pin(Ineligible::PinUnknown(WorkerId(7)))), Some(400), (400, None, "invalid_worker")),
             (
                 refused(RouteError::Overloaded(Ineligible::AllEligibleWorkersOverloaded)),
                 Some(429),
-                Some((429, Some("1"), "overloaded")),
+                (429, Some("1"), "overloaded"),
             ),
-            (refused(RouteError::Unsatisfied), Some(503), Some((503, Some("1"), "no_eligible_worker"))),
-            (refused(RouteError::NoPrefill), Some(503), Some((503, Some("1"), "no_prefill_worker"))),
-            (overflow, Some(429), Some((429, Some("2"), "queue_full"))),
+            (refused(RouteError::Unsatisfied), Some(503), (503, Some("1"), "no_eligible_worker")),
+            (refused(RouteError::NoPrefill), Some(503), (503, Some("1"), "no_prefill_worker")),
+            (overflow, Some(429), (429, Some("2"), "queue_full")),
         ];
         let policy = Policy { says_mode: true, says_why_dropped: true, ..Policy::default() };
         for (refusal, open, closed) in cases {
             let answer = |mode| Refused::Routing(&refusal, mode).immediate("r-1", &policy);
             assert_eq!(answer(FailureMode::FailOpen).map(|answer| answer.status), open, "{refusal}");
-            let answer = answer(FailureMode::FailClosed);
-            let body = |answer: &Immediate| serde_json::from_slice::<serde_json::Value>(&answer.body).unwrap();
-            let told = answer.as_ref().map(|answer| (answer.status, header(answer, "retry-after"), body(answer)));
-            let Some((status, retry, body)) = told else { panic!("{refusal}") };
+            let answer = answer(FailureMode::FailClosed).unwrap();
+            let body: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+            let retry = header(&answer, "retry-after");
             let code = body["error"]["code"].as_str().unwrap();
-            assert_eq!(Some((status, retry, code)), closed.map(|(s, r, c)| (s, r, c)), "{refusal}");
+            assert_eq!((answer.status, retry, code), closed, "{refusal}");
             assert_eq!(body["error"]["message"], refusal.to_string());
             assert!(body["error"]["type"].is_string());
-            let answer = answer.unwrap();
             assert_eq!(header(&answer, headers::REQUEST_ID), Some("r-1"));
             assert_eq!(header(&answer, headers::MODE), Some("rejected"));
             assert_eq!(header(&answer, headers::DROPPED).is_some(), retry.is_some(), "{refusal}");

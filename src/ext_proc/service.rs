@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessor;
 use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, ProcessingResponse};
 use tokio::sync::mpsc;
@@ -48,21 +47,24 @@ pub struct Live {
     pub held: usize,
 }
 
-/// The ext_proc service.
-#[derive(Clone)]
-pub struct Service {
-    live: Arc<ArcSwap<Live>>,
+/// What outlives a configuration.
+pub struct Kept {
     pub(super) metrics: Arc<Metrics>,
     pub(super) first_tokens: Arc<FirstTokens>,
     pub(super) held: Arc<Held>,
-    warned: Arc<AtomicBool>,
+    warned: AtomicBool,
 }
 
-impl Service {
-    /// A service over the request path.
-    pub fn new(live: Arc<ArcSwap<Live>>, metrics: Arc<Metrics>) -> Self {
+impl Kept {
+    /// Nothing yet.
+    pub fn new(metrics: Arc<Metrics>) -> Arc<Self> {
         let held = Held::new(metrics.clone());
-        Self { live, metrics, first_tokens: Arc::default(), held, warned: Arc::default() }
+        Arc::new(Self { metrics, first_tokens: Arc::default(), held, warned: AtomicBool::new(false) })
+    }
+
+    /// Where is measured.
+    pub fn metrics(&self) -> &Arc<Metrics> {
+        &self.metrics
     }
 
     /// Says once that a gateway is configured so that prompts cannot be read before it routes.
@@ -74,6 +76,20 @@ impl Service {
             );
         }
     }
+}
+
+/// The ext_proc service.
+#[derive(Clone)]
+pub struct Service {
+    live: Arc<Live>,
+    kept: Arc<Kept>,
+}
+
+impl Service {
+    /// A service over the request path.
+    pub fn new(live: Live, kept: Arc<Kept>) -> Self {
+        Self { live: Arc::new(live), kept }
+    }
 
     async fn run(self, mut incoming: Streaming<ProcessingRequest>, replies: Replies, filter: Filter) {
         let Ok(first) = receive(&mut incoming, &replies).await else { return };
@@ -81,14 +97,13 @@ impl Service {
         if filter == Filter::Probe || Probe::begins(&first) {
             return self.probe(first, incoming, replies).await;
         }
-        let live = self.live.load_full();
-        let sampled = live.options.observe.samples(rand::random());
+        let sampled = self.live.options.observe.samples(rand::random());
         let start = Start {
             probed_as: (filter == Filter::Probed).then(|| format!("{:016x}", rand::random::<u64>())),
             sampled,
             request_id: format!("{:032x}", rand::random::<u128>()),
         };
-        Stream::new(&self, live, (incoming, replies), start).run(first).await;
+        Stream::new(self.kept, self.live, (incoming, replies), start).run(first).await;
     }
 
     async fn probe(&self, first: Incoming, mut incoming: Streaming<ProcessingRequest>, replies: Replies) {
@@ -103,13 +118,13 @@ impl Service {
                 }
             }
             if let Some(name) = answered.first_token {
-                outcome = if self.first_tokens.seen(&name) { "seen" } else { "foreign" };
+                outcome = if self.kept.first_tokens.seen(&name) { "seen" } else { "foreign" };
             }
             if !answered.ends {
                 next = receive(&mut incoming, &replies).await.ok().map(Incoming::read);
             }
         }
-        self.metrics.first_token_streams.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.kept.metrics.first_token_streams.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 }
 

@@ -15,7 +15,7 @@ use super::held::Share;
 use super::message::Incoming;
 use super::pipeline::Routed;
 use super::record::Record;
-use super::service::{Closed, Live, Replies, Service, receive};
+use super::service::{Closed, Kept, Live, Replies, receive};
 
 /// Messages that are read ahead while a route is looked for; beyond it Envoy has to wait.
 const EARLY: usize = 64;
@@ -25,7 +25,7 @@ const HOLD_MARGIN: Duration = Duration::from_millis(500);
 
 /// One HTTP exchange.
 pub(super) struct Stream {
-    service: Service,
+    kept: Arc<Kept>,
     live: Arc<Live>,
     incoming: Streaming<ProcessingRequest>,
     replies: Replies,
@@ -48,22 +48,22 @@ enum Event {
 
 impl Stream {
     pub(super) fn new(
-        service: &Service,
+        kept: Arc<Kept>,
         live: Arc<Live>,
         (incoming, replies): (Streaming<ProcessingRequest>, Replies),
         start: Start,
     ) -> Self {
-        let first_token = start.probed_as.clone().map(|name| service.first_tokens.expect(name));
+        let first_token = start.probed_as.clone().map(|name| kept.first_tokens.expect(name));
         Self {
-            service: service.clone(),
             incoming,
             replies,
             exchange: Exchange::new(live.options.clone(), start),
-            record: Record::open(service.metrics.clone(), live.pipeline.router().clone()),
+            record: Record::open(kept.metrics.clone(), live.pipeline.router().clone()),
             first_token,
-            held: service.held.share(),
+            held: kept.held.share(),
             deadline: Instant::now() + live.upload,
             live,
+            kept,
         }
     }
 
@@ -116,7 +116,7 @@ impl Stream {
     async fn take(&mut self, incoming: Incoming, early: &mut VecDeque<ProcessingRequest>) -> Result<(), Closed> {
         if let Some(modes) = incoming.modes {
             self.exchange.configure(modes);
-            self.service.warn_of(modes.request);
+            self.kept.warn_of(modes.request);
         }
         self.exchange.hear(incoming.told);
         let Some(message) = incoming.message else { return Ok(()) };

@@ -116,3 +116,100 @@ fn a_request_with_too_many_prompts_is_routed_by_load() {
     let body = format!(r#"{{"model":"base","prompt":[{}]}}"#, vec!["[1]"; 5000].join(","));
     assert_eq!(estimated("/v1/completions", &body).1, Reason::TooManyPrompts);
 }
+
+fn read(path: &str, content_type: &'static str, body: &str) -> Taken {
+    let headers = move |name: &str| (name == "content-type").then_some(content_type.into());
+    tokens_only(ClientsConfig::default()).take_now(path, &headers, body.as_bytes())
+}
+
+#[test]
+fn each_api_is_routed_as_its_shape_wants_and_to_who_serves_its_model() {
+    const JSON: &str = "application/json";
+    const FORM: &str = "multipart/form-data; boundary=B";
+    let form = |model: &str| {
+        let file =
+            format!("--B\r\ncontent-disposition: form-data; name=file; filename=f\r\n\r\n{}\r\n", "z".repeat(9999));
+        file + &format!("--B\r\ncontent-disposition: form-data; name=model\r\n\r\n{model}\r\n--B--\r\n")
+    };
+    let served = Some("base");
+    let cases = [
+        ("/v1/chat/completions", JSON, r#"{"model":"alias","messages":[]}"#.into(), Reason::Unreadable, served),
+        ("/v1/rerank", JSON, r#"{"model":"alias","query":"12345678"}"#.into(), Reason::UnknownPrompt, served),
+        (
+            "/v1/responses",
+            JSON,
+            r#"{"model":"base","input":"12345678","previous_response_id":"r"}"#.into(),
+            Reason::EngineState,
+            served,
+        ),
+        ("/v1/audio/transcriptions", FORM, form("tuned"), Reason::UnknownPrompt, served),
+        ("/v1/audio/transcriptions", FORM, form("other"), Reason::UnknownModel, None),
+        ("/v1/audio/transcriptions", FORM, "nothing".into(), Reason::UnknownPrompt, served),
+        ("/tokenize", JSON, r#"{"model":"alias","prompt":"x"}"#.into(), Reason::NotInference, served),
+        ("/tokenize", JSON, r#"{"model":"other","prompt":"x"}"#.into(), Reason::NotInference, None),
+        ("/tokenize", JSON, "garbage".into(), Reason::NotInference, served),
+        ("/v1/models", JSON, String::new(), Reason::NotInference, served),
+        ("/v1/embeddings", JSON, r#"{"model":"other","input":"x"}"#.into(), Reason::UnknownModel, None),
+        ("/unknown", JSON, r#"{"model":"base"}"#.into(), Reason::NotInference, None),
+    ];
+    for (path, content_type, body, reason, model) in cases {
+        let taken = read(path, content_type, &body);
+        let Prompt::Estimated { tokens, because } = taken.request.prompt else { panic!("{path} {body}") };
+        assert_eq!((because, taken.request.model.as_ref().map(ModelName::as_str)), (reason, model), "{path} {body}");
+        let expected = match because {
+            Reason::UnknownPrompt if path == "/v1/rerank" => 2,
+            Reason::EngineState => 2,
+            Reason::Unreadable => body.len() as u64 / 4,
+            Reason::UnknownModel if path == "/v1/embeddings" => body.len() as u64 / 4,
+            _ => 0,
+        };
+        assert_eq!(tokens, expected, "{path} {body}");
+        let work = !matches!(because, Reason::NotInference);
+        assert_eq!(RouteRequest::new(None, Prompt::Estimated { tokens, because }).has_prompt(), work, "{path}");
+    }
+    let taken = read("/v1/audio/transcriptions", FORM, &form("tuned"));
+    assert_eq!(taken.request.constraints.adapter.as_deref(), Some("tuned"));
+    assert_eq!((taken.api, taken.asked_model.as_deref()), (Some(Api::Transcriptions), Some("tuned")));
+    let unknown = read("/v1/embeddings", JSON, r#"{"model":"other","input":"x"}"#);
+    assert_eq!(unknown.asked_model.as_deref(), Some("other"));
+}
+
+#[test]
+fn tokens_are_hashed_whichever_api_brings_them() {
+    let intake = hurried();
+    let tokens: Vec<u32> = (1..=32).collect();
+    for (path, key) in [
+        ("/inference/v1/generate", "token_ids"),
+        ("/v1/embeddings", "input"),
+        ("/generate", "input_ids"),
+        ("/v1/completions", "prompt"),
+    ] {
+        let body = serde_json::json!({ key: tokens }).to_string();
+        let taken = intake.take_now(path, &|_| None, body.as_bytes());
+        let [blocks] = taken.request.prompt.blocks() else { panic!("{path}: {:?}", taken.request.prompt) };
+        assert_eq!((blocks.len(), taken.tokens), (2, vec![tokens.clone()]), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn no_trouble_with_the_body_makes_work_of_what_is_none() {
+    let intake = tokens_only(ClientsConfig::default());
+    let because = async |path: &str, body: Body| match intake.take(path, &|_| None, &body).await.request.prompt {
+        Prompt::Estimated { tokens, because } => (tokens, because),
+        prompt => panic!("{prompt:?}"),
+    };
+    for body in [Body::Absent, Body::Unseen, Body::TooLarge(1 << 30)] {
+        assert_eq!(because("/tokenize", body.clone()).await, (0, Reason::NotInference), "{body:?}");
+    }
+    assert_eq!(because("/v1/audio/translations", Body::TooLarge(1 << 30)).await, (0, Reason::BodyTooLarge));
+    assert_eq!(because("/v1/score", Body::TooLarge(400)).await, (100, Reason::BodyTooLarge));
+    assert_eq!(because("/v1/score", Body::Absent).await, (0, Reason::NoBody));
+}
+
+#[test]
+fn only_wanted_bodies_are_asked_for() {
+    let intake = tokens_only(ClientsConfig::default());
+    for (path, wanted) in [("/v1/completions", true), ("/v1/models", false), ("/favicon.ico", false)] {
+        assert_eq!(intake.wants_body(path, &|_| None), wanted, "{path}");
+    }
+}

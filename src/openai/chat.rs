@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use super::{ParseError, Prompt, Request, Side, Tokenization};
 
 /// A conversation and what its rendering depends on.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Chat {
     /// The messages, oldest first.
     pub messages: Vec<Message>,
@@ -32,7 +32,7 @@ pub struct Chat {
 }
 
 /// One message.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 pub struct Message {
     /// Who speaks.
     pub role: String,
@@ -45,6 +45,9 @@ pub struct Message {
     /// Calls the assistant made, as sent.
     #[serde(default)]
     pub tool_calls: Option<Vec<Value>>,
+    /// Whether the engine put the calls together itself; the order of their keys is another then.
+    #[serde(skip)]
+    pub calls_put_together: bool,
     /// The call a tool answers.
     #[serde(default)]
     pub tool_call_id: Option<String>,
@@ -118,6 +121,13 @@ impl Chat {
     }
 }
 
+impl Message {
+    /// A message that says a text.
+    pub(super) fn of(role: &str, text: String) -> Self {
+        Self { role: role.to_owned(), content: Some(Content::Text(text)), ..Self::default() }
+    }
+}
+
 impl Part {
     fn is_media(&self) -> bool {
         const TEXT: [&str; 6] = ["text", "refusal", "input_text", "output_text", "thinking", "tool_reference"];
@@ -129,7 +139,7 @@ impl Part {
         }
     }
 
-    fn text_bytes(&self) -> usize {
+    pub(super) fn text_bytes(&self) -> usize {
         match self {
             Part::Bare(text) => text.len(),
             Part::Typed { text, refusal, thinking, .. } => {
@@ -179,10 +189,18 @@ struct Body<'a> {
     truncation_side: Option<Side>,
 }
 
+/// What engines tell one another about a request.
 #[derive(Deserialize)]
-struct Forwarded {
+pub(super) struct Forwarded {
     #[serde(default)]
     prompt_token_ids: Option<IgnoredAny>,
+}
+
+impl Forwarded {
+    /// Whether the prompt's tokens are among it.
+    pub(super) fn has_tokens(&self) -> bool {
+        self.prompt_token_ids.is_some()
+    }
 }
 
 pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
@@ -200,7 +218,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         chat_template: body.chat_template,
         chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
         reasoning_effort: body.reasoning_effort,
-        forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.prompt_token_ids.is_some()),
+        forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.has_tokens()),
     };
     Ok(Request {
         model: body.model,

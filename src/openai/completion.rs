@@ -62,7 +62,8 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
     })
 }
 
-struct Prompts(Prompt);
+/// The prompts of a request, in any of the four shapes.
+pub(super) struct Prompts(pub(super) Prompt);
 
 impl<'de> Deserialize<'de> for Prompts {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -84,7 +85,7 @@ impl<'de> Visitor<'de> for PromptsVisitor {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Prompts, A::Error> {
-        let mixed = || A::Error::custom("the entries of `prompt` are of different kinds");
+        let mixed = || A::Error::custom("the entries of the prompt are of different kinds");
         let mut prompt = match seq.next_element()? {
             None => return Ok(Prompts(Prompt::Texts(Vec::new()))),
             Some(Entry::Text(text)) => Prompt::Texts(vec![text]),

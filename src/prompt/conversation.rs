@@ -70,7 +70,8 @@ fn turn(message: &Message, format: ContentFormat) -> Result<Turn, EncodeError> {
 
 fn assistant(message: &Message, rest: &mut Vec<(&'static str, Value)>) -> Result<(), EncodeError> {
     if let Some(calls) = message.tool_calls.as_ref().filter(|calls| !calls.is_empty()) {
-        let calls: Vec<Value> = calls.iter().map(tool_call).collect::<Result<_, _>>()?;
+        let calls: Vec<Value> =
+            calls.iter().map(|call| tool_call(call, message.calls_put_together)).collect::<Result<_, _>>()?;
         rest.push(("tool_calls", python::list(calls)));
     }
     if let Some(thought) = message.reasoning.as_ref().or(message.reasoning_content.as_ref()) {
@@ -112,8 +113,9 @@ fn known(kind: &str, text: Option<&String>) -> Result<Option<String>, EncodeErro
     text.map(|text| Some(text.clone())).ok_or_else(|| EncodeError::uncertain(format!("an empty part of type {kind}")))
 }
 
-/// A call as validation leaves it: known keys in the order of the schema, then the others as sent.
-fn tool_call(call: &Json) -> Result<Value, EncodeError> {
+/// A call as validation leaves it: known keys in the order of the schema, then the others as sent. One that the engine put
+/// together is not validated again, and has its name first.
+fn tool_call(call: &Json, put_together: bool) -> Result<Value, EncodeError> {
     let call = call.as_object().ok_or_else(|| EncodeError::rejected("a tool call is not an object"))?;
     let function = call.get("function").and_then(Json::as_object);
     let (Some(function), Some("function"), Some(_)) =
@@ -126,7 +128,10 @@ fn tool_call(call: &Json) -> Result<Value, EncodeError> {
     else {
         return Err(EncodeError::uncertain("a tool call whose name or arguments are not strings"));
     };
-    let inner = [("arguments", arguments_value(arguments)?), ("name", Value::from(name))];
+    let mut inner = [("arguments", arguments_value(arguments)?), ("name", Value::from(name))];
+    if put_together {
+        inner.reverse();
+    }
     let function = with_others(inner, function)?;
     let outer = [("id", python::value(&call["id"])?), ("function", function), ("type", Value::from("function"))];
     with_others(outer, call)

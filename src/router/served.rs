@@ -80,7 +80,8 @@ impl Router {
     /// The prompts are not cached where they were to go, but where they went, as far as that is predicted.
     fn expect_at(&self, booked: &mut Booked, moved: Option<&Member>) {
         self.expect_booked(booked);
-        let own = booked.leases.drain(..std::mem::take(&mut booked.own_leases));
+        let own = std::mem::take(&mut booked.own_leases).min(booked.leases.len());
+        let own = booked.leases.drain(..own);
         let generated: u64 = own.zip(&booked.prompts).map(|(lease, hashes)| lease.revoke(hashes)).sum();
         let Some(member) = moved.filter(|member| member.worker.block_size == booked.route.block_size) else { return };
         let mut leases: Vec<_> =

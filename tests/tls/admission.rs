@@ -122,6 +122,25 @@ async fn a_token_protects_all_pages_but_the_probes_and_may_change() {
 }
 
 #[tokio::test]
+async fn explain_asks_with_the_token() {
+    let more = json!({"admin": {"listen": "127.0.0.1:0", "token_file": "token"}});
+    let site = Site::start(more, |folder| std::fs::write(folder.join("token"), "first\n").unwrap()).await;
+    until("ready", async || site.page("/readyz", "").await.0 == 200).await;
+    std::fs::write(site.path("body"), json!({"model": "m", "prompt": "why?"}).to_string()).unwrap();
+    let explain = |token: &[&str]| {
+        let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_warmroute"));
+        command.args(["explain", "--admin", &format!("http://{}", site.admin), "--body"]).arg(site.path("body"));
+        command.args(token).current_dir(site.path("")).output()
+    };
+    let refused = explain(&[]).await.unwrap();
+    assert!(!refused.status.success());
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("asks for the token"), "{refused:?}");
+    let answered = explain(&["--token-file", "token"]).await.unwrap();
+    assert!(answered.status.success(), "{answered:?}");
+    site.stop().await;
+}
+
+#[tokio::test]
 async fn clients_that_say_nothing_hold_up_nobody_and_are_sent_away() {
     let more = json!({
         "listen": {"tcp": "127.0.0.1:0", "tls": {"self_signed": true}},

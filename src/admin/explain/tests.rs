@@ -135,7 +135,7 @@ async fn what_cannot_be_read_goes_by_load_and_says_why() {
         (json!({"body": null}), "no_body"),
         (json!({"body": ""}), "no_body"),
         (json!({"body": "x".repeat(LIMIT + 1)}), "body_too_large"),
-        (json!({"path": "/v1/embeddings", "body": EXACT}), "not_inference"),
+        (json!({"path": "/tokenize", "body": EXACT}), "not_inference"),
         (json!({"path": "/v1/chat/completions", "body": EXACT}), "unreadable"),
     ];
     for (question, reason) in cases {

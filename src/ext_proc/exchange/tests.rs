@@ -1,28 +1,34 @@
 //! Transcripts: what Envoy sends, line by line, and what it gets. Each line of a transcript is one effect in short form,
 //! so that a whole exchange can be read at a glance.
 
+use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
 use envoy_types::pb::envoy::service::ext_proc::v3::{CommonResponse, HeaderMutation};
 
 mod any_order;
+mod contract;
 
 use super::*;
+use crate::ext_proc::headers;
+use crate::ext_proc::message::BodyMode;
 use crate::router::{Destination, Mode};
 use crate::worker::{DpRank, WorkerId, WorkerRank};
 
 const CHAT: &str = "/v1/chat/completions";
 
+fn options() -> Options {
+    let answers = Answers { mode: true, ..Answers::default() };
+    Options { body_limit: 200_000, answers, ..Options::default() }
+}
+
 fn exchange(request: BodyMode, response: BodyMode) -> Exchange {
-    let options = Options {
-        body_limit: 200_000,
-        mode_header: true,
-        worker_header: false,
-        prediction_header: false,
-        why_header: false,
-    };
-    let mut exchange = Exchange::new(Arc::new(options));
-    exchange.configure(Modes { request, response });
+    exchange_with(options(), Start::default(), Modes { request, response })
+}
+
+fn exchange_with(options: Options, start: Start, modes: Modes) -> Exchange {
+    let mut exchange = Exchange::new(Arc::new(options), start);
+    exchange.configure(modes);
     exchange
 }
 
@@ -32,8 +38,10 @@ fn headers(path: &str, end: bool) -> Message {
 }
 
 fn forged(path: &str) -> Message {
-    let head = RequestHead { path: path.into(), forged: vec![headers::WORKER_ID, headers::MODE], ..Default::default() };
-    Message::RequestHeaders { head, end: false }
+    let header = |name: &str| HeaderValue { key: name.into(), value: "1".into(), ..HeaderValue::default() };
+    let sent = [headers::WORKER_ID, headers::MODE, "x-other"].map(header);
+    let all = Arc::new(HeaderMap { headers: sent.to_vec() });
+    Message::RequestHeaders { head: RequestHead { path: path.into(), all, ..Default::default() }, end: false }
 }
 
 fn body(bytes: &[u8], end: bool) -> Message {
@@ -72,6 +80,8 @@ fn short_one(effect: Effect) -> String {
         Effect::Route(Inbound { body, .. }) => match body {
             Body::Absent => "route absent".into(),
             Body::Unseen => "route unseen".into(),
+            Body::Streamed => "route streamed".into(),
+            Body::Cut { shown, length } => format!("route cut {} of {length:?}", shown.len()),
             Body::Whole(bytes) => format!("route whole {}", bytes.len()),
             Body::TooLarge(len) => format!("route too large {len}"),
         },
@@ -121,8 +131,15 @@ fn changes(common: CommonResponse) -> String {
     for name in remove_headers {
         line += &format!(" -{name}");
     }
-    if let Some(Mutation::StreamedResponse(piece)) = common.body_mutation.and_then(|body| body.mutation) {
-        line += &format!(" {}{}", piece.body.len(), if piece.end_of_stream { " end" } else { "" });
+    match common.body_mutation.and_then(|body| body.mutation) {
+        Some(Mutation::StreamedResponse(piece)) => {
+            line += &format!(" {}{}", piece.body.len(), if piece.end_of_stream { " end" } else { "" });
+        }
+        Some(Mutation::Body(body)) => line += &format!(" body {}", String::from_utf8(body).unwrap()),
+        _ => {}
+    }
+    if common.clear_route_cache {
+        line += " +route";
     }
     line
 }
@@ -135,7 +152,7 @@ fn a_buffered_body_is_routed_in_its_answer_and_a_unary_answer_ends_the_prefill_w
     let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
     assert_eq!(short(exchange.on_message(headers(CHAT, false))), ["request headers"]);
     assert_eq!(short(exchange.on_message(body(b"{}", true))), ["route whole 2"]);
-    assert_eq!(short(exchange.on_route(&to_worker())), [format!("request body {STEERED}")]);
+    assert_eq!(short(exchange.on_route(to_worker())), [format!("request body {STEERED}")]);
     let expected = ["response headers x-warmroute-mode=exact", "status 200", "first token"];
     assert_eq!(short(exchange.on_message(response(false, false))), expected);
     assert_eq!(short(exchange.on_message(Message::ResponseTrailers)), ["response trailers", "finished"]);
@@ -146,7 +163,7 @@ fn an_event_stream_is_watched_and_its_first_bytes_are_the_first_token() {
     let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
     exchange.on_message(headers(CHAT, false));
     exchange.on_message(body(b"{}", true));
-    exchange.on_route(&to_worker());
+    exchange.on_route(to_worker());
     let watched = ["response headers x-warmroute-mode=exact mode 2/1", "status 200"];
     assert_eq!(short(exchange.on_message(response(true, false))), watched);
     assert_eq!(short(exchange.on_message(answer(b"", false))), ["response body"]);
@@ -159,18 +176,19 @@ fn an_event_stream_is_watched_and_its_first_bytes_are_the_first_token() {
 #[test]
 fn forged_routing_headers_are_removed_unless_we_set_them() {
     let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
-    let removed = "request headers -x-worker-instance-id -x-warmroute-mode";
+    let removed = "request headers -x-warmroute-mode -x-worker-instance-id";
     assert_eq!(short(buffered.on_message(forged(CHAT))), [removed]);
     let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
     duplex.on_message(forged(CHAT));
     duplex.on_message(body(b"", true));
-    let lines = short(duplex.on_route(&to_worker()));
+    let lines = short(duplex.on_route(to_worker()));
     let set = STEERED.strip_suffix(" +metadata").unwrap();
-    assert_eq!(lines[0], format!("request headers {set} -x-warmroute-mode +metadata"));
+    assert_eq!(lines[0], format!("request headers content-length=0 {set} -x-warmroute-mode +metadata"));
     let mut passed = exchange(BodyMode::FullDuplex, BodyMode::None);
     passed.on_message(forged(CHAT));
     passed.on_message(body(b"", true));
-    assert_eq!(short(passed.on_route(&to_nobody()))[0], removed);
+    let removed = removed.replace("headers", "headers content-length=0");
+    assert_eq!(short(passed.on_route(to_nobody()))[0], removed);
 }
 
 #[test]
@@ -180,7 +198,7 @@ fn a_request_without_a_body_is_answered_at_its_headers_in_every_mode() {
     for mode in modes {
         let mut exchange = exchange(mode, BodyMode::None);
         assert_eq!(short(exchange.on_message(headers("/v1/models", true))), ["route absent"], "{mode:?}");
-        assert_eq!(short(exchange.on_route(&to_worker())), [format!("request headers {STEERED}")], "{mode:?}");
+        assert_eq!(short(exchange.on_route(to_worker())), [format!("request headers {STEERED}")], "{mode:?}");
         assert!(exchange.on_message(body(b"", true)).is_empty(), "{mode:?}");
     }
 }
@@ -189,13 +207,13 @@ fn a_request_without_a_body_is_answered_at_its_headers_in_every_mode() {
 fn a_path_that_is_not_inference_is_spared_its_body() {
     let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
     assert_eq!(short(buffered.on_message(headers("/v1/files", false))), ["route unseen"]);
-    assert_eq!(short(buffered.on_route(&to_worker())), [format!("request headers {STEERED} mode 0/0")]);
+    assert_eq!(short(buffered.on_route(to_worker())), [format!("request headers {STEERED} mode 0/0")]);
     // Envoy ignores the wish without a word where `allow_mode_override` is off, and then waits for an answer.
     assert_eq!(short(buffered.on_message(body(b"abc", true))), ["request body"]);
     // Full duplex cannot be switched off: what comes goes back.
     let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
     assert_eq!(short(duplex.on_message(headers("/v1/files", false))), ["route unseen"]);
-    duplex.on_route(&to_worker());
+    duplex.on_route(to_worker());
     assert_eq!(short(duplex.on_message(body(b"abc", false))), ["request body 3"]);
     assert_eq!(short(duplex.on_message(body(b"", true))), ["request body 0 end"]);
     assert!(duplex.on_message(body(b"", true)).is_empty());
@@ -210,12 +228,12 @@ fn full_duplex_holds_the_header_answer_and_sends_every_byte_back() {
     assert_eq!(short(exchange.on_message(body(b"", true))), ["route whole 150000"]);
     assert!(exchange.on_message(body(b"", true)).is_empty(), "a second end of stream is ignored");
     let expected = [
-        format!("request headers {STEERED}"),
+        format!("request headers content-length=150000 {STEERED}"),
         "request body 62000".into(),
         "request body 62000".into(),
         "request body 26000 end".into(),
     ];
-    assert_eq!(short(exchange.on_route(&to_worker())), expected);
+    assert_eq!(short(exchange.on_route(to_worker())), expected);
 }
 
 #[test]
@@ -225,7 +243,7 @@ fn full_duplex_with_trailers_ends_with_the_trailers() {
     exchange.on_message(body(b"abc", false));
     assert_eq!(short(exchange.on_message(Message::RequestTrailers)), ["route whole 3"]);
     let expected = [format!("request headers {STEERED}"), "request body 3".into(), "request trailers".into()];
-    assert_eq!(short(exchange.on_route(&to_worker())), expected);
+    assert_eq!(short(exchange.on_route(to_worker())), expected);
 }
 
 #[test]
@@ -233,7 +251,7 @@ fn trailers_without_a_body_are_answered_and_no_body_is() {
     let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
     duplex.on_message(headers(CHAT, false));
     assert_eq!(short(duplex.on_message(Message::RequestTrailers)), ["route whole 0"]);
-    assert_eq!(short(duplex.on_route(&to_worker())), [format!("request headers {STEERED}"), "request trailers".into()]);
+    assert_eq!(short(duplex.on_route(to_worker())), [format!("request headers {STEERED}"), "request trailers".into()]);
     let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
     buffered.on_message(headers(CHAT, false));
     assert_eq!(short(buffered.on_message(Message::RequestTrailers)), ["request trailers"]);
@@ -254,7 +272,7 @@ fn a_body_past_the_limit_is_routed_by_load_and_still_passes_whole() {
     exchange.on_message(body(&[0; 150_000], false));
     assert_eq!(short(exchange.on_message(body(&[0; 60_000], false))), ["route too large 210000"]);
     assert!(exchange.on_message(body(&[0; 1_000], false)).is_empty(), "came while the route was looked for");
-    let back: usize = short(exchange.on_route(&to_worker()))
+    let back: usize = short(exchange.on_route(to_worker()))
         .iter()
         .filter_map(|line| line.strip_prefix("request body ")?.parse::<usize>().ok())
         .sum();
@@ -265,8 +283,8 @@ fn a_body_past_the_limit_is_routed_by_load_and_still_passes_whole() {
 #[test]
 fn a_streamed_body_is_routed_before_it_comes_because_later_is_too_late() {
     let mut exchange = exchange(BodyMode::Streamed, BodyMode::None);
-    assert_eq!(short(exchange.on_message(headers(CHAT, false))), ["route unseen"]);
-    assert_eq!(short(exchange.on_route(&to_worker())), [format!("request headers {STEERED}")]);
+    assert_eq!(short(exchange.on_message(headers(CHAT, false))), ["route streamed"]);
+    assert_eq!(short(exchange.on_route(to_worker())), [format!("request headers {STEERED}")]);
     assert_eq!(short(exchange.on_message(body(b"abc", false))), ["request body"]);
     assert_eq!(short(exchange.on_message(body(b"", true))), ["request body"]);
 }
@@ -276,7 +294,7 @@ fn without_a_worker_envoy_chooses_and_the_answer_says_so() {
     let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
     exchange.on_message(headers(CHAT, false));
     exchange.on_message(body(b"{}", true));
-    assert_eq!(short(exchange.on_route(&to_nobody())), ["request body"]);
+    assert_eq!(short(exchange.on_route(to_nobody())), ["request body"]);
     let expected = ["response headers x-warmroute-mode=passthrough", "status 200", "first token"];
     assert_eq!(short(exchange.on_message(response(true, false))), expected);
 }
@@ -288,7 +306,7 @@ fn a_local_reply_before_the_route_ends_the_exchange_and_a_late_route_is_not_sent
     exchange.on_message(body(b"{}", true));
     let expected = ["response headers", "status 200", "first token", "finished"];
     assert_eq!(short(exchange.on_message(response(false, true))), expected);
-    assert!(exchange.on_route(&to_worker()).is_empty());
+    assert!(exchange.on_route(to_worker()).is_empty());
 }
 
 #[test]
@@ -296,7 +314,7 @@ fn full_duplex_responses_go_back_byte_for_byte() {
     let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::FullDuplex);
     exchange.on_message(headers(CHAT, false));
     exchange.on_message(body(b"{}", true));
-    exchange.on_route(&to_worker());
+    exchange.on_route(to_worker());
     let expected = ["response headers x-warmroute-mode=exact", "status 200"];
     assert_eq!(short(exchange.on_message(response(true, false))), expected);
     let first = ["response body 62000", "response body 1000", "first token", "answer 63000"];
@@ -305,7 +323,7 @@ fn full_duplex_responses_go_back_byte_for_byte() {
 }
 
 fn refusal() -> Immediate {
-    Immediate { status: 429, retry_after: Some(2), body: b"{}".to_vec(), details: "test" }
+    Immediate { status: 429, headers: vec![("retry-after", "2".to_owned())], body: b"{}".to_vec(), details: "test" }
 }
 
 const OWN: &str = "own 429 content-type=application/json retry-after=2 {}";
@@ -316,7 +334,7 @@ fn a_request_that_gets_no_worker_is_answered_by_us_in_every_body_mode() {
     buffered.on_message(headers(CHAT, false));
     buffered.on_message(body(b"{}", true));
     assert_eq!(short(buffered.on_immediate(&refusal())), [OWN]);
-    assert_eq!(short(buffered.on_route(&to_worker())), [""; 0], "a late route is not sent");
+    assert_eq!(short(buffered.on_route(to_worker())), [""; 0], "a late route is not sent");
     assert_eq!(short(buffered.on_immediate(&refusal())), [""; 0], "nor a second answer");
 
     let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
@@ -342,7 +360,7 @@ fn envoy_is_asked_to_wait_only_while_it_waits_with_a_limit() {
     assert_eq!(hold(&buffered), None);
     buffered.on_message(body(b"{}", true));
     assert_eq!(hold(&buffered).as_deref(), Some("hold 30.500"));
-    buffered.on_route(&to_worker());
+    buffered.on_route(to_worker());
     assert_eq!(hold(&buffered), None);
 
     let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
@@ -361,7 +379,7 @@ fn the_prefill_worker_is_named_beside_the_one_that_decodes() {
     exchange.on_message(headers(CHAT, false));
     exchange.on_message(body(b"{}", true));
     let expected = "request body x-worker-instance-id=18446744073709551615 x-dp-rank=3 \
-                    x-gateway-destination-endpoint=10.0.0.1:8000 x-prefill-instance-id=7 x-prefill-dp-rank=1 \
+                    x-prefill-instance-id=7 x-prefill-dp-rank=1 x-gateway-destination-endpoint=10.0.0.1:8000 \
                     x-prefiller-host-port=10.0.0.7:8000 +metadata";
-    assert_eq!(short(exchange.on_route(&steer)), [expected]);
+    assert_eq!(short(exchange.on_route(steer)), [expected]);
 }

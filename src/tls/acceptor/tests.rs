@@ -97,7 +97,7 @@ fn our_own_certificate_stays_when_the_client_ca_changes() {
     issue(&ca, &dir.path().join("ca.key"));
     let config = TlsConfig { self_signed: true, client_ca: Some(ca.clone()), ..TlsConfig::default() };
     let acceptor = Acceptor::new("test", &config, Protocol::Grpc, Arc::new(Metrics::new())).unwrap();
-    assert_eq!(acceptor.files(), [ca.clone()]);
+    assert_eq!(acceptor.files(), std::slice::from_ref(&ca));
     let before = acceptor.current();
     let own = acceptor.own.as_ref().unwrap().expires;
     issue(&ca, &dir.path().join("ca.key"));

@@ -12,6 +12,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
+use crate::ext_proc::message::Incoming;
 
 /// One thing that happens to an exchange.
 #[derive(Clone, Debug)]
@@ -19,6 +20,10 @@ enum Step {
     Wire(Request),
     /// The answer to a route that may never have been asked for.
     Routed(bool),
+    /// The body takes too long, or there is no room for more of it.
+    Deadline,
+    /// Another filter saw the first token.
+    FirstToken,
 }
 
 fn http_headers(pairs: &[(&str, &str)], end_of_stream: bool) -> HttpHeaders {
@@ -57,6 +62,8 @@ fn step() -> impl Strategy<Value = Step> {
             .prop_map(|(body, end)| Step::Wire(Request::ResponseBody(http_body(body, end)))),
         1 => Just(Step::Wire(Request::ResponseTrailers(HttpTrailers::default()))),
         4 => any::<bool>().prop_map(Step::Routed),
+        1 => Just(Step::Deadline),
+        1 => Just(Step::FirstToken),
     ]
 }
 
@@ -76,20 +83,15 @@ struct Seen {
 
 impl Seen {
     fn new(request: BodySendMode, response: BodySendMode) -> Self {
-        let options = Options {
-            body_limit: 12,
-            mode_header: true,
-            worker_header: true,
-            prediction_header: true,
-            why_header: true,
-        };
+        let answers = Answers { mode: true, worker: true, prediction: true, why: true };
+        let options = Options { body_limit: 12, answers, conformance: true, ..Options::default() };
         let config = ProtocolConfiguration {
             request_body_mode: request.into(),
             response_body_mode: response.into(),
             ..ProtocolConfiguration::default()
         };
         Self {
-            exchange: Exchange::new(Arc::new(options)),
+            exchange: Exchange::new(Arc::new(options), Start::default()),
             duplex: request == BodySendMode::FullDuplexStreamed,
             config: Some(config),
             sent: HashMap::new(),
@@ -104,7 +106,9 @@ impl Seen {
 
     fn take(&mut self, step: Step) {
         let effects = match step {
-            Step::Routed(steered) => self.exchange.on_route(&if steered { to_worker() } else { to_nobody() }),
+            Step::Routed(steered) => self.exchange.on_route(if steered { to_worker() } else { to_nobody() }),
+            Step::Deadline => self.exchange.on_deadline(),
+            Step::FirstToken => self.exchange.on_first_token(),
             Step::Wire(request) => {
                 *self.sent.entry(name_of(&request)).or_default() += 1;
                 if let Request::RequestBody(body) = &request {
@@ -113,11 +117,11 @@ impl Seen {
                 let protocol_config = self.config.take();
                 let wire =
                     ProcessingRequest { request: Some(request), protocol_config, ..ProcessingRequest::default() };
-                let (modes, message) = Message::read(wire);
-                if let Some(modes) = modes {
+                let incoming = Incoming::read(wire);
+                if let Some(modes) = incoming.modes {
                     self.exchange.configure(modes);
                 }
-                self.exchange.on_message(message.unwrap())
+                self.exchange.on_message(incoming.message.unwrap())
             }
         };
         for effect in effects {

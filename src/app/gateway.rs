@@ -3,25 +3,36 @@
 
 use std::sync::Arc;
 
+use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessorServer;
+
 use crate::config::{Config, FirstToken};
 use crate::entrance::Entrance;
 use crate::ext_proc::config::AssumedBodies;
 use crate::ext_proc::exchange::{Answers, Options};
 use crate::ext_proc::message::{BodyMode, Modes};
 use crate::ext_proc::pipeline::{Pipeline, Policy};
-use crate::ext_proc::service::Live;
+use crate::ext_proc::service::{Kept, Live, Service};
 use crate::intake::{Intake, Rewrites};
-use crate::metrics::Metrics;
 use crate::openai::paths::Paths;
 
-/// The Envoy side of a configuration.
-pub(super) fn live(config: &Config, intake: Arc<Intake>, entrance: Arc<Entrance>, metrics: Arc<Metrics>) -> Live {
-    Live {
-        pipeline: Pipeline::new(intake, entrance, metrics, policy(config)),
+/// The ext_proc service of one configuration. What has to outlive a reload is shared with the one before.
+pub(super) fn service(
+    config: &Config,
+    intake: Arc<Intake>,
+    entrance: Arc<Entrance>,
+    kept: &Arc<Kept>,
+) -> ExternalProcessorServer<Service> {
+    let live = Live {
+        pipeline: Pipeline::new(intake, entrance, kept.metrics().clone(), policy(config)),
         options: Arc::new(options(config)),
         upload: config.limits.upload.get(),
         held: config.limits.held_bodies.bytes(),
-    }
+    };
+    // tonic's own limit of 4 MiB would refuse bodies that the configuration allows, and with failure_mode_allow the
+    // request would then silently go to a random worker.
+    ExternalProcessorServer::new(Service::new(live, kept.clone()))
+        .max_decoding_message_size(super::most_bytes(config))
+        .max_encoding_message_size(usize::MAX)
 }
 
 fn policy(config: &Config) -> Policy {
