@@ -22,13 +22,16 @@ mod wire;
 
 use std::fmt::Write as _;
 
+use futures_util::{StreamExt as _, stream};
 use script::Script;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_exchange_goes_as_its_transcript_says() {
     let (mut report, mut failed) = (String::new(), 0);
-    for (name, script) in Script::all() {
-        let wrong = play::play(&script).await.wrong(&script);
+    let scripts = stream::iter(Script::all());
+    let mut played = scripts.map(|(name, script)| async { (name, play::play(&script).await, script) }).buffered(8);
+    while let Some((name, played, script)) = played.next().await {
+        let wrong = played.wrong(&script);
         let verdict = if wrong.is_empty() { "passed" } else { "FAILED" };
         println!("{verdict}  {name}  {}", script.row);
         if let Some(differs) = &script.differs {

@@ -36,6 +36,7 @@ impl Site {
         config["listen"] = json!({ "tcp": "127.0.0.1:0" });
         config["admin"] = json!({ "listen": "127.0.0.1:0" });
         config["workers_file"] = json!("workers.yaml");
+        config["drain"] = json!({ "grace": "0s" });
         config["discovery"] = json!({ "poll": "1s", "debounce": "10ms" });
         write_workers(dir.path(), &workers);
         let path = dir.path().join("warmroute.yaml");
