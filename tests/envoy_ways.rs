@@ -16,3 +16,5 @@ mod deployment;
 mod openmetrics;
 #[path = "envoy_ways/probe.rs"]
 mod probe;
+#[path = "envoy_ways/ways.rs"]
+mod ways;
