@@ -38,7 +38,6 @@ pub struct Admin {
 
 /// The pages.
 pub fn routes(admin: Admin) -> Routes {
-    let explain = explain::page(&admin.way_in);
     Routes::new()
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(ready))
@@ -56,7 +55,7 @@ pub fn routes(admin: Admin) -> Routes {
             "/debug/load",
             get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().load().snapshot())) }),
         )
-        .route(explain::PAGE, explain)
+        .route(explain::PAGE, explain::page())
         .with_state(admin)
 }
 

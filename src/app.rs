@@ -5,11 +5,11 @@ mod encoders;
 mod gateway;
 mod health;
 mod keeper;
-mod live;
 mod offline;
 mod parts;
 mod reload;
 mod sockets;
+mod swap;
 mod unix;
 mod workers;
 
@@ -42,9 +42,9 @@ use crate::telemetry::LogFilter;
 use crate::tls::{Pace, Secrets};
 use health::Health;
 use keeper::Keeper;
-use live::Live;
 use reload::Next;
 use sockets::{GrpcListener, Sockets};
+use swap::Swap;
 use workers::Wanted;
 
 pub use offline::Offline;
@@ -68,6 +68,8 @@ pub struct App {
     pub ext_proc_socket: Option<PathBuf>,
     /// Where gRPC health listens for itself.
     pub health_address: Option<SocketAddr>,
+    /// Certificates, keys and tokens; [`Secrets::reload`] reads them again at once.
+    pub secrets: Secrets,
     readiness: Readiness,
     /// Health beside the services; its watchers are let go with them.
     health: Health,
@@ -96,13 +98,13 @@ impl App {
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
         let entrance = parts::entrance(&config, rand::random());
-        let secrets = Secrets::default();
-        let sockets = Sockets { limits: config.limits.clone(), secrets: secrets.clone(), metrics: metrics.clone() };
         let mut app = Self::bare(Arc::new(config), &metrics);
         let config = app.reloader.running();
+        let (limits, secrets) = (config.limits.clone(), app.secrets.clone());
+        let sockets = Sockets { limits, secrets, metrics: metrics.clone() };
         // Health and the pages come first, so that they can say what the rest is waiting for.
         let loading = app.readiness.wait_for(LOADING);
-        let way_in = WayIn { intake: Arc::default(), body_limit: config.limits.body.bytes() };
+        let way_in = WayIn::new(config.limits.body.bytes());
         app.serve_health(&sockets, &config).await?;
         let pages = Admin {
             entrance: entrance.clone(),
@@ -138,7 +140,7 @@ impl App {
         };
         app.reload_ways_in(way_in, parts.intake.clone());
         app.serve_api(&sockets, &config, parts).await?;
-        app.follow_secrets(secrets, &metrics);
+        app.follow_secrets(&metrics);
         let service = app.ext_proc(&config, intake, entrance, &metrics);
         for listener in grpc {
             let routes = Routes::new(app.health.service()).add_service(service.clone());
@@ -161,6 +163,7 @@ impl App {
             ext_proc_address: None,
             ext_proc_socket: None,
             health_address: None,
+            secrets: Secrets::default(),
             readiness: Readiness::default(),
             health: Health::default(),
             own_health: Health::default(),
@@ -272,7 +275,9 @@ impl App {
     fn reload_ways_in(&self, way_in: WayIn, api: Arc<ArcSwap<Intake>>) {
         self.reloader.part("models", move |next| {
             let (way_in, api, intake) = (way_in.clone(), api.clone(), next.intake.clone());
+            let body_limit = next.config.limits.body.bytes();
             Ok(Box::new(move || {
+                way_in.limit(body_limit);
                 way_in.intake.store(Some(intake.clone()));
                 api.store(intake);
             }))
@@ -286,10 +291,10 @@ impl App {
         intake: Arc<Intake>,
         entrance: Arc<Entrance>,
         metrics: &Arc<Metrics>,
-    ) -> Live<ExternalProcessorServer<Service>> {
+    ) -> Swap<ExternalProcessorServer<Service>> {
         let kept = Kept::new(metrics.clone());
         let make = move |config: &Config, intake| gateway::service(config, intake, entrance.clone(), &kept);
-        let live = Live::new(make(config, intake));
+        let live = Swap::new(make(config, intake));
         let place = live.clone();
         self.reloader.part("ext_proc", move |next: &Next| {
             let service = make(&next.config, next.intake.clone());
@@ -306,8 +311,13 @@ impl App {
         let api = Api::new(parts, settings);
         let listener = sockets.bind_api(settings).await?;
         self.api_address = listener.address();
-        let largest = config.limits.body.bytes().saturating_add(MESSAGE_OVERHEAD);
-        let routes = Routes::new(self.health.service()).add_service(api.server(largest));
+        let server = Swap::new(api.server(most_bytes(config)));
+        let routes = Routes::new(self.health.service()).add_service(server.clone());
+        let of_reload = api.clone();
+        self.reloader.part("api", move |next| {
+            let (place, server) = (server.clone(), of_reload.server(most_bytes(&next.config)));
+            Ok(Box::new(move || place.replace(server)))
+        });
         self.servers.spawn(listener.serve(routes, self.closing.clone()));
         self.background.spawn(async move {
             supervise("bookings", &metrics, stop, || {
@@ -323,8 +333,8 @@ impl App {
     }
 
     /// Reads certificates and tokens again when their files change, and with the configuration.
-    fn follow_secrets(&mut self, secrets: Secrets, metrics: &Arc<Metrics>) {
-        let read_again = secrets.clone();
+    fn follow_secrets(&mut self, metrics: &Arc<Metrics>) {
+        let (secrets, read_again) = (self.secrets.clone(), self.secrets.clone());
         self.reloader.part("secrets", move |_| {
             let secrets = read_again.clone();
             Ok(Box::new(move || secrets.reload()))
@@ -412,6 +422,11 @@ impl App {
         });
         Ok(())
     }
+}
+
+/// Most bytes that a message with a body may have.
+fn most_bytes(config: &Config) -> usize {
+    config.limits.body.bytes().saturating_add(MESSAGE_OVERHEAD)
 }
 
 /// Lets what has grown old expire, for ever.

@@ -71,6 +71,9 @@ pub struct ExplainArgs {
     /// Ask the running process with these admin pages, which knows the caches and the load; else only the configuration
     #[arg(long, value_name = "URL")]
     pub admin: Option<String>,
+    /// The file with the token that the admin pages ask for
+    #[arg(long, value_name = "FILE", requires = "admin")]
+    pub token_file: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -126,6 +129,9 @@ mod tests {
         assert_eq!((args.path, args.admin, args.json), (None, None, false));
         let args = explain(&["--admin", "http://h:1", "--body", "b", "--path", "/v1/completions", "--json"]).unwrap();
         assert_eq!((args.config, args.admin.as_deref(), args.json), (None, Some("http://h:1"), true));
+        assert!(explain(&["--config", "w", "--body", "b", "--token-file", "t"]).is_err(), "nobody is asked");
+        let args = explain(&["--admin", "http://h:1", "--body", "b", "--token-file", "t"]).unwrap();
+        assert_eq!(args.token_file, Some(PathBuf::from("t")));
         for missing in
             [&["--body", "b"][..], &["--config", "w"], &["--config", "w", "--body", "b", "--header", "novalue"]]
         {

@@ -32,7 +32,7 @@ impl From<&ModelName> for ModelLabel {
 pub struct RequestLabels {
     /// Model name.
     pub model: String,
-    /// `exact`, `approximate`, `load_only` or `passthrough`; `query` where only the choice was asked for, `rejected` where
+    /// `exact`, `partial`, `approximate`, `load_only` or `passthrough`; `query` where only the choice was asked for, `rejected` where
     /// the client got a refusal of ours.
     pub mode: &'static str,
 }

@@ -300,7 +300,7 @@ impl Router {
 
     fn describe(&self, prepared: &Prepared, legs: &Legs<'_>, standings: &Standings) -> Route {
         let leg = &legs.decode;
-        let Ranking { fallbacks, scores } = self.ranking(leg, standings, &prepared.settings);
+        let Ranking { fallbacks, scores } = Ranking::of(&prepared.settings, leg, standings);
         let (member, members) = (leg.member(), &leg.members);
         let (mode, reason) = self.mode(prepared, member, members);
         let cached = |member: &&Member| prepared.cached_tokens(member, true);

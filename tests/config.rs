@@ -208,6 +208,7 @@ fn workers_come_out_as_they_were_written() {
         (u64::MAX, Role::Prefill, BlockSize::new(16).unwrap())
     );
     assert_eq!((prefill.capacity.max_num_batched_tokens, prefill.capacity.total_kv_blocks), (Some(8192), Some(1000)));
+    assert_eq!((prefill.draining, decode.draining), (true, false));
     // Rank r uses port + r, also where the ranks of the process do not start at 0.
     let source = prefill.event_source(DpRank(3)).unwrap();
     assert_eq!(source.endpoint, "tcp://engine-0.engines:5560");

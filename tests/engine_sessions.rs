@@ -381,7 +381,7 @@ async fn a_whole_warmroute_opens_for_its_first_request_and_closes_as_it_stops() 
     let engine = Engine::start(Manner::Well).await;
     let text = format!(
         "listen: {{tcp: '127.0.0.1:0'}}\nadmin: {{listen: '127.0.0.1:0'}}\nmodels: [{{name: m}}]\n\
-         workers: [{{id: 1, endpoint: '{}'}}]\nsessions: {{engine: {{kind: sglang}}}}\n",
+         workers: [{{id: 1, endpoint: '{}'}}]\nsessions: {{engine: {{kind: sglang}}}}\ndrain: {{grace: 0s}}\n",
         engine.address
     );
     let app = App::start(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap()).await.unwrap();

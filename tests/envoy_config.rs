@@ -32,7 +32,8 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_stream::{Stream, StreamExt as _};
-use warmroute::ext_proc::headers::{AnsweredBy, ROUTING, ResponseHead};
+use warmroute::ext_proc::contract::Contract;
+use warmroute::ext_proc::headers::{AnsweredBy, ResponseHead};
 
 const SOON: Duration = Duration::from_secs(20);
 const MB: usize = 1_000_000;
@@ -292,11 +293,11 @@ async fn routing_headers_of_a_client_never_reach_a_worker() {
     let gateway = Gateway::start(&[worker.endpoint]).await;
     for path in ["/v1/completions", "/health"] {
         let mut request = gateway.post(path, 10).header("x-tenant-id", "kept").header("x-dynamo-session-id", "kept");
-        for name in ROUTING {
+        for name in Contract::default().reserved() {
             request = request.header(name, "1");
         }
         let seen = echo(request).await;
-        for name in ROUTING {
+        for name in Contract::default().reserved() {
             assert!(seen["headers"][name].is_null(), "{path} {name}");
         }
         assert_eq!(seen["headers"]["x-tenant-id"], "kept");

@@ -9,12 +9,16 @@ mod support;
 
 #[path = "routing/bed.rs"]
 mod bed;
+#[path = "routing/encrypted.rs"]
+mod encrypted;
 #[path = "routing/health.rs"]
 mod health;
 #[path = "envoy_e2e/openmetrics.rs"]
 mod openmetrics;
 #[path = "routing/phases.rs"]
 mod phases;
+#[path = "tls/pki.rs"]
+mod pki;
 #[path = "routing/queue.rs"]
 mod queue;
 #[path = "routing/sessions.rs"]

@@ -205,6 +205,8 @@ impl Stack {
                 "block_size": BLOCK_SIZE,
             }],
             "workers_file": "workers.yaml",
+            // Nobody is to wait at the end of an example or a test that does not ask for it.
+            "drain": {"grace": "0s"},
             "envoy": {"endpoints_file": self.standalone().endpoint_file()},
         });
         if let (Some(config), Some(more)) = (config.as_object_mut(), more.as_object()) {

@@ -6,6 +6,7 @@ pub mod table;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
@@ -43,13 +44,27 @@ pub struct WayIn {
     /// The way in.
     pub intake: Arc<ArcSwapOption<Intake>>,
     /// Longest body that is read.
-    pub body_limit: usize,
+    body_limit: Arc<AtomicUsize>,
 }
 
 impl WayIn {
+    /// None yet.
+    pub fn new(body_limit: usize) -> Self {
+        Self { intake: Arc::default(), body_limit: Arc::new(AtomicUsize::new(body_limit)) }
+    }
+
+    /// Reads bodies up to another length from now on.
+    pub fn limit(&self, body_limit: usize) {
+        self.body_limit.store(body_limit, Ordering::Relaxed);
+    }
+
+    fn body_limit(&self) -> usize {
+        self.body_limit.load(Ordering::Relaxed)
+    }
+
     /// Longest question that is read.
     fn longest(&self) -> usize {
-        self.body_limit.saturating_mul(MOST_ESCAPED).saturating_add(AROUND)
+        self.body_limit().saturating_mul(MOST_ESCAPED).saturating_add(AROUND)
     }
 }
 
@@ -125,9 +140,10 @@ fn guess(body: &[u8]) -> &'static str {
 }
 
 /// The page, for as few askers at once as do not get in the way of what is routed.
-pub(super) fn page(way_in: &WayIn) -> MethodRouter<Admin> {
+pub(super) fn page() -> MethodRouter<Admin> {
     let places = Arc::new(Semaphore::new(AT_ONCE));
-    post(move |State(admin): State<Admin>, asked: Request| async move {
+    post(move |State(admin): State<Admin>, mut asked: Request| async move {
+        DefaultBodyLimit::max(admin.way_in.longest()).apply(&mut asked);
         // Before the body is read, so that refused ones take no memory.
         let Ok(_place) = places.try_acquire() else {
             let text = format!("{AT_ONCE} questions are being answered already; ask again when they are done");
@@ -135,7 +151,6 @@ pub(super) fn page(way_in: &WayIn) -> MethodRouter<Admin> {
         };
         explain(&admin, asked).await.unwrap_or_else(|refused| refused)
     })
-    .layer(DefaultBodyLimit::max(way_in.longest()))
 }
 
 async fn explain(admin: &Admin, asked: Request) -> Result<Response, Response> {
@@ -148,7 +163,7 @@ async fn explain(admin: &Admin, asked: Request) -> Result<Response, Response> {
     let arrived = tokio::time::timeout(ARRIVAL, Bytes::from_request(asked, &())).await;
     let late = |_| refusal(StatusCode::REQUEST_TIMEOUT, "the question did not arrive in time");
     let text = arrived.map_err(late)?.map_err(IntoResponse::into_response)?;
-    let limit = admin.way_in.body_limit;
+    let limit = admin.way_in.body_limit();
     // Long ones take long enough to be in others' way.
     let read = tokio::task::spawn_blocking(move || read(&text, limit)).await;
     let failed = |_| refusal(StatusCode::INTERNAL_SERVER_ERROR, "the question could not be read");

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessorServer;
 
-use super::MESSAGE_OVERHEAD;
 use crate::config::{Config, FirstToken};
 use crate::entrance::Entrance;
 use crate::ext_proc::config::AssumedBodies;
@@ -23,7 +22,6 @@ pub(super) fn service(
     entrance: Arc<Entrance>,
     kept: &Arc<Kept>,
 ) -> ExternalProcessorServer<Service> {
-    let limit = config.limits.body.bytes();
     let live = Live {
         pipeline: Pipeline::new(intake, entrance, kept.metrics().clone(), policy(config)),
         options: Arc::new(options(config)),
@@ -33,7 +31,7 @@ pub(super) fn service(
     // tonic's own limit of 4 MiB would refuse bodies that the configuration allows, and with failure_mode_allow the
     // request would then silently go to a random worker.
     ExternalProcessorServer::new(Service::new(live, kept.clone()))
-        .max_decoding_message_size(limit.saturating_add(MESSAGE_OVERHEAD))
+        .max_decoding_message_size(super::most_bytes(config))
         .max_encoding_message_size(usize::MAX)
 }
 

@@ -34,7 +34,7 @@ pub fn run(args: &ExplainArgs, out: &mut impl Write, err: &mut impl Write) -> an
     let question = Question::new(args.path.clone(), headers, body(&args.body)?)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let text = match (&args.admin, config) {
-        (Some(admin), _) => runtime.block_on(ask(admin, &question, args.json))?,
+        (Some(admin), _) => runtime.block_on(ask(admin, &question, args))?,
         (None, Some(config)) => {
             let explanation = runtime.block_on(offline(&config, &question))?;
             if args.json { pretty(&serde_json::to_value(&explanation)?)? } else { offline_table(&explanation) }
@@ -55,15 +55,20 @@ fn body(path: &Path) -> anyhow::Result<Vec<u8>> {
 }
 
 /// What a running process says, as text for people or as JSON.
-async fn ask(admin: &str, question: &Question, json: bool) -> anyhow::Result<String> {
+async fn ask(admin: &str, question: &Question, args: &ExplainArgs) -> anyhow::Result<String> {
+    let json = args.json;
     // The process is an operator's own; a proxy has no business between.
     let client = reqwest::Client::builder().no_proxy().timeout(PATIENCE).build()?;
     let url = format!("{}{PAGE}", admin.trim_end_matches('/'));
-    let request = client
+    let mut request = client
         .post(&url)
         .header("content-type", "application/json")
         .header("accept", if json { "application/json" } else { "text/plain" })
         .body(serde_json::to_string(question)?);
+    if let Some(file) = &args.token_file {
+        let token = std::fs::read_to_string(file).with_context(|| format!("the token {}", file.display()))?;
+        request = request.bearer_auth(token.trim());
+    }
     let answer = request.send().await.with_context(|| format!("{url} cannot be reached"))?;
     let status = answer.status();
     let text = answer.text().await.with_context(|| format!("{url} broke off its answer"))?;

@@ -143,12 +143,20 @@ fn without_use(config: &Config) -> Vec<Problem> {
 fn addresses(config: &Config) -> Vec<Problem> {
     let api = config.api.as_ref().map(|api| api.listen);
     let (admin, envoy) = (Some(config.admin.listen), config.listen.tcp);
-    let pairs =
-        [("admin", admin, "listen.tcp", envoy), ("api", api, "listen.tcp", envoy), ("api", api, "admin.listen", admin)];
-    let taken = |(section, listen, by, other): (&'static str, Option<SocketAddr>, &str, Option<SocketAddr>)| {
+    let health = config.listen.health;
+    let (of_admin, of_api, of_health) = (["admin", "listen"], ["api", "listen"], ["listen", "health"]);
+    let pairs = [
+        (of_admin, admin, "listen.tcp", envoy),
+        (of_api, api, "listen.tcp", envoy),
+        (of_api, api, "admin.listen", admin),
+        (of_health, health, "listen.tcp", envoy),
+        (of_health, health, "admin.listen", admin),
+        (of_health, health, "api.listen", api),
+    ];
+    let taken = |(key, listen, by, other): ([&'static str; 2], Option<SocketAddr>, &str, Option<SocketAddr>)| {
         let (listen, other) = listen.zip(other).filter(|(listen, other)| collide(*listen, *other))?;
         let text = format!("{listen} is taken by `{by}` ({other}) already; choose another port");
-        Some(Problem::at([Step::from(section), "listen".into()], text))
+        Some(Problem::at(key.map(Step::from), text))
     };
     pairs.into_iter().filter_map(taken).collect()
 }

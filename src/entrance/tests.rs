@@ -11,8 +11,12 @@ use crate::router::{Prompt, RouterSettings};
 use crate::sessions::SessionRules;
 use crate::worker::{BlockSize, Worker, WorkerId};
 
+fn endpoint(id: u64) -> Endpoint {
+    format!("127.0.0.1:{}", 8000 + id).parse().unwrap()
+}
+
 fn worker(id: u64) -> Worker {
-    Worker::new(WorkerId(id), "127.0.0.1:8000".parse().unwrap(), "m".into(), BlockSize::new(4).unwrap())
+    Worker::new(WorkerId(id), endpoint(id), "m".into(), BlockSize::new(4).unwrap())
 }
 
 /// An entrance to workers that are busy beyond `threshold` prefill tokens.
@@ -164,6 +168,53 @@ async fn a_hard_session_goes_round_a_worker_that_is_overloaded_for_a_moment_and_
     let moved = admit(&entrance, 2, Some(&word("s"))).await;
     assert_ne!(chosen(&moved), home);
     assert_eq!(moved.session.unwrap().target(), moved.booked.route.to.rank, "nobody answers there any longer");
+}
+
+#[tokio::test]
+async fn a_session_goes_with_who_served_it_but_a_hard_one_comes_back_while_its_worker_lives() {
+    for affinity in [Affinity::Hard, Affinity::Soft] {
+        let entrance = entrance(2, None, affinity);
+        let router = entrance.router();
+        let target = |admitted: &Admitted| admitted.session.as_ref().unwrap().target().worker.0;
+        let mut first = admit(&entrance, 0, Some(&word("s"))).await;
+        let home = 3 - chosen(&first);
+        let moved = first.served(router, endpoint(home));
+        assert_eq!(moved, Moved::To(first.booked.route.to.rank), "{affinity:?}");
+        assert_eq!((chosen(&first), target(&first)), (home, home), "{affinity:?}: its cache is nowhere else");
+        assert_eq!(first.served(router, endpoint(home)), Moved::Unchanged);
+        assert_eq!(first.served(router, endpoint(9)), Moved::Away);
+        assert_eq!(target(&first), home, "{affinity:?}: nobody knows better");
+
+        let mut second = admit(&entrance, 1, Some(&word("s"))).await;
+        assert_eq!(chosen(&second), home, "{affinity:?}");
+        second.served(router, endpoint(3 - home));
+        let stays = affinity == Affinity::Hard;
+        assert_eq!(target(&second) == home, stays, "{affinity:?}");
+        if stays {
+            let dead = crate::router::Answer { status: 503, from: crate::router::AnswerFrom::Gateway };
+            let mut third = admit(&entrance, 2, Some(&word("s"))).await;
+            (0..3).for_each(|_| drop(router.answered(&mut third.booked, dead)));
+            third.served(router, endpoint(3 - home));
+            assert_ne!(target(&third), home, "where it was nobody answers any more");
+        }
+        drop((first, second));
+        assert!(at_rest(&entrance));
+    }
+}
+
+#[tokio::test]
+async fn a_session_leaves_a_worker_that_drains() {
+    for affinity in [Affinity::Hard, Affinity::Soft] {
+        let entrance = entrance(2, None, affinity);
+        let first = admit(&entrance, 0, Some(&word("s"))).await;
+        let home = chosen(&first);
+        let drains = |id| Worker { draining: id == home, ..worker(id) };
+        let change = Fleet::clone(&entrance.router().fleet()).reconcile((1..=2).map(drains).collect());
+        assert!(change.added.is_empty() && change.removed.is_empty());
+        entrance.router().publish(Arc::new(change.fleet));
+        let second = admit(&entrance, 1, Some(&word("s"))).await;
+        assert_eq!((chosen(&second), second.session.unwrap().target().worker.0), (3 - home, 3 - home), "{affinity:?}");
+    }
 }
 
 #[tokio::test]

@@ -163,6 +163,11 @@ impl Contract {
         self.llm_d
     }
 
+    /// Names that only we, or the gateway, may use.
+    pub fn reserved(&self) -> impl Iterator<Item = &str> {
+        self.reserved.iter().map(|name| &**name)
+    }
+
     /// Routing headers that the client sent, to be removed.
     pub fn forged(&self, head: &RequestHead) -> Vec<Name> {
         let sent = |name: &&Name| head.all.headers.iter().any(|header| header.key.eq_ignore_ascii_case(name));

@@ -175,24 +175,28 @@ impl Row {
     }
 
     fn book(&mut self, booking: &Booking, now: Instant) -> Share {
-        self.prompts.add(&booking.sequences);
-        self.requests += 1;
         let prefill = self.prefills.begin(booking.prefill_tokens(), booking.prefill_time, now);
+        self.hold(booking);
         Share { term: self.term, prefill, begun: false, outputs: Outputs::default() }
     }
 
     /// Books what another row has just let go of.
     fn take_over(&mut self, booking: &Booking, from: Share, now: Instant) -> Share {
-        let share = self.book(booking, now);
+        let prefill = match from.begun {
+            true => None,
+            false => self.prefills.begin(booking.prefill_tokens(), booking.prefill_time, now),
+        };
+        self.hold(booking);
         self.outputs += from.outputs.weight();
         if let Some(weight) = from.outputs.weight_of_each() {
             self.prompts.fade(&booking.sequences, weight);
         }
-        let mut share = Share { begun: from.begun, outputs: from.outputs, ..share };
-        if share.begun {
-            self.end_prefill(&mut share, now);
-        }
-        share
+        Share { term: self.term, prefill, ..from }
+    }
+
+    fn hold(&mut self, booking: &Booking) {
+        self.prompts.add(&booking.sequences);
+        self.requests += 1;
     }
 
     fn end_prefill(&mut self, share: &mut Share, now: Instant) -> bool {

@@ -153,6 +153,41 @@ fn a_prefill_worker_is_free_with_the_first_token_and_the_decode_worker_with_the_
 }
 
 #[test]
+fn a_booking_moves_as_far_as_it_had_come() {
+    let (tracker, _) = timed();
+    tracker.open(Slot(2), rank(2));
+    let heard = Arc::new(AtomicUsize::new(0));
+    let count = heard.clone();
+    tracker.on_relief(move || _ = count.fetch_add(1, Ordering::SeqCst));
+    let prefill = Booking { until: Until::FirstToken, ..booking(0, 0, &[1, 2], 32) };
+    let decode = Booking { cached_tokens: 16, ..booking(1, 1, &[1, 2], 32) };
+    let mut both = tracker.book_with(|_| Ok::<_, ()>(vec![decode, prefill])).unwrap();
+    both.output_block(None);
+    let to = |slot: u32, worker: u64, cached_tokens: u64| {
+        move |_: &LoadView<'_>, before: &Booking| {
+            Some(Booking { slot: Slot(slot), rank: rank(worker), cached_tokens, ..before.clone() })
+        }
+    };
+    assert!(both.relocate(to(2, 2, 0)));
+    assert_eq!(loads(&tracker), [(0, 2, 32, 1), (1, 0, 0, 0), (2, 3, 32, 1)], "the remote prefill stays");
+    assert_eq!((both.slot(), both.rank()), (Some(Slot(2)), Some(rank(2))));
+    assert_eq!(heard.load(Ordering::SeqCst), 1, "whoever waits for the first rank hears of it");
+    both.first_token();
+    assert!(both.relocate(to(1, 1, 0)));
+    assert_eq!(loads(&tracker), [(0, 0, 0, 0), (1, 3, 0, 1), (2, 0, 0, 0)], "the prefill is over");
+    assert!(!both.relocate(to(2, 7, 0)), "nobody of that name is there");
+    assert_eq!(loads(&tracker), [(0, 0, 0, 0), (1, 0, 0, 0), (2, 0, 0, 0)]);
+    assert!(!both.relocate(to(1, 1, 0)), "nothing is held any longer");
+    drop(both);
+    let mut cached = book(&tracker, Booking { cached_tokens: 32, ..booking(0, 0, &[1, 2], 32) });
+    tracker.close(Slot(0));
+    assert!(cached.relocate(to(1, 1, 16)), "its first rank has gone");
+    assert_eq!(loads(&tracker), [(1, 2, 16, 1), (2, 0, 0, 0)]);
+    assert!(!cached.relocate(|_, _| None));
+    assert_eq!(loads(&tracker), [(1, 0, 0, 0), (2, 0, 0, 0)]);
+}
+
+#[test]
 fn if_one_of_two_ranks_has_gone_neither_is_booked() {
     let (tracker, _) = timed();
     let both = vec![booking(0, 0, &[1], 16), booking(1, 7, &[1], 16)];

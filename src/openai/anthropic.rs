@@ -1,5 +1,5 @@
 //! The body of Anthropic's `/v1/messages`, as the chat request that vLLM makes of it (`entrypoints/anthropic/serving.py`,
-//! September 2026). The system prompt is one message, results of tools are messages before that of the user who brought
+//! read in 2026 and not run). The system prompt is one message, results of tools are messages before that of the user who brought
 //! them, thoughts and calls belong to the assistant. Where versions of vLLM differ (system messages in the midst, messages
 //! that say nothing, tools that are loaded later) there is no conversation, and nothing is guessed.
 

@@ -105,6 +105,7 @@ enum Next {
 }
 
 /// How the prefix ends.
+#[derive(Clone, Copy)]
 enum End {
     Complete,
     Text(usize),

@@ -52,7 +52,8 @@ fn fields(body: &[u8], key: &str) -> Option<Fields> {
     let mut spans = Vec::new();
     let mut at = skip_space(body, first);
     let empty = body.get(at) == Some(&b'}');
-    while !empty {
+    let mut more = !empty;
+    while more {
         if body.get(at) != Some(&b'"') {
             return None;
         }
@@ -69,7 +70,7 @@ fn fields(body: &[u8], key: &str) -> Option<Fields> {
         at = skip_space(body, end);
         match body.get(at)? {
             b',' => at = skip_space(body, at + 1),
-            b'}' => break,
+            b'}' => more = false,
             _ => return None,
         }
     }
@@ -78,4 +79,4 @@ fn fields(body: &[u8], key: &str) -> Option<Fields> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(in crate::openai) mod tests;

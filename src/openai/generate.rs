@@ -1,5 +1,6 @@
 //! The engines' own APIs of generation: SGLang's `/generate` with a text or tokens, and vLLM's `/inference/v1/generate`
-//! with tokens. SGLang (`managers/io_struct.py`) tokenises texts with special tokens and names no model, only an adapter.
+//! with tokens. SGLang names no model there, only an adapter. Its texts are taken to get the tokenizer's special tokens, as
+//! completions do; no engine was asked.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;

@@ -1,5 +1,5 @@
 //! The body of `/v1/responses`, as the conversation that vLLM makes of it (`entrypoints/openai/responses/protocol.py` and
-//! `utils.py`, September 2026): the instructions are a system message; thoughts, words and calls that follow one another
+//! `utils.py`, read in 2026 and not run): the instructions are a system message; thoughts, words and calls that follow one another
 //! are one message of the assistant; outputs of functions are messages of tools. Special tokens are added, because the
 //! endpoint leaves that at the tokenizer's default. Where versions of vLLM differ, or the words are stored with the
 //! engine, there is no conversation, and nothing is guessed.

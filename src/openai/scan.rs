@@ -63,7 +63,7 @@ pub(super) fn next_mark(bytes: &[u8]) -> Option<usize> {
     let mark = |byte: &u8| matches!(byte | 0x20, b'"' | b'{' | b'}');
     let mut blocks = bytes.chunks(32).enumerate();
     let (nth, block) = blocks.find(|(_, block)| block.iter().fold(false, |found, byte| found | mark(byte)))?;
-    block.iter().position(|byte| mark(byte)).map(|at| nth * 32 + at)
+    block.iter().position(mark).map(|at| nth * 32 + at)
 }
 
 /// Whether a raw text, with its quotes, says `text`; escapes count as what they stand for.

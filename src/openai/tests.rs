@@ -5,7 +5,6 @@ mod paths;
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::usage::{Usage, UsageScanner};
 use super::*;
 
 #[test]
@@ -99,106 +98,4 @@ proptest! {
         body[start] ^= flip;
         let _ignored = (parse(Api::Completions, &body[start..end]), parse(Api::ChatCompletions, &body));
     }
-}
-
-/// A stream as vLLM sends it: role first, content, tool calls, a last event with usage and no choices.
-const STREAM: &str = concat!(
-    ": a comment\n\n",
-    "data: {\"id\":\"c\",\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}],\"usage\":null}\n\n",
-    "data: {\"id\":\"c\",\"choices\":[{\"index\":0,\"delta\":{\"content\":\"\u{4e2d}\"}}]}\n\n",
-    "event: message\nid: 7\ndata:{\"id\":\"c\",\"choices\":[{\"index\":0,\"delta\":{\"reasoning\":\"hm\"}}]}\n\n",
-    "data: {\"id\":\"c\",\ndata: \"choices\":[{\"delta\":{\"tool_calls\":[{\"index\":0}]}}]}\n\n",
-    "data: {\"id\":\"c\",\"choices\":[{\"delta\":{},\"finish_reason\":\"stop\"}]}\n\n",
-    "data: {\"id\":\"c\",\"choices\":[],\"usage\":{\"prompt_tokens\":419,\"total_tokens\":422,\"completion_tokens\":3,",
-    "\"prompt_tokens_details\":{\"cached_tokens\":416}}}\n\n",
-    "data: [DONE]\n\n",
-);
-
-const TOLD: Usage = Usage { prompt_tokens: 419, completion_tokens: 3, cached_tokens: Some(416) };
-
-fn check(scanner: &UsageScanner) {
-    assert_eq!(scanner.usage(), Some(TOLD));
-    assert_eq!(scanner.content_events(), 3);
-    assert_eq!(scanner.skipped(), 0);
-    assert!(scanner.is_done());
-}
-
-#[test]
-fn a_stream_is_read_the_same_however_it_is_cut() {
-    for newline in ["\n", "\r\n", "\r"] {
-        let stream = STREAM.replace('\n', newline).into_bytes();
-        for cut in 0..=stream.len() {
-            let mut scanner = UsageScanner::default();
-            scanner.push(&stream[..cut]);
-            scanner.push(&[]);
-            scanner.push(&stream[cut..]);
-            scanner.finish();
-            check(&scanner);
-        }
-        let mut scanner = UsageScanner::default();
-        stream.chunks(1).for_each(|byte| scanner.push(byte));
-        check(&scanner);
-    }
-}
-
-#[test]
-fn an_event_that_the_stream_ends_in_counts() {
-    let mut scanner = UsageScanner::default();
-    scanner.push(b"data: {\"choices\":[{\"text\":\"a\"}]}");
-    assert_eq!(scanner.content_events(), 0);
-    scanner.finish();
-    scanner.finish();
-    assert_eq!(scanner.content_events(), 1);
-    assert!(!scanner.is_done());
-}
-
-#[test]
-fn the_last_usage_counts_and_null_does_not_erase_it() {
-    let mut scanner = UsageScanner::default();
-    for usage in
-        [r#"{"prompt_tokens":1,"completion_tokens":1}"#, r#"{"prompt_tokens":1,"completion_tokens":2}"#, "null"]
-    {
-        scanner.push(format!("data: {{\"choices\":[],\"usage\":{usage}}}\n\n").as_bytes());
-    }
-    assert_eq!(scanner.usage(), Some(Usage { prompt_tokens: 1, completion_tokens: 2, cached_tokens: None }));
-}
-
-#[test]
-fn what_is_too_long_or_not_understood_is_skipped_and_counted() {
-    let mut scanner = UsageScanner::default();
-    let long = vec![b'x'; 700_000];
-    scanner.push(b"data: ");
-    scanner.push(&long);
-    scanner.push(&long);
-    scanner.push(b"\n\n");
-    assert_eq!(scanner.skipped(), 1);
-    for _ in 0..2 {
-        scanner.push(b"data: ");
-        scanner.push(&long);
-        scanner.push(b"\n");
-    }
-    scanner.push(b"\n");
-    assert_eq!(scanner.skipped(), 2, "lines that are short enough but make too long an event");
-    scanner.push(b"data: {broken\n\n");
-    assert_eq!(scanner.skipped(), 3);
-    scanner.push(STREAM.as_bytes());
-    assert_eq!(scanner.usage(), Some(TOLD), "the stream goes on");
-}
-
-#[test]
-fn a_whole_answer_is_read_at_once() {
-    for (choice, content) in [
-        (json!({"message": {"role": "assistant", "content": "hi"}}), 1),
-        (json!({"message": {"content": null, "tool_calls": [{"id": "c"}]}}), 1),
-        (json!({"text": ""}), 0),
-    ] {
-        let usage =
-            json!({"prompt_tokens": 419, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 416}});
-        let mut scanner = UsageScanner::default();
-        scanner.finish_unary(json!({"choices": [choice], "usage": usage}).to_string().as_bytes());
-        assert_eq!((scanner.usage(), scanner.content_events()), (Some(TOLD), content));
-    }
-    let mut scanner = UsageScanner::default();
-    scanner.finish_unary(br#"{"error": {"message": "no"}}"#);
-    assert_eq!((scanner.usage(), scanner.content_events(), scanner.skipped()), (None, 0, 0));
 }

@@ -1,13 +1,27 @@
-//! What an answer says about its own size, read from the bytes as they pass by. A stream of server-sent events arrives
-//! cut anywhere and may never end, so the scanner keeps at most one event and skips what is too long to be one.
+//! What an answer says about its own size, read from the bytes as they pass by. It arrives cut anywhere and may never end,
+//! so the scanner keeps at most one event, or the beginning of an answer in one piece; of a longer one only its usage.
 
-use std::fmt;
+mod answer;
+mod long;
 
-use serde::Deserialize;
-use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+#[cfg(test)]
+mod tests;
 
-/// Longest line, and longest event, that is looked at.
+use answer::Counts;
+use long::Long;
+
+/// Longest line, longest event, and longest answer in one piece that is looked at as a whole.
 const LIMIT: usize = 1 << 20;
+
+/// How an answer comes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Kind {
+    /// As server-sent events.
+    #[default]
+    EventStream,
+    /// In one piece of JSON.
+    Whole,
+}
 
 /// What the engine counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,9 +37,14 @@ pub struct Usage {
 /// Reads usage and the number of content events from an answer, streamed or whole.
 #[derive(Debug, Default)]
 pub struct UsageScanner {
+    kind: Kind,
     line: Line,
     event: Event,
-    usage: Option<Usage>,
+    /// The answer in one piece, as far as it has arrived.
+    whole: Vec<u8>,
+    /// What takes its place where that becomes too long.
+    long: Option<Long>,
+    counts: Option<Counts>,
     content_events: u64,
     skipped: u64,
     done: bool,
@@ -49,9 +68,14 @@ struct Event {
 }
 
 impl UsageScanner {
-    /// The last usage the answer told.
+    /// For an answer that comes like this.
+    pub fn new(kind: Kind) -> Self {
+        Self { kind, ..Self::default() }
+    }
+
+    /// What the answer told of its usage, the last word on each number.
     pub fn usage(&self) -> Option<Usage> {
-        self.usage
+        self.counts.map(Counts::usage)
     }
 
     /// Events that brought content: about one per token, where no usage is told.
@@ -69,8 +93,25 @@ impl UsageScanner {
         self.done
     }
 
-    /// Reads the next bytes of a stream.
-    pub fn push(&mut self, mut chunk: &[u8]) {
+    /// Reads the next bytes of the answer.
+    pub fn push(&mut self, chunk: &[u8]) {
+        match self.kind {
+            Kind::EventStream => self.push_lines(chunk),
+            Kind::Whole => self.push_whole(chunk),
+        }
+    }
+
+    fn push_whole(&mut self, chunk: &[u8]) {
+        if self.long.is_none() && self.whole.len() + chunk.len() <= LIMIT {
+            return self.whole.extend_from_slice(chunk);
+        }
+        let long = self.long.get_or_insert_default();
+        // Given back at once: this is the only long life of an answer's bytes here.
+        long.push(&std::mem::take(&mut self.whole));
+        long.push(chunk);
+    }
+
+    fn push_lines(&mut self, mut chunk: &[u8]) {
         if !chunk.is_empty() && std::mem::take(&mut self.line.after_return) {
             chunk = chunk.strip_prefix(b"\n").unwrap_or(chunk);
         }
@@ -87,16 +128,25 @@ impl UsageScanner {
         self.extend_line(chunk);
     }
 
-    /// The stream has ended; an event that was not closed by an empty line counts too.
+    /// The answer has ended; an event that was not closed by an empty line counts too.
     pub fn finish(&mut self) {
-        self.end_line();
-        self.end_event();
-    }
-
-    /// Reads a whole answer that was not streamed.
-    pub fn finish_unary(&mut self, body: &[u8]) {
-        self.read(body);
-        self.done = true;
+        if self.kind == Kind::EventStream {
+            self.end_line();
+            return self.end_event();
+        }
+        if std::mem::replace(&mut self.done, true) {
+            return;
+        }
+        match self.long.take() {
+            None => {
+                let whole = std::mem::take(&mut self.whole);
+                self.read(&whole);
+            }
+            Some(long) => match long.usage() {
+                Some(counts) => self.counts = Some(counts),
+                None => self.skipped += 1,
+            },
+        }
     }
 
     fn extend_line(&mut self, bytes: &[u8]) {
@@ -155,136 +205,14 @@ impl UsageScanner {
     }
 
     fn read(&mut self, json: &[u8]) {
-        let Ok(answer) = serde_json::from_slice::<Answer>(json) else {
+        let Some(told) = answer::read(json) else {
             self.skipped += 1;
             return;
         };
-        if let Some(usage) = answer.usage {
-            self.usage = Some(Usage {
-                prompt_tokens: usage.prompt_tokens,
-                completion_tokens: usage.completion_tokens.unwrap_or(0),
-                cached_tokens: usage.prompt_tokens_details.and_then(|details| details.cached_tokens),
-            });
+        if let Some(counts) = told.counts {
+            self.counts.get_or_insert_default().merge(counts);
         }
-        let choices = answer.choices.unwrap_or_default();
-        self.content_events += u64::from(choices.iter().any(Choice::has_content));
-    }
-}
-
-#[derive(Deserialize)]
-struct Answer {
-    #[serde(default)]
-    usage: Option<ToldUsage>,
-    #[serde(default)]
-    choices: Option<Vec<Choice>>,
-}
-
-#[derive(Deserialize)]
-struct ToldUsage {
-    #[serde(default)]
-    prompt_tokens: u64,
-    #[serde(default)]
-    completion_tokens: Option<u64>,
-    #[serde(default)]
-    prompt_tokens_details: Option<Details>,
-}
-
-#[derive(Deserialize)]
-struct Details {
-    #[serde(default)]
-    cached_tokens: Option<u64>,
-}
-
-#[derive(Deserialize)]
-struct Choice {
-    #[serde(default)]
-    text: Filled,
-    #[serde(default)]
-    delta: Option<Said>,
-    #[serde(default)]
-    message: Option<Said>,
-}
-
-#[derive(Deserialize)]
-struct Said {
-    #[serde(default)]
-    content: Filled,
-    #[serde(default)]
-    reasoning: Filled,
-    #[serde(default)]
-    reasoning_content: Filled,
-    #[serde(default)]
-    refusal: Filled,
-    #[serde(default)]
-    tool_calls: Filled,
-}
-
-impl Choice {
-    fn has_content(&self) -> bool {
-        let said = |said: &Said| {
-            [said.content, said.reasoning, said.reasoning_content, said.refusal, said.tool_calls]
-                .contains(&Filled(true))
-        };
-        self.text.0 || self.delta.as_ref().is_some_and(said) || self.message.as_ref().is_some_and(said)
-    }
-}
-
-/// Whether a value is there and not empty; the value itself is dropped.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Filled(bool);
-
-impl<'de> Deserialize<'de> for Filled {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(FilledVisitor)
-    }
-}
-
-struct FilledVisitor;
-
-impl<'de> Visitor<'de> for FilledVisitor {
-    type Value = Filled;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("any value")
-    }
-
-    fn visit_unit<E>(self) -> Result<Filled, E> {
-        Ok(Filled(false))
-    }
-
-    fn visit_bool<E>(self, value: bool) -> Result<Filled, E> {
-        Ok(Filled(value))
-    }
-
-    fn visit_u64<E>(self, _: u64) -> Result<Filled, E> {
-        Ok(Filled(true))
-    }
-
-    fn visit_i64<E>(self, _: i64) -> Result<Filled, E> {
-        Ok(Filled(true))
-    }
-
-    fn visit_f64<E>(self, _: f64) -> Result<Filled, E> {
-        Ok(Filled(true))
-    }
-
-    fn visit_str<E>(self, text: &str) -> Result<Filled, E> {
-        Ok(Filled(!text.is_empty()))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Filled, A::Error> {
-        let mut filled = false;
-        while seq.next_element::<IgnoredAny>()?.is_some() {
-            filled = true;
-        }
-        Ok(Filled(filled))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Filled, A::Error> {
-        let mut filled = false;
-        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {
-            filled = true;
-        }
-        Ok(Filled(filled))
+        self.content_events += u64::from(told.content);
+        self.done |= told.last;
     }
 }

@@ -161,6 +161,29 @@ impl Chains {
         taken
     }
 
+    /// The run that a prompt ends with and how many blocks at its end only the use of that stamp has entered and nobody has
+    /// used since; `known` blocks had been there before. Whoever used a part of them would have split or marked the run.
+    pub(super) fn own_end(
+        &self,
+        prompt: &[SequenceHash],
+        known: usize,
+        stamp: Stamp,
+        lease: bool,
+    ) -> Option<(RunId, u64)> {
+        let (mut last, mut end) = (None, 0);
+        while let Some(&found) = prompt[end..].first().and_then(|first| self.heads.get(first)) {
+            let names = &self.run(found).names;
+            if common(names, &prompt[end..]) < names.len() {
+                return None;
+            }
+            last = Some(found);
+            end += names.len();
+        }
+        let own = |run: &Run| run.stamp == stamp && run.children == 0 && run.leases == u32::from(lease);
+        let id = last.filter(|id| own(self.run(*id)) && end > known)?;
+        Some((id, self.run(id).names.len().min(end - known) as u64))
+    }
+
     fn run(&self, id: RunId) -> &Run {
         &self.runs[id.0 as usize]
     }

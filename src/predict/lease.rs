@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::chains::RunId;
+use super::chains::{RunId, Stamp};
 use super::rank::Rank;
 use crate::block::BlockHashes;
 
@@ -10,48 +10,60 @@ use crate::block::BlockHashes;
 #[derive(Debug)]
 #[must_use = "dropping a lease lets the request's blocks be evicted"]
 pub struct Lease {
-    held: Option<Held>,
+    recorded: Option<Recorded>,
 }
 
+/// What a request left on a rank.
 #[derive(Debug)]
-struct Held {
-    rank: Arc<Rank>,
+pub(super) struct Recorded {
+    pub(super) rank: Arc<Rank>,
+    /// When.
+    pub(super) stamp: Stamp,
+    /// Leading blocks that were there before.
+    pub(super) known: usize,
+    /// What it holds.
+    pub(super) held: Option<Held>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Held {
     /// The run that the prompt ends with; none if the prompt has no complete block.
-    tail: Option<RunId>,
-    generated: u64,
+    pub(super) tail: Option<RunId>,
+    pub(super) generated: u64,
 }
 
 impl Lease {
     /// Nothing is held.
     pub(super) fn none() -> Self {
-        Self { held: None }
+        Self { recorded: None }
     }
 
-    pub(super) fn of(rank: Arc<Rank>, tail: Option<RunId>) -> Self {
-        Self { held: Some(Held { rank, tail, generated: 0 }) }
-    }
-
-    /// The request went somewhere else: what is here only because of it, and nobody has used since, is not here. Says how
-    /// many blocks it has filled itself.
-    pub fn revoke(mut self, prompt: &BlockHashes) -> u64 {
-        let _ = prompt;
-        self.held.as_mut().map_or(0, |held| held.generated)
+    pub(super) fn of(recorded: Recorded) -> Self {
+        Self { recorded: Some(recorded) }
     }
 
     /// The request has filled so many more blocks of its own. Their content is not known, but they take room: after the
     /// request as well, until they are evicted or a longer prompt turns out to be what they hold.
     pub fn grow(&mut self, blocks: u64) {
-        if let Some(held) = &mut self.held {
+        if let Some(Recorded { rank, held: Some(held), .. }) = &mut self.recorded {
             held.generated += blocks;
-            held.rank.grow(blocks);
+            rank.grow(blocks);
         }
+    }
+
+    /// The request went somewhere else: what was entered for it and used by nobody since is taken out again. Says how
+    /// many blocks it had filled.
+    pub fn revoke(mut self, prompt: &BlockHashes) -> u64 {
+        let Some(Recorded { rank, stamp, known, held }) = self.recorded.take() else { return 0 };
+        rank.revoke(prompt, stamp, known, held);
+        held.map_or(0, |held| held.generated)
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if let Some(held) = self.held.take() {
-            held.rank.release(held.tail, held.generated);
+        if let Some(Recorded { rank, held: Some(held), .. }) = self.recorded.take() {
+            rank.release(held.tail, held.generated);
         }
     }
 }

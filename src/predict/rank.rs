@@ -5,7 +5,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::chains::{Chains, RunId, Stamp};
-use super::lease::Lease;
+use super::lease::{Held, Lease, Recorded};
 use super::policy::{EffectivePolicy, Ttl};
 use super::{RankPrediction, Rules};
 use crate::block::{BlockHashes, EngineHash, SequenceHash};
@@ -94,7 +94,29 @@ impl Rank {
         }
         state.make_room(self.policy.most_blocks());
         drop(state);
-        if self.policy.leases() { Lease::of(self.clone(), recorded.tail) } else { Lease::none() }
+        let held = self.policy.leases().then_some(Held { tail: recorded.tail, generated: 0 });
+        Lease::of(Recorded { rank: self.clone(), stamp, known: recorded.known, held })
+    }
+
+    /// Takes back what was recorded with this stamp and is in nobody else's use.
+    pub(super) fn revoke(&self, prompt: &BlockHashes, stamp: Stamp, known: usize, held: Option<Held>) {
+        let mut state = self.state.lock();
+        if state.writer.is_none() {
+            return;
+        }
+        let own = state.chains.own_end(prompt.sequences(), known, stamp, held.is_some());
+        if let Some(Held { tail, generated }) = held {
+            let stamp = state.stamp(&self.rules);
+            state.growing -= generated;
+            state.chains.release(tail, 0, stamp);
+        }
+        let mut gone = Vec::new();
+        if let Some((run, blocks)) = own {
+            state.chains.evict(run, blocks, &mut gone);
+        }
+        state.remove(&gone);
+        // There may be more than there is room for, if all of it was held until now.
+        state.make_room(self.policy.most_blocks());
     }
 
     pub(super) fn grow(&self, blocks: u64) {

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::block::LocalHash;
 use crate::worker::{BlockSize, DpRank, WorkerId};
-use model::Model;
+use model::{Entered, Model};
 
 const TTL: u64 = 1_050;
 const A: Slot = Slot(0);
@@ -149,6 +149,28 @@ fn generated_blocks_take_room_until_a_longer_prompt_names_them() {
 }
 
 #[test]
+fn what_was_entered_for_a_request_that_went_elsewhere_is_taken_back_unless_others_use_it() {
+    for policy in [lru(Some(100)), Policy::Ttl(ttl(100))] {
+        let mut bed = Bed::new(policy);
+        bed.predictor.open(A, name(A), None);
+        drop(bed.record(A, &[1, 2]));
+        let mut lost = bed.record(A, &[1, 2, 3, 4]);
+        lost.grow(2);
+        lost.revoke(&prompt(&[1, 2, 3, 4]));
+        let stats = bed.predictor.stats();
+        assert_eq!((bed.overlap(A, &[1, 2, 3, 4]), stats.blocks, stats.generated), (2, 2, 0), "{policy:?}");
+        let lost = bed.record(A, &[1, 2, 3, 4]);
+        drop(bed.record(A, &[1, 2, 3, 5]));
+        let _ = lost.revoke(&prompt(&[1, 2, 3, 4]));
+        assert_eq!((bed.overlap(A, &[1, 2, 3, 4]), bed.predictor.stats().blocks), (3, 4), "{policy:?}: others came by");
+        let lost = bed.record(A, &[7]);
+        drop(bed.record(A, &[7]));
+        let _ = lost.revoke(&prompt(&[7]));
+        assert_eq!(bed.overlap(A, &[7]), 1, "{policy:?}: another has it too");
+    }
+}
+
+#[test]
 fn a_conversation_is_one_run_until_somebody_turns_off() {
     for policy in [lru(Some(100)), Policy::Ttl(ttl(100))] {
         let bed = Bed::new(policy);
@@ -207,6 +229,7 @@ enum Step {
     Record { slot: Slot, path: Vec<u8>, hold: bool },
     Grow { pick: usize, blocks: u64 },
     Release { pick: usize },
+    Revoke { pick: usize },
     Wait { millis: u64 },
     Expire,
     Reopen { slot: Slot },
@@ -219,6 +242,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             .prop_map(|(slot, path, hold)| Step::Record { slot, path, hold }),
         3 => (any::<usize>(), 1..4u64).prop_map(|(pick, blocks)| Step::Grow { pick, blocks }),
         5 => any::<usize>().prop_map(|pick| Step::Release { pick }),
+        4 => any::<usize>().prop_map(|pick| Step::Revoke { pick }),
         5 => (1..500u64).prop_map(|millis| Step::Wait { millis }),
         4 => Just(Step::Expire),
         1 => slot().prop_map(|slot| Step::Reopen { slot }),
@@ -230,7 +254,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 struct Request {
     slot: Slot,
     opened: usize,
+    asked: Vec<u8>,
     path: Vec<u8>,
+    entered: Entered,
     generated: u64,
     lease: Lease,
 }
@@ -262,10 +288,11 @@ impl Pair {
         match step {
             Step::Record { slot, path, hold } => {
                 let lease = self.bed.record(*slot, path);
-                let held = self.models[slot.at()].record(path, now);
-                let opened = self.opened[slot.at()];
-                self.requests.push(Request { slot: *slot, opened, path: path[..held].to_vec(), generated: 0, lease });
-                self.seen.push(path.clone());
+                let (held, entered) = self.models[slot.at()].record(path, now);
+                let (slot, opened, asked) = (*slot, self.opened[slot.at()], path.clone());
+                let path = path[..held].to_vec();
+                self.requests.push(Request { slot, opened, asked, path, entered, generated: 0, lease });
+                self.seen.push(self.requests[self.requests.len() - 1].asked.clone());
                 if !hold {
                     self.release(self.requests.len() - 1);
                 }
@@ -280,7 +307,8 @@ impl Pair {
                 }
             }
             Step::Release { pick } if !self.requests.is_empty() => self.release(pick % self.requests.len()),
-            Step::Grow { .. } | Step::Release { .. } => {}
+            Step::Revoke { pick } if !self.requests.is_empty() => self.revoke(pick % self.requests.len()),
+            Step::Grow { .. } | Step::Release { .. } | Step::Revoke { .. } => {}
             Step::Wait { millis } => self.bed.wait(*millis),
             Step::Expire => {
                 self.bed.predictor.expire();
@@ -294,8 +322,18 @@ impl Pair {
         }
     }
 
+    fn revoke(&mut self, at: usize) {
+        let Request { slot, opened, asked, path, entered, generated, lease } = self.requests.swap_remove(at);
+        let told = lease.revoke(&prompt(&asked));
+        if opened == self.opened[slot.at()] {
+            assert_eq!(told, if self.models[slot.at()].leases() { generated } else { 0 });
+            let now = self.bed.now();
+            self.models[slot.at()].revoke(&path, entered, generated, now);
+        }
+    }
+
     fn release(&mut self, at: usize) {
-        let Request { slot, opened, path, generated, lease } = self.requests.swap_remove(at);
+        let Request { slot, opened, path, generated, lease, .. } = self.requests.swap_remove(at);
         drop(lease);
         if opened == self.opened[slot.at()] {
             let now = self.bed.now();

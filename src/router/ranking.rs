@@ -4,9 +4,9 @@
 use std::collections::HashSet;
 
 use super::answer::Destination;
+use super::destination;
 use super::leg::Leg;
 use super::pools::Standings;
-use super::{Router, destination};
 use super::settings::RouterSettings;
 use crate::fleet::Member;
 use crate::schedule::costs;
@@ -19,9 +19,9 @@ pub(super) struct Ranking {
     pub(super) scores: Vec<(Endpoint, f64)>,
 }
 
-impl Router {
+impl Ranking {
     /// Ranks the candidates, as far as that is wanted.
-    pub(super) fn ranking(&self, leg: &Leg<'_>, standings: &Standings, settings: &RouterSettings) -> Ranking {
+    pub(super) fn of(settings: &RouterSettings, leg: &Leg<'_>, standings: &Standings) -> Ranking {
         let (most, scored) = (settings.fallbacks, settings.scores);
         if most == 0 && !scored {
             return Ranking::default();

@@ -57,6 +57,7 @@ impl Router {
         let to = booked.route.to;
         // The request still names the rank that it was to go to.
         let named = to.several_ranks.then_some(to.rank.rank);
+        let by_durations = self.settings().tracking.prefill_durations;
         let mut found = None;
         let is_booked = booked.reservation.relocate(|view, before| {
             let loaded = |member: &&'f Member| Some((view.load(member.slot, member.rank)?, *member));
@@ -67,7 +68,7 @@ impl Router {
             let cached_tokens = prepared::cached_tokens(&looked, member.slot, false);
             let (slot, rank) = (member.slot, member.rank);
             let mut booking = Booking { slot, rank, cached_tokens, prefill_time: None, ..before.clone() };
-            if self.settings.load().tracking.prefill_durations {
+            if by_durations {
                 self.durations.estimate_one(member, &mut booking);
             }
             Some(booking)
@@ -79,7 +80,8 @@ impl Router {
     /// The prompts are not cached where they were to go, but where they went, as far as that is predicted.
     fn expect_at(&self, booked: &mut Booked, moved: Option<&Member>) {
         self.expect_booked(booked);
-        let own = booked.leases.drain(..std::mem::take(&mut booked.own_leases));
+        let own = std::mem::take(&mut booked.own_leases).min(booked.leases.len());
+        let own = booked.leases.drain(..own);
         let generated: u64 = own.zip(&booked.prompts).map(|(lease, hashes)| lease.revoke(hashes)).sum();
         let Some(member) = moved.filter(|member| member.worker.block_size == booked.route.block_size) else { return };
         let mut leases: Vec<_> =

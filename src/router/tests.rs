@@ -4,6 +4,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 mod explain;
+mod gateway;
 mod herd;
 mod outside;
 mod phases;
@@ -12,7 +13,7 @@ mod standing;
 use super::*;
 use crate::block::BlockHashes;
 use crate::block::LocalHash;
-use crate::worker::{BlockSize, Capacity, Ranks, Role, Worker, WorkerId};
+use crate::worker::{BlockSize, Capacity, Endpoint, Ranks, Role, Worker, WorkerId};
 use prepared::MOST_SEARCHED;
 
 fn worker(id: u64) -> Worker {

@@ -262,4 +262,99 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
+    use tokio::sync::mpsc;
+    use tokio_stream::wrappers::UnboundedReceiverStream;
+
+    use super::super::acceptor::Protocol;
+    use super::super::config::TlsConfig;
+    use super::*;
+
+    type Arriving = mpsc::UnboundedSender<io::Result<DuplexStream>>;
+    type TestDoor = Door<UnboundedReceiverStream<io::Result<DuplexStream>>, DuplexStream>;
+
+    fn door(tls: bool, connections: usize) -> (Arriving, TestDoor, Arc<Metrics>) {
+        let (arriving, sockets) = mpsc::unbounded_channel();
+        let metrics = Arc::new(Metrics::new());
+        let config = TlsConfig { self_signed: true, ..TlsConfig::default() };
+        let tls = tls.then(|| Acceptor::new("test", &config, Protocol::Grpc, metrics.clone()).unwrap());
+        let limits = DoorLimits { connections, handshake: Duration::from_secs(10) };
+        let door = Door::new("test", UnboundedReceiverStream::new(sockets), tls, limits, metrics.clone());
+        (arriving, door, metrics)
+    }
+
+    fn arrive(arriving: &Arriving) -> DuplexStream {
+        let (near, far) = duplex(1024);
+        arriving.send(Ok(far)).unwrap();
+        near
+    }
+
+    const LABEL: ListenerLabel = ListenerLabel { listener: "test" };
+
+    #[tokio::test(start_paused = true)]
+    async fn whoever_finds_no_place_is_sent_away_and_a_place_is_given_back() {
+        let (arriving, mut door, metrics) = door(false, 2);
+        let (mut a, _b, mut c) = (arrive(&arriving), arrive(&arriving), arrive(&arriving));
+        let mut first = door.next().await.unwrap();
+        let second = door.next().await.unwrap();
+        assert_eq!(metrics.connections.get_or_create(&LABEL).get(), 2);
+        // The third is looked at and dropped while the door waits for another.
+        assert!(timeout(Duration::from_secs(1), door.next()).await.is_err());
+        assert_eq!(c.read(&mut [0; 1]).await.unwrap(), 0, "it is closed");
+        assert_eq!(metrics.connections_refused.get_or_create(&LABEL).get(), 1);
+        drop(second);
+        let _d = arrive(&arriving);
+        let _third = door.next().await.unwrap();
+        assert_eq!(metrics.connections.get_or_create(&LABEL).get(), 2);
+        // Those inside are not disturbed.
+        a.write_all(b"x").await.unwrap();
+        assert_eq!(first.read_u8().await.unwrap(), b'x');
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn whoever_says_nothing_loses_his_place_and_whoever_spoke_may_be_silent() {
+        let (arriving, mut door, _) = door(false, 2);
+        let (_silent, mut speaks) = (arrive(&arriving), arrive(&arriving));
+        let mut silent_side = door.next().await.unwrap();
+        let mut speaking_side = door.next().await.unwrap();
+        speaks.write_all(b"x").await.unwrap();
+        assert_eq!(speaking_side.read_u8().await.unwrap(), b'x');
+        let error = silent_side.read_u8().await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert!(timeout(Duration::from_secs(3600), speaking_side.read_u8()).await.is_err(), "it is still open");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_handshake_that_does_not_come_expires_and_holds_up_nobody() {
+        let (arriving, mut door, metrics) = door(true, 3);
+        let mut silent: Vec<_> = (0..2).map(|_| arrive(&arriving)).collect();
+        let mut plain = arrive(&arriving);
+        plain.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+        let outcome = |outcome| {
+            let labels = ListenerOutcomeLabels { listener: "test", outcome };
+            metrics.tls_handshakes.get_or_create(&labels).get()
+        };
+        assert!(timeout(Duration::from_secs(5), door.next()).await.is_err(), "nobody is ready");
+        // The refusal of the plain one came at once, its alert too.
+        assert_eq!((outcome("failed"), outcome("expired")), (1, 0));
+        let mut alert = Vec::new();
+        plain.read_to_end(&mut alert).await.unwrap();
+        assert_eq!(alert.first(), Some(&21), "a TLS alert: {alert:?}");
+        assert!(timeout(Duration::from_secs(6), door.next()).await.is_err());
+        assert_eq!((outcome("failed"), outcome("expired"), outcome("done")), (1, 2, 0));
+        assert_eq!(silent[0].read(&mut [0; 1]).await.unwrap(), 0, "it is closed");
+        assert_eq!(metrics.connections.get_or_create(&LABEL).get(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_listener_that_fails_is_asked_again_and_one_that_ended_is_not() {
+        let (arriving, mut door, _) = door(false, 2);
+        arriving.send(Err(io::ErrorKind::ConnectionReset.into())).unwrap();
+        arriving.send(Err(io::Error::other("no file descriptors"))).unwrap();
+        let _a = arrive(&arriving);
+        drop(arriving);
+        assert!(door.next().await.is_some());
+        assert!(door.next().await.is_none());
+    }
+}

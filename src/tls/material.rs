@@ -212,4 +212,82 @@ pub(super) fn now() -> i64 {
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use super::*;
+
+    #[test]
+    fn our_own_certificate_is_for_names_from_near_and_lasts() {
+        let identity = self_signed().unwrap();
+        let (_, parsed) = x509_parser::parse_x509_certificate(&identity.chain[0]).unwrap();
+        let names = format!("{:?}", parsed.subject_alternative_name().unwrap().unwrap().value);
+        for name in ["localhost", "[127, 0, 0, 1]", "0, 0, 1]"] {
+            assert!(names.contains(name), "{names}");
+        }
+        if let Some(host) = host_name() {
+            assert!(names.contains(&host), "{names}");
+        }
+        assert!(parsed.validity().is_valid());
+        let years = (identity.expires - now()) / (365 * 24 * 3600);
+        assert!((9..=10).contains(&years), "{years}");
+    }
+
+    /// A certificate and a key as PEM.
+    fn pair() -> (String, String) {
+        let key = rcgen::KeyPair::generate().unwrap();
+        let params = rcgen::CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+        (params.self_signed(&key).unwrap().pem(), key.serialize_pem())
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_said_with_the_file_and_the_mend() {
+        let ((cert, key), (other_cert, other_key)) = (pair(), pair());
+        let der = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+        let cut = cert[..cert.len() / 2].to_owned();
+        for (cert_text, key_text, ca_text, at, words) in [
+            (cert.as_str(), key.as_str(), Some(other_cert.as_str()), "", ""),
+            (&format!("{cert}{other_cert}"), &key, None, "", ""),
+            // Files with both, as some tools write them.
+            (&format!("{key}{cert}"), &format!("{cert}{key}"), None, "", ""),
+            ("", &key, None, "cert", "no certificate in it"),
+            (&key, &key, None, "cert", "no certificate in it"),
+            (&cut, &key, None, "cert", "PEM"),
+            (der, &key, None, "cert", "not a certificate"),
+            (&cert, "", None, "key", "no private key in it"),
+            (&cert, &cert, None, "key", "no private key in it"),
+            (&cert, &other_key, None, "cert", "does not go with"),
+            (&cert, &key, Some(""), "ca", "no certificate in it"),
+            (&cert, &key, Some(der), "ca", "unusable"),
+            (&cert, &key, Some("none"), "ca", "no certificate in it"),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let [cert, key, ca] = ["cert", "key", "ca"].map(|name| dir.path().join(name));
+            std::fs::write(&cert, cert_text).unwrap();
+            std::fs::write(&key, key_text).unwrap();
+            std::fs::write(&ca, ca_text.unwrap_or_default()).unwrap();
+            let source = Source::Files { cert: cert.clone(), key: key.clone() };
+            let checked = Material::read(&source, ca_text.map(|_| ca.as_path())).and_then(|read| read.check());
+            match (at, checked) {
+                ("", checked) => checked.unwrap(),
+                (at, Ok(())) => panic!("a broken {at} is taken, where {words:?} is expected"),
+                (at, Err(error)) => {
+                    assert_eq!(error.path.as_ref().and_then(|path| path.file_name()), Some(at.as_ref()), "{error}");
+                    assert!(error.text.contains(words), "{error}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn contents_that_differ_have_other_fingerprints() {
+        let of = |cert: &str, key: &str, ca: Option<&str>| {
+            let named = |text: &str| (PathBuf::new(), text.as_bytes().to_vec());
+            let pair = Some(Pair { cert: named(cert), key: named(key) });
+            Material { pair, client_ca: ca.map(named) }.fingerprint()
+        };
+        let all = [of("ab", "c", None), of("a", "bc", None), of("ab", "c", Some("")), of("ab", "", Some("c"))];
+        for (at, one) in all.iter().enumerate() {
+            assert_eq!(all.iter().position(|other| other == one), Some(at));
+        }
+        assert_eq!(of("ab", "c", None), all[0]);
+    }
+}

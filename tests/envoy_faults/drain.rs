@@ -73,7 +73,7 @@ async fn a_drain_lets_running_streams_finish_and_leaves_new_requests_to_envoy() 
 
 #[tokio::test]
 async fn a_drain_that_reaches_its_deadline_leaves_the_streams_to_envoy() {
-    let more = json!({"drain": {"deadline": "500ms"}});
+    let more = json!({"drain": {"grace": "0s", "deadline": "500ms"}});
     let bed = Bed::of(&[slow_engine()], Patience::Shipped, more).await;
     let streams = begin(&bed, 4, 200).await;
     let told = Instant::now();

@@ -41,7 +41,7 @@ impl Pages {
     async fn serve(loaded: bool) -> Self {
         let config = Config::parse(Path::new("warmroute.yaml"), CONFIG.as_bytes()).unwrap();
         let Offline { intake, entrance } = Offline::new(&config).await.unwrap();
-        let way_in = WayIn { intake: Arc::default(), body_limit: LIMIT };
+        let way_in = WayIn::new(LIMIT);
         if loaded {
             way_in.intake.store(Some(intake));
         }
@@ -135,7 +135,7 @@ async fn what_cannot_be_read_goes_by_load_and_says_why() {
         (json!({"body": null}), "no_body"),
         (json!({"body": ""}), "no_body"),
         (json!({"body": "x".repeat(LIMIT + 1)}), "body_too_large"),
-        (json!({"path": "/v1/embeddings", "body": EXACT}), "not_inference"),
+        (json!({"path": "/tokenize", "body": EXACT}), "not_inference"),
         (json!({"path": "/v1/chat/completions", "body": EXACT}), "unreadable"),
     ];
     for (question, reason) in cases {

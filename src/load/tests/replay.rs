@@ -34,10 +34,32 @@ enum Line {
         id: usize,
         at: u64,
     },
+    /// A request turned out to be served by another slot, where so much of it was cached, or by nobody.
+    Moved {
+        id: usize,
+        to: Option<u32>,
+        request: Asked,
+        millis: Option<u64>,
+        at: u64,
+    },
     /// The slot was closed, and opened again.
     Emptied {
         slot: u32,
     },
+}
+
+/// A request as it would be known to somebody who takes it over.
+#[derive(Clone, Debug)]
+struct Asked {
+    slot: u32,
+    prompt: Vec<u64>,
+    /// Tokens that are left to prefill.
+    tokens: u64,
+    begun: bool,
+    outputs: Vec<u64>,
+    parts: Option<u64>,
+    /// Whether it is booked, in a row that is still there.
+    counts: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -45,6 +67,8 @@ struct Live {
     id: usize,
     prompt: Vec<u64>,
     outputs: Vec<u64>,
+    /// For how much each block of it counts.
+    parts: Option<u64>,
 }
 
 #[derive(Clone, Debug)]
@@ -74,23 +98,41 @@ impl Naive {
     fn read(&mut self, line: &Line, slot: u32) {
         match line {
             Line::Came { id, slot: there, prompt, tokens, millis, at } if *there == slot => {
-                self.live.push(Live { id: *id, prompt: prompt.clone(), outputs: Vec::new() });
-                if *tokens > 0 {
-                    self.since = if self.prefills.is_empty() { *at } else { self.since };
-                    self.prefills.push(Prefill { id: *id, tokens: *tokens, millis: *millis });
-                }
+                let live = Live { id: *id, prompt: prompt.clone(), outputs: Vec::new(), parts: None };
+                self.came(live, *tokens, *millis, *at);
             }
             Line::Token { id, at } => self.end_prefill(*id, *at),
             Line::Output { id, parts } => self.output(*id, *parts),
             Line::Left { id, at } => {
                 self.end_prefill(*id, *at);
-                self.live.retain(|live| live.id != *id);
-                let held = self.held();
-                self.faded.retain(|block, _| held.contains(block));
+                self.leave(*id);
             }
             Line::Emptied { slot: there } if *there == slot => *self = Self::default(),
+            Line::Moved { id, to, request, millis, at } => {
+                self.end_prefill(*id, *at);
+                self.leave(*id);
+                if *to == Some(slot) {
+                    let (prompt, outputs) = (request.prompt.clone(), request.outputs.clone());
+                    self.came(Live { id: *id, prompt, outputs, parts: request.parts }, request.tokens, *millis, *at);
+                    request.parts.into_iter().for_each(|parts| self.fade(*id, parts));
+                }
+            }
             Line::Came { .. } | Line::Emptied { .. } => {}
         }
+    }
+
+    fn came(&mut self, live: Live, tokens: u64, millis: Option<u64>, at: u64) {
+        if tokens > 0 {
+            self.since = if self.prefills.is_empty() { at } else { self.since };
+            self.prefills.push(Prefill { id: live.id, tokens, millis });
+        }
+        self.live.push(live);
+    }
+
+    fn leave(&mut self, id: usize) {
+        self.live.retain(|live| live.id != id);
+        let held = self.held();
+        self.faded.retain(|block, _| held.contains(block));
     }
 
     fn end_prefill(&mut self, id: usize, at: u64) {
@@ -104,12 +146,18 @@ impl Naive {
     }
 
     fn output(&mut self, id: usize, parts: Option<u64>) {
-        let others =
-            |block: &u64, live: &[Live]| live.iter().any(|other| other.id != id && other.prompt.contains(block));
         let Some(at) = self.live.iter().position(|live| live.id == id) else { return };
         self.live[at].outputs.push(PARTS);
         let Some(parts) = parts else { return };
         self.live[at].outputs.fill(parts);
+        self.live[at].parts = Some(parts);
+        self.fade(id, parts);
+    }
+
+    fn fade(&mut self, id: usize, parts: u64) {
+        let others =
+            |block: &u64, live: &[Live]| live.iter().any(|other| other.id != id && other.prompt.contains(block));
+        let Some(at) = self.live.iter().position(|live| live.id == id) else { return };
         let alone = self.live[at].prompt.iter().filter(|block| !others(block, &self.live)).copied();
         self.faded.extend(alone.map(|block| (block, parts)).collect::<Vec<_>>());
     }
@@ -167,6 +215,11 @@ fn read(tracker: &Arc<LoadTracker>, prompt: &[u64]) -> [(Load, u64); 3] {
     looked.unwrap_err()
 }
 
+/// How long a prefill should take.
+fn millis(pick: u16) -> Option<u64> {
+    [None, Some(0), Some(7), Some(100), Some(1000)][usize::from(pick) % 5]
+}
+
 /// A fraction that is seldom none, by a number.
 fn parts(pick: u16) -> Option<u64> {
     let eighths = (0..=8).map(|of| of * PARTS / 8);
@@ -179,32 +232,43 @@ proptest! {
 
     #[test]
     fn the_load_is_that_of_the_log(
-        script in vec((0..12u8, 0..3u32, vec(0..3u64, 0..7), 0..100u64, any::<u16>()), 1..40),
+        script in vec((0..15u8, 0..3u32, vec(0..3u64, 0..7), 0..100u64, any::<u16>()), 1..40),
     ) {
         let now = Arc::new(Mutex::new(Instant::now()));
         let (start, clock) = (*now.lock(), now.clone());
         let tracker = LoadTracker::new(move || *clock.lock());
         (0..3).for_each(|slot| tracker.open(Slot(slot), rank(u64::from(slot))));
-        let (mut log, mut live) = (Vec::new(), BTreeMap::<usize, Reservation>::new());
+        let mut gone = BTreeSet::new();
+        let (mut log, mut live) = (Vec::new(), BTreeMap::<usize, (Reservation, Asked)>::new());
         for (id, (kind, slot, locals, tokens, pick)) in script.into_iter().enumerate() {
             let at = (*now.lock() - start).as_millis() as u64;
             let prompt = chained(&locals);
             let picked = live.keys().copied().nth(usize::from(pick) % live.len().max(1));
             match (kind, picked) {
                 (0..4, _) => {
-                    let millis = [None, Some(0), Some(7), Some(100), Some(1000)][usize::from(pick) % 5];
+                    let millis = millis(pick);
                     let prefill_time = millis.map(Duration::from_millis);
                     let booking = Booking { prefill_time, ..booking(slot, u64::from(slot), &prompt, tokens) };
-                    live.insert(id, book(&tracker, booking));
+                    let (outputs, parts, counts) = (Vec::new(), None, true);
+                    let asked = Asked { slot, prompt: prompt.clone(), tokens, begun: false, outputs, parts, counts };
+                    live.insert(id, (book(&tracker, booking), asked));
                     log.push(Line::Came { id, slot, prompt: prompt.clone(), tokens, millis, at });
                 }
                 (4, Some(id)) => {
-                    live.get_mut(&id).unwrap().first_token();
+                    let (reservation, asked) = live.get_mut(&id).unwrap();
+                    reservation.first_token();
+                    asked.begun = true;
                     log.push(Line::Token { id, at });
                 }
                 (5 | 6, Some(id)) => {
                     let parts = parts(pick / 7);
-                    live.get_mut(&id).unwrap().output_block(parts.map(|parts| parts as f64 / PARTS as f64));
+                    let (reservation, asked) = live.get_mut(&id).unwrap();
+                    reservation.output_block(parts.map(|parts| parts as f64 / PARTS as f64));
+                    if asked.counts {
+                        asked.outputs.push(PARTS);
+                        parts.into_iter().for_each(|parts| asked.outputs.fill(parts));
+                        asked.parts = parts.or(asked.parts);
+                    }
                     log.push(Line::Output { id, parts });
                 }
                 (7 | 8, Some(id)) => {
@@ -215,7 +279,32 @@ proptest! {
                 (11, _) if pick % 4 == 0 => {
                     tracker.close(Slot(slot));
                     tracker.open(Slot(slot), rank(u64::from(slot)));
+                    let there = live.values_mut().filter(|(_, asked)| asked.slot == slot);
+                    there.for_each(|(_, asked)| asked.counts = false);
                     log.push(Line::Emptied { slot });
+                }
+                (12..15, Some(id)) => {
+                    let (reservation, asked) = live.get_mut(&id).unwrap();
+                    let to = (pick % 8 > 0).then_some(slot);
+                    let (millis, before) = (millis(pick), reservation.bookings().next().cloned().unwrap());
+                    let cached_tokens = tokens.min(before.prompt_tokens);
+                    let moved = reservation.relocate(|view, booking| {
+                        assert_eq!(booking, &before);
+                        assert!(view.load(Slot(2), rank(2)).is_some());
+                        let slot = to?;
+                        let (rank, prefill_time) = (rank(u64::from(slot)), millis.map(Duration::from_millis));
+                        Some(Booking { slot: Slot(slot), rank, cached_tokens, prefill_time, ..before.clone() })
+                    });
+                    prop_assert_eq!(moved, to.is_some() && !gone.contains(&id));
+                    if !gone.contains(&id) {
+                        asked.tokens = if asked.begun { 0 } else { before.prompt_tokens - cached_tokens };
+                        asked.counts = to.is_some();
+                        asked.slot = to.unwrap_or(asked.slot);
+                        log.push(Line::Moved { id, to, request: asked.clone(), millis, at });
+                    }
+                    if to.is_none() {
+                        gone.insert(id);
+                    }
                 }
                 _ => {}
             }

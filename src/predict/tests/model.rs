@@ -11,6 +11,13 @@ pub(super) struct Block {
     leases: u32,
 }
 
+/// What a use found.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entered {
+    known: usize,
+    stamp: (u64, u64),
+}
+
 #[derive(Debug)]
 pub(super) struct Model {
     most: u64,
@@ -34,8 +41,8 @@ impl Model {
         ((now + self.ttl).div_ceil(100), self.uses)
     }
 
-    /// How many blocks of the path are held now.
-    pub(super) fn record(&mut self, path: &[u8], now: u64) -> usize {
+    /// How many blocks of the path are held now, and what was there before.
+    pub(super) fn record(&mut self, path: &[u8], now: u64) -> (usize, Entered) {
         let stamp = self.stamp(now);
         let known = self.overlap(path);
         let held = self.generated.is_empty() && self.blocks.values().all(|block| block.leases > 0);
@@ -51,7 +58,24 @@ impl Model {
             block.leases += u32::from(self.leases);
         }
         self.make_room();
-        path.len()
+        (path.len(), Entered { known, stamp })
+    }
+
+    /// Takes back what only that use has entered.
+    pub(super) fn revoke(&mut self, path: &[u8], entered: Entered, generated: u64, now: u64) {
+        let Entered { known, stamp } = entered;
+        let leases = u32::from(self.leases);
+        let own = |end: &usize| {
+            let block = self.blocks[&path[..*end]];
+            block.stamp == stamp && block.leases == leases && !self.generated.contains_key(&path[..*end])
+        };
+        let reached = self.overlap(path);
+        let own: Vec<usize> = (known + 1..=reached).rev().take_while(own).collect();
+        let follows = |other: &Path| other.len() > reached && other.starts_with(&path[..reached]);
+        let own = if self.blocks.keys().any(follows) { Vec::new() } else { own };
+        self.release_only(path, generated, now);
+        own.iter().for_each(|end| _ = self.blocks.remove(&path[..*end]));
+        self.make_room();
     }
 
     pub(super) fn grow(&mut self, count: u64) {
@@ -65,6 +89,18 @@ impl Model {
         if !self.leases {
             return;
         }
+        let stamp = self.release_only(path, generated, now);
+        if generated > 0 {
+            let entry = self.generated.entry(path.to_vec()).or_default();
+            *entry = (entry.0 + generated, stamp);
+        }
+        self.make_room();
+    }
+
+    fn release_only(&mut self, path: &[u8], generated: u64, now: u64) -> (u64, u64) {
+        if !self.leases {
+            return (0, 0);
+        }
         let stamp = self.stamp(now);
         for end in 1..=path.len() {
             let block = self.blocks.get_mut(&path[..end]).unwrap();
@@ -74,11 +110,7 @@ impl Model {
             }
         }
         self.growing -= generated;
-        if generated > 0 {
-            let entry = self.generated.entry(path.to_vec()).or_default();
-            *entry = (entry.0 + generated, stamp);
-        }
-        self.make_room();
+        stamp
     }
 
     pub(super) fn expire(&mut self, now: u64) {
@@ -105,6 +137,10 @@ impl Model {
                 }
             }
         }
+    }
+
+    pub(super) fn leases(&self) -> bool {
+        self.leases
     }
 
     pub(super) fn blocks(&self) -> u64 {

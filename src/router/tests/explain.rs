@@ -310,7 +310,7 @@ fn an_explanation_takes_no_probe_records_no_blocks_and_latches_nothing() {
     let standings = || {
         let fleet = router.fleet();
         let members: Vec<_> = fleet.members().collect();
-        router.standings(&members).overloaded.contains(WorkerId(1))
+        router.standings(&members, &router.settings()).overloaded.contains(WorkerId(1))
     };
     drop(probing.probes);
     assert_eq!(judged(&router.explain(request(&[vec![9]])).phases[0], 1).load.active_blocks, 3);

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::fleet::Fleet;
-use crate::worker::{BlockSize, KvTransfer, Ranks};
+use crate::worker::{BlockSize, Endpoint, KvTransfer, Ranks};
 
 fn worker(id: u64) -> Worker {
     Worker::new(
@@ -88,6 +88,32 @@ fn an_empty_list_is_nobody_and_no_list_is_everybody() {
     let subset = |workers: &[u64]| Constraints { endpoints: Some(subset(workers)), ..Constraints::default() };
     assert_eq!(ids(&fleet, &subset(&[2]), &[]), Ok(vec![(2, 0)]));
     assert_eq!(ids(&fleet, &subset(&[]), &[]), Err(Ineligible::NoEndpoints));
+}
+
+#[test]
+fn outside_of_the_gateways_subset_nobody_serves_whatever_the_pin() {
+    let fleet = fleet([worker(1), several(worker(2), 2)]);
+    let within = |constraints, ids: &[u64]| Constraints { endpoints: Some(subset(ids)), ..constraints };
+    let of = |constraints: Constraints| ids(&fleet, &constraints, &[]);
+    let unknown = Err(Ineligible::PinUnknown(WorkerId(9)));
+    let missing = Err(Ineligible::PinRankMissing { worker: WorkerId(2), ranks: 2 });
+    let nobody = Err(Ineligible::NoEndpoints);
+    let cases = [
+        (within(pin(1, None), &[1, 2]), Ok(vec![(1, 0)])),
+        (within(pin(1, None), &[2]), nobody.clone()),
+        (within(pin(2, None), &[1]), nobody.clone()),
+        (within(pin(2, None), &[2]), missing),
+        (within(pin(9, None), &[2]), unknown),
+        (within(pin(9, None), &[]), nobody.clone()),
+        (within(Constraints::default(), &[7]), nobody),
+    ];
+    for (constraints, expected) in cases {
+        assert_eq!(of(constraints.clone()), expected, "{constraints:?}");
+    }
+    let address = Constraints { endpoints: Some(Subset::parse(["10.0.0.1"])), ..Constraints::default() };
+    assert_eq!(of(address).unwrap().len(), 3, "every port of an address");
+    let pinned = within(pin(1, None), &[1]);
+    assert_eq!(ids(&fleet, &pinned, &[(1, Standing::Unavailable)]), Err(Ineligible::NoEndpoints));
 }
 
 #[test]

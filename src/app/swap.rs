@@ -1,5 +1,5 @@
-//! A gRPC service that can be replaced while it is served: each call is answered by the one that was there when it began,
-//! to its end. So one exchange sees one configuration, whatever is reloaded meanwhile.
+//! A gRPC service that can be replaced while it is served, for the limits that tonic fixes when it makes one: each call is
+//! answered by the one that was there when it began, to its end.
 
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -9,9 +9,9 @@ use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
 /// A service in its place. A clone is the same place.
-pub(super) struct Live<S>(Arc<ArcSwap<S>>);
+pub(super) struct Swap<S>(Arc<ArcSwap<S>>);
 
-impl<S> Live<S> {
+impl<S> Swap<S> {
     pub(super) fn new(service: S) -> Self {
         Self(Arc::new(ArcSwap::from_pointee(service)))
     }
@@ -22,17 +22,17 @@ impl<S> Live<S> {
     }
 }
 
-impl<S> Clone for Live<S> {
+impl<S> Clone for Swap<S> {
     fn clone(&self) -> Self {
         Self(self.0.clone())
     }
 }
 
-impl<S: NamedService> NamedService for Live<S> {
+impl<S: NamedService> NamedService for Swap<S> {
     const NAME: &'static str = S::NAME;
 }
 
-impl<S: Service<http::Request<B>> + Clone, B> Service<http::Request<B>> for Live<S> {
+impl<S: Service<http::Request<B>> + Clone, B> Service<http::Request<B>> for Swap<S> {
     type Response = S::Response;
     type Error = S::Error;
     type Future = S::Future;

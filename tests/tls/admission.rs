@@ -1,0 +1,216 @@
+//! Who is let in, and who is not.
+
+use serde_json::json;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tonic::transport::Channel;
+
+use crate::clients::{client, client_of};
+use crate::pki::Authority;
+use crate::site::{Caller, PATIENCE, Site, dial, http, served, shown, until};
+
+#[tokio::test]
+async fn a_certificate_made_at_start_serves_who_does_not_check_and_nobody_without_tls() {
+    let site = Site::start(json!({"listen": {"tcp": "127.0.0.1:0", "tls": {"self_signed": true}}}), |_| ()).await;
+    until("ready", async || site.page("/readyz", "").await.0 == 200).await;
+    for version in [&rustls::version::TLS13, &rustls::version::TLS12] {
+        let stream = dial(site.ext_proc, client_of(&[version], None, None, "h2")).await.unwrap();
+        let connection = stream.get_ref().1;
+        assert_eq!(connection.protocol_version(), Some(version.version));
+        assert_eq!(connection.alpn_protocol(), Some(&b"h2"[..]));
+    }
+    let caller = Caller::new(site.ext_proc, client(None, None, "h2")).await;
+    assert!(caller.is_served().await.unwrap());
+    let cert = shown(site.ext_proc, client(None, None, "h2")).await;
+    let (_, parsed) = x509_parser::parse_x509_certificate(&cert).unwrap();
+    let series = "tls_certificate_expires_seconds{listener=\"ext_proc\"}";
+    assert_eq!(site.metric(series).await, parsed.validity().not_after.timestamp() as f64);
+
+    // Plaintext is refused, another protocol too, and so is a client that checks.
+    let plain = Channel::from_shared(format!("http://{}", site.ext_proc)).unwrap().connect_lazy();
+    assert!(served(plain).await.is_err());
+    assert!(dial(site.ext_proc, client(None, None, "http/1.1")).await.is_err());
+    assert!(dial(site.ext_proc, client(Some(&Authority::new("another")), None, "h2")).await.is_err());
+    assert!(site.metric("tls_handshakes_total{listener=\"ext_proc\",outcome=\"failed\"}").await >= 2.0);
+    assert!(caller.is_served().await.unwrap(), "nobody else is disturbed");
+    site.stop().await;
+}
+
+#[tokio::test]
+async fn a_given_certificate_is_verified_on_every_listener() {
+    let authority = Authority::new("ours");
+    let listener = |tls| json!({"listen": "127.0.0.1:0", "tls": tls});
+    let more = json!({
+        "listen": {"tcp": "127.0.0.1:0", "tls": {"cert": "certs/tls.crt", "key": "certs/tls.key"}},
+        "api": listener(json!({"cert_dir": "certs"})),
+        "admin": listener(json!({"cert_dir": "certs"})),
+    });
+    let site = Site::start(more, |folder| authority.sign(1).write(&folder.join("certs"))).await;
+    let mut callers = Vec::new();
+    for address in [site.ext_proc, site.api.unwrap()] {
+        let caller = Caller::new(address, client(Some(&authority), None, "h2")).await;
+        until("served", async || caller.is_served().await.unwrap()).await;
+        callers.push(caller);
+    }
+    let page = dial(site.admin, client(Some(&authority), None, "http/1.1")).await.unwrap();
+    let (status, text) = http(page, "/metrics", "").await.unwrap();
+    assert_eq!(status, 200);
+    for listener in ["ext_proc", "api", "admin"] {
+        assert!(text.contains(&format!("warmroute_connections{{listener=\"{listener}\"}} 1")), "{listener}: {text}");
+    }
+    assert!(http(TcpStream::connect(site.admin).await.unwrap(), "/healthz", "").await.is_err(), "not in plaintext");
+    drop(callers);
+    site.stop().await;
+}
+
+#[tokio::test]
+async fn with_a_client_authority_only_its_clients_are_served() {
+    let (servers, clients, others) = (Authority::new("servers"), Authority::new("clients"), Authority::new("others"));
+    let tls = json!({"cert_dir": "certs", "client_ca": "clients.pem"});
+    let more = json!({
+        "listen": {"tcp": "127.0.0.1:0", "tls": tls},
+        "admin": {"listen": "127.0.0.1:0", "tls": tls},
+    });
+    let site = Site::start(more, |folder| {
+        servers.sign(1).write(&folder.join("certs"));
+        std::fs::write(folder.join("clients.pem"), &clients.cert).unwrap();
+    })
+    .await;
+    let (right, wrong) = (clients.sign(2), others.sign(3));
+    let caller = Caller::new(site.ext_proc, client(Some(&servers), Some(&right), "h2")).await;
+    until("served", async || caller.is_served().await.unwrap()).await;
+    for own in [None, Some(&wrong)] {
+        let caller = Caller::new(site.ext_proc, client(Some(&servers), own, "h2")).await;
+        assert!(caller.is_served().await.is_err(), "with {:?}", own.map(|own| &own.cert));
+        // In TLS 1.3 a client learns of it only when it reads.
+        let page = dial(site.admin, client(Some(&servers), own, "http/1.1")).await;
+        let answer = match page {
+            Ok(page) => http(page, "/healthz", "").await,
+            Err(error) => Err(error),
+        };
+        assert!(answer.is_err(), "{answer:?}");
+    }
+    let page = dial(site.admin, client(Some(&servers), Some(&right), "http/1.1")).await.unwrap();
+    assert_eq!(http(page, "/metrics", "").await.unwrap().0, 200);
+    site.stop().await;
+}
+
+#[tokio::test]
+async fn a_token_protects_all_pages_but_the_probes_and_may_change() {
+    let more = json!({"admin": {"listen": "127.0.0.1:0", "token_file": "token"}});
+    let site = Site::start(more, |folder| std::fs::write(folder.join("token"), "first\n").unwrap()).await;
+    let with = |token: &str| format!("authorization: Bearer {token}\r\n");
+    for page in ["/metrics", "/debug/fleet", "/debug/load", "/debug/index", "/debug/explain", "/nowhere", "/"] {
+        for header in [String::new(), with("second"), with("firs"), "authorization: Basic first\r\n".to_owned()] {
+            let (status, text) = site.page(page, &header).await;
+            assert_eq!(status, 401, "{page} {header}");
+            assert!(text.to_ascii_lowercase().contains("\r\nwww-authenticate: bearer\r\n"), "{text}");
+            assert!(!text.contains("first"), "{text}");
+        }
+    }
+    for page in ["/healthz", "/readyz"] {
+        until("open", async || site.page(page, "").await.0 == 200).await;
+    }
+    assert_eq!(site.page("/metrics", &with("first")).await.0, 200);
+    assert_eq!(site.page("/nowhere", &with("first")).await.0, 404);
+    std::fs::write(site.path("next"), "second").unwrap();
+    std::fs::rename(site.path("next"), site.path("token")).unwrap();
+    until("the new token", async || site.page("/debug/fleet", &with("second")).await.0 == 200).await;
+    assert_eq!(site.page("/debug/fleet", &with("first")).await.0, 401);
+    site.stop().await;
+}
+
+#[tokio::test]
+async fn explain_asks_with_the_token() {
+    let more = json!({"admin": {"listen": "127.0.0.1:0", "token_file": "token"}});
+    let site = Site::start(more, |folder| std::fs::write(folder.join("token"), "first\n").unwrap()).await;
+    until("ready", async || site.page("/readyz", "").await.0 == 200).await;
+    std::fs::write(site.path("body"), json!({"model": "m", "prompt": "why?"}).to_string()).unwrap();
+    let explain = |token: &[&str]| {
+        let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_warmroute"));
+        command.args(["explain", "--admin", &format!("http://{}", site.admin), "--body"]).arg(site.path("body"));
+        command.args(token).current_dir(site.path("")).output()
+    };
+    let refused = explain(&[]).await.unwrap();
+    assert!(!refused.status.success());
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("asks for the token"), "{refused:?}");
+    let answered = explain(&["--token-file", "token"]).await.unwrap();
+    assert!(answered.status.success(), "{answered:?}");
+    site.stop().await;
+}
+
+#[tokio::test]
+async fn clients_that_say_nothing_hold_up_nobody_and_are_sent_away() {
+    let more = json!({
+        "listen": {"tcp": "127.0.0.1:0", "tls": {"self_signed": true}},
+        "limits": {"handshake": "2s"},
+    });
+    let site = Site::start(more, |_| ()).await;
+    let mut silent = Vec::new();
+    for _ in 0..50 {
+        silent.push(TcpStream::connect(site.ext_proc).await.unwrap());
+    }
+    // One of them says something, and then nothing more.
+    silent[0].write_all(&[22, 3, 1]).await.unwrap();
+    let shaken = dial(site.ext_proc, client(None, None, "h2")).await.unwrap();
+    let caller = Caller::new(site.ext_proc, client(None, None, "h2")).await;
+    until("served", async || caller.is_served().await.unwrap()).await;
+    for mut socket in silent {
+        assert_eq!(timeout(PATIENCE, socket.read(&mut [0; 1])).await.unwrap().unwrap_or(0), 0, "closed");
+    }
+    site.shows("tls_handshakes_total{listener=\"ext_proc\",outcome=\"expired\"}", 50.0).await;
+    // So is one that says nothing after its handshake; the one that is served stays.
+    site.shows("connections{listener=\"ext_proc\"}", 1.0).await;
+    drop(shaken);
+    assert!(caller.is_served().await.unwrap());
+    site.stop().await;
+}
+
+#[tokio::test]
+async fn connections_beyond_the_limit_are_closed_at_once_and_the_others_go_on() {
+    let more = json!({"limits": {"connections": 3}});
+    let site = Site::start(more, |_| ()).await;
+    let plain = Channel::from_shared(format!("http://{}", site.ext_proc)).unwrap().connect_lazy();
+    until("served", async || served(plain.clone()).await.unwrap()).await;
+    let places = [TcpStream::connect(site.ext_proc).await.unwrap(), TcpStream::connect(site.ext_proc).await.unwrap()];
+    site.shows("connections{listener=\"ext_proc\"}", 3.0).await;
+    let mut beyond = TcpStream::connect(site.ext_proc).await.unwrap();
+    assert_eq!(timeout(PATIENCE, beyond.read(&mut [0; 1])).await.unwrap().unwrap_or(0), 0, "closed");
+    assert_eq!(site.metric("connections_refused_total{listener=\"ext_proc\"}").await, 1.0);
+    assert!(served(plain.clone()).await.unwrap());
+    drop(places);
+    site.shows("connections{listener=\"ext_proc\"}", 1.0).await;
+    let another = Channel::from_shared(format!("http://{}", site.ext_proc)).unwrap().connect_lazy();
+    assert!(served(another).await.unwrap());
+    site.stop().await;
+}
+
+#[tokio::test]
+async fn headers_of_a_call_and_exchanges_on_a_connection_are_bounded() {
+    let more = json!({"limits": {"header_list": "4KiB", "streams": 2}, "listen": {"tcp": "127.0.0.1:0"}});
+    let site = Site::start(more, |_| ()).await;
+    let channel = Channel::from_shared(format!("http://{}", site.ext_proc)).unwrap().connect_lazy();
+    until("served", async || served(channel.clone()).await.unwrap()).await;
+    let call = |bytes: usize| {
+        let mut request = tonic::Request::new(tonic_health::pb::HealthCheckRequest::default());
+        request.metadata_mut().insert("x-long", "x".repeat(bytes).parse().unwrap());
+        let mut client = tonic_health::pb::health_client::HealthClient::new(channel.clone());
+        async move { client.check(request).await }
+    };
+    assert!(call(3000).await.is_ok());
+    assert!(call(5000).await.is_err());
+    // Watching is a stream without an end; the third waits until one of the first two has gone.
+    let watch = || {
+        let mut client = tonic_health::pb::health_client::HealthClient::new(channel.clone());
+        async move { client.watch(tonic_health::pb::HealthCheckRequest::default()).await }
+    };
+    let first = watch().await.unwrap();
+    let second = watch().await.unwrap();
+    let mut third = Box::pin(watch());
+    assert!(timeout(std::time::Duration::from_millis(200), &mut third).await.is_err(), "it waits");
+    drop(first);
+    assert!(timeout(PATIENCE, third).await.unwrap().is_ok());
+    drop(second);
+    site.stop().await;
+}
