@@ -56,6 +56,13 @@ impl Bed {
         }
     }
 
+    /// What the worker that was not asked was given is not for the next round.
+    fn hold_all(&self) {
+        for worker in &self.workers {
+            worker.go.forget_permits(worker.go.available_permits());
+        }
+    }
+
     fn open(&self) -> usize {
         self.workers.iter().map(|worker| worker.open.load(Ordering::SeqCst)).sum()
     }
@@ -161,38 +168,24 @@ async fn a_client_that_leaves_frees_its_worker_before_and_after_the_first_token(
         drop(response);
         bed.idle().await;
         assert!(until(PATIENCE, async || bed.open() == 0).await, "the worker is not told");
-        // What the other worker was given is not for the next round.
-        bed.workers.iter().for_each(|worker| drop(worker.go.forget_permits(worker.go.available_permits())));
+        bed.hold_all();
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_are_whole_while_warmroute_is_killed_away_and_back() {
     let mut bed = Bed::start(|shipped| shipped).await;
-    // Some have had their first token, some not.
     let mut open = Vec::new();
-    for events in [0, 3] {
-        for _ in 0..4 {
-            let mut response = bed.paced(30).send().await.unwrap();
-            let mut text = Vec::new();
-            for _ in 0..events {
-                bed.let_one_go();
-                text.extend(response.chunk().await.unwrap().unwrap());
-            }
-            open.push((response, text));
-        }
-        bed.workers.iter().for_each(|worker| drop(worker.go.forget_permits(worker.go.available_permits())));
+    for _ in 0..8 {
+        open.push(bed.paced(30).send().await.unwrap());
     }
+    // Some have their first token now, some have not.
+    (0..4).for_each(|_| bed.let_one_go());
+    assert!(until(PATIENCE, async || (1.0..8.0).contains(&bed.first_tokens().await)).await);
     bed.deployment.kill9_router();
     bed.workers.iter().for_each(|worker| worker.go.add_permits(10_000));
-    let rest = open.into_iter().map(async |(mut response, mut text)| {
-        while let Some(chunk) = response.chunk().await.unwrap() {
-            text.extend(chunk);
-        }
-        String::from_utf8(text).unwrap()
-    });
-    for text in join_all(rest).await {
-        assert_eq!(text, whole(30));
+    for text in join_all(open.into_iter().map(reqwest::Response::text)).await {
+        assert_eq!(text.unwrap(), whole(30));
     }
     for (client, version) in &clients() {
         let requests = |times| (0..times).map(|at| bed.request(client, at).version(*version).header(EVENTS, 500));

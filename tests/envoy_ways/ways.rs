@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use futures_util::StreamExt as _;
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use warmroute::ext_proc::headers::ROUTING;
+use warmroute::ext_proc::contract::Contract;
 
 use crate::bursts::{Bursts, EVENTS, PACED, whole};
 use crate::deployment::{Answered, Deployment, PATIENCE, chat, essay, fast, telling};
@@ -128,7 +128,7 @@ async fn three_hundred_are_exact(deployment: &Deployment) {
 /// A request with every routing header a client could think of, all of them for the worker at `wanted`.
 fn forged(deployment: &Deployment, number: usize, wanted: SocketAddr) -> reqwest::RequestBuilder {
     let mut request = deployment.http.post(deployment.url("/v1/chat/completions")).json(&question(100 + number));
-    for name in ROUTING {
+    for name in Contract::default().reserved() {
         let value = match name {
             name if name.contains("endpoint") || name.contains("host-port") => wanted.to_string(),
             name if name.contains("rank") => "0".to_owned(),
