@@ -12,7 +12,6 @@ mod bursts;
 #[expect(dead_code, reason = "other tests use more of it")]
 mod deployment;
 #[path = "envoy_e2e/openmetrics.rs"]
-#[expect(dead_code, reason = "other tests use more of it")]
 mod openmetrics;
 #[path = "envoy_ways/probe.rs"]
 mod probe;

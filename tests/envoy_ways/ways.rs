@@ -311,26 +311,58 @@ async fn the_metadata_of_the_endpoint_served_is_enough_for_a_booking_to_follow()
     bookings_follow(GATEWAY_API, without_attributes).await;
 }
 
-/// Data-parallel ranks: of one worker, and as workers of their own, all behind one address.
+/// Data-parallel ranks share an address; Envoy finds it by the worker, and the worker is told the rank.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_subset_finds_every_id_and_every_rank_behind_one_address() {
-    let ranks = Bursts::start(9).await;
-    let entries = json!([
-        {"id": 21, "endpoint": ranks.address.to_string()},
-        {"id": 22, "endpoint": ranks.address.to_string()},
-        {"id": u64::MAX, "endpoint": ranks.address.to_string(), "data_parallel": {"size": 2}},
-    ]);
-    let mut deployment = Deployment::engines(&[]).await;
-    deployment.write_worker_entries(&entries).unwrap();
+async fn a_subset_finds_every_rank_behind_one_address() {
+    let mut spec = fast(u64::MAX).with(&["--dp-size", "2"]);
+    // The port after that of the events is the second rank's, and without replay endpoint nobody else's.
+    spec.replay = false;
+    let mut deployment = Deployment::engines(&[spec, fast(2)]).await;
+    let mut entries = [deployment.engines[0].entry(), deployment.engines[1].entry()];
+    entries[0]["data_parallel"] = json!({"size": 2});
+    deployment.write_worker_entries(&json!(entries)).unwrap();
     SUBSET.serve(&mut deployment, &[]).await;
-    let mut named = BTreeSet::new();
-    let served = until(PATIENCE, async || {
-        let answered = deployment.complete(&essay(named.len() * 7 + 1)).await;
-        assert_eq!((answered.status.as_u16(), answered.engine()), (200, "9"), "{answered:?}");
-        named.insert((answered.header("x-worker-instance-id").to_owned(), answered.header("x-dp-rank").to_owned()));
-        named.len() == 4
+    let mut served = BTreeSet::new();
+    let mut number = 0;
+    let all = until(PATIENCE, async || {
+        number += 1;
+        let answered = deployment.complete(&essay(number)).await;
+        answered.assert_exact();
+        served.insert((answered.engine().to_owned(), answered.header("x-served-dp-rank").to_owned()));
+        served.len() == 3
     });
-    assert!(served.await, "{named:?}");
+    assert!(all.await, "{served:?}");
+}
+
+/// Whoever else writes the endpoints may give one host several ids.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_subset_finds_a_host_by_each_of_its_ids() {
+    let [shared, other] = [Bursts::start(1).await, Bursts::start(2).await];
+    let mut deployment = Deployment::engines(&[]).await;
+    deployment.write_worker_entries(&json!([shared.entry(), other.entry()])).unwrap();
+    SUBSET.serve(&mut deployment, &[]).await;
+    let file = deployment.standalone().endpoint_file();
+    let mut endpoints: Value = serde_saphyr::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+    let hosts = endpoints.pointer_mut("/resources/0/endpoints/0/lb_endpoints").unwrap().as_array_mut().unwrap();
+    let of_shared = |host: &&mut Value| host["metadata"]["filter_metadata"]["envoy.lb"]["worker_id"] == "1";
+    let one = hosts.iter_mut().find(of_shared).unwrap();
+    one["metadata"]["filter_metadata"]["envoy.lb"]["worker_id"] = json!(["77", "1", "2"]);
+    hosts.retain(|host| host["metadata"]["filter_metadata"]["envoy.lb"]["worker_id"] != "2");
+    let new = tempfile::NamedTempFile::new_in(file.parent().unwrap()).unwrap();
+    std::fs::write(&new, endpoints.to_string()).unwrap();
+    new.persist(&file).unwrap();
+    let mut number = 0;
+    // Both ids lead to the one host now.
+    let found = until(PATIENCE, async || {
+        number += 1;
+        let answered = deployment.complete(&essay(number)).await;
+        answered.header("x-worker-instance-id") == "2" && (answered.status.as_u16(), answered.engine()) == (200, "1")
+    });
+    assert!(found.await);
+    for number in 0..20 {
+        let answered = deployment.complete(&essay(number)).await;
+        assert_eq!((answered.status.as_u16(), answered.engine()), (200, "1"), "{answered:?}");
+    }
 }
 
 /// The gateway says which endpoints will do: in the metadata, which no client can write.
