@@ -22,7 +22,6 @@ mod held;
 mod hints;
 #[path = "envoy_modes/lives.rs"]
 mod lives;
-#[expect(dead_code, reason = "shared with tests that need more of it")]
 #[path = "envoy_e2e/openmetrics.rs"]
 mod openmetrics;
 #[path = "envoy_modes/refusals.rs"]

@@ -11,12 +11,19 @@ use crate::support::stack::MODEL;
 use crate::uploads::Shown;
 use crate::worker::{PIECES, Worker, events, fingerprint, received};
 
+/// Where the request's body is shown in full duplex, Envoy takes no wish to see the answer's.
+fn restored(shown: Shown) -> bool {
+    !matches!(shown, Shown::Duplex | Shown::DuplexWithLength)
+}
+
 const MODES: [Shown; 5] =
     [Shown::Buffered, Shown::Partial, Shown::Duplex, Shown::DuplexWithLength, Shown::DuplexBothWays];
 
 fn body(model: &str) -> String {
     let question = "what is the \\\"model\\\":\\\"of this\\\"? ".repeat(40);
-    format!("{{\"model\" : \"{model}\", \"messages\":[{{\"role\":\"user\",\"content\":\"{question}\"}}], \"seed\": 1e2}}")
+    format!(
+        "{{\"model\" : \"{model}\", \"messages\":[{{\"role\":\"user\",\"content\":\"{question}\"}}], \"seed\": 1e2}}"
+    )
 }
 
 fn chunked(body: &str) -> Body {
@@ -49,7 +56,8 @@ async fn a_model_is_renamed_on_its_way_there_and_back() {
                 assert_eq!(got.mode(), "exact", "{what}");
                 let report = got.json();
                 assert_eq!(report["xxh3"], json!(fingerprint(expected.as_bytes())), "{what}");
-                assert_eq!(report["model"], json!(asked), "{what}");
+                let named = if restored(shown) { asked } else { MODEL };
+                assert_eq!(report["model"], json!(named), "{what}");
                 let length = expected.len().to_string();
                 let told = received(&report, "content-length");
                 assert!(told.is_empty() || told == [&*length], "{what}: {told:?}");
@@ -58,7 +66,8 @@ async fn a_model_is_renamed_on_its_way_there_and_back() {
                 let got = take(post(true).header(PIECES, size).send().await.unwrap()).await;
                 assert!(got.status == 200 && got.whole, "{shown:?} {size}: {got:?}");
                 let text = String::from_utf8(got.body).unwrap();
-                assert_eq!(text, events(&Value::from(asked)), "{shown:?} in pieces of {size}");
+                let named = if restored(shown) { asked } else { MODEL };
+                assert_eq!(text, events(&Value::from(named)), "{shown:?} in pieces of {size}");
             }
         }
     }
