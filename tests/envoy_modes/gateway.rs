@@ -45,6 +45,12 @@ impl Manager {
         self.modes(&[("request_body_mode", "FULL_DUPLEX_STREAMED"), ("request_trailer_mode", "SEND")]);
     }
 
+    /// Has Envoy send nothing twice.
+    pub(crate) fn without_retries(&mut self) {
+        let route = &mut self.0["route_config"]["virtual_hosts"][0]["routes"][0]["route"];
+        assert!(route.as_object_mut().unwrap().remove("retry_policy").is_some());
+    }
+
     pub(crate) fn buffer(&mut self, bytes: u32) {
         self.0["route_config"]["virtual_hosts"][0]["request_body_buffer_limit"] = json!(bytes);
     }

@@ -4,10 +4,10 @@
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::client::{Got, Upload, http1, http2};
-use crate::gateway::{Change, Gateway};
+use crate::gateway::{Change, Gateway, Manager};
 use crate::support::stack::MODEL;
 use crate::worker::{Worker, fingerprint, received};
 
@@ -116,16 +116,27 @@ impl Drop for Wrong {
     }
 }
 
-async fn gateway(workers: &[Worker], more: Value) -> Gateway {
+/// Listeners of all modes. Where Envoy does not hold the whole body they do not retry: see the last test.
+async fn gateway(workers: &[Worker]) -> Gateway {
     let specs: Vec<_> = workers.iter().zip(1..).map(|(worker, id)| worker.engine(id)).collect();
-    let changes: Vec<Change> = Shown::ALL.into_iter().map(Shown::change).collect();
-    Gateway::start(&specs, more, &changes).await
+    let change = |shown: Shown| {
+        let change = shown.change();
+        let retried = matches!(shown, Shown::Buffered | Shown::Unseen);
+        Box::new(move |manager: &mut Manager| {
+            change(manager);
+            if !retried {
+                manager.without_retries();
+            }
+        }) as Change
+    };
+    let changes: Vec<Change> = Shown::ALL.into_iter().map(change).collect();
+    Gateway::start(&specs, json!({}), &changes).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn uploads_of_every_shape_arrive_whole_in_every_mode() {
     let workers = [Worker::start().await, Worker::start().await];
-    let gateway = gateway(&workers, json!({})).await;
+    let gateway = gateway(&workers).await;
     let pause = Duration::from_millis(50);
     let uploads = [
         Upload::SIZED,
@@ -157,7 +168,7 @@ async fn uploads_of_every_shape_arrive_whole_in_every_mode() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn empty_bodies_and_those_of_one_byte_arrive_in_every_mode() {
     let workers = [Worker::start().await, Worker::start().await];
-    let gateway = gateway(&workers, json!({})).await;
+    let gateway = gateway(&workers).await;
     let mut wrong = Vec::new();
     for (shown, &port) in Shown::ALL.into_iter().zip(&gateway.ports) {
         for body in [&b""[..], b"7"] {
@@ -165,7 +176,11 @@ async fn empty_bodies_and_those_of_one_byte_arrive_in_every_mode() {
                 for (version, got) in both(port, body, upload).await {
                     let what = format!("{shown:?} {version} {upload:?} {} bytes", body.len());
                     assert!(got.status == 200 && got.whole, "{what}: {got:?}");
-                    if got.json()["xxh3"] != json!(fingerprint(body)) || got.mode() != "load_only" {
+                    // Of trailers alone Envoy shows nothing, where it waits for a body to buffer, and so it chooses.
+                    let unseen =
+                        body.is_empty() && upload.trailers && matches!(shown, Shown::Buffered | Shown::Partial);
+                    let mode = if unseen { "" } else { "load_only" };
+                    if got.json()["xxh3"] != json!(fingerprint(body)) || got.mode() != mode {
                         wrong.push(format!("{what}: {:?} {}", got.mode(), got.json()["bytes"]));
                     }
                 }
@@ -179,7 +194,7 @@ async fn empty_bodies_and_those_of_one_byte_arrive_in_every_mode() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bodies_of_ten_megabytes_arrive_whole_in_every_mode() {
     let workers = [Worker::start().await, Worker::start().await];
-    let gateway = gateway(&workers, json!({})).await;
+    let gateway = gateway(&workers).await;
     let mut wrong = Wrong::default();
     for (shown, &port) in Shown::ALL.into_iter().zip(&gateway.ports) {
         let body = chat(&format!("{shown:?}"), 10_000_000);
@@ -199,7 +214,7 @@ async fn bodies_of_ten_megabytes_arrive_whole_in_every_mode() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_prompt_that_fits_no_buffer_is_routed_by_its_beginning() {
     let workers = [Worker::start().await, Worker::start().await];
-    let gateway = gateway(&workers, json!({})).await;
+    let gateway = gateway(&workers).await;
     let at = Shown::ALL.iter().position(|shown| *shown == Shown::Partial).unwrap();
     let question = "Every word of this long question counts, and all of it arrives. ".repeat(100_000);
     let body = json!({"model": MODEL, "messages": [{"role": "user", "content": question}]}).to_string().into_bytes();
@@ -228,4 +243,22 @@ async fn a_body_above_the_buffer_is_refused_or_arrives_whole() {
     }
     gateway.quiet().await;
     assert_eq!(gateway.metrics().await.sum("held_body_bytes", &[]), 0.0);
+}
+
+/// Not ours, but to be known: a retry policy has Envoy 1.40 keep the body for another try, and where a filter gave the body
+/// back piece by piece, trailers make it send what it kept behind what it sent. Should this fail, Envoy is mended.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_sends_a_body_with_trailers_twice_where_it_retries_in_full_duplex() {
+    let worker = Worker::start().await;
+    let retrying: Vec<Change> = vec![Shown::Duplex.change(), Shown::Streamed.change()];
+    let gateway = Gateway::start(&[worker.engine(1)], json!({}), &retrying).await;
+    let body = chat("twice", 10_000_000);
+    for &port in &gateway.ports {
+        for (version, got) in both(port, &body, Upload { trailers: true, ..Upload::CHUNKED }).await {
+            assert_eq!(got.json()["bytes"], json!(2 * body.len()), "{version}");
+        }
+        for (version, got) in both(port, &body, Upload::CHUNKED).await {
+            assert_eq!(got.json()["xxh3"], json!(fingerprint(&body)), "{version}");
+        }
+    }
 }
