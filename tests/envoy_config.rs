@@ -32,7 +32,8 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_stream::{Stream, StreamExt as _};
-use warmroute::ext_proc::headers::{AnsweredBy, ROUTING, ResponseHead};
+use warmroute::ext_proc::contract::Contract;
+use warmroute::ext_proc::headers::{AnsweredBy, ResponseHead};
 
 const SOON: Duration = Duration::from_secs(20);
 const MB: usize = 1_000_000;
@@ -137,7 +138,10 @@ impl ExternalProcessor for OneEndpoint {
         &self,
         request: tonic::Request<tonic::Streaming<proto::ProcessingRequest>>,
     ) -> Result<tonic::Response<Self::ProcessStream>, tonic::Status> {
-        let exchange = Exchange(self.clone());
+        // The filter that looks for first tokens is answered, and is no exchange of its own.
+        let probe = request.metadata().get("x-warmroute-filter").is_some_and(|filter| filter == "probe");
+        let recorder = if probe { Self { seen: Arc::default(), ..self.clone() } } else { self.clone() };
+        let exchange = Exchange(recorder);
         // An error is one of the ways in which the stream of an ordinary exchange ends.
         let replies = request.into_inner().map_while(move |message| Some(Ok(exchange.0.answer(&message.ok()?)?)));
         Ok(tonic::Response::new(Box::pin(replies)))
@@ -213,9 +217,7 @@ fn process_exists(pid: u32) -> bool {
 #[test]
 fn envoy_accepts_every_shipped_configuration_as_it_is() {
     let _endpoints = ShippedEndpointFile::ensure();
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("envoy");
-    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    let files: Vec<_> = files.filter(|file| file.extension().is_some_and(|end| end == "yaml")).collect();
+    let files = envoy::shipped().unwrap();
     assert!(!files.is_empty());
     for file in files {
         envoy::validate(&file).unwrap();
@@ -291,11 +293,11 @@ async fn routing_headers_of_a_client_never_reach_a_worker() {
     let gateway = Gateway::start(&[worker.endpoint]).await;
     for path in ["/v1/completions", "/health"] {
         let mut request = gateway.post(path, 10).header("x-tenant-id", "kept").header("x-dynamo-session-id", "kept");
-        for name in ROUTING {
+        for name in Contract::default().reserved() {
             request = request.header(name, "1");
         }
         let seen = echo(request).await;
-        for name in ROUTING {
+        for name in Contract::default().reserved() {
             assert!(seen["headers"][name].is_null(), "{path} {name}");
         }
         assert_eq!(seen["headers"]["x-tenant-id"], "kept");

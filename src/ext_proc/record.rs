@@ -9,7 +9,7 @@ use tracing::info;
 use super::headers::{AnsweredBy, ResponseHead};
 use crate::entrance::Admitted;
 use crate::metrics::{Metrics, ModelLabel, OutcomeLabel, RankLabels};
-use crate::openai::usage::UsageScanner;
+use crate::openai::usage::{Kind, UsageScanner};
 use crate::router::{Answer, AnswerFrom, Mode, Moved, Router};
 use crate::worker::Endpoint;
 
@@ -27,7 +27,9 @@ pub(super) struct Record {
     /// Whether the answer is shown while it is written, so that its beginning is its first token.
     event_stream: bool,
     end: End,
-    /// Blocks of the answer that are booked already.
+    /// Whether the blocks of the answer count as load.
+    books_output: bool,
+    /// Those that are booked already.
     output_blocks: u64,
 }
 
@@ -50,7 +52,6 @@ impl Record {
         let now = Instant::now();
         Self {
             metrics,
-            router,
             arrived: now,
             admitted_at: now,
             admitted: None,
@@ -59,7 +60,9 @@ impl Record {
             status: 0,
             event_stream: false,
             end: End::Abandoned,
+            books_output: router.settings().tracking.output_blocks,
             output_blocks: 0,
+            router,
         }
     }
 
@@ -78,6 +81,7 @@ impl Record {
     pub(super) fn answered(&mut self, head: ResponseHead) {
         self.status = head.status;
         self.event_stream = head.event_stream;
+        self.usage = UsageScanner::new(if head.event_stream { Kind::EventStream } else { Kind::Whole });
         let Some(admitted) = &mut self.admitted else { return };
         let from = match head.from {
             AnsweredBy::Unknown => AnswerFrom::Chosen,
@@ -87,11 +91,14 @@ impl Record {
                 admitted.booked.probes.clear();
                 return;
             }
-            AnsweredBy::Worker(address) if Endpoint(address) == admitted.booked.route.to.endpoint => AnswerFrom::Chosen,
             AnsweredBy::Worker(address) => {
+                let served = Endpoint(address).canonical();
                 let fleet = self.router.fleet();
-                let served = fleet.workers().find(|worker| worker.endpoint == Endpoint(address));
-                served.map_or(AnswerFrom::Gateway, |worker| AnswerFrom::Other(worker.id))
+                let worker = || fleet.workers().find(|worker| worker.endpoint.canonical() == served);
+                match served == admitted.booked.route.to.endpoint.canonical() {
+                    true => AnswerFrom::Chosen,
+                    false => worker().map_or(AnswerFrom::Gateway, |worker| AnswerFrom::Other(worker.id)),
+                }
             }
         };
         // Health first: it is about whom we chose.
@@ -124,7 +131,9 @@ impl Record {
             let first = admitted.booked.reservation.first_token();
             // An answer in one piece begins when it is complete, and how long a prefill takes is learnt only of prompts
             // whose uncached part is known.
-            let telling = self.event_stream && matches!(admitted.booked.route.mode, Mode::Exact | Mode::Approximate);
+            let route = &admitted.booked.route;
+            let known = matches!(route.mode, Mode::Exact | Mode::Approximate) && route.reason.is_none();
+            let telling = self.event_stream && known;
             if first && well && telling {
                 self.router.prefilled(&admitted.booked, self.admitted_at.elapsed());
             }
@@ -137,7 +146,7 @@ impl Record {
 
     pub(super) fn answer(&mut self, chunk: &[u8]) {
         self.usage.push(chunk);
-        if self.router.settings().tracking.output_blocks {
+        if self.books_output {
             self.book_output();
         }
     }
@@ -191,6 +200,7 @@ impl Drop for Record {
         self.metrics.exchanges.get_or_create(&OutcomeLabel { outcome }).inc();
         if self.end == End::Closed {
             self.note_duration();
+            self.usage.finish();
         }
         let Some(label) = &self.label else { return };
         let usage = self.usage.usage();

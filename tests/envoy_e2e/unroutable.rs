@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use reqwest::Method;
 use serde_json::{Value, json};
-use warmroute::ext_proc::headers::ROUTING;
+use warmroute::ext_proc::contract::Contract;
 
 use crate::bodies::Shown;
 use crate::deployment::{Answered, Deployment, chat, fast, telling};
@@ -110,7 +110,7 @@ async fn forged_headers_are_void(deployment: &Deployment, wanted: &Echo) {
         if number % 2 == 0 {
             request = request.json(&chat(&format!("question {number}")));
         }
-        for name in ROUTING {
+        for name in Contract::default().reserved() {
             let forged = match name {
                 name if name.contains("endpoint") || name.contains("host-port") => wanted.address.to_string(),
                 name if name.contains("rank") => "77".to_owned(),
@@ -122,7 +122,7 @@ async fn forged_headers_are_void(deployment: &Deployment, wanted: &Echo) {
         let report = &answered.documents()[0];
         assert_eq!(received(report, "x-worker-instance-id"), [answered.engine()], "{report}");
         assert_eq!(received(report, "x-dp-rank"), ["0"], "{report}");
-        for name in ROUTING {
+        for name in Contract::default().reserved() {
             let arrived = received(report, name);
             let forged = |value: &&str| ["forged", "77"].contains(value);
             assert!(arrived.len() <= 1 && !arrived.iter().any(forged), "{name}: {arrived:?}");
