@@ -55,7 +55,8 @@ impl Probe {
         };
         // In full duplex an early end would lose the rest of the answer.
         let duplex = self.modes.is_some_and(|modes| modes.response == BodyMode::FullDuplex);
-        let first = seen && !std::mem::replace(&mut self.seen, self.seen || seen);
+        let first = seen && !self.seen;
+        self.seen |= seen;
         Answered { replies, first_token: self.name.clone().filter(|_| first), ends: over && !duplex }
     }
 

@@ -142,7 +142,8 @@ fn forged(deployment: &Deployment, number: usize, wanted: SocketAddr) -> reqwest
 async fn forged_headers_are_void(deployment: &Deployment) {
     let mut served = BTreeSet::new();
     for number in 0..12 {
-        let answered = Answered::read(forged(deployment, number, deployment.engines[0].address).send().await.unwrap()).await;
+        let answered =
+            Answered::read(forged(deployment, number, deployment.engines[0].address).send().await.unwrap()).await;
         answered.assert_exact();
         served.insert(answered.engine().to_owned());
     }
