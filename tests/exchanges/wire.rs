@@ -49,11 +49,14 @@ pub(crate) fn request(written: &Value) -> ProcessingRequest {
     for (key, value) in written.as_object().unwrap() {
         match key.as_str() {
             "metadata" => {
-                let filter_metadata = value.as_object().unwrap().iter().map(|(key, value)| (key.clone(), fields(value)));
+                let filter_metadata =
+                    value.as_object().unwrap().iter().map(|(key, value)| (key.clone(), fields(value)));
                 wire.metadata_context =
                     Some(Metadata { filter_metadata: filter_metadata.collect(), ..Metadata::default() });
             }
-            "attributes" => wire.attributes = HashMap::from([("envoy.filters.http.ext_proc".to_owned(), fields(value))]),
+            "attributes" => {
+                wire.attributes = HashMap::from([("envoy.filters.http.ext_proc".to_owned(), fields(value))])
+            }
             "protocol_config" => {
                 let mode = |key: &str| {
                     let name = value[key].as_str().unwrap_or("NONE");
