@@ -29,9 +29,21 @@ use script::Script;
 async fn every_exchange_goes_as_its_transcript_says() {
     let (mut report, mut failed) = (String::new(), 0);
     let scripts = stream::iter(Script::all());
-    let mut played = scripts.map(|(name, script)| async { (name, play::play(&script).await, script) }).buffered(8);
+    // Each on its own task, so that one that cannot be played is reported like one that went otherwise.
+    let mut played = scripts
+        .map(|(name, script)| async {
+            let played = tokio::spawn({
+                let script = script.clone();
+                async move { play::play(&script).await }
+            });
+            (name, played.await, script)
+        })
+        .buffered(8);
     while let Some((name, played, script)) = played.next().await {
-        let wrong = played.wrong(&script);
+        let wrong = match played {
+            Ok(played) => played.wrong(&script),
+            Err(panicked) => vec![format!("could not be played: {panicked}")],
+        };
         let verdict = if wrong.is_empty() { "passed" } else { "FAILED" };
         println!("{verdict}  {name}  {}", script.row);
         if let Some(differs) = &script.differs {

@@ -51,6 +51,7 @@ impl Step {
             Step::Load { load } => json!(load),
             Step::Metrics { metrics } => json!(metrics),
             Step::Ready { ready } => json!(ready),
+            Step::Health { health } => json!(health),
         }
     }
 }
@@ -126,6 +127,8 @@ struct Player {
     site: Site,
     /// The first that is served.
     model: Value,
+    /// Name of the last exchange that has one.
+    exchange: String,
     streams: BTreeMap<String, Stream>,
     busy: Vec<Stream>,
 }
@@ -134,7 +137,7 @@ struct Player {
 pub(crate) async fn play(script: &Script) -> Played {
     let site = Site::start(&script.config).await;
     let model = script.config["models"][0]["name"].clone();
-    let mut player = Player { site, model, streams: BTreeMap::new(), busy: Vec::new() };
+    let mut player = Player { site, model, exchange: String::new(), streams: BTreeMap::new(), busy: Vec::new() };
     let mut found = Vec::new();
     for step in &script.steps {
         found.push(player.step(step).await);
@@ -189,6 +192,13 @@ impl Player {
                 let page = self.site.until("readyz", |page| page["ready"] == *ready).await;
                 page["ready"].clone()
             }
+            Step::Health { health } => {
+                let mut found = Map::new();
+                for (service, expected) in health {
+                    found.insert(service.clone(), json!(self.site.health(service, expected).await));
+                }
+                found.into()
+            }
         }
     }
 
@@ -199,9 +209,16 @@ impl Player {
         }
         let stream = self.streams.get_mut(&send.on).unwrap();
         for message in &send.send {
-            stream.send(wire::request(message));
+            let message = message.to_string().replace("${exchange}", &self.exchange);
+            stream.send(wire::request(&serde_json::from_str(&message).unwrap()));
         }
-        json!({ "replies": stream.answers(send.replies.len()).await })
+        let replies = stream.answers(send.replies.len()).await;
+        for reply in &replies {
+            if let Some(name) = reply["dynamic_metadata"]["warmroute"]["exchange"].as_str() {
+                name.clone_into(&mut self.exchange);
+            }
+        }
+        json!({ "replies": replies })
     }
 
     async fn end(&mut self, on: &str, end: End) -> Vec<Value> {
