@@ -60,6 +60,8 @@ impl Step {
 struct Stream {
     to_us: Option<mpsc::UnboundedSender<ProcessingRequest>>,
     from_us: Option<Streaming<ProcessingResponse>>,
+    /// Whether we have ended it.
+    ended: bool,
     request: Vec<u8>,
     response: Vec<u8>,
 }
@@ -73,18 +75,23 @@ impl Stream {
             request.metadata_mut().insert(key, MetadataValue::try_from(value).unwrap());
         }
         let from_us = site.gateway.clone().process(request).await.unwrap().into_inner();
-        Self { to_us: Some(to_us), from_us: Some(from_us), request: Vec::new(), response: Vec::new() }
+        Self { to_us: Some(to_us), from_us: Some(from_us), ended: false, request: Vec::new(), response: Vec::new() }
     }
 
     fn send(&self, message: ProcessingRequest) {
-        self.to_us.as_ref().expect("the stream has ended").send(message).unwrap();
+        // To a stream that we have ended nothing can be sent any more, and that is told by its answers.
+        _ = self.to_us.as_ref().expect("the stream is still ours").send(message);
     }
 
     /// The next answer; none when the stream ends or the time is over.
     async fn next(&mut self, until: Instant) -> Option<Value> {
         let answer = timeout_at(until, self.from_us.as_mut()?.message()).await.ok()?;
         let wire = match answer {
-            Ok(wire) => wire?,
+            Ok(Some(wire)) => wire,
+            Ok(None) => {
+                self.ended = true;
+                return None;
+            }
             Err(status) => return Some(json!({ "status": status.code().to_string() })),
         };
         match wire::returned(&wire) {
@@ -115,7 +122,8 @@ impl Stream {
                 rest.push(answer);
             }
         };
-        if timeout(PATIENCE, all).await.is_err() {
+        _ = timeout(PATIENCE, all).await;
+        if !self.ended {
             rest.push(json!("the stream did not end"));
         }
         self.from_us = None;
@@ -212,7 +220,9 @@ impl Player {
             let message = message.to_string().replace("${exchange}", &self.exchange);
             stream.send(wire::request(&serde_json::from_str(&message).unwrap()));
         }
-        let replies = stream.answers(send.replies.len()).await;
+        let early = stream.ended.then(|| json!("we had ended the stream already"));
+        let mut replies = stream.answers(send.replies.len()).await;
+        replies.extend(early);
         for reply in &replies {
             if let Some(name) = reply["dynamic_metadata"]["warmroute"]["exchange"].as_str() {
                 name.clone_into(&mut self.exchange);
@@ -225,13 +235,15 @@ impl Player {
         let stream = self.streams.get_mut(on).unwrap();
         match end {
             End::Close => {
+                let early = stream.ended.then(|| json!("we had ended the stream already"));
                 stream.to_us = None;
-                stream.rest().await
+                early.into_iter().chain(stream.rest().await).collect()
             }
             End::Abort => {
                 (stream.to_us, stream.from_us) = (None, None);
                 Vec::new()
             }
+            // Our own end stays open, so that it can only be us.
             End::ByUs => stream.rest().await,
         }
     }
