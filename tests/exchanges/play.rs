@@ -274,9 +274,8 @@ impl Player {
 fn loads(asked: &BTreeMap<String, Value>, page: &Value) -> Value {
     let of = |rank: &str| {
         let (worker, rank) = rank.split_once('/').unwrap_or((rank, "0"));
-        page.as_array()?
-            .iter()
-            .find(|load| load["rank"]["worker"].to_string() == worker && load["rank"]["rank"].to_string() == rank)
+        let (worker, rank): (u64, u64) = (worker.parse().unwrap(), rank.parse().unwrap());
+        page.as_array()?.iter().find(|load| load["rank"]["worker"] == worker && load["rank"]["rank"] == rank)
     };
     let ranks = asked.iter().map(|(rank, fields)| {
         let found = of(rank).unwrap_or(&Value::Null);
