@@ -239,7 +239,12 @@ fn the_filter_for_the_first_token_stands_first_wherever_there_is_one() {
         match told.iter().position(|filter| *filter == Some("probed".to_owned())) {
             None => assert!(!told.contains(&probe), "{}", file.display()),
             Some(probed) => {
-                assert_eq!((told.iter().position(|filter| *filter == probe), probed), (Some(0), 1), "{}", file.display());
+                assert_eq!(
+                    (told.iter().position(|filter| *filter == probe), probed),
+                    (Some(0), 1),
+                    "{}",
+                    file.display()
+                );
                 probes += 1;
             }
         }

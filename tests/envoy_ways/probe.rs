@@ -58,9 +58,7 @@ impl Bed {
 
     /// What the worker that was not asked was given is not for the next round.
     fn hold_all(&self) {
-        for worker in &self.workers {
-            worker.go.forget_permits(worker.go.available_permits());
-        }
+        self.workers.iter().for_each(Bursts::hold);
     }
 
     fn open(&self) -> usize {
@@ -124,9 +122,8 @@ async fn bursts_arrive_byte_for_byte_and_every_first_token_is_seen() {
             sent += 20;
         }
     }
-    let counted = until(PATIENCE, async || {
-        (bed.probes("seen").await, bed.first_tokens().await) == (sent as f64, sent as f64)
-    });
+    let counted =
+        until(PATIENCE, async || (bed.probes("seen").await, bed.first_tokens().await) == (sent as f64, sent as f64));
     assert!(counted.await, "{sent} were sent:\n{}", bed.metrics().await.text());
     assert_eq!(bed.probes("foreign").await, 0.0);
     bed.idle().await;
@@ -195,7 +192,16 @@ async fn answers_are_whole_while_warmroute_is_killed_away_and_back() {
         assert_eq!(exact(requests(50), &whole(500)).await, 50, "without warmroute, over {version:?}");
     }
     bed.deployment.start_router(&telling(json!({}))).await.unwrap();
-    assert!(until(PATIENCE, async || bed.request(&bed.http, 1).send().await.unwrap().headers().contains_key("x-warmroute-mode")).await);
+    assert!(
+        until(PATIENCE, async || bed
+            .request(&bed.http, 1)
+            .send()
+            .await
+            .unwrap()
+            .headers()
+            .contains_key("x-warmroute-mode"))
+        .await
+    );
     let before = bed.probes("seen").await;
     let requests = (0..50).map(|at| bed.request(&bed.http, at).header(EVENTS, 500));
     assert_eq!(exact(requests, &whole(500)).await, 50);
