@@ -16,6 +16,7 @@ mod workers;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -45,6 +46,7 @@ use keeper::Keeper;
 use reload::Next;
 use sockets::{GrpcListener, Sockets};
 use swap::Swap;
+use unix::Place;
 use workers::Wanted;
 
 pub use offline::Offline;
@@ -70,6 +72,8 @@ pub struct App {
     pub health_address: Option<SocketAddr>,
     /// Certificates, keys and tokens; [`Secrets::reload`] reads them again at once.
     pub secrets: Secrets,
+    /// Where the unix socket is, which a successor takes over.
+    place: Option<Place>,
     readiness: Readiness,
     /// Health beside the services; its watchers are let go with them.
     health: Health,
@@ -101,7 +105,11 @@ impl App {
         let mut app = Self::bare(Arc::new(config), &metrics);
         let config = app.reloader.running();
         let (limits, secrets) = (config.limits.clone(), app.secrets.clone());
-        let sockets = Sockets { limits, secrets, metrics: metrics.clone() };
+        let heir = match &config.listen.unix {
+            Some(socket) => unix::is_left(socket).await,
+            None => false,
+        };
+        let sockets = Sockets { limits, heir, secrets, metrics: metrics.clone() };
         // Health and the pages come first, so that they can say what the rest is waiting for.
         let loading = app.readiness.wait_for(LOADING);
         let way_in = WayIn::new(config.limits.body.bytes());
@@ -129,6 +137,7 @@ impl App {
         let grpc = sockets.bind(&config.listen).await?;
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
+        app.place = grpc.iter().find_map(GrpcListener::place);
         let intake = parts::intake(&config, models, &metrics)?;
         way_in.intake.store(Some(intake.clone()));
         let parts = api::Parts {
@@ -164,6 +173,7 @@ impl App {
             ext_proc_socket: None,
             health_address: None,
             secrets: Secrets::default(),
+            place: None,
             readiness: Readiness::default(),
             health: Health::default(),
             own_health: Health::default(),
@@ -210,32 +220,58 @@ impl App {
             () = shutdown => {}
             failed = self.fails() => return failed,
         }
-        let drain = self.reloader.running().drain.clone();
-        info!(grace = %drain.grace, deadline = %drain.deadline, "draining");
         self.readiness.drain();
         for health in [&self.health, &self.own_health] {
             health.tell(&self.readiness).await;
         }
-        if !drain.grace.get().is_zero() {
-            tokio::select! {
-                () = tokio::time::sleep(drain.grace.get()) => info!("no new streams from now on"),
-                failed = self.fails() => return failed,
-            }
-        }
-        self.closing.cancel();
-        // Those who watch it would keep their connections open.
-        self.health.forget().await;
-        let drained =
-            tokio::time::timeout(drain.deadline.get(), async { while self.servers.join_next().await.is_some() {} });
-        if drained.await.is_err() {
-            warn!("the drain deadline passed with exchanges still open; leaving them to Envoy");
-        }
+        self.drain().await?;
         self.stop.cancel();
         self.servers.shutdown().await;
         self.pages.shutdown().await;
         while self.background.join_next().await.is_some() {}
         info!("stopped");
         Ok(())
+    }
+
+    /// Serves on for the grace, or until a successor does; then nothing new, and what is open up to the deadline.
+    async fn drain(&mut self) -> anyhow::Result<()> {
+        let drain = self.reloader.running().drain.clone();
+        info!(grace = %drain.grace, deadline = %drain.deadline, "draining");
+        let mut superseded = pin!(superseded(self.place.take()));
+        let mut have_successor = false;
+        if !drain.grace.get().is_zero() {
+            tokio::select! {
+                () = tokio::time::sleep(drain.grace.get()) => {}
+                () = &mut superseded => have_successor = true,
+                failed = self.fails() => return failed,
+            }
+        }
+        if have_successor {
+            self.leave_addresses().await;
+        }
+        self.closing.cancel();
+        // Those who watch it would keep their connections open.
+        self.health.forget().await;
+        let mut deadline = pin!(tokio::time::sleep(drain.deadline.get()));
+        loop {
+            tokio::select! {
+                ended = self.servers.join_next() => if ended.is_none() { return Ok(()) },
+                () = &mut superseded, if !have_successor => {
+                    have_successor = true;
+                    self.leave_addresses().await;
+                }
+                () = &mut deadline => {
+                    warn!("the drain deadline passed with exchanges still open; leaving them to Envoy");
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// A successor waits for the addresses of the pages.
+    async fn leave_addresses(&mut self) {
+        info!("a successor has taken over");
+        self.pages.shutdown().await;
     }
 
     /// Ends when a part ends that should not.
@@ -427,6 +463,14 @@ impl App {
 /// Most bytes that a message with a body may have.
 fn most_bytes(config: &Config) -> usize {
     config.limits.body.bytes().saturating_add(MESSAGE_OVERHEAD)
+}
+
+/// Waits until somebody else has our place, where there is one to be had.
+async fn superseded(place: Option<Place>) {
+    match place {
+        Some(place) => place.lost().await,
+        None => std::future::pending().await,
+    }
 }
 
 /// Lets what has grown old expire, for ever.

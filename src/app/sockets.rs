@@ -3,18 +3,21 @@
 use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use futures_util::{Stream, StreamExt as _, stream};
 use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::transport::Server;
 use tonic::transport::server::{Connected, TcpIncoming};
+use tracing::info;
 
-use super::unix::{self, SocketFile};
+use super::unix::{self, Place, SocketFile};
 use crate::admin::config::AdminConfig;
 use crate::admin::token::{self, Token};
 use crate::api::ApiConfig;
@@ -35,12 +38,15 @@ const MOST_STREAMS: u32 = 4096;
 #[derive(Clone)]
 pub(super) struct Sockets {
     pub(super) limits: LimitsConfig,
+    /// Whether a process that is leaving has our addresses; then we wait for them, and meanwhile do what we can.
+    pub(super) heir: bool,
     /// What they read from files goes in here.
     pub(super) secrets: Secrets,
     pub(super) metrics: Arc<Metrics>,
 }
 
-type TcpDoor = Door<TcpIncoming, TcpStream>;
+type TcpDoor = Door<Incoming, TcpStream>;
+type Incoming = Pin<Box<dyn Stream<Item = io::Result<TcpStream>> + Send>>;
 type UnixDoor = Door<UnixListenerStream, UnixStream>;
 
 /// A bound socket for gRPC.
@@ -76,6 +82,14 @@ impl GrpcListener {
         match &self.socket {
             Socket::Tcp(..) => None,
             Socket::Unix(_, file) => Some(file.path().to_owned()),
+        }
+    }
+
+    /// The place of its unix socket, if it is one.
+    pub(super) fn place(&self) -> Option<Place> {
+        match &self.socket {
+            Socket::Tcp(..) => None,
+            Socket::Unix(_, file) => Some(file.place()),
         }
     }
 
@@ -170,12 +184,26 @@ impl Sockets {
         if let Some(acceptor) = &acceptor {
             self.secrets.add(acceptor.clone());
         }
-        let listener = TcpListener::bind(address).await;
-        let listener = listener.with_context(|| format!("the {name} address {address} cannot be bound"))?;
-        let address = listener.local_addr()?;
-        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true)).with_keepalive(Some(KEEPALIVE_INTERVAL));
+        let (incoming, address): (Incoming, SocketAddr) = match TcpListener::bind(address).await {
+            Ok(listener) => {
+                let address = listener.local_addr()?;
+                (Box::pin(connections(listener)), address)
+            }
+            Err(error) if self.heir && error.kind() == io::ErrorKind::AddrInUse => {
+                info!(listener = name, %address, "waiting for this address until the process that is leaving has left it");
+                let later = stream::once(unix::bind_when_free(address)).map(connections);
+                (Box::pin(later.flatten()), address)
+            }
+            Err(error) => {
+                return Err(error).with_context(|| format!("the {name} address {address} cannot be bound"));
+            }
+        };
         Ok((Door::new(name, incoming, acceptor, self.limits.door(), self.metrics.clone()), address))
     }
+}
+
+fn connections(listener: TcpListener) -> TcpIncoming {
+    TcpIncoming::from(listener).with_nodelay(Some(true)).with_keepalive(Some(KEEPALIVE_INTERVAL))
 }
 
 impl AdminListener {
