@@ -89,7 +89,9 @@ impl Stream {
                 }
                 Ok(Event::Deadline) => {
                     let effects = self.exchange.on_deadline();
-                    self.carry_out(effects, &mut early).await
+                    let done = self.carry_out(effects, &mut early).await;
+                    self.held.set(self.exchange.held(), usize::MAX);
+                    done
                 }
                 Err(closed) => Err(closed),
             };
