@@ -224,6 +224,34 @@ fn envoy_accepts_every_shipped_configuration_as_it_is() {
     }
 }
 
+/// Answers pass the filters from the last to the first. A probe behind the other filter loses whole bodies.
+#[test]
+fn the_filter_for_the_first_token_stands_first_wherever_there_is_one() {
+    let mut probes = 0;
+    for file in envoy::shipped().unwrap() {
+        let config: serde_json::Value = serde_saphyr::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+        let filters = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config/http_filters";
+        let filters = config.pointer(filters).unwrap().as_array().unwrap().iter();
+        let metadata = |filter: &serde_json::Value| filter["typed_config"]["grpc_service"]["initial_metadata"].clone();
+        let told = |filter| metadata(filter)[0]["value"].as_str().map(str::to_owned);
+        let told: Vec<_> = filters.map(told).collect();
+        let probe = Some("probe".to_owned());
+        match told.iter().position(|filter| *filter == Some("probed".to_owned())) {
+            None => assert!(!told.contains(&probe), "{}", file.display()),
+            Some(probed) => {
+                assert_eq!(
+                    (told.iter().position(|filter| *filter == probe), probed),
+                    (Some(0), 1),
+                    "{}",
+                    file.display()
+                );
+                probes += 1;
+            }
+        }
+    }
+    assert!(probes >= 3);
+}
+
 /// The file that the shipped configurations name, which Envoy wants to see: made if it is missing, and then removed.
 struct ShippedEndpointFile {
     made: bool,

@@ -31,6 +31,11 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
 /// How long the answer may take. Generous: a peer that is only busy must not lose its requests.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
+/// Streams that a peer may give up at once. A connection carries the exchanges of thousands of clients, and Envoy resets
+/// those that took too long or whose client has left, all in one moment where we were busy. The library takes 20 of them for
+/// an attack and ends the connection, with every other exchange on it.
+const RESETS: usize = 100_000;
+
 /// Most calls at a time on one connection of a caller that is not Envoy.
 const MOST_STREAMS: u32 = 4096;
 
@@ -95,8 +100,11 @@ impl GrpcListener {
 
     /// Serves until `closing`, and then until the open streams have ended.
     pub(super) async fn serve(self, routes: Routes, closing: CancellationToken) -> anyhow::Result<()> {
-        let server =
-            Server::builder().http2_max_header_list_size(self.header_list).max_concurrent_streams(self.streams);
+        let server = Server::builder()
+            .http2_max_header_list_size(self.header_list)
+            .max_concurrent_streams(self.streams)
+            .http2_max_pending_accept_reset_streams(Some(RESETS))
+            .http2_max_local_error_reset_streams(Some(RESETS));
         match self.socket {
             Socket::Tcp(door, _) => {
                 // A peer whose machine has gone says nothing more, and what its streams hold would be held for ever.

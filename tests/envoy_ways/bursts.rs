@@ -52,6 +52,11 @@ impl Bursts {
         Self { id, address, go, open, task }
     }
 
+    /// Lets no paced answer go on.
+    pub(crate) fn hold(&self) {
+        self.go.forget_permits(self.go.available_permits());
+    }
+
     /// Its entry in the workers file: a worker that publishes no events.
     pub(crate) fn entry(&self) -> Value {
         json!({"id": self.id, "endpoint": self.address.to_string()})

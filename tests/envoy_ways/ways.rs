@@ -22,17 +22,22 @@ pub(crate) struct Way {
     pub(crate) file: &'static str,
     /// What clients get while warmroute is away or frozen.
     away: u16,
+    /// What clients get where warmroute has nobody to choose.
+    nobody: u16,
     /// Whether another worker takes over where the chosen one is dead.
     takes_over: bool,
     /// Whether answers that stream survive the end of warmroute.
     survives: bool,
 }
 
-pub(crate) const STANDALONE: Way = Way { file: "standalone", away: 200, takes_over: true, survives: true };
-pub(crate) const SUBSET: Way = Way { file: "subset", away: 503, takes_over: false, survives: true };
-pub(crate) const ORIGINAL_DST: Way = Way { file: "original-dst", away: 503, takes_over: false, survives: true };
-pub(crate) const ROUTES: Way = Way { file: "route-per-header", away: 200, takes_over: false, survives: true };
-pub(crate) const GATEWAY_API: Way = Way { file: "gateway-api", away: 500, takes_over: true, survives: false };
+pub(crate) const STANDALONE: Way = Way { file: "standalone", away: 200, nobody: 200, takes_over: true, survives: true };
+pub(crate) const SUBSET: Way = Way { file: "subset", away: 503, nobody: 503, takes_over: false, survives: true };
+pub(crate) const ORIGINAL_DST: Way =
+    Way { file: "original-dst", away: 503, nobody: 503, takes_over: false, survives: true };
+pub(crate) const ROUTES: Way =
+    Way { file: "route-per-header", away: 200, nobody: 200, takes_over: false, survives: true };
+pub(crate) const GATEWAY_API: Way =
+    Way { file: "gateway-api", away: 500, nobody: 503, takes_over: true, survives: false };
 
 impl Way {
     /// warmroute's configuration for it, with answers that tell every decision.
@@ -202,6 +207,27 @@ async fn is_exact(way: Way) {
     a_worker_dies(way, &mut deployment).await;
 }
 
+/// An answer of which something has arrived, and that goes on when it is let.
+async fn begin(request: reqwest::RequestBuilder, workers: &[Bursts]) -> (reqwest::Response, Vec<u8>) {
+    workers.iter().for_each(Bursts::hold);
+    let mut response = request.send().await.unwrap();
+    workers.iter().for_each(|worker| worker.go.add_permits(1));
+    let first = response.chunk().await.unwrap().unwrap();
+    (response, first.to_vec())
+}
+
+/// Lets it go on; whether all of it arrives.
+async fn is_whole((mut response, mut text): (reqwest::Response, Vec<u8>), workers: &[Bursts]) -> bool {
+    workers.iter().for_each(|worker| worker.go.add_permits(1_000));
+    loop {
+        match response.chunk().await {
+            Ok(Some(chunk)) => text.extend(chunk),
+            Ok(None) => return text == whole(50).as_bytes(),
+            Err(_) => return false,
+        }
+    }
+}
+
 /// What happens to answers that stream, and to new requests, when warmroute is killed or frozen.
 async fn outlives_warmroute(way: Way) {
     let workers = [Bursts::start(1).await, Bursts::start(2).await, Bursts::start(3).await];
@@ -213,19 +239,9 @@ async fn outlives_warmroute(way: Way) {
         let request = deployment.http.post(deployment.url("/v1/chat/completions")).json(&chat(&essay(1)));
         request.header(EVENTS, 50).header(PACED, 1)
     };
-    let mut response = paced(&deployment).send().await.unwrap();
-    workers.iter().for_each(|worker| worker.go.add_permits(1));
-    let mut text = response.chunk().await.unwrap().unwrap().to_vec();
+    let open = begin(paced(&deployment), &workers).await;
     deployment.kill9_router();
-    workers.iter().for_each(|worker| worker.go.add_permits(1_000));
-    let end = loop {
-        match response.chunk().await {
-            Ok(Some(chunk)) => text.extend(chunk),
-            end => break end.map(drop),
-        }
-    };
-    let complete = end.is_ok() && text == whole(50).as_bytes();
-    assert_eq!(complete, way.survives, "{} bytes, {end:?}", text.len());
+    assert_eq!(is_whole(open, &workers).await, way.survives, "killed while an answer streams");
 
     deployment.start_router(&way.warmroute()).await.unwrap();
     // With the shipped time, which is what ends the wait for a frozen process.
@@ -233,10 +249,35 @@ async fn outlives_warmroute(way: Way) {
     deployment.start_envoy(&config).await.unwrap();
     let ask = async || paced(&deployment).send().await.unwrap().status().as_u16();
     assert!(until(PATIENCE, async || ask().await == 200).await);
+    let open = begin(paced(&deployment), &workers).await;
     deployment.router().unwrap().signal(Signal::STOP);
+    assert_eq!(is_whole(open, &workers).await, way.survives, "frozen while an answer streams");
     assert_eq!(ask().await, way.away, "warmroute is frozen");
     deployment.router().unwrap().signal(Signal::CONT);
     assert!(until(PATIENCE, async || ask().await == 200).await);
+}
+
+async fn has_nobody_to_choose(way: Way) {
+    let workers = [Bursts::start(1).await, Bursts::start(2).await, Bursts::start(3).await];
+    let addresses: Vec<_> = workers.iter().map(|worker| worker.address).collect();
+    let mut deployment = Deployment::engines(&[]).await;
+    deployment.write_worker_entries(&json!([])).unwrap();
+    // The endpoints are there, and are none of warmroute's.
+    envoy::write_endpoints(&deployment.standalone().endpoint_file(), &addresses).unwrap();
+    let mut config = way.warmroute();
+    config["envoy"] = Value::Null;
+    config["readiness"] = json!({"min_initial_workers": 0});
+    deployment.start_router(&config).await.unwrap();
+    let envoy = way.envoy(&deployment, &addresses, "30s");
+    deployment.start_envoy(&envoy).await.unwrap();
+    for number in 0..6 {
+        let response = deployment.post("/v1/chat/completions", &chat(&essay(number))).await;
+        assert_eq!(response.status(), way.nobody);
+        if way.file == "gateway-api" {
+            let error: Value = response.json().await.unwrap();
+            assert!(error["error"]["code"].is_string(), "{error}");
+        }
+    }
 }
 
 macro_rules! ways {
@@ -250,6 +291,11 @@ macro_rules! ways {
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn does_without_warmroute_what_is_documented() {
                 super::outlives_warmroute($way).await;
+            }
+
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn answers_as_documented_where_nobody_can_be_chosen() {
+                super::has_nobody_to_choose($way).await;
             }
         }
     )+};
