@@ -9,28 +9,28 @@ use crate::gateway::{Change, Gateway};
 /// When the stream of an exchange ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ends {
-    WithRequest,
-    WithHeaders,
-    WithAnswer,
+    Request,
+    Headers,
+    Answer,
 }
 
 /// Request body, response headers, response trailers, response body.
 type Row = ([&'static str; 4], Ends);
 
 const ROWS: [Row; 13] = [
-    (["NONE", "SKIP", "SKIP", "NONE"], Ends::WithRequest),
-    (["NONE", "SEND", "SKIP", "NONE"], Ends::WithHeaders),
-    (["NONE", "SEND", "SEND", "NONE"], Ends::WithAnswer),
-    (["NONE", "SKIP", "SEND", "NONE"], Ends::WithAnswer),
-    (["BUFFERED", "SKIP", "SKIP", "NONE"], Ends::WithAnswer),
-    (["BUFFERED", "SEND", "SEND", "NONE"], Ends::WithAnswer),
-    (["BUFFERED_PARTIAL", "SKIP", "SKIP", "NONE"], Ends::WithAnswer),
-    (["STREAMED", "SKIP", "SKIP", "NONE"], Ends::WithAnswer),
-    (["FULL_DUPLEX_STREAMED", "SKIP", "SKIP", "NONE"], Ends::WithRequest),
-    (["FULL_DUPLEX_STREAMED", "SEND", "SKIP", "NONE"], Ends::WithHeaders),
-    (["FULL_DUPLEX_STREAMED", "SEND", "SEND", "NONE"], Ends::WithAnswer),
-    (["NONE", "SEND", "SEND", "STREAMED"], Ends::WithAnswer),
-    (["NONE", "SEND", "SEND", "FULL_DUPLEX_STREAMED"], Ends::WithAnswer),
+    (["NONE", "SKIP", "SKIP", "NONE"], Ends::Request),
+    (["NONE", "SEND", "SKIP", "NONE"], Ends::Headers),
+    (["NONE", "SEND", "SEND", "NONE"], Ends::Answer),
+    (["NONE", "SKIP", "SEND", "NONE"], Ends::Answer),
+    (["BUFFERED", "SKIP", "SKIP", "NONE"], Ends::Answer),
+    (["BUFFERED", "SEND", "SEND", "NONE"], Ends::Answer),
+    (["BUFFERED_PARTIAL", "SKIP", "SKIP", "NONE"], Ends::Answer),
+    (["STREAMED", "SKIP", "SKIP", "NONE"], Ends::Answer),
+    (["FULL_DUPLEX_STREAMED", "SKIP", "SKIP", "NONE"], Ends::Request),
+    (["FULL_DUPLEX_STREAMED", "SEND", "SKIP", "NONE"], Ends::Headers),
+    (["FULL_DUPLEX_STREAMED", "SEND", "SEND", "NONE"], Ends::Answer),
+    (["NONE", "SEND", "SEND", "STREAMED"], Ends::Answer),
+    (["NONE", "SEND", "SEND", "FULL_DUPLEX_STREAMED"], Ends::Answer),
 ];
 
 fn change(row: Row) -> Change {
@@ -65,8 +65,8 @@ async fn load_is_booked_as_long_as_the_stream_lives() {
         let running = ask(stream(&what, 3)).await;
         assert_eq!(running.status(), 200, "{what}");
         match ends {
-            Ends::WithAnswer => assert_eq!(gateway.load(1, "active_requests").await, 1, "{what}"),
-            Ends::WithRequest | Ends::WithHeaders => gateway.quiet().await,
+            Ends::Answer => assert_eq!(gateway.load(1, "active_requests").await, 1, "{what}"),
+            Ends::Request | Ends::Headers => gateway.quiet().await,
         }
         gateway.first_tokens(1, true).await;
         let got = take(running).await;
@@ -79,7 +79,7 @@ async fn load_is_booked_as_long_as_the_stream_lives() {
         gateway.quiet().await;
         let request = gateway.http.post(gateway.at(listener, "/v1/chat/completions")).json(&chat(&what));
         let waiting = tokio::spawn(request.send());
-        if ends != Ends::WithRequest {
+        if ends != Ends::Request {
             gateway.wait_load(1, "active_requests", |requests| requests == 1).await;
         }
         waiting.abort();
