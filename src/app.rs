@@ -1,6 +1,7 @@
 //! Composition root: it alone knows every part. [`App::start`] builds the parts from the configuration and binds the
 //! sockets; [`App::run_until`] serves until told to stop, and then drains.
 
+mod drain;
 mod encoders;
 mod gateway;
 mod health;
@@ -16,7 +17,6 @@ mod workers;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use tracing::{info, warn};
+use tracing::info;
 
 use crate::admin::explain::WayIn;
 use crate::admin::{self, Admin};
@@ -233,47 +233,6 @@ impl App {
         Ok(())
     }
 
-    /// Serves on for the grace, or until a successor does; then nothing new, and what is open up to the deadline.
-    async fn drain(&mut self) -> anyhow::Result<()> {
-        let drain = self.reloader.running().drain.clone();
-        info!(grace = %drain.grace, deadline = %drain.deadline, "draining");
-        let mut superseded = pin!(superseded(self.place.take()));
-        let mut have_successor = false;
-        if !drain.grace.get().is_zero() {
-            tokio::select! {
-                () = tokio::time::sleep(drain.grace.get()) => {}
-                () = &mut superseded => have_successor = true,
-                failed = self.fails() => return failed,
-            }
-        }
-        if have_successor {
-            self.leave_addresses().await;
-        }
-        self.closing.cancel();
-        // Those who watch it would keep their connections open.
-        self.health.forget().await;
-        let mut deadline = pin!(tokio::time::sleep(drain.deadline.get()));
-        loop {
-            tokio::select! {
-                ended = self.servers.join_next() => if ended.is_none() { return Ok(()) },
-                () = &mut superseded, if !have_successor => {
-                    have_successor = true;
-                    self.leave_addresses().await;
-                }
-                () = &mut deadline => {
-                    warn!("the drain deadline passed with exchanges still open; leaving them to Envoy");
-                    return Ok(());
-                }
-            }
-        }
-    }
-
-    /// A successor waits for the addresses of the pages.
-    async fn leave_addresses(&mut self) {
-        info!("a successor has taken over");
-        self.pages.shutdown().await;
-    }
-
     /// Ends when a part ends that should not.
     async fn fails(&mut self) -> anyhow::Result<()> {
         tokio::select! {
@@ -463,14 +422,6 @@ impl App {
 /// Most bytes that a message with a body may have.
 fn most_bytes(config: &Config) -> usize {
     config.limits.body.bytes().saturating_add(MESSAGE_OVERHEAD)
-}
-
-/// Waits until somebody else has our place, where there is one to be had.
-async fn superseded(place: Option<Place>) {
-    match place {
-        Some(place) => place.lost().await,
-        None => std::future::pending().await,
-    }
 }
 
 /// Lets what has grown old expire, for ever.

@@ -23,15 +23,39 @@ mod wire;
 use std::fmt::Write as _;
 
 use futures_util::{StreamExt as _, stream};
+use play::Played;
 use script::Script;
+use tokio::sync::OnceCell;
+
+/// A transcript and what came when it was played, or why it could not be.
+type Game = (String, Script, Result<Played, String>);
+
+/// Every transcript, played once for all tests.
+async fn games() -> &'static [Game] {
+    static GAMES: OnceCell<Vec<Game>> = OnceCell::const_new();
+    let play_all = || async {
+        let scripts = stream::iter(Script::all());
+        // Each on its own task, so that one that cannot be played is reported like one that went otherwise.
+        let games = scripts.map(|(name, script)| async {
+            let task = tokio::spawn({
+                let script = script.clone();
+                async move { play::play(&script).await }
+            });
+            (name, script, task.await.map_err(|panicked| format!("could not be played: {panicked}")))
+        });
+        games.buffered(8).collect().await
+    };
+    GAMES.get_or_init(play_all).await
+}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_exchange_goes_as_its_transcript_says() {
     let (mut report, mut failed) = (String::new(), 0);
-    let scripts = stream::iter(Script::all());
-    let mut played = scripts.map(|(name, script)| async { (name, play::play(&script).await, script) }).buffered(8);
-    while let Some((name, played, script)) = played.next().await {
-        let wrong = played.wrong(&script);
+    for (name, script, played) in games().await {
+        let wrong = match played {
+            Ok(played) => played.wrong(script),
+            Err(why) => vec![why.clone()],
+        };
         let verdict = if wrong.is_empty() { "passed" } else { "FAILED" };
         println!("{verdict}  {name}  {}", script.row);
         if let Some(differs) = &script.differs {

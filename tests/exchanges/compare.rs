@@ -1,5 +1,5 @@
-//! What is expected against what came, down to the last field. `<hex32>` stands for a name that is drawn at random,
-//! `<starts with text>` for a text of which only the beginning is ours.
+//! What is expected against what came, down to the last field. `<hex16>` and `<hex32>` stand for names that are drawn at
+//! random, `<between 1 and 2 ms>` for what a clock says, `<starts with text>` where only the beginning is certain.
 
 use serde_json::Value;
 
@@ -59,6 +59,12 @@ fn matches(pattern: &str, text: &str) -> bool {
     let inner = &pattern[1..pattern.len() - 1];
     if let Some(beginning) = inner.strip_prefix("starts with ") {
         return text.starts_with(beginning);
+    }
+    if let Some(range) = inner.strip_prefix("between ").and_then(|rest| rest.strip_suffix(" ms")) {
+        let (least, most) = range.split_once(" and ").unwrap();
+        let number = |text: &str| text.parse::<u64>().ok();
+        let found = text.strip_suffix("ms").and_then(number);
+        return found.is_some_and(|found| (number(least).unwrap()..=number(most).unwrap()).contains(&found));
     }
     let is_hex = |length| text.len() == length && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     match inner {

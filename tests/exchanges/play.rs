@@ -51,6 +51,7 @@ impl Step {
             Step::Load { load } => json!(load),
             Step::Metrics { metrics } => json!(metrics),
             Step::Ready { ready } => json!(ready),
+            Step::Health { health } => json!(health),
         }
     }
 }
@@ -59,6 +60,8 @@ impl Step {
 struct Stream {
     to_us: Option<mpsc::UnboundedSender<ProcessingRequest>>,
     from_us: Option<Streaming<ProcessingResponse>>,
+    /// Whether we have ended it.
+    ended: bool,
     request: Vec<u8>,
     response: Vec<u8>,
 }
@@ -72,18 +75,23 @@ impl Stream {
             request.metadata_mut().insert(key, MetadataValue::try_from(value).unwrap());
         }
         let from_us = site.gateway.clone().process(request).await.unwrap().into_inner();
-        Self { to_us: Some(to_us), from_us: Some(from_us), request: Vec::new(), response: Vec::new() }
+        Self { to_us: Some(to_us), from_us: Some(from_us), ended: false, request: Vec::new(), response: Vec::new() }
     }
 
     fn send(&self, message: ProcessingRequest) {
-        self.to_us.as_ref().expect("the stream has ended").send(message).unwrap();
+        // To a stream that we have ended nothing can be sent any more, and that is told by its answers.
+        _ = self.to_us.as_ref().expect("the stream is still ours").send(message);
     }
 
     /// The next answer; none when the stream ends or the time is over.
     async fn next(&mut self, until: Instant) -> Option<Value> {
         let answer = timeout_at(until, self.from_us.as_mut()?.message()).await.ok()?;
         let wire = match answer {
-            Ok(wire) => wire?,
+            Ok(Some(wire)) => wire,
+            Ok(None) => {
+                self.ended = true;
+                return None;
+            }
             Err(status) => return Some(json!({ "status": status.code().to_string() })),
         };
         match wire::returned(&wire) {
@@ -114,7 +122,8 @@ impl Stream {
                 rest.push(answer);
             }
         };
-        if timeout(PATIENCE, all).await.is_err() {
+        _ = timeout(PATIENCE, all).await;
+        if !self.ended {
             rest.push(json!("the stream did not end"));
         }
         self.from_us = None;
@@ -126,6 +135,8 @@ struct Player {
     site: Site,
     /// The first that is served.
     model: Value,
+    /// Name of the last exchange that has one.
+    exchange: String,
     streams: BTreeMap<String, Stream>,
     busy: Vec<Stream>,
 }
@@ -134,7 +145,7 @@ struct Player {
 pub(crate) async fn play(script: &Script) -> Played {
     let site = Site::start(&script.config).await;
     let model = script.config["models"][0]["name"].clone();
-    let mut player = Player { site, model, streams: BTreeMap::new(), busy: Vec::new() };
+    let mut player = Player { site, model, exchange: String::new(), streams: BTreeMap::new(), busy: Vec::new() };
     let mut found = Vec::new();
     for step in &script.steps {
         found.push(player.step(step).await);
@@ -189,6 +200,13 @@ impl Player {
                 let page = self.site.until("readyz", |page| page["ready"] == *ready).await;
                 page["ready"].clone()
             }
+            Step::Health { health } => {
+                let mut found = Map::new();
+                for (service, expected) in health {
+                    found.insert(service.clone(), json!(self.site.health(service, expected).await));
+                }
+                found.into()
+            }
         }
     }
 
@@ -199,22 +217,33 @@ impl Player {
         }
         let stream = self.streams.get_mut(&send.on).unwrap();
         for message in &send.send {
-            stream.send(wire::request(message));
+            let message = message.to_string().replace("${exchange}", &self.exchange);
+            stream.send(wire::request(&serde_json::from_str(&message).unwrap()));
         }
-        json!({ "replies": stream.answers(send.replies.len()).await })
+        let early = stream.ended.then(|| json!("we had ended the stream already"));
+        let mut replies = stream.answers(send.replies.len()).await;
+        replies.extend(early);
+        for reply in &replies {
+            if let Some(name) = reply["dynamic_metadata"]["warmroute"]["exchange"].as_str() {
+                name.clone_into(&mut self.exchange);
+            }
+        }
+        json!({ "replies": replies })
     }
 
     async fn end(&mut self, on: &str, end: End) -> Vec<Value> {
         let stream = self.streams.get_mut(on).unwrap();
         match end {
             End::Close => {
+                let early = stream.ended.then(|| json!("we had ended the stream already"));
                 stream.to_us = None;
-                stream.rest().await
+                early.into_iter().chain(stream.rest().await).collect()
             }
             End::Abort => {
                 (stream.to_us, stream.from_us) = (None, None);
                 Vec::new()
             }
+            // Our own end stays open, so that it can only be us.
             End::ByUs => stream.rest().await,
         }
     }
@@ -245,9 +274,8 @@ impl Player {
 fn loads(asked: &BTreeMap<String, Value>, page: &Value) -> Value {
     let of = |rank: &str| {
         let (worker, rank) = rank.split_once('/').unwrap_or((rank, "0"));
-        page.as_array()?
-            .iter()
-            .find(|load| load["rank"]["worker"].to_string() == worker && load["rank"]["rank"].to_string() == rank)
+        let (worker, rank): (u64, u64) = (worker.parse().unwrap(), rank.parse().unwrap());
+        page.as_array()?.iter().find(|load| load["rank"]["worker"] == worker && load["rank"]["rank"] == rank)
     };
     let ranks = asked.iter().map(|(rank, fields)| {
         let found = of(rank).unwrap_or(&Value::Null);

@@ -50,6 +50,8 @@ pub(crate) enum Step {
     Metrics { metrics: BTreeMap<String, f64> },
     /// `/readyz`.
     Ready { ready: bool },
+    /// gRPC health, by the name of the service.
+    Health { health: BTreeMap<String, String> },
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -61,6 +63,7 @@ pub(crate) struct Send {
     /// What is said when the stream is opened, as gRPC metadata.
     #[serde(default)]
     pub(crate) opening: BTreeMap<String, String>,
+    /// `${exchange}` stands for the name that the last exchange with another filter beside it was given.
     pub(crate) send: Vec<Value>,
     pub(crate) replies: Vec<Value>,
 }

@@ -11,6 +11,8 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_client::HealthClient;
 use warmroute::app::App;
 use warmroute::config::Config;
 
@@ -20,6 +22,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 /// A running process.
 pub(crate) struct Site {
     pub(crate) gateway: ExternalProcessorClient<Channel>,
+    health: HealthClient<Channel>,
     admin: SocketAddr,
     pages: reqwest::Client,
     dir: TempDir,
@@ -47,10 +50,11 @@ impl Site {
         let (admin, tcp) = (app.admin_address, app.ext_proc_address.unwrap());
         let shutdown = CancellationToken::new();
         let running = tokio::spawn(app.run_until(shutdown.clone().cancelled_owned()));
-        let gateway = ExternalProcessorClient::connect(format!("http://{tcp}")).await.unwrap();
-        let gateway = gateway.max_decoding_message_size(usize::MAX);
+        let channel = Channel::from_shared(format!("http://{tcp}")).unwrap().connect().await.unwrap();
+        let health = HealthClient::new(channel.clone());
+        let gateway = ExternalProcessorClient::new(channel).max_decoding_message_size(usize::MAX);
         let pages = reqwest::Client::builder().no_proxy().build().unwrap();
-        let site = Self { gateway, admin, pages, dir, shutdown, running };
+        let site = Self { gateway, health, admin, pages, dir, shutdown, running };
         if workers != json!([]) {
             site.until("readyz", |page| page["ready"] == true).await;
         }
@@ -84,9 +88,25 @@ impl Site {
         }
     }
 
+    /// What is told of the health of a service, at last.
+    pub(crate) async fn health(&self, service: &str, expected: &str) -> String {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let asked = HealthCheckRequest { service: service.to_owned() };
+            let found = match self.health.clone().check(asked).await {
+                Ok(answer) => answer.into_inner().status().as_str_name().to_owned(),
+                Err(status) => format!("{:?}", status.code()),
+            };
+            if found == expected || Instant::now() > deadline {
+                return found;
+            }
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+
     /// Ends, and waits for it.
     pub(crate) async fn stop(self) {
-        drop((self.gateway, self.pages));
+        drop((self.gateway, self.health, self.pages));
         self.shutdown.cancel();
         timeout(PATIENCE, self.running).await.unwrap().unwrap().unwrap();
     }
