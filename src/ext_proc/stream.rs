@@ -41,7 +41,7 @@ pub(super) struct Stream {
 
 /// What happens next.
 enum Event {
-    Message(ProcessingRequest),
+    Message(Box<ProcessingRequest>),
     /// Another filter saw the first token.
     FirstToken,
     /// The body has not come in time.
@@ -77,11 +77,11 @@ impl Stream {
         }
         loop {
             let next = match early.pop_front() {
-                Some(message) => Ok(Event::Message(message)),
+                Some(message) => Ok(Event::Message(Box::new(message))),
                 None => self.next().await,
             };
             let done = match next {
-                Ok(Event::Message(message)) => self.take(Incoming::read(message), &mut early).await,
+                Ok(Event::Message(message)) => self.take(Incoming::read(*message), &mut early).await,
                 Ok(Event::FirstToken) => {
                     self.first_token = None;
                     let effects = self.exchange.on_first_token();
@@ -112,7 +112,7 @@ impl Stream {
             biased;
             // Before the end of the stream, which may be there already.
             () = first_token => Ok(Event::FirstToken),
-            message = receive(&mut self.incoming, &self.replies) => message.map(Event::Message),
+            message = receive(&mut self.incoming, &self.replies) => message.map(|message| Event::Message(Box::new(message))),
             () = tokio::time::sleep_until(self.deadline), if self.exchange.is_gathering() => Ok(Event::Deadline),
         }
     }
