@@ -30,12 +30,12 @@ impl Deref for Bed {
 }
 
 impl Bed {
-    async fn start(change: impl FnOnce(String) -> String) -> Self {
+    async fn start(change: impl FnOnce(&str) -> String) -> Self {
         let workers = vec![Bursts::start(1).await, Bursts::start(2).await];
         let mut deployment = Deployment::engines(&[]).await;
         deployment.write_worker_entries(&workers.iter().map(Bursts::entry).collect()).unwrap();
         deployment.start_router(&telling(json!({}))).await.unwrap();
-        let config = change(deployment.envoy_config());
+        let config = change(&deployment.envoy_config());
         deployment.start_envoy(&config).await.unwrap();
         Self { deployment, workers }
     }
@@ -81,7 +81,7 @@ impl Bed {
 }
 
 /// Gives the probe so long that whatever it held up would be missed by a test that waits.
-fn patient_probe(config: String) -> String {
+fn patient_probe(config: &str) -> String {
     assert_eq!(config.matches("message_timeout: 0.3s").count(), 1);
     config.replace("message_timeout: 0.3s", "message_timeout: 100s")
 }
@@ -174,7 +174,7 @@ async fn a_client_that_leaves_frees_its_worker_before_and_after_the_first_token(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_are_whole_while_warmroute_is_killed_away_and_back() {
-    let mut bed = Bed::start(|shipped| shipped).await;
+    let mut bed = Bed::start(str::to_owned).await;
     let mut open = Vec::new();
     for _ in 0..8 {
         open.push(bed.paced(30).send().await.unwrap());
@@ -212,7 +212,7 @@ async fn answers_are_whole_while_warmroute_is_killed_away_and_back() {
 /// held up, because each gives the probe its time anew.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_frozen_warmroute_holds_up_an_answer_for_seconds_at_most() {
-    let bed = Bed::start(|shipped| shipped).await;
+    let bed = Bed::start(str::to_owned).await;
     let mut response = bed.paced(2_000).send().await.unwrap();
     assert_eq!(response.status(), 200);
     bed.router().unwrap().signal(Signal::STOP);
