@@ -182,3 +182,13 @@ fn conformance_tests_are_told_who_was_chosen_and_who_served() {
     let line = short(exchange.on_message(response(false, true))).remove(0);
     assert!(line.contains("x-conformance-test-served-endpoint=fail:"), "{line}");
 }
+
+#[test]
+fn what_envoy_would_not_show_is_not_waited_for() {
+    let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
+    exchange.on_message(headers(CHAT, false));
+    exchange.on_message(body(b"{\"model\":\"asked-for\"}", true));
+    exchange.on_route(edited(b"{\"model\":\"target\"}"));
+    let head = ["response headers x-warmroute-mode=exact", "status 200", "first token"];
+    assert_eq!(short(exchange.on_message(response(true, false))), head);
+}
