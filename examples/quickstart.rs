@@ -230,7 +230,7 @@ fn round_robin(standalone: &str) -> anyhow::Result<String> {
     let manager = config.pointer_mut("/static_resources/listeners/0/filter_chains/0/filters/0/typed_config");
     let manager = manager.context("the shipped configuration has no connection manager")?;
     let filters = manager["http_filters"].as_array_mut().context("the shipped configuration has no HTTP filters")?;
-    filters.retain(|filter| filter["name"] != "envoy.filters.http.ext_proc");
+    filters.retain(|filter| filter["name"] == "envoy.filters.http.router");
     ensure!(filters.len() == 1, "only the router filter should be left: {filters:?}");
     let hosts = manager["route_config"]["virtual_hosts"].as_array_mut().into_iter().flatten();
     for route in hosts.flat_map(|host| host["routes"].as_array_mut().into_iter().flatten()) {

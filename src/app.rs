@@ -1,6 +1,7 @@
 //! Composition root: it alone knows every part. [`App::start`] builds the parts from the configuration and binds the
 //! sockets; [`App::run_until`] serves until told to stop, and then drains.
 
+mod drain;
 mod encoders;
 mod gateway;
 mod health;
@@ -26,7 +27,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use tracing::{info, warn};
+use tracing::info;
 
 use crate::admin::explain::WayIn;
 use crate::admin::{self, Admin};
@@ -45,6 +46,7 @@ use keeper::Keeper;
 use reload::Next;
 use sockets::{GrpcListener, Sockets};
 use swap::Swap;
+use unix::Place;
 use workers::Wanted;
 
 pub use offline::Offline;
@@ -70,6 +72,8 @@ pub struct App {
     pub health_address: Option<SocketAddr>,
     /// Certificates, keys and tokens; [`Secrets::reload`] reads them again at once.
     pub secrets: Secrets,
+    /// Where the unix socket is, which a successor takes over.
+    place: Option<Place>,
     readiness: Readiness,
     /// Health beside the services; its watchers are let go with them.
     health: Health,
@@ -101,7 +105,11 @@ impl App {
         let mut app = Self::bare(Arc::new(config), &metrics);
         let config = app.reloader.running();
         let (limits, secrets) = (config.limits.clone(), app.secrets.clone());
-        let sockets = Sockets { limits, secrets, metrics: metrics.clone() };
+        let heir = match &config.listen.unix {
+            Some(socket) => unix::is_left(socket).await,
+            None => false,
+        };
+        let sockets = Sockets { limits, heir, secrets, metrics: metrics.clone() };
         // Health and the pages come first, so that they can say what the rest is waiting for.
         let loading = app.readiness.wait_for(LOADING);
         let way_in = WayIn::new(config.limits.body.bytes());
@@ -129,6 +137,7 @@ impl App {
         let grpc = sockets.bind(&config.listen).await?;
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
+        app.place = grpc.iter().find_map(GrpcListener::place);
         let intake = parts::intake(&config, models, &metrics)?;
         way_in.intake.store(Some(intake.clone()));
         let parts = api::Parts {
@@ -164,6 +173,7 @@ impl App {
             ext_proc_socket: None,
             health_address: None,
             secrets: Secrets::default(),
+            place: None,
             readiness: Readiness::default(),
             health: Health::default(),
             own_health: Health::default(),
@@ -210,26 +220,11 @@ impl App {
             () = shutdown => {}
             failed = self.fails() => return failed,
         }
-        let drain = self.reloader.running().drain.clone();
-        info!(grace = %drain.grace, deadline = %drain.deadline, "draining");
         self.readiness.drain();
         for health in [&self.health, &self.own_health] {
             health.tell(&self.readiness).await;
         }
-        if !drain.grace.get().is_zero() {
-            tokio::select! {
-                () = tokio::time::sleep(drain.grace.get()) => info!("no new streams from now on"),
-                failed = self.fails() => return failed,
-            }
-        }
-        self.closing.cancel();
-        // Those who watch it would keep their connections open.
-        self.health.forget().await;
-        let drained =
-            tokio::time::timeout(drain.deadline.get(), async { while self.servers.join_next().await.is_some() {} });
-        if drained.await.is_err() {
-            warn!("the drain deadline passed with exchanges still open; leaving them to Envoy");
-        }
+        self.drain().await?;
         self.stop.cancel();
         self.servers.shutdown().await;
         self.pages.shutdown().await;

@@ -22,7 +22,6 @@ pub struct Cli {
 impl Cli {
     /// Reads the command line of this process; what is wrong with it ends the process with a message.
     pub fn of_process() -> Self {
-        #[expect(clippy::disallowed_methods, reason = "this module is the one that reads the environment")]
         let args = std::env::args_os();
         Self::read(args).unwrap_or_else(|error| error.exit())
     }

@@ -209,7 +209,6 @@ impl Config {
             health: self.health.rules(),
             fallbacks: self.gateway.fallbacks as usize,
             scores: self.gateway.scores,
-            ..RouterSettings::default()
         }
     }
 

@@ -63,6 +63,8 @@ pub enum Body {
     },
     /// More than the limit; so long it was when we stopped gathering.
     TooLarge(usize),
+    /// There was no room to keep it; so long it was.
+    Shed(usize),
 }
 
 /// How much work is taken on at once.
@@ -232,6 +234,7 @@ impl Intake {
             Body::Unseen => return Encoded::without(api, 0, Reason::BodyNotShown),
             Body::Streamed => return Encoded::without(api, 0, Reason::BodyStreamed),
             Body::TooLarge(bytes) => return Encoded::without(api, *bytes, Reason::BodyTooLarge),
+            Body::Shed(bytes) => return Encoded::without(api, *bytes, Reason::TokenizerBusy),
             Body::Whole(body) => Shown { bytes: body.clone(), cut: None },
             Body::Cut { shown, length } => Shown { bytes: shown.clone(), cut: Some(*length) },
         };

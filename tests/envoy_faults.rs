@@ -16,6 +16,8 @@ mod engines;
 mod garbage;
 #[path = "envoy_faults/load.rs"]
 mod load;
+#[path = "envoy_faults/rolling.rs"]
+mod rolling;
 #[path = "envoy_faults/router.rs"]
 mod router;
 #[path = "../examples/support/mod.rs"]

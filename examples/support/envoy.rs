@@ -18,8 +18,8 @@ pub(crate) use install::binary;
 
 /// How long Envoy may take from start to ready; on a quiet machine it needs a third of a second.
 const START: Duration = Duration::from_secs(30);
-/// The shipped configuration for a plain list of workers.
-const STANDALONE: &str = include_str!("../../envoy/standalone.yaml");
+/// Where the shipped configurations are.
+const SHIPPED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/envoy");
 
 /// The version an executable says it has, such as `1.40.0`.
 pub(crate) fn version(envoy: &Path) -> anyhow::Result<String> {
@@ -39,7 +39,27 @@ pub(crate) fn validate(config: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// `envoy/standalone.yaml` with ports and places of one's own.
+/// The files that are shipped for Envoy. What is beside them for warmroute is called `<name>.warmroute.yaml`.
+pub(crate) fn shipped() -> anyhow::Result<Vec<PathBuf>> {
+    let files = fs::read_dir(SHIPPED)?.map(|entry| Ok(entry?.path())).collect::<anyhow::Result<Vec<_>>>()?;
+    let name = |file: &PathBuf| file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let mut files: Vec<_> = files.into_iter().filter(|file| name(file).ends_with(".yaml")).collect();
+    files.retain(|file| !name(file).ends_with(".warmroute.yaml"));
+    files.sort();
+    Ok(files)
+}
+
+/// What warmroute's configuration has to say for one of the shipped files, where that is more than where to listen.
+pub(crate) fn counterpart(name: &str) -> anyhow::Result<Option<serde_json::Value>> {
+    let file = Path::new(SHIPPED).join(format!("{name}.warmroute.yaml"));
+    if !file.exists() {
+        return Ok(None);
+    }
+    let text = fs::read_to_string(&file)?;
+    Ok(Some(serde_saphyr::from_str(&text).with_context(|| format!("cannot read {}", file.display()))?))
+}
+
+/// A shipped configuration, `envoy/standalone.yaml` unless another is named, with ports and places of one's own.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Standalone<'a> {
     /// Holds the socket of ext_proc and the endpoint file.
@@ -53,18 +73,28 @@ pub(crate) struct Standalone<'a> {
 impl Standalone<'_> {
     /// The shipped text with nothing but the ports and the directory replaced; an error if it has no such places.
     pub(crate) fn config(&self) -> anyhow::Result<String> {
+        self.config_of("standalone", &[])
+    }
+
+    /// The same of another file. Workers that stand in it by hand, with the ports from 8001 on, are these.
+    pub(crate) fn config_of(&self, name: &str, workers: &[SocketAddr]) -> anyhow::Result<String> {
+        let file = Path::new(SHIPPED).join(format!("{name}.yaml"));
+        let mut text = fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
         let run_dir = self.run_dir.to_str().context("the run directory is not valid UTF-8")?;
-        let mut text = STANDALONE.to_owned();
-        for (shipped, own, times) in [
-            ("port_value: 10000}", format!("port_value: {}}}", self.port), 1),
-            ("port_value: 9900}", format!("port_value: {}}}", self.admin_port), 1),
-            ("/tmp/warmroute", run_dir.to_owned(), 3),
-        ] {
+        let ports = [("port_value: 10000}", self.port), ("port_value: 9900}", self.admin_port)];
+        for (shipped, own) in ports {
             let found = text.matches(shipped).count();
-            ensure!(found == times, "envoy/standalone.yaml has {shipped:?} {found} times, not {times}");
-            text = text.replace(shipped, &own);
+            ensure!(found == 1, "{} has {shipped:?} {found} times, not once", file.display());
+            text = text.replace(shipped, &format!("port_value: {own}}}"));
         }
-        Ok(text)
+        ensure!(text.contains("/tmp/warmroute/ext_proc.sock"), "{} has no socket of ext_proc", file.display());
+        let by_hand = |number: usize| format!("port_value: {}}}", 8000 + number);
+        for (number, worker) in (1..).zip(workers) {
+            text = text.replace(&by_hand(number), &format!("port_value: {}}}", worker.port()));
+        }
+        let left = by_hand(workers.len() + 1);
+        ensure!(!text.contains(&left), "{} has more workers than were given: {left:?}", file.display());
+        Ok(text.replace("/tmp/warmroute", run_dir))
     }
 
     /// Where Envoy expects ext_proc.

@@ -233,6 +233,15 @@ impl Stack {
         self.router.as_ref().context("warmroute is not running")
     }
 
+    /// Starts another warmroute on the same addresses beside one that was told to end, and waits until it is ready; the old
+    /// one is returned.
+    pub(crate) async fn succeed_router(&mut self, more: &Value) -> anyhow::Result<Child> {
+        let old = self.router.take().context("warmroute is not running")?;
+        old.terminate();
+        self.start_router(more).await?;
+        Ok(old)
+    }
+
     /// Ends warmroute without asking.
     pub(crate) fn kill9_router(&mut self) {
         if let Some(router) = self.router.take() {

@@ -3,18 +3,21 @@
 use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use futures_util::{Stream, StreamExt as _, stream};
 use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::transport::Server;
 use tonic::transport::server::{Connected, TcpIncoming};
+use tracing::info;
 
-use super::unix::{self, SocketFile};
+use super::unix::{self, Place, SocketFile};
 use crate::admin::config::AdminConfig;
 use crate::admin::token::{self, Token};
 use crate::api::ApiConfig;
@@ -28,6 +31,11 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
 /// How long the answer may take. Generous: a peer that is only busy must not lose its requests.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
+/// Streams that a peer may give up at once. A connection carries the exchanges of thousands of clients, and Envoy resets
+/// those that took too long or whose client has left, all in one moment where we were busy. The library takes 20 of them for
+/// an attack and ends the connection, with every other exchange on it.
+const RESETS: usize = 100_000;
+
 /// Most calls at a time on one connection of a caller that is not Envoy.
 const MOST_STREAMS: u32 = 4096;
 
@@ -35,12 +43,15 @@ const MOST_STREAMS: u32 = 4096;
 #[derive(Clone)]
 pub(super) struct Sockets {
     pub(super) limits: LimitsConfig,
+    /// Whether a process that is leaving has our addresses; then we wait for them, and meanwhile do what we can.
+    pub(super) heir: bool,
     /// What they read from files goes in here.
     pub(super) secrets: Secrets,
     pub(super) metrics: Arc<Metrics>,
 }
 
-type TcpDoor = Door<TcpIncoming, TcpStream>;
+type TcpDoor = Door<Incoming, TcpStream>;
+type Incoming = Pin<Box<dyn Stream<Item = io::Result<TcpStream>> + Send>>;
 type UnixDoor = Door<UnixListenerStream, UnixStream>;
 
 /// A bound socket for gRPC.
@@ -79,10 +90,21 @@ impl GrpcListener {
         }
     }
 
+    /// The place of its unix socket, if it is one.
+    pub(super) fn place(&self) -> Option<Place> {
+        match &self.socket {
+            Socket::Tcp(..) => None,
+            Socket::Unix(_, file) => Some(file.place()),
+        }
+    }
+
     /// Serves until `closing`, and then until the open streams have ended.
     pub(super) async fn serve(self, routes: Routes, closing: CancellationToken) -> anyhow::Result<()> {
-        let server =
-            Server::builder().http2_max_header_list_size(self.header_list).max_concurrent_streams(self.streams);
+        let server = Server::builder()
+            .http2_max_header_list_size(self.header_list)
+            .max_concurrent_streams(self.streams)
+            .http2_max_pending_accept_reset_streams(Some(RESETS))
+            .http2_max_local_error_reset_streams(Some(RESETS));
         match self.socket {
             Socket::Tcp(door, _) => {
                 // A peer whose machine has gone says nothing more, and what its streams hold would be held for ever.
@@ -170,12 +192,26 @@ impl Sockets {
         if let Some(acceptor) = &acceptor {
             self.secrets.add(acceptor.clone());
         }
-        let listener = TcpListener::bind(address).await;
-        let listener = listener.with_context(|| format!("the {name} address {address} cannot be bound"))?;
-        let address = listener.local_addr()?;
-        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true)).with_keepalive(Some(KEEPALIVE_INTERVAL));
+        let (incoming, address): (Incoming, SocketAddr) = match TcpListener::bind(address).await {
+            Ok(listener) => {
+                let address = listener.local_addr()?;
+                (Box::pin(connections(listener)), address)
+            }
+            Err(error) if self.heir && error.kind() == io::ErrorKind::AddrInUse => {
+                info!(listener = name, %address, "waiting for this address until the process that is leaving has left it");
+                let later = stream::once(unix::bind_when_free(address)).map(connections);
+                (Box::pin(later.flatten()), address)
+            }
+            Err(error) => {
+                return Err(error).with_context(|| format!("the {name} address {address} cannot be bound"));
+            }
+        };
         Ok((Door::new(name, incoming, acceptor, self.limits.door(), self.metrics.clone()), address))
     }
+}
+
+fn connections(listener: TcpListener) -> TcpIncoming {
+    TcpIncoming::from(listener).with_nodelay(Some(true)).with_keepalive(Some(KEEPALIVE_INTERVAL))
 }
 
 impl AdminListener {

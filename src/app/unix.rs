@@ -5,12 +5,13 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::FileTypeExt as _;
+use std::net::SocketAddr;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tonic::transport::Endpoint;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
@@ -29,9 +30,33 @@ const FLEET: Duration = Duration::from_secs(2);
 /// How often we look meanwhile whether it is still there.
 const LOOK: Duration = Duration::from_millis(50);
 
+/// How a place in the file system is known again: its file stays the same one for as long as somebody listens by it.
+#[derive(Clone)]
+pub(super) struct Place {
+    path: PathBuf,
+    file: (u64, u64),
+}
+
+impl Place {
+    fn of(path: &Path, socket: &Path) -> io::Result<Self> {
+        Ok(Self { path: path.to_owned(), file: file(&fs::symlink_metadata(socket)?) })
+    }
+
+    /// Waits until a successor is there instead.
+    pub(super) async fn lost(&self) {
+        while fs::symlink_metadata(&self.path).is_ok_and(|found| file(&found) == self.file) {
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+}
+
+fn file(metadata: &fs::Metadata) -> (u64, u64) {
+    (metadata.dev(), metadata.ino())
+}
+
 /// The file of a unix socket; removed by drop, unless a successor has put its own in its place while we drained. Dropped
 /// after the listener, so that whoever answers is somebody else. Inodes would not tell: their numbers are used again.
-pub(super) struct SocketFile(PathBuf);
+pub(super) struct SocketFile(Place);
 
 /// Who is at a socket.
 #[derive(Debug, PartialEq, Eq)]
@@ -44,21 +69,23 @@ enum Holder {
 
 impl SocketFile {
     pub(super) fn path(&self) -> &Path {
-        &self.0
+        &self.0.path
+    }
+
+    pub(super) fn place(&self) -> Place {
+        self.0.clone()
     }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // Where it cannot be had, a successor has the lock and makes the place its own.
-        let Ok(_lock) =
-            File::open(folder(&self.0)).map_err(drop).and_then(|dir| dir.try_lock().map_err(drop).map(|()| dir))
-        else {
-            return;
-        };
-        if is_socket(&self.0) && std::os::unix::net::UnixStream::connect(&self.0).is_err() {
+        let path = self.path();
+        let Ok(folder) = File::open(folder(path)) else { return };
+        // Where it cannot be locked, a successor is making the place its own.
+        let ours = folder.try_lock().is_ok() && is_socket(path);
+        if ours && std::os::unix::net::UnixStream::connect(path).is_err() {
             // Gone already is as good as removed.
-            let _removed = fs::remove_file(&self.0);
+            let _removed = fs::remove_file(path);
         }
     }
 }
@@ -83,8 +110,29 @@ pub(super) async fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFil
         fs::remove_file(&beside)?;
     }
     let listener = UnixListener::bind(&beside)?;
+    let place = Place::of(path, Path::new(&beside))?;
     fs::rename(&beside, path)?;
-    Ok((listener, SocketFile(path.to_owned())))
+    Ok((listener, SocketFile(place)))
+}
+
+/// Whether the one at `path` is leaving, so that whatever else it has will be ours, too. One that ended well leaves no file
+/// behind, so where nobody answers by a file its owner is at its end or dead.
+pub(super) async fn is_left(path: &Path) -> bool {
+    match holder(path).await {
+        Holder::Leaving => true,
+        Holder::Nobody => is_socket(path),
+        Holder::Staying => false,
+    }
+}
+
+/// Binds an address as soon as whoever has it is gone.
+pub(super) async fn bind_when_free(address: SocketAddr) -> TcpListener {
+    loop {
+        if let Ok(listener) = TcpListener::bind(address).await {
+            return listener;
+        }
+        tokio::time::sleep(LOOK).await;
+    }
 }
 
 /// Waits until this process can do at least as well as one that serves at `path` and is leaving, where there is one: it
@@ -183,6 +231,9 @@ mod tests {
         readiness.drain();
         health.tell(&readiness).await;
         let (successor, _file) = bind(&path).await.unwrap();
+        tokio::time::timeout(Duration::from_secs(20), old_file.place().lost())
+            .await
+            .expect("the old one does not see it");
         drop(old_file);
         UnixStream::connect(&path).await.unwrap();
         assert!(successor.accept().await.is_ok(), "whoever connects now meets the successor");

@@ -4,6 +4,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use bytes::Bytes;
+
 use crate::metrics::Metrics;
 
 /// What all exchanges hold together.
@@ -53,9 +55,43 @@ impl Drop for Share {
     }
 }
 
+/// A body that counts until nobody has it any longer.
+struct Counted {
+    bytes: Bytes,
+    _share: Share,
+}
+
+impl AsRef<[u8]> for Counted {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Held {
+    /// Keeps a body that came whole; `None` where all together would hold more than `most`.
+    pub(super) fn keep(self: &Arc<Self>, bytes: Bytes, most: usize) -> Option<Bytes> {
+        let mut share = self.share();
+        let over = share.set(bytes.len(), most);
+        (!over).then(|| Bytes::from_owner(Counted { bytes, _share: share }))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_body_counts_as_long_as_anybody_has_it() {
+        let metrics = Arc::new(Metrics::new());
+        let held = Held::new(metrics.clone());
+        let body = held.keep(Bytes::from_static(b"12345"), 8).unwrap();
+        assert!(held.keep(Bytes::from_static(b"1234"), 8).is_none(), "9 of 8");
+        let part = body.slice(1..3);
+        drop(body);
+        assert_eq!((&*part, metrics.held_body_bytes.get()), (&b"23"[..], 5));
+        drop(part);
+        assert_eq!(metrics.held_body_bytes.get(), 0);
+    }
 
     #[test]
     fn shares_add_up_and_are_given_back() {

@@ -10,7 +10,7 @@ use tracing::{Level, debug, enabled};
 
 use super::config::{FailureConfig, FailureMode};
 use super::exchange::{Directions, Edit, Inbound, Renamed};
-use super::headers;
+use super::headers::{self, RequestHead};
 use super::mutation::Immediate;
 use super::reject::{self, Refused};
 use crate::entrance::{Admitted, Entrance, Refusal};
@@ -80,19 +80,21 @@ impl Pipeline {
     pub async fn route(&self, mut inbound: Inbound, told: impl FnOnce(Duration)) -> Routed {
         let started = Instant::now();
         let edit = self.rewrite(&mut inbound);
-        let inbound = inbound;
-        let header = |name: &str| inbound.head.get(name);
-        let mut taken = self.intake.take(&inbound.head.path, &header, &inbound.body).await;
+        let Inbound { head, body, subset } = inbound;
+        let header = |name: &str| head.get(name);
+        let mut taken = self.intake.take(&head.path, &header, &body).await;
+        // A request may wait long for its turn, and its body need not.
+        drop(body);
         for &(stage, took) in &taken.times {
             self.metrics.stage(stage, took);
         }
         let model = label(&taken);
         if let Some(refused) = self.strict(&taken) {
-            return self.refused(&refused, &inbound, &model);
+            return self.refused(&refused, &head, &model);
         }
-        taken.request.constraints.endpoints = self.subset(&inbound);
+        taken.request.constraints.endpoints = self.selected(&head).or(subset);
         if taken.query {
-            return self.query(taken, &inbound, &model);
+            return self.query(taken, &head, &model);
         }
         let hashed = !matches!(taken.request.prompt, Prompt::Estimated { .. });
         let failure = self.failure_of(taken.request.model.as_ref());
@@ -101,8 +103,8 @@ impl Pipeline {
         let admitted = match admitted {
             Ok(admitted) => admitted,
             Err(refusal) => {
-                debug!(request_id = inbound.head.request_id, %refusal, "not routed");
-                return self.refused(&Refused::Routing(&refusal, failure), &inbound, &model);
+                debug!(request_id = head.request_id, %refusal, "not routed");
+                return self.refused(&Refused::Routing(&refusal, failure), &head, &model);
             }
         };
         let route = &admitted.booked.route;
@@ -110,7 +112,7 @@ impl Pipeline {
         let directions = self.directions(route, edit);
         if enabled!(Level::DEBUG) {
             debug!(
-                request_id = inbound.head.request_id,
+                request_id = head.request_id,
                 mode = route.mode.as_str(),
                 prompt_tokens = route.prompt_tokens,
                 predicted_cached_tokens = route.predicted_cached_tokens,
@@ -147,26 +149,24 @@ impl Pipeline {
         Some(Edit { body: edited, restore })
     }
 
-    /// The endpoints that will do.
-    fn subset(&self, inbound: &Inbound) -> Option<Subset> {
-        let selected = || {
-            let selection = inbound.head.get(headers::CONFORMANCE_SELECTION).filter(|_| self.policy.conformance)?;
-            let selected = Subset::parse([&*selection]);
-            let fleet = self.router().fleet();
-            // Endpoints that nobody has are as good as none.
-            fleet.workers().any(|worker| selected.contains(worker.endpoint)).then_some(selected)
-        };
-        selected().or_else(|| inbound.subset.clone())
+    /// The endpoints that a conformance test wants the choice to be among.
+    fn selected(&self, head: &RequestHead) -> Option<Subset> {
+        let selection = head.get(headers::CONFORMANCE_SELECTION).filter(|_| self.policy.conformance)?;
+        let selected = Subset::parse([&*selection]);
+        let fleet = self.router().fleet();
+        // Endpoints that nobody has are as good as none.
+        fleet.workers().any(|worker| selected.contains(worker.endpoint)).then_some(selected)
     }
 
     /// Why a request is not even tried, where the operator is strict.
     fn strict<'t>(&self, taken: &'t Taken) -> Option<Refused<'t>> {
-        let Prompt::Estimated { because, .. } = &taken.request.prompt else { return None };
         let failure = &self.policy.failure;
+        let Prompt::Estimated { because, .. } = &taken.request.prompt else { return None };
+        let asked = taken.asked_model.as_deref();
+        // Work that is none may name a model, too.
+        let unknown = *because == Reason::UnknownModel || (asked.is_some() && taken.request.model.is_none());
         match because {
-            Reason::UnknownModel if failure.strict_models => {
-                Some(Refused::UnknownModel(taken.asked_model.as_deref().unwrap_or_default()))
-            }
+            _ if unknown && failure.strict_models => Some(Refused::UnknownModel(asked.unwrap_or_default())),
             Reason::Unreadable if failure.strict_bodies => Some(Refused::Unreadable(taken.unreadable.as_deref())),
             Reason::BodyTooLarge if failure.strict_size => Some(Refused::TooLarge),
             _ => None,
@@ -178,20 +178,20 @@ impl Pipeline {
         own.copied().unwrap_or(self.policy.failure.mode)
     }
 
-    fn query(&self, taken: Taken, inbound: &Inbound, model: &ModelLabel) -> Routed {
+    fn query(&self, taken: Taken, head: &RequestHead, model: &ModelLabel) -> Routed {
         let failure = self.failure_of(taken.request.model.as_ref());
         match self.entrance.ask(taken.request, taken.session.as_ref()) {
             Ok(route) => {
                 self.request(model, "query");
                 Routed::Answered(reject::choice(&route, &taken.tokens))
             }
-            Err(error) => self.refused(&Refused::Routing(&Refusal::Refused(error), failure), inbound, model),
+            Err(error) => self.refused(&Refused::Routing(&Refusal::Refused(error), failure), head, model),
         }
     }
 
-    fn refused(&self, refused: &Refused<'_>, inbound: &Inbound, model: &ModelLabel) -> Routed {
+    fn refused(&self, refused: &Refused<'_>, head: &RequestHead, model: &ModelLabel) -> Routed {
         self.degraded(refused.reason());
-        match refused.immediate(&inbound.head.request_id, &self.policy) {
+        match refused.immediate(&head.request_id, &self.policy) {
             Some(answer) => {
                 self.request(model, "rejected");
                 Routed::Answered(answer)

@@ -22,6 +22,8 @@ pub(super) struct Answered {
 #[derive(Debug, Default)]
 pub(super) struct Probe {
     name: Option<String>,
+    /// The first token was seen.
+    seen: bool,
     modes: Option<Modes>,
 }
 
@@ -53,7 +55,9 @@ impl Probe {
         };
         // In full duplex an early end would lose the rest of the answer.
         let duplex = self.modes.is_some_and(|modes| modes.response == BodyMode::FullDuplex);
-        Answered { replies, first_token: self.name.take_if(|_| seen), ends: over && !duplex }
+        let first = seen && !self.seen;
+        self.seen |= seen;
+        Answered { replies, first_token: self.name.clone().filter(|_| first), ends: over && !duplex }
     }
 
     fn pass(&self, to: To, body: &[u8], end: bool) -> Vec<ProcessingResponse> {

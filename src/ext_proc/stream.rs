@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, processing_request};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -16,6 +17,7 @@ use super::message::Incoming;
 use super::pipeline::Routed;
 use super::record::Record;
 use super::service::{Closed, Kept, Live, Replies, receive};
+use crate::intake::Body;
 
 /// Messages that are read ahead while a route is looked for; beyond it Envoy has to wait.
 const EARLY: usize = 64;
@@ -39,7 +41,7 @@ pub(super) struct Stream {
 
 /// What happens next.
 enum Event {
-    Message(ProcessingRequest),
+    Message(Box<ProcessingRequest>),
     /// Another filter saw the first token.
     FirstToken,
     /// The body has not come in time.
@@ -75,11 +77,11 @@ impl Stream {
         }
         loop {
             let next = match early.pop_front() {
-                Some(message) => Ok(Event::Message(message)),
+                Some(message) => Ok(Event::Message(Box::new(message))),
                 None => self.next().await,
             };
             let done = match next {
-                Ok(Event::Message(message)) => self.take(Incoming::read(message), &mut early).await,
+                Ok(Event::Message(message)) => self.take(Incoming::read(*message), &mut early).await,
                 Ok(Event::FirstToken) => {
                     self.first_token = None;
                     let effects = self.exchange.on_first_token();
@@ -87,7 +89,9 @@ impl Stream {
                 }
                 Ok(Event::Deadline) => {
                     let effects = self.exchange.on_deadline();
-                    self.carry_out(effects, &mut early).await
+                    let done = self.carry_out(effects, &mut early).await;
+                    self.held.set(self.exchange.held(), usize::MAX);
+                    done
                 }
                 Err(closed) => Err(closed),
             };
@@ -108,7 +112,7 @@ impl Stream {
             biased;
             // Before the end of the stream, which may be there already.
             () = first_token => Ok(Event::FirstToken),
-            message = receive(&mut self.incoming, &self.replies) => message.map(Event::Message),
+            message = receive(&mut self.incoming, &self.replies) => message.map(|message| Event::Message(Box::new(message))),
             () = tokio::time::sleep_until(self.deadline), if self.exchange.is_gathering() => Ok(Event::Deadline),
         }
     }
@@ -155,6 +159,24 @@ impl Stream {
         Ok(())
     }
 
+    /// Counts a body as long as anybody has it. What the exchange itself holds of it counts already.
+    fn keep(&mut self, body: Body) -> Body {
+        let kept = |bytes: Bytes| self.kept.held.keep(bytes, self.live.held);
+        self.held.set(self.exchange.held(), usize::MAX);
+        match body {
+            body if self.exchange.held() > 0 => body,
+            Body::Whole(bytes) => {
+                let length = bytes.len();
+                kept(bytes).map_or(Body::Shed(length), Body::Whole)
+            }
+            Body::Cut { shown, length } => {
+                let short = shown.len();
+                kept(shown).map_or(Body::Shed(short), |shown| Body::Cut { shown, length })
+            }
+            body => body,
+        }
+    }
+
     /// Looks for a route while watching the stream: a client that leaves meanwhile leaves nothing booked. `None` when
     /// Envoy began to answer by itself meanwhile, so that no route is wanted any longer.
     async fn route(
@@ -162,7 +184,7 @@ impl Stream {
         inbound: Inbound,
         early: &mut VecDeque<ProcessingRequest>,
     ) -> Result<Option<Routed>, Closed> {
-        self.held.set(self.exchange.held(), usize::MAX);
+        let inbound = Inbound { body: self.keep(inbound.body), ..inbound };
         let pipeline = self.live.pipeline.clone();
         let (tell, mut told) = oneshot::channel();
         let route = pipeline.route(inbound, move |wait| _ = tell.send(wait));

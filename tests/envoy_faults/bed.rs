@@ -9,6 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
+use crate::support::child::Child;
 use crate::support::ports::until;
 use crate::support::stack::{EngineSpec, MODEL, Programs, Stack};
 
@@ -84,6 +85,12 @@ impl Bed {
         let exact = async || self.ask(&chat("are you there?", 1)).await.mode.as_deref() == Some("exact");
         assert!(until(SOON, exact).await, "no request was routed exactly");
         self.quiet().await;
+    }
+
+    /// Tells warmroute to end and starts another one in its place, with the configuration it had; the old one is returned.
+    pub(crate) async fn succeed_router(&mut self) -> Child {
+        let more = self.more.clone();
+        self.stack.succeed_router(&more).await.unwrap()
     }
 
     pub(crate) fn post(&self, body: &Value) -> reqwest::RequestBuilder {

@@ -35,7 +35,8 @@ async fn fifteen_hundred_streams_at_once_are_all_answered_and_nothing_stays_book
         bed.signal_engine(at, Signal::CONT);
     }
     let answers = all(asking).await;
-    assert!(answers.iter().all(|answer| answer.mode.as_deref() == Some("exact")));
+    let strays: Vec<_> = answers.iter().filter(|answer| answer.mode.as_deref() != Some("exact")).collect();
+    assert!(strays.is_empty(), "{} of {}, such as {:?}", strays.len(), answers.len(), strays.first());
     for engine in 1..=3 {
         let served = answers.iter().filter(|answer| answer.engine == engine).count();
         assert!((400..=600).contains(&served), "engine {engine} served {served}");

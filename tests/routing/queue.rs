@@ -176,15 +176,11 @@ async fn where_overload_is_refused_clients_are_told_to_come_back() {
 
 /// As gateways do it that know only this mode.
 fn full_duplex(shipped: &str) -> String {
-    let mut config = shipped.to_owned();
-    for (from, to) in [
-        ("request_body_mode: BUFFERED", "request_body_mode: FULL_DUPLEX_STREAMED"),
-        ("request_trailer_mode: SKIP", "request_trailer_mode: SEND"),
-    ] {
-        assert_eq!(config.matches(from).count(), 1);
-        config = config.replace(from, to);
-    }
-    config
+    let modes = "request_body_mode: BUFFERED # the worker is chosen by the whole prompt\n                \
+                 request_trailer_mode: SKIP";
+    assert_eq!(shipped.matches(modes).count(), 1);
+    let full = "request_body_mode: FULL_DUPLEX_STREAMED\n                request_trailer_mode: SEND";
+    shipped.replace(modes, full)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -148,18 +148,21 @@ impl Serialize for Observe {
 
 impl<'de> Deserialize<'de> for Observe {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        // YAML before 1.2 reads `off` as false.
-        #[derive(Deserialize)]
-        #[serde(untagged)]
-        enum Written {
-            No(bool),
-            Text(String),
+        struct Text;
+
+        impl serde::de::Visitor<'_> for Text {
+            type Value = Observe;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("off, first_token, usage or sampled(SHARE)")
+            }
+
+            // An error from in here is one of this place in the file.
+            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Observe, E> {
+                text.parse().map_err(E::custom)
+            }
         }
-        match Written::deserialize(deserializer)? {
-            Written::No(false) => Ok(Observe::Off),
-            Written::No(true) => Err(serde::de::Error::custom(NotObservable("true".to_owned()))),
-            Written::Text(text) => text.parse().map_err(serde::de::Error::custom),
-        }
+        deserializer.deserialize_str(Text)
     }
 }
 

@@ -73,8 +73,8 @@ impl ResponseSide {
         let restore = renamed.map(|names| Box::new(Restorer::new(&names.served, &names.asked)));
         let wish = Wish::of(context, &head);
         let shown = context.modes.response != BodyMode::None;
-        let asked = !shown && (wish.ourselves || wish.whole || restore.is_some());
-        if restore.is_some() {
+        let asked = !shown && can_be_shown(context) && (wish.ourselves || wish.whole || restore.is_some());
+        if restore.is_some() && (shown || asked) {
             // The client's name for the model may be longer or shorter.
             changes.remove("content-length");
         }
@@ -156,6 +156,12 @@ impl ResponseSide {
         }
         effects
     }
+}
+
+/// Whether the body of the answer comes to us, or would if we asked for it: Envoy takes no such wish in an exchange whose
+/// request body is in full duplex.
+fn can_be_shown(context: &Context) -> bool {
+    context.modes.response != BodyMode::None || context.modes.request != BodyMode::FullDuplex
 }
 
 fn answer_headers(context: &Context, head: &ResponseHead) -> HeaderChanges {

@@ -84,6 +84,7 @@ fn short_one(effect: Effect) -> String {
             Body::Cut { shown, length } => format!("route cut {} of {length:?}", shown.len()),
             Body::Whole(bytes) => format!("route whole {}", bytes.len()),
             Body::TooLarge(len) => format!("route too large {len}"),
+            Body::Shed(len) => format!("route shed {len}"),
         },
         Effect::FirstToken => "first token".into(),
         Effect::Answer(bytes) => format!("answer {}", bytes.len()),

@@ -69,6 +69,18 @@ fn without_prefill_workers_the_decode_workers_do_it_all_unless_that_is_refused()
 }
 
 #[test]
+fn other_settings_hold_for_what_is_prepared_after_them() {
+    let router = router_of([with_role(11, Role::Decode)], enforcing(false));
+    let mut before = router.prepare(request(&[vec![1, 2]]));
+    router.set_settings(enforcing(true));
+    assert_eq!(router.route(request(&[vec![1, 2]])).unwrap_err(), RouteError::NoPrefill);
+    let placed = router.place(&mut before, &Gate::default());
+    assert!(matches!(placed, Attempt::Placed(_)), "what waits already is decided as it was to be");
+    router.set_settings(enforcing(false));
+    assert!(router.route(request(&[vec![1, 2]])).is_ok());
+}
+
+#[test]
 fn decode_workers_are_preferred_over_aggregated_ones_after_a_remote_prefill() {
     let router = router_of([with_role(1, Role::Prefill), with_role(11, Role::Decode), worker(21)], enforcing(false));
     for _ in 0..4 {

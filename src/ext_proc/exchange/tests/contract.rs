@@ -70,7 +70,7 @@ fn an_edited_body_goes_back_whole_in_full_duplex() {
     assert_eq!(lines, [format!("request headers content-length=18 {STEERED}"), "request body 18 end".into()]);
     exchange.on_message(response(true, false));
     let lines = short(exchange.on_message(answer(b"data: {\"model\":\"target\"}\n\n", true)));
-    assert_eq!(lines[0], "response body 30 end");
+    assert_eq!(lines[0], "response body 29 end");
 }
 
 #[test]
@@ -181,4 +181,14 @@ fn conformance_tests_are_told_who_was_chosen_and_who_served() {
     exchange.on_route(to_worker());
     let line = short(exchange.on_message(response(false, true))).remove(0);
     assert!(line.contains("x-conformance-test-served-endpoint=fail:"), "{line}");
+}
+
+#[test]
+fn what_envoy_would_not_show_is_not_waited_for() {
+    let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
+    exchange.on_message(headers(CHAT, false));
+    exchange.on_message(body(b"{\"model\":\"asked-for\"}", true));
+    exchange.on_route(edited(b"{\"model\":\"target\"}"));
+    let head = ["response headers x-warmroute-mode=exact", "status 200", "first token"];
+    assert_eq!(short(exchange.on_message(response(true, false))), head);
 }

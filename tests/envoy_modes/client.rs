@@ -1,0 +1,235 @@
+//! Clients that upload in ways of their own: HTTP/1.1 written by hand, and HTTP/2.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body::Frame;
+use reqwest::header::{HeaderMap, HeaderValue};
+use serde_json::Value;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::net::tcp::OwnedReadHalf;
+use tokio::sync::mpsc;
+
+use crate::bed::SOON;
+
+/// How a body is sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Upload {
+    /// Whether its length is told first.
+    pub(crate) sized: bool,
+    /// Whether trailers follow it.
+    pub(crate) trailers: bool,
+    /// Whether the client waits for permission.
+    pub(crate) expect: bool,
+    /// Bytes of one piece.
+    pub(crate) piece: usize,
+    /// Rest between two pieces.
+    pub(crate) pause: Duration,
+}
+
+impl Upload {
+    pub(crate) const SIZED: Self =
+        Self { sized: true, trailers: false, expect: false, piece: 60_000, pause: Duration::ZERO };
+    pub(crate) const CHUNKED: Self = Self { sized: false, ..Self::SIZED };
+}
+
+/// What a client got.
+#[derive(Clone, Debug)]
+pub(crate) struct Got {
+    pub(crate) status: u16,
+    head: Vec<(String, String)>,
+    pub(crate) body: Vec<u8>,
+    /// Whether the answer came to its end.
+    pub(crate) whole: bool,
+}
+
+impl Got {
+    /// A header; empty where there is none.
+    pub(crate) fn header(&self, name: &str) -> &str {
+        self.head.iter().find(|(key, _)| key.eq_ignore_ascii_case(name)).map_or("", |(_, value)| value)
+    }
+
+    pub(crate) fn mode(&self) -> &str {
+        self.header("x-warmroute-mode")
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+}
+
+/// A request over a connection of its own that is sent step by step.
+pub(crate) struct Http1 {
+    pub(crate) stream: TcpStream,
+}
+
+impl Http1 {
+    /// Connects and sends the head.
+    pub(crate) async fn begin(port: u16, headers: &str) -> Self {
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+        let head = format!(
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n\
+             connection: close\r\n{headers}\r\n"
+        );
+        stream.write_all(head.as_bytes()).await.unwrap();
+        Self { stream }
+    }
+
+    /// Sends a chunk of a body in chunks.
+    pub(crate) async fn chunk(&mut self, bytes: &[u8]) {
+        self.stream.write_all(&[format!("{:x}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat()).await.unwrap();
+    }
+
+    /// Ends a body in chunks and reads the answer.
+    pub(crate) async fn end(mut self) -> Got {
+        self.stream.write_all(b"0\r\n\r\n").await.unwrap();
+        let (mut reading, _writing) = self.stream.into_split();
+        read(&mut reading, Vec::new()).await
+    }
+}
+
+/// Sends a request in HTTP/1.1; fails where the answer takes too long.
+pub(crate) async fn http1(port: u16, body: &[u8], upload: Upload) -> Got {
+    let mut headers = match upload.sized {
+        true => format!("content-length: {}\r\n", body.len()),
+        false => "transfer-encoding: chunked\r\n".to_owned(),
+    };
+    if upload.expect {
+        headers += "expect: 100-continue\r\n";
+    }
+    if upload.trailers {
+        headers += "trailer: x-checked\r\n";
+    }
+    let (mut reading, mut writing) = Http1::begin(port, &headers).await.stream.into_split();
+    if upload.expect {
+        let mut seen = Vec::new();
+        while !seen.ends_with(b"\r\n\r\n") {
+            let byte = tokio::time::timeout(SOON, reading.read_u8()).await.expect("no permission comes");
+            seen.push(byte.unwrap());
+        }
+        assert!(seen.starts_with(b"HTTP/1.1 100"), "{}", String::from_utf8_lossy(&seen));
+    }
+    let write = async {
+        for piece in body.chunks(upload.piece) {
+            let chunk = [format!("{:x}\r\n", piece.len()).as_bytes(), piece, b"\r\n"].concat();
+            writing.write_all(if upload.sized { piece } else { &chunk }).await?;
+            if !upload.pause.is_zero() {
+                tokio::time::sleep(upload.pause).await;
+            }
+        }
+        match (upload.sized, upload.trailers) {
+            (true, _) => Ok(()),
+            (false, true) => writing.write_all(b"0\r\nx-checked: yes\r\n\r\n").await,
+            (false, false) => writing.write_all(b"0\r\n\r\n").await,
+        }
+    };
+    // Where the answer comes before the body has ended, Envoy does not take the rest.
+    let (_, got) = tokio::join!(write, read(&mut reading, Vec::new()));
+    got
+}
+
+async fn read(reading: &mut OwnedReadHalf, mut raw: Vec<u8>) -> Got {
+    // A connection that is reset had its answer before that, or none.
+    let read = tokio::time::timeout(SOON, reading.read_to_end(&mut raw)).await;
+    assert!(read.is_ok(), "no end of the answer: {}", String::from_utf8_lossy(&raw));
+    parse(&raw)
+}
+
+fn parse(raw: &[u8]) -> Got {
+    let text = String::from_utf8_lossy(raw);
+    let Some(at) = raw.windows(4).position(|four| four == b"\r\n\r\n") else { panic!("no answer: {text:?}") };
+    let head = String::from_utf8_lossy(&raw[..at]).into_owned();
+    let mut lines = head.lines();
+    let status = lines.next().unwrap().split(' ').nth(1).unwrap().parse().unwrap();
+    let pair = |line: &str| line.split_once(": ").map(|(key, value)| (key.to_owned(), value.to_owned()));
+    let mut got = Got { status, head: lines.filter_map(pair).collect(), body: Vec::new(), whole: false };
+    let mut rest = &raw[at + 4..];
+    if let Ok(length) = got.header("content-length").parse::<usize>() {
+        (got.body, got.whole) = (rest.to_vec(), rest.len() == length);
+        return got;
+    }
+    while let Some(end) = rest.windows(2).position(|two| two == b"\r\n") {
+        let size = usize::from_str_radix(std::str::from_utf8(&rest[..end]).unwrap(), 16).unwrap();
+        let Some(data) = rest[end + 2..].get(..size) else { break };
+        got.whole = size == 0;
+        got.body.extend_from_slice(data);
+        rest = rest.get(end + 4 + size..).unwrap_or_default();
+    }
+    got
+}
+
+/// A body of HTTP/2 that comes in pieces.
+struct Pieces {
+    frames: mpsc::Receiver<Frame<Bytes>>,
+    length: Option<u64>,
+}
+
+impl http_body::Body for Pieces {
+    type Data = Bytes;
+    type Error = std::io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, std::io::Error>>> {
+        self.frames.poll_recv(context).map(|frame| frame.map(Ok))
+    }
+
+    fn size_hint(&self) -> http_body::SizeHint {
+        self.length.map_or_else(http_body::SizeHint::default, http_body::SizeHint::with_exact)
+    }
+}
+
+fn pieces(body: &[u8], upload: Upload) -> reqwest::Body {
+    let (send, frames) = mpsc::channel(16);
+    let (body, length) = (Bytes::copy_from_slice(body), upload.sized.then_some(body.len() as u64));
+    tokio::spawn(async move {
+        for at in (0..body.len()).step_by(upload.piece) {
+            let piece = body.slice(at..body.len().min(at + upload.piece));
+            if send.send(Frame::data(piece)).await.is_err() {
+                return;
+            }
+            if !upload.pause.is_zero() {
+                tokio::time::sleep(upload.pause).await;
+            }
+        }
+        if upload.trailers {
+            let trailers = HeaderMap::from_iter([("x-checked".parse().unwrap(), HeaderValue::from_static("yes"))]);
+            _ = send.send(Frame::trailers(trailers)).await;
+        }
+    });
+    reqwest::Body::wrap(Pieces { frames, length })
+}
+
+/// The same in HTTP/2.
+pub(crate) async fn http2(port: u16, body: &[u8], upload: Upload) -> Got {
+    let client = reqwest::Client::builder().no_proxy().timeout(SOON).http2_prior_knowledge().build().unwrap();
+    let mut request = client.post(format!("http://127.0.0.1:{port}/v1/chat/completions"));
+    request = request.header("content-type", "application/json");
+    if upload.expect {
+        request = request.header("expect", "100-continue");
+    }
+    let response = request.body(pieces(body, upload)).send().await.unwrap();
+    assert_eq!(response.version(), reqwest::Version::HTTP_2);
+    take(response).await
+}
+
+/// Reads an answer as far as it comes.
+pub(crate) async fn take(mut response: reqwest::Response) -> Got {
+    let text = |value: &HeaderValue| value.to_str().unwrap().to_owned();
+    let head = response.headers().iter().map(|(name, value)| (name.to_string(), text(value))).collect();
+    let mut got = Got { status: response.status().as_u16(), head, body: Vec::new(), whole: false };
+    loop {
+        match response.chunk().await {
+            Ok(Some(chunk)) => got.body.extend_from_slice(&chunk),
+            Ok(None) => {
+                got.whole = true;
+                return got;
+            }
+            Err(_) => return got,
+        }
+    }
+}

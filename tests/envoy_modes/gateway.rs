@@ -1,0 +1,110 @@
+//! The shipped configuration with listeners beside its own, each with what one case changes.
+
+use std::ops::Deref;
+
+use serde_json::{Value, json};
+
+use crate::bed::{Bed, patient};
+use crate::support::ports::FreePort;
+use crate::support::stack::EngineSpec;
+
+/// What a listener has in place of what is shipped.
+pub(crate) type Change = Box<dyn Fn(&mut Manager)>;
+
+/// The connection manager of one listener.
+pub(crate) struct Manager(Value);
+
+impl Manager {
+    /// The filter that asks warmroute.
+    pub(crate) fn filter(&mut self) -> &mut Value {
+        let filters = self.0["http_filters"].as_array_mut().unwrap();
+        let found = filters.iter_mut().find(|filter| filter["name"] == "envoy.filters.http.ext_proc");
+        &mut found.unwrap()["typed_config"]
+    }
+
+    /// Puts a filter before all others.
+    pub(crate) fn first(&mut self, filter: Value) {
+        self.0["http_filters"].as_array_mut().unwrap().insert(0, filter);
+    }
+
+    /// Takes the filter away that looks for first tokens.
+    pub(crate) fn alone(&mut self) {
+        self.0["http_filters"].as_array_mut().unwrap().retain(|filter| filter["name"] != "first_token_probe");
+        self.filter()["grpc_service"].as_object_mut().unwrap()["envoy_grpc"] = json!({"cluster_name": "ext_proc"});
+        self.filter()["grpc_service"].as_object_mut().unwrap().remove("initial_metadata");
+    }
+
+    pub(crate) fn modes(&mut self, changed: &[(&str, &str)]) {
+        for (key, value) in changed {
+            self.filter()["processing_mode"][*key] = json!(value);
+        }
+    }
+
+    /// Request bodies chunk by chunk, and back.
+    pub(crate) fn duplex(&mut self) {
+        self.modes(&[("request_body_mode", "FULL_DUPLEX_STREAMED"), ("request_trailer_mode", "SEND")]);
+    }
+
+    /// Has Envoy send nothing twice.
+    pub(crate) fn without_retries(&mut self) {
+        let route = &mut self.0["route_config"]["virtual_hosts"][0]["routes"][0]["route"];
+        assert!(route.as_object_mut().unwrap().remove("retry_policy").is_some());
+    }
+
+    pub(crate) fn buffer(&mut self, bytes: u32) {
+        self.0["route_config"]["virtual_hosts"][0]["request_body_buffer_limit"] = json!(bytes);
+    }
+}
+
+/// A bed whose Envoy has such listeners.
+pub(crate) struct Gateway {
+    bed: Bed,
+    /// The port of each.
+    pub(crate) ports: Vec<u16>,
+}
+
+impl Deref for Gateway {
+    type Target = Bed;
+
+    fn deref(&self) -> &Bed {
+        &self.bed
+    }
+}
+
+impl std::ops::DerefMut for Gateway {
+    fn deref_mut(&mut self) -> &mut Bed {
+        &mut self.bed
+    }
+}
+
+impl Gateway {
+    pub(crate) async fn start(specs: &[EngineSpec], more: Value, changes: &[Change]) -> Self {
+        let ports: Vec<u16> = changes.iter().map(|_| FreePort::find().unwrap().release()).collect();
+        let bed = Bed::behind(specs, more, |shipped| with_listeners(&patient(shipped), &ports, changes)).await;
+        Self { bed, ports }
+    }
+
+    /// A URL at one of the listeners.
+    pub(crate) fn at(&self, listener: usize, path: &str) -> String {
+        format!("http://127.0.0.1:{}{path}", self.ports[listener])
+    }
+}
+
+fn with_listeners(shipped: &str, ports: &[u16], changes: &[Change]) -> String {
+    let mut config: Value = serde_saphyr::from_str(shipped).unwrap();
+    let listeners = config["static_resources"]["listeners"].as_array_mut().unwrap();
+    let own = listeners[0].clone();
+    for (port, change) in ports.iter().zip(changes) {
+        let mut listener = own.clone();
+        listener["name"] = json!(format!("case-{port}"));
+        listener["address"]["socket_address"]["port_value"] = json!(port);
+        let place = &mut listener["filter_chains"][0]["filters"][0]["typed_config"];
+        let mut manager = Manager(place.take());
+        // Envoy drops the trailers of HTTP/1 otherwise.
+        manager.0["http_protocol_options"] = json!({"enable_trailers": true});
+        change(&mut manager);
+        *place = manager.0;
+        listeners.push(listener);
+    }
+    config.to_string()
+}

@@ -1,0 +1,95 @@
+//! A worker that takes any body and tells what it received, under the model that the body names.
+
+use std::net::SocketAddr;
+
+use axum::Json;
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::Request;
+use axum::http::HeaderName;
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::task::AbortHandle;
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::bed::engine;
+use crate::support::stack::EngineSpec;
+
+/// A request header with the number of bytes after which an answer is cut into pieces; the answer is a stream then.
+pub(crate) const PIECES: &str = "x-answer-in-pieces-of";
+
+/// It ends by drop.
+pub(crate) struct Worker {
+    pub(crate) address: SocketAddr,
+    task: AbortHandle,
+}
+
+impl Worker {
+    pub(crate) async fn start() -> Self {
+        Self::at("127.0.0.1:0").await
+    }
+
+    pub(crate) async fn at(address: &str) -> Self {
+        let listener = TcpListener::bind(address).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let app = Router::new().fallback(move |request| answer(address, request));
+        let task = tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
+        Self { address, task }
+    }
+
+    /// An engine that publishes for it, so that what comes here is routed exactly.
+    pub(crate) fn engine(&self, id: u64) -> EngineSpec {
+        engine(id).listed(json!({"endpoint": self.address.to_string()}))
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn answer(address: SocketAddr, request: Request) -> Response {
+    let (head, body) = request.into_parts();
+    let text = |(name, value): (&HeaderName, &axum::http::HeaderValue)| json!([name.as_str(), value.to_str().unwrap()]);
+    let headers: Vec<Value> = head.headers.iter().map(text).collect();
+    let body = axum::body::to_bytes(body, usize::MAX).await;
+    let Ok(body) = body else { return axum::http::StatusCode::BAD_REQUEST.into_response() };
+    let parsed: Value = serde_json::from_slice(&body).unwrap_or_default();
+    let received = json!({
+        "id": "answer-1", "object": "chat.completion", "model": parsed["model"], "method": head.method.as_str(),
+        "headers": headers, "bytes": body.len(), "xxh3": fingerprint(&body), "worker": address.to_string(),
+    });
+    let Some(pieces) = head.headers.get(PIECES) else { return Json(received).into_response() };
+    let size: usize = pieces.to_str().unwrap().parse().unwrap();
+    let stream = events(&parsed["model"]);
+    let pieces: Vec<_> =
+        stream.as_bytes().chunks(size).map(|piece| Ok::<_, std::io::Error>(Bytes::copy_from_slice(piece))).collect();
+    let body = Body::from_stream(futures_util::stream::iter(pieces));
+    ([("content-type", "text/event-stream")], body).into_response()
+}
+
+/// A stream of some events, each of which names the model.
+pub(crate) fn events(model: &Value) -> String {
+    let mut text = String::new();
+    for at in 0..5 {
+        let event = json!({
+            "id": "answer-1", "object": "chat.completion.chunk", "created": 1, "model": model,
+            "choices": [{"index": 0, "delta": {"content": format!("piece {at}")}, "finish_reason": null}],
+        });
+        text += &format!("data: {event}\n\n");
+    }
+    text + "data: [DONE]\n\n"
+}
+
+/// JSON numbers lose the last bits of a u64 in some readers; text does not.
+pub(crate) fn fingerprint(body: &[u8]) -> String {
+    format!("{:016x}", xxh3_64(body))
+}
+
+/// What the worker received under a header name.
+pub(crate) fn received<'r>(report: &'r Value, name: &str) -> Vec<&'r str> {
+    let pairs = report["headers"].as_array().unwrap().iter();
+    pairs.filter(|pair| pair[0] == name).map(|pair| pair[1].as_str().unwrap()).collect()
+}

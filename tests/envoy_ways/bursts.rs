@@ -1,0 +1,119 @@
+//! A backend whose answers are known to the byte: as many events as the request asks for, as fast as they can be written,
+//! or one for each word of the test.
+
+use std::convert::Infallible;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::Request;
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use futures_util::stream;
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+use tokio::task::AbortHandle;
+
+/// Asks for so many events.
+pub(crate) const EVENTS: &str = "x-events";
+/// Asks for answers in one piece of so many bytes.
+pub(crate) const BYTES: &str = "x-bytes";
+/// Asks for events that come when they are let go.
+pub(crate) const PACED: &str = "x-paced";
+
+/// It ends by drop.
+pub(crate) struct Bursts {
+    id: u64,
+    pub(crate) address: SocketAddr,
+    /// Events that paced answers may send.
+    pub(crate) go: Arc<Semaphore>,
+    /// Answers whose client is still there.
+    pub(crate) open: Arc<AtomicUsize>,
+    task: AbortHandle,
+}
+
+impl Bursts {
+    pub(crate) async fn start(id: u64) -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (go, open) = (Arc::new(Semaphore::new(0)), Arc::default());
+        let (gate, count) = (Arc::clone(&go), Arc::clone(&open));
+        let app = Router::new().fallback(async move |request: Request| {
+            let (head, body) = request.into_parts();
+            _ = axum::body::to_bytes(body, usize::MAX).await.unwrap();
+            let mut response = answer(&head.headers, &gate, &count);
+            response.headers_mut().insert("x-engine-id", id.into());
+            response
+        });
+        let task = tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
+        Self { id, address, go, open, task }
+    }
+
+    /// Lets no paced answer go on.
+    pub(crate) fn hold(&self) {
+        self.go.forget_permits(self.go.available_permits());
+    }
+
+    /// Its entry in the workers file: a worker that publishes no events.
+    pub(crate) fn entry(&self) -> Value {
+        json!({"id": self.id, "endpoint": self.address.to_string()})
+    }
+}
+
+impl Drop for Bursts {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// One event of an answer.
+fn event(at: usize) -> String {
+    format!("data: {{\"index\":{at},\"text\":\"{}\"}}\n\n", "token ".repeat(1 + at % 40))
+}
+
+/// All of an answer.
+pub(crate) fn whole(events: usize) -> String {
+    (0..events).map(event).chain(["data: [DONE]\n\n".to_owned()]).collect()
+}
+
+/// An answer in one piece.
+pub(crate) fn piece(bytes: usize) -> String {
+    "0123456789abcdef".chars().cycle().take(bytes).collect()
+}
+
+struct Open(Arc<AtomicUsize>);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+fn answer(headers: &HeaderMap, go: &Arc<Semaphore>, open: &Arc<AtomicUsize>) -> Response {
+    let asked = |name: &str| headers.get(name).map(|value| value.to_str().unwrap().parse::<usize>().unwrap());
+    if let Some(bytes) = asked(BYTES) {
+        return piece(bytes).into_response();
+    }
+    let events = asked(EVENTS).unwrap_or(1);
+    let paced = headers.contains_key(PACED).then(|| go.clone());
+    open.fetch_add(1, Ordering::SeqCst);
+    let open = Open(open.clone());
+    let body = stream::unfold((0, open), move |(at, open)| {
+        let paced = paced.clone();
+        async move {
+            if at > events {
+                return None;
+            }
+            if let Some(go) = paced {
+                go.acquire().await.unwrap().forget();
+            }
+            let text = if at == events { "data: [DONE]\n\n".to_owned() } else { event(at) };
+            Some((Ok::<_, Infallible>(Bytes::from(text)), (at + 1, open)))
+        }
+    });
+    let content = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")];
+    (StatusCode::OK, content, Body::from_stream(body)).into_response()
+}

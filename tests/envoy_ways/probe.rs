@@ -1,0 +1,262 @@
+//! The filter that only looks for the first token, as shipped: one server and one connection for both filters. Whatever it
+//! does or fails to do, answers are complete and come at once; and it tells warmroute when a prefill is over.
+
+use std::ops::Deref;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use futures_util::StreamExt as _;
+use futures_util::future::join_all;
+use reqwest::{RequestBuilder, StatusCode, Version};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::bursts::{BYTES, Bursts, EVENTS, PACED, piece, whole};
+use crate::deployment::{Deployment, PATIENCE, chat, essay, telling};
+use crate::support::ports::until;
+
+/// A deployment with workers whose answers are known.
+struct Bed {
+    deployment: Deployment,
+    workers: Vec<Bursts>,
+}
+
+impl Deref for Bed {
+    type Target = Deployment;
+
+    fn deref(&self) -> &Deployment {
+        &self.deployment
+    }
+}
+
+impl Bed {
+    async fn start(change: impl FnOnce(&str) -> String) -> Self {
+        let workers = vec![Bursts::start(1).await, Bursts::start(2).await];
+        let mut deployment = Deployment::engines(&[]).await;
+        deployment.write_worker_entries(&workers.iter().map(Bursts::entry).collect()).unwrap();
+        deployment.start_router(&telling(json!({}))).await.unwrap();
+        let config = change(&deployment.envoy_config());
+        deployment.start_envoy(&config).await.unwrap();
+        Self { deployment, workers }
+    }
+
+    fn request(&self, client: &reqwest::Client, question: usize) -> RequestBuilder {
+        client.post(self.url("/v1/chat/completions")).json(&chat(&essay(question)))
+    }
+
+    /// Asks for an answer whose events come one by one.
+    fn paced(&self, events: usize) -> RequestBuilder {
+        self.request(&self.http, 1).header(EVENTS, events).header(PACED, 1)
+    }
+
+    /// Lets the workers send one event more; only one of them was asked.
+    fn let_one_go(&self) {
+        for worker in &self.workers {
+            worker.go.add_permits(1);
+        }
+    }
+
+    /// What the worker that was not asked was given is not for the next round.
+    fn hold_all(&self) {
+        self.workers.iter().for_each(Bursts::hold);
+    }
+
+    fn open(&self) -> usize {
+        self.workers.iter().map(|worker| worker.open.load(Ordering::SeqCst)).sum()
+    }
+
+    /// Sums over all ranks what `/debug/load` says.
+    async fn load(&self, field: &str) -> u64 {
+        let load = self.debug("load").await.unwrap();
+        load.as_array().unwrap().iter().map(|rank| rank[field].as_u64().unwrap()).sum()
+    }
+
+    async fn probes(&self, outcome: &str) -> f64 {
+        self.metrics().await.sum("first_token_streams_total", &[("outcome", outcome)])
+    }
+
+    async fn first_tokens(&self) -> f64 {
+        self.metrics().await.sum("time_to_first_token_seconds_count", &[])
+    }
+}
+
+/// Gives the probe so long that whatever it held up would be missed by a test that waits.
+fn patient_probe(config: &str) -> String {
+    assert_eq!(config.matches("message_timeout: 0.3s").count(), 1);
+    config.replace("message_timeout: 0.3s", "message_timeout: 100s")
+}
+
+fn clients() -> [(reqwest::Client, Version); 2] {
+    let client = || reqwest::Client::builder().no_proxy().timeout(PATIENCE);
+    let http1 = client().http1_only().build().unwrap();
+    let http2 = client().http2_prior_knowledge().build().unwrap();
+    [(http1, Version::HTTP_11), (http2, Version::HTTP_2)]
+}
+
+/// Sends all of them, eight at a time; how many answers were exact.
+async fn exact(requests: impl Iterator<Item = RequestBuilder>, expected: &str) -> usize {
+    let answers = futures_util::stream::iter(requests).map(async |request| {
+        let response = request.send().await.ok()?;
+        (response.status() == StatusCode::OK).then_some(response.text().await.ok()?)
+    });
+    let exact = async |exact, answer: Option<String>| exact + usize::from(answer.as_deref() == Some(expected));
+    answers.buffer_unordered(8).fold(0, exact).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bursts_arrive_byte_for_byte_and_every_first_token_is_seen() {
+    let bed = Bed::start(patient_probe).await;
+    let mut sent = 0;
+    for (client, version) in &clients() {
+        for (events, times) in [(1, 100), (19, 100), (999, 100), (19_999, 1)] {
+            let requests = (0..times).map(|at| bed.request(client, at % 7).version(*version).header(EVENTS, events));
+            assert_eq!(exact(requests, &whole(events)).await, times, "{events} events over {version:?}");
+            sent += times;
+        }
+        let response = bed.request(client, 1).version(*version).header(BYTES, 454).send().await.unwrap();
+        assert_eq!(response.headers()["content-length"], "454", "over {version:?}");
+        sent += 1;
+        for bytes in [454, 100_000] {
+            let requests = (0..20).map(|at| bed.request(client, at % 7).version(*version).header(BYTES, bytes));
+            assert_eq!(exact(requests, &piece(bytes)).await, 20, "{bytes} bytes over {version:?}");
+            sent += 20;
+        }
+    }
+    let counted =
+        until(PATIENCE, async || (bed.probes("seen").await, bed.first_tokens().await) == (sent as f64, sent as f64));
+    assert!(counted.await, "{sent} were sent:\n{}", bed.metrics().await.text());
+    assert_eq!(bed.probes("foreign").await, 0.0);
+    bed.idle().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_token_comes_when_it_is_sent_and_the_first_ends_the_prefill() {
+    let bed = Bed::start(patient_probe).await;
+    let mut response = bed.paced(20).send().await.unwrap();
+    assert_eq!(response.status(), 200);
+    assert!(bed.load("active_prefill_tokens").await > 0, "the headers alone are no token");
+    let mut text = String::new();
+    for at in 0..=20 {
+        // Not before the one before it has arrived.
+        bed.let_one_go();
+        let chunk = response.chunk().await.unwrap().unwrap();
+        text.push_str(std::str::from_utf8(&chunk).unwrap());
+        if at == 0 {
+            let over = until(PATIENCE, async || bed.load("active_prefill_tokens").await == 0);
+            assert!(over.await, "the first token is there");
+            assert_eq!(bed.first_tokens().await, 1.0);
+        }
+        if at < 20 {
+            assert_eq!(bed.load("active_requests").await, 1, "after {at} events");
+        }
+    }
+    assert_eq!(response.chunk().await.unwrap(), None);
+    assert_eq!(text, whole(20));
+    bed.idle().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_leaves_frees_its_worker_before_and_after_the_first_token() {
+    let bed = Bed::start(patient_probe).await;
+    for events in [0, 1, 5] {
+        let mut response = bed.paced(50).send().await.unwrap();
+        for _ in 0..events {
+            bed.let_one_go();
+            response.chunk().await.unwrap().unwrap();
+        }
+        assert_eq!((bed.load("active_requests").await, bed.open()), (1, 1));
+        drop(response);
+        bed.idle().await;
+        assert!(until(PATIENCE, async || bed.open() == 0).await, "the worker is not told");
+        bed.hold_all();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn answers_are_whole_while_warmroute_is_killed_away_and_back() {
+    let mut bed = Bed::start(str::to_owned).await;
+    let mut open = Vec::new();
+    for _ in 0..8 {
+        open.push(bed.paced(30).send().await.unwrap());
+    }
+    // Some have their first token now, some have not.
+    (0..2).for_each(|_| bed.let_one_go());
+    assert!(until(PATIENCE, async || (1.0..8.0).contains(&bed.first_tokens().await)).await);
+    bed.deployment.kill9_router();
+    bed.workers.iter().for_each(|worker| worker.go.add_permits(10_000));
+    for text in join_all(open.into_iter().map(reqwest::Response::text)).await {
+        assert_eq!(text.unwrap(), whole(30));
+    }
+    for (client, version) in &clients() {
+        let requests = |times| (0..times).map(|at| bed.request(client, at).version(*version).header(EVENTS, 500));
+        assert_eq!(exact(requests(50), &whole(500)).await, 50, "without warmroute, over {version:?}");
+    }
+    bed.deployment.start_router(&telling(json!({}))).await.unwrap();
+    assert!(
+        until(PATIENCE, async || bed
+            .request(&bed.http, 1)
+            .send()
+            .await
+            .unwrap()
+            .headers()
+            .contains_key("x-warmroute-mode"))
+        .await
+    );
+    let before = bed.probes("seen").await;
+    let requests = (0..50).map(|at| bed.request(&bed.http, at).header(EVENTS, 500));
+    assert_eq!(exact(requests, &whole(500)).await, 50);
+    assert!(until(PATIENCE, async || bed.probes("seen").await == before + 50.0).await);
+}
+
+/// The pings of the connection find a frozen server; until then the pieces of an answer that come in close succession are
+/// held up, because each gives the probe its time anew.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_frozen_warmroute_holds_up_an_answer_for_seconds_at_most() {
+    let bed = Bed::start(str::to_owned).await;
+    let mut response = bed.paced(2_000).send().await.unwrap();
+    assert_eq!(response.status(), 200);
+    bed.router().unwrap().signal(Signal::STOP);
+    let state = format!("/proc/{}/stat", bed.router().unwrap().pid());
+    assert!(until(PATIENCE, async || std::fs::read_to_string(&state).unwrap().contains(") T ")).await);
+    let frozen = Instant::now();
+    let tick = async {
+        for _ in 0..=2_000 {
+            bed.let_one_go();
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    let read = async {
+        let mut text = Vec::new();
+        let mut first = None;
+        while let Some(chunk) = response.chunk().await.unwrap() {
+            first.get_or_insert_with(|| frozen.elapsed());
+            text.extend(chunk);
+        }
+        (first.unwrap(), String::from_utf8(text).unwrap())
+    };
+    let ((), (first, text)) = tokio::join!(tick, read);
+    bed.router().unwrap().signal(Signal::CONT);
+    assert_eq!(text, whole(2_000));
+    assert!(first < Duration::from_secs(8), "nothing came for {first:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn answers_that_no_worker_gave_pass_the_probe() {
+    let mut bed = Bed::start(patient_probe).await;
+    let strict = json!({"failure": {"strict_models": true, "mode": "fail_open"}});
+    bed.deployment.start_router(&telling(strict)).await.unwrap();
+    let unknown = json!({"model": "nobody's", "messages": [{"role": "user", "content": "hello"}]});
+    for _ in 0..20 {
+        let response = bed.post("/v1/chat/completions", &unknown).await;
+        assert_eq!(response.status(), 404);
+        let error: Value = response.json().await.unwrap();
+        assert!(error["error"]["message"].as_str().is_some(), "{error}");
+    }
+    // No worker is left: Envoy answers.
+    bed.workers.clear();
+    let response = bed.request(&bed.http, 1).send().await.unwrap();
+    assert_eq!(response.status(), 503);
+    assert!(!response.text().await.unwrap().is_empty());
+    assert!(until(PATIENCE, async || bed.probes("none").await >= 20.0).await, "{}", bed.metrics().await.text());
+    bed.idle().await;
+}

@@ -1,0 +1,122 @@
+//! Another configuration for a running process.
+
+use serde_json::{Value, json};
+
+use crate::process::{Process, SOON, model_file};
+use crate::support::ports::until;
+
+const APPLIED: &str = "config_reloads_total{outcome=\"applied\"}";
+const INVALID: &str = "config_reloads_total{outcome=\"invalid\"}";
+const UNCHANGED: &str = "config_reloads_total{outcome=\"unchanged\"}";
+
+/// Only signals count here.
+fn by_signal(more: &Value) -> Value {
+    let mut all = json!({"reload": {"watch": false}});
+    all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    all
+}
+
+async fn steered(process: &Process, model: &str) -> String {
+    process.open(process.channel(process.grpc).await, model).await.1
+}
+
+#[tokio::test]
+async fn sighup_takes_over_models_workers_limits_headers_and_weights_together() {
+    let process = Process::start(by_signal(&json!({})), &[]).await;
+    assert_eq!(process.shown().await["generation"], 1);
+    assert!(steered(&process, "m").await.contains("10.0.0.1:8000"));
+    // An exchange that is open keeps what it began with.
+    let (mut open, _) = process.open(process.channel(process.grpc).await, "m").await;
+    process.reconfigure(&json!({
+        "models": [{"name": "m", "block_size": 16}, {"name": "n", "block_size": 16}],
+        "workers": [
+            {"id": 2, "endpoint": "10.0.0.2:8000", "model": "m"},
+            {"id": 3, "endpoint": "10.0.0.3:8000", "model": "n"},
+        ],
+        "schedule": {"router_temperature": 0.25},
+        "response": {"worker_header": true},
+        "queue": {"deadline": "7s"},
+    }));
+    process.hangup();
+    process.shows("config_generation", 2.0).await;
+    assert_eq!(process.metric(APPLIED).await, 1.0);
+    open.answers().await;
+    let moved = async || steered(&process, "m").await.contains("10.0.0.2:8000");
+    assert!(until(SOON, moved).await, "{}", process.log());
+    assert!(steered(&process, "n").await.contains("10.0.0.3:8000"));
+    let shown = process.shown().await;
+    assert_eq!(shown["config"]["schedule"]["router_temperature"], 0.25);
+    assert_eq!(shown["needs_restart"], json!(["queue.deadline"]));
+    assert_eq!(shown["config"]["queue"]["deadline"], "30s");
+    let log = process.log();
+    assert!(log.contains("needs a restart to change") && log.contains("queue.deadline"), "{log}");
+}
+
+#[tokio::test]
+async fn a_mistake_leaves_everything_as_it_is_and_is_told_with_its_line() {
+    let process = Process::start(by_signal(&json!({})), &[]).await;
+    let good = process.config();
+    let broken =
+        "models:\n  - name: m\nworkers:\n  - {id: 9, endpoint: '10.0.0.9:80'}\nschedule:\n  router_temperature: -1\n";
+    process.configure(broken);
+    process.hangup();
+    process.shows(INVALID, 1.0).await;
+    assert_eq!(process.metric("config_generation").await, 1.0);
+    assert!(process.log().contains("warmroute.yaml:6:"), "{}", process.log());
+    assert!(steered(&process, "m").await.contains("10.0.0.1:8000"));
+    // A tokenizer that cannot be loaded is found out before anything is switched.
+    let tokenizer = process.path("tokenizer.json");
+    std::fs::write(&tokenizer, "{}").unwrap();
+    let mut worse = good.clone();
+    worse["models"][0]["tokenizer"] = json!(tokenizer);
+    worse["schedule"] = json!({"router_temperature": 0.5});
+    process.configure(&worse.to_string());
+    process.hangup();
+    process.shows(INVALID, 2.0).await;
+    assert_eq!(process.shown().await["config"]["schedule"]["router_temperature"], 0.0);
+    // And the old one read again is nothing new.
+    process.configure(&good.to_string());
+    process.hangup();
+    process.shows(UNCHANGED, 1.0).await;
+    assert_eq!(process.metric("config_generation").await, 1.0);
+}
+
+#[tokio::test]
+async fn tokenizers_are_loaded_again_only_when_their_files_say_something_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = dir.path().join("tokenizer.json.gz");
+    std::fs::copy(model_file("tokenizer.json.gz"), &tokenizer).unwrap();
+    let settings = dir.path().join("tokenizer_config.json");
+    std::fs::copy(model_file("tokenizer_config.json"), &settings).unwrap();
+    let one = json!({"name": "m", "tokenizer": tokenizer, "tokenizer_config": settings});
+    let process = Process::start(by_signal(&json!({"models": [one]})), &[]).await;
+    let loaded = || process.log().matches("tokenizer loaded").count();
+    assert_eq!(loaded(), 1);
+    // Another name for the model, other weights, the same files.
+    let mut again = one.clone();
+    again["aliases"] = json!(["also"]);
+    process.reconfigure(&json!({"models": [again], "schedule": {"router_temperature": 0.5}}));
+    process.hangup();
+    process.shows("config_generation", 2.0).await;
+    assert_eq!(loaded(), 1, "{}", process.log());
+    assert!(steered(&process, "also").await.contains("10.0.0.1:8000"));
+    // The same configuration, another file.
+    let text = std::fs::read_to_string(&settings).unwrap();
+    std::fs::write(&settings, format!("{text}\n")).unwrap();
+    process.hangup();
+    process.shows("config_generation", 3.0).await;
+    assert_eq!(loaded(), 2, "{}", process.log());
+}
+
+#[tokio::test]
+async fn a_changed_file_is_heard_of_and_the_log_follows() {
+    let process = Process::start(json!({"reload": {"poll": "10m", "debounce": "20ms"}}), &[]).await;
+    process.reconfigure(&json!({"log": {"level": "debug"}}));
+    process.shows("config_generation", 2.0).await;
+    let _steered = steered(&process, "m").await;
+    let debugs = async || process.log().contains("DEBUG");
+    assert!(until(SOON, debugs).await, "{}", process.log());
+    process.configure("models: [");
+    process.shows(INVALID, 1.0).await;
+    assert_eq!(process.metric("config_generation").await, 2.0);
+}
