@@ -131,7 +131,8 @@ impl Run {
     /// The answer to a route that may never have been asked for.
     fn route(&mut self, input: &mut Input<'_>) -> Vec<Effect> {
         let edit = match &self.whole {
-            Some(_) if input.flag() => Some(Edit {
+            // Only a document can be edited.
+            Some(body) if !body.is_empty() && input.flag() => Some(Edit {
                 body: Bytes::copy_from_slice(input.chunk()),
                 restore: input
                     .flag()
@@ -147,7 +148,7 @@ impl Run {
 
     fn hold(&self) {
         let Some(effect) = self.exchange.hold(Duration::from_millis(1500)) else { return };
-        assert!(self.exchange.is_routing() && self.exchange.modes().request != BodyMode::FullDuplex);
+        assert!(self.exchange.is_routing(), "nothing is waited for");
         let Effect::Reply(reply) = effect else { panic!("only a reply can ask to wait") };
         assert!(reply.response.is_none() && reply.override_message_timeout.is_some());
     }
