@@ -452,7 +452,8 @@ fn reason(error: EncodeError) -> Reason {
         EncodeError::Multimodal(_) => Reason::Multimodal,
         EncodeError::TooMany => Reason::TooManyPrompts,
         error => {
-            debug!(%error, "prompt refused");
+            // Not the error itself: templates quote the prompt in theirs.
+            debug!(because = error.label(), "prompt refused");
             Reason::EncodeFailed
         }
     }

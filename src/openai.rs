@@ -25,6 +25,9 @@ mod walk;
 mod tests;
 
 use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::error::Category;
+use serde_json::value::RawValue;
 use thiserror::Error;
 
 pub use api::{Api, Shape};
@@ -33,6 +36,9 @@ pub use extension::{AgentHints, Extension, QUERY, RoutingConstraints};
 pub use field::text_of;
 pub use form::boundary;
 pub use paths::Paths;
+
+/// Most values of a conversation, with its tools, that are looked at: many times what honest clients send.
+const MOST_VALUES: usize = 1 << 17;
 
 /// One request, as far as routing needs it.
 #[derive(Clone, Debug, PartialEq)]
@@ -156,15 +162,34 @@ pub enum ParseError {
     /// A list or a bare value.
     #[error("the request body is not a JSON object")]
     NotAnObject,
-    /// Not JSON, or JSON of another shape.
+    /// Not JSON, or JSON of another shape; said without a word of the body, because this is logged.
     #[error("the request body is not understood: {0}")]
-    Json(#[from] serde_json::Error),
+    Json(String),
     /// Nothing to continue.
     #[error("the request has no `{0}`")]
     Missing(&'static str),
     /// An empty list where the engine wants at least one entry.
     #[error("`{0}` is empty")]
     Empty(&'static str),
+}
+
+impl From<serde_json::Error> for ParseError {
+    fn from(error: serde_json::Error) -> Self {
+        let text = error.to_string();
+        if error.classify() != Category::Data {
+            return Self::Json(text);
+        }
+        // What is wrong with the shape comes with the value that has it. What was expected instead comes last.
+        let place = format!(" at line {} column {}", error.line(), error.column());
+        let message = text.strip_suffix(&place).unwrap_or(&text);
+        let named = ["missing field `", "duplicate field `"].iter().any(|known| message.starts_with(known));
+        let what = match message.rfind(", expected ") {
+            _ if named => message,
+            Some(at) => &message[at + 2..],
+            None => "a value of another shape",
+        };
+        Self::Json(format!("{what}{place}"))
+    }
 }
 
 /// The model that a body names, read without asking more of the body than that: engines take bodies that are refused
@@ -185,12 +210,37 @@ pub fn parse_body(api: Api, boundary: Option<&str>, body: &[u8]) -> Result<Reque
     }
 }
 
+/// Whether a body is kept as values, each of which takes far more memory than its bytes do, and not as texts and tokens.
+fn keeps_values(api: Api, text: &str) -> bool {
+    #[derive(Deserialize)]
+    struct Kept<'a> {
+        messages: Option<IgnoredAny>,
+        chat_template_kwargs: Option<IgnoredAny>,
+        #[serde(default, borrow)]
+        lora_path: Option<&'a RawValue>,
+    }
+    match api {
+        // A value has a byte, and another that separates it from the next.
+        _ if text.len() <= 2 * MOST_VALUES => false,
+        Api::ChatCompletions | Api::Responses | Api::Messages => true,
+        Api::Embeddings | Api::Pooling | Api::Classify | Api::SglangGenerate => serde_json::from_str::<Kept<'_>>(text)
+            .is_ok_and(|kept| {
+                let nested = kept.lora_path.is_some_and(|raw| raw.get().starts_with(['[', '{']));
+                kept.messages.is_some() || kept.chat_template_kwargs.is_some() || nested
+            }),
+        _ => false,
+    }
+}
+
 /// Reads a request body. Nesting deeper than 128 levels is refused, so that a body cannot exhaust the stack.
 pub fn parse(api: Api, body: &[u8]) -> Result<Request, ParseError> {
     let text = std::str::from_utf8(body).map_err(|error| ParseError::NotUtf8(error.valid_up_to()))?;
     // The derived readers would take a list for the fields in their order.
     if text.trim_start().starts_with(|c| c != '{') {
         return Err(ParseError::NotAnObject);
+    }
+    if keeps_values(api, text) && scan::has_more_values(body, MOST_VALUES) {
+        return Ok(Request::of(model_of(body), Prompt::TooMany));
     }
     match api {
         Api::ChatCompletions => chat::parse(text),

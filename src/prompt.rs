@@ -124,6 +124,21 @@ pub enum EncodeError {
 }
 
 impl EncodeError {
+    /// What it is, without a word of the prompt.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Self::Multimodal(_) => "multimodal",
+            Self::Embeddings => "embeddings",
+            Self::TooMany => "too_many_prompts",
+            Self::NoTemplate => "no_template",
+            Self::RequestTemplate => "request_template",
+            Self::Rejected(_) => "rejected_by_engine",
+            Self::Uncertain(_) => "uncertain",
+            Self::Render(_) => "template_failed",
+            Self::Tokenize(_) => "tokenizer_failed",
+        }
+    }
+
     pub(crate) fn uncertain(why: impl Into<String>) -> Self {
         Self::Uncertain(why.into())
     }

@@ -1,7 +1,9 @@
 //! Logs: one subscriber, to standard error, so that standard output stays for what a command prints.
 
+use std::any::Any;
 use std::io::IsTerminal;
 
+use tracing::error;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::reload::Handle;
 
@@ -21,6 +23,21 @@ impl LogFilter {
     pub fn set(&self, level: LogLevel) {
         (self.0)(filter(level));
     }
+}
+
+/// Logs panics by their place: what is said of them may quote a prompt, as of a text that is cut inside a character.
+pub fn hide_panics() {
+    std::panic::set_hook(Box::new(|panic| {
+        let place = panic.location().map(ToString::to_string).unwrap_or_default();
+        let thread = std::thread::current();
+        let thread = thread.name().unwrap_or_default();
+        error!(place, thread, "panic: {}", said(panic.payload()));
+    }));
+}
+
+/// What a panic says, where that was written by a programmer and not put together.
+fn said(payload: &dyn Any) -> &'static str {
+    payload.downcast_ref::<&'static str>().copied().unwrap_or("its words may be a client's and are not shown")
 }
 
 /// Starts logging; a process that has a subscriber already keeps it.
@@ -46,4 +63,20 @@ pub fn start(config: &LogConfig) -> LogFilter {
 
 fn filter(level: LogLevel) -> EnvFilter {
     EnvFilter::new(cli::log_filter(level))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::catch_unwind;
+
+    use super::*;
+
+    #[test]
+    fn what_a_panic_says_is_shown_only_where_it_is_a_constant() {
+        let constant = catch_unwind(|| panic!("a constant")).unwrap_err();
+        assert_eq!(said(&*constant), "a constant");
+        let text = String::from("a \u{e9}CANARY");
+        let quoting = catch_unwind(|| text[..3].len()).unwrap_err();
+        assert!(!said(&*quoting).contains("CANARY"));
+    }
 }

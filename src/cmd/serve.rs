@@ -20,6 +20,7 @@ pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
     let flags = args.flags();
     let Some(config) = super::load_with(&args.config, &flags, err)? else { return Ok(super::MISCONFIGURED) };
     let log = telemetry::start(&config.log);
+    telemetry::hide_panics();
     let path = args.config.clone();
     let file = ConfigFile {
         path: path.clone(),

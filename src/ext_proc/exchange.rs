@@ -177,7 +177,7 @@ impl Exchange {
                 self.response.on_headers(context, head, end)
             }
             Message::ResponseBody { body, end } => self.response.on_body(context, body, end),
-            Message::ResponseTrailers => self.response.on_trailers(),
+            Message::ResponseTrailers => self.response.on_trailers(context),
         }
     }
 

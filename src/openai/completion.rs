@@ -5,7 +5,7 @@
 use std::fmt;
 
 use serde::Deserialize;
-use serde::de::{Deserializer, Error as _, IgnoredAny, SeqAccess, Visitor};
+use serde::de::{Deserializer, Error as _, IgnoredAny, SeqAccess, Unexpected, Visitor};
 use serde_json::value::RawValue;
 
 use super::{ParseError, Prompt, Request, Tokenization};
@@ -85,7 +85,7 @@ impl<'de> Visitor<'de> for PromptsVisitor {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Prompts, A::Error> {
-        let mixed = || A::Error::custom("the entries of the prompt are of different kinds");
+        let mixed = || A::Error::invalid_type(Unexpected::Other("another entry"), &"entries of one kind");
         let mut prompt = match seq.next_element()? {
             None => return Ok(Prompts(Prompt::Texts(Vec::new()))),
             Some(Entry::Text(text)) => Prompt::Texts(vec![text]),
@@ -146,7 +146,7 @@ impl<'de> Visitor<'de> for EntryVisitor {
     }
 
     fn visit_u64<E: serde::de::Error>(self, token: u64) -> Result<Entry, E> {
-        u32::try_from(token).map(Entry::Token).map_err(|_| E::custom(format!("{token} is not a token")))
+        u32::try_from(token).map(Entry::Token).map_err(|_| E::invalid_value(Unexpected::Unsigned(token), &"a token"))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Entry, A::Error> {

@@ -66,6 +66,21 @@ pub(super) fn next_mark(bytes: &[u8]) -> Option<usize> {
     block.iter().position(mark).map(|at| nth * 32 + at)
 }
 
+/// Whether a document has more than so many values, keys not counted.
+pub(super) fn has_more_values(bytes: &[u8], most: usize) -> bool {
+    let mut values = 1;
+    let mut rest = bytes;
+    loop {
+        let quote = memchr::memchr(b'"', rest).unwrap_or(rest.len());
+        values += rest[..quote].iter().filter(|byte| matches!(byte, b',' | b'{' | b'[')).count();
+        if values > most {
+            return true;
+        }
+        let Some(end) = end_of_text(rest, quote) else { return false };
+        rest = &rest[end..];
+    }
+}
+
 /// Whether a raw text, with its quotes, says `text`; escapes count as what they stand for.
 pub(super) fn says(raw: &[u8], text: &str) -> bool {
     if memchr::memchr(b'\\', raw).is_none() {

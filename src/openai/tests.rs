@@ -19,10 +19,10 @@ fn a_body_that_cannot_be_read_is_explained() {
         (Api::Completions, b"{}", "no `prompt`"),
         (Api::Completions, br#"{"prompt": null}"#, "no `prompt`"),
         (Api::Completions, br#"{"prompt": []}"#, "`prompt` is empty"),
-        (Api::Completions, br#"{"prompt": ["a", 1]}"#, "different kinds"),
+        (Api::Completions, br#"{"prompt": ["a", 1]}"#, "entries of one kind"),
         (Api::Completions, br#"{"prompt": [[1], "a"]}"#, "expected"),
         (Api::Completions, br#"{"prompt": [-1]}"#, "a token"),
-        (Api::Completions, br#"{"prompt": [4294967296]}"#, "4294967296 is not a token"),
+        (Api::Completions, br#"{"prompt": [4294967296]}"#, "expected a token"),
         (Api::Completions, br#"{"prompt": [1.5]}"#, "a token"),
         (Api::Completions, br#"{"prompt": {"a": 1}}"#, "a text, a list of texts"),
         (Api::Completions, br#"{"prompt": "a", "prompt": "b"}"#, "duplicate"),
@@ -97,5 +97,24 @@ proptest! {
         let start = start.min(end);
         body[start] ^= flip;
         let _ignored = (parse(Api::Completions, &body[start..end]), parse(Api::ChatCompletions, &body));
+    }
+}
+
+#[test]
+fn what_is_wrong_with_a_body_is_said_without_quoting_it() {
+    let cases = [
+        (Api::ChatCompletions, r#"{"messages":"CANARY"}"#, "expected a sequence at line 1 column 20"),
+        (Api::ChatCompletions, r#"{"messages":"a, expected CANARY"}"#, "expected a sequence at line 1 column 32"),
+        (Api::ChatCompletions, r#"{"messages":[{"content":"CANARY"}]}"#, "missing field `role` at line 1 column 33"),
+        (Api::Completions, r#"{"prompt":"x","truncation_side":"CANARY"}"#, "expected `left` or `right` at line 1"),
+        (Api::Completions, r#"{"prompt":["CANARY", 1]}"#, "entries of one kind at line 1"),
+        (Api::Completions, r#"{"prompt":"CANARY"#, "EOF while parsing a string at line 1 column 17"),
+        (Api::Completions, r#"{"prompt":CANARY}"#, "expected value at line 1 column 11"),
+    ];
+    for (api, body, expected) in cases {
+        let error = parse(api, body.as_bytes()).unwrap_err();
+        let (said, debugged) = (error.to_string(), format!("{error:?}"));
+        assert!(said.contains(expected), "{said}");
+        assert!(!said.contains("CANARY") && !debugged.contains("CANARY"), "{debugged}");
     }
 }

@@ -140,8 +140,18 @@ impl ResponseSide {
         }
     }
 
-    pub(super) fn on_trailers(&mut self) -> Vec<Effect> {
-        let mut effects = reply_with(mutation::response_trailers());
+    pub(super) fn on_trailers(&mut self, context: &Context) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        // Only in full duplex is there still a way for what was held back of the body.
+        if let (BodyMode::FullDuplex, ResponseSide::Watched { restore: Some(restore), .. }) =
+            (context.modes.response, &mut *self)
+        {
+            let held = restore.finish();
+            if !held.is_empty() {
+                effects.extend(mutation::pieces(To::ResponseBody, &held, false).map(reply));
+            }
+        }
+        effects.push(reply(mutation::response_trailers()));
         if !matches!(self, ResponseSide::Ended) {
             *self = ResponseSide::Ended;
             effects.push(Effect::Finished);

@@ -1,0 +1,309 @@
+//! One exchange that gets messages in any order, sensible or not, and everything else that may happen to it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue, Metadata};
+use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
+use envoy_types::pb::google::protobuf::value::Kind;
+use envoy_types::pb::google::protobuf::{Struct, Value};
+use proto::ProcessingRequest;
+use proto::processing_request::Request;
+use warmroute::ext_proc::config::Observe;
+use warmroute::ext_proc::contract::{Contract, Names, Profile};
+use warmroute::ext_proc::exchange::{Answers, Directions, Edit, Options, Renamed, Start};
+use warmroute::ext_proc::headers;
+use warmroute::ext_proc::message::{BodyMode, Incoming};
+use warmroute::ext_proc::mutation::Immediate;
+use warmroute::ext_proc::{Effect, Exchange};
+use warmroute::intake::Body;
+use warmroute::router::{Destination, Mode, Steer};
+use warmroute::schedule::Subset;
+use warmroute::worker::{DpRank, WorkerId, WorkerRank};
+
+use crate::input::Input;
+use crate::watch::Watch;
+
+const MODES: [BodyMode; 5] =
+    [BodyMode::None, BodyMode::Buffered, BodyMode::BufferedPartial, BodyMode::Streamed, BodyMode::FullDuplex];
+
+const PATHS: [&str; 4] = ["/v1/chat/completions", "/v1/files", "/v1/models", "/v1/audio/speech"];
+
+/// As the wire has them, and one that does not exist.
+const WIRE_MODES: [i32; 6] = [0, 1, 2, 3, 4, 77];
+
+/// Messages and other events in the order of the input; then what is missing to an end.
+pub(crate) fn exchange(bytes: &[u8]) {
+    let mut input = Input::new(bytes);
+    let mut run = Run::new(&mut input);
+    while !input.is_empty() {
+        run.step(&mut input);
+    }
+    run.end();
+}
+
+struct Run {
+    exchange: Exchange,
+    watch: Watch,
+    /// The restriction that was told last.
+    subset: Option<Subset>,
+    /// What was shown with the question for a route.
+    whole: Option<Bytes>,
+    first: Option<proto::ProtocolConfiguration>,
+}
+
+impl Run {
+    fn new(input: &mut Input<'_>) -> Self {
+        let options = options(input);
+        let start = Start {
+            probed_as: input.rarely().then(|| "probe".to_owned()),
+            sampled: input.rarely(),
+            request_id: if input.flag() { "request".to_owned() } else { String::new() },
+        };
+        let first = input.flag().then(|| configuration(input));
+        let watch = Watch::new(options.assumed);
+        let exchange = Exchange::new(Arc::new(options), start);
+        Self { exchange, watch, subset: None, whole: None, first }
+    }
+
+    fn step(&mut self, input: &mut Input<'_>) {
+        let held = self.exchange.held();
+        let effects = match input.below(24) {
+            0 | 1 => return self.wire(input, request_headers),
+            2..=6 => return self.wire(input, |input| Request::RequestBody(body(input))),
+            7 => return self.wire(input, |_| Request::RequestTrailers(proto::HttpTrailers::default())),
+            8 | 9 => return self.wire(input, response_headers),
+            10..=13 => return self.wire(input, |input| Request::ResponseBody(body(input))),
+            14 => return self.wire(input, |_| Request::ResponseTrailers(proto::HttpTrailers::default())),
+            15..=18 => self.route(input),
+            19 => self.exchange.on_immediate(&refusal()),
+            20 => {
+                let gathering = self.exchange.is_gathering();
+                let effects = self.exchange.on_deadline();
+                assert_eq!(effects.len(), usize::from(gathering), "a deadline is for a body that is gathered");
+                effects
+            }
+            21 => self.exchange.on_first_token(),
+            22 => {
+                self.hold();
+                assert_eq!(self.exchange.held(), held);
+                return;
+            }
+            _ => return self.raw(input),
+        };
+        self.note(effects);
+    }
+
+    /// A message as it comes over the wire.
+    fn wire(&mut self, input: &mut Input<'_>, message: impl Fn(&mut Input<'_>) -> Request) {
+        let mut wire = ProcessingRequest { request: Some(message(input)), ..ProcessingRequest::default() };
+        if input.rarely() {
+            wire.metadata_context = Some(metadata(input));
+        }
+        wire.protocol_config = self.first.take();
+        self.take(wire);
+    }
+
+    /// Any message that can be read at all.
+    fn raw(&mut self, input: &mut Input<'_>) {
+        use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingRequest as Wire;
+        if let Ok(wire) = <Wire as prost::Message>::decode(input.chunk()) {
+            self.take(wire);
+        }
+    }
+
+    fn take(&mut self, wire: ProcessingRequest) {
+        self.watch.sends(&wire, &self.exchange);
+        let incoming = Incoming::read(wire);
+        if let Some(modes) = incoming.modes {
+            self.exchange.configure(modes);
+        }
+        self.watch.modes(self.exchange.modes());
+        self.subset = incoming.told.subset.clone().or(self.subset.take());
+        self.exchange.hear(incoming.told);
+        if let Some(message) = incoming.message {
+            let effects = self.exchange.on_message(message);
+            self.note(effects);
+        }
+    }
+
+    /// The answer to a route that may never have been asked for.
+    fn route(&mut self, input: &mut Input<'_>) -> Vec<Effect> {
+        let edit = match &self.whole {
+            Some(_) if input.flag() => Some(Edit {
+                body: Bytes::copy_from_slice(input.chunk()),
+                restore: input
+                    .flag()
+                    .then(|| Renamed { served: "served".to_owned(), asked: "asked \"so\"".to_owned() }),
+            }),
+            _ => None,
+        };
+        let steer = if input.below(4) == 0 { Steer::PASSTHROUGH } else { steer(input) };
+        let directions = Directions { steer, edit, first_token_with_headers: input.rarely() };
+        self.watch.routes(&directions, self.whole.as_ref(), &self.exchange);
+        self.exchange.on_route(directions)
+    }
+
+    fn hold(&self) {
+        let Some(effect) = self.exchange.hold(Duration::from_millis(1500)) else { return };
+        assert!(self.exchange.is_routing() && self.exchange.modes().request != BodyMode::FullDuplex);
+        let Effect::Reply(reply) = effect else { panic!("only a reply can ask to wait") };
+        assert!(reply.response.is_none() && reply.override_message_timeout.is_some());
+    }
+
+    fn note(&mut self, effects: Vec<Effect>) {
+        for effect in effects {
+            if let Effect::Route(inbound) = &effect {
+                assert_eq!(inbound.subset, self.subset, "the restriction is lost");
+                if let Body::Whole(body) = &inbound.body {
+                    self.whole = Some(body.clone());
+                }
+            }
+            self.watch.sees(effect);
+        }
+        self.watch.check();
+    }
+
+    /// Whatever came, the last messages of both sides and the route that is owed lead to an end.
+    fn end(mut self) {
+        let message = |request| ProcessingRequest { request: Some(request), ..ProcessingRequest::default() };
+        if self.watch.request_open() {
+            self.take(message(Request::RequestBody(proto::HttpBody { end_of_stream: true, ..Default::default() })));
+        }
+        if self.exchange.is_gathering() {
+            self.take(message(Request::RequestTrailers(proto::HttpTrailers::default())));
+        }
+        if self.exchange.is_routing() {
+            let directions = Directions::from(Steer::PASSTHROUGH);
+            self.watch.routes(&directions, None, &self.exchange);
+            let effects = self.exchange.on_route(directions);
+            self.note(effects);
+        }
+        self.watch.request_ended();
+        self.take(message(Request::ResponseTrailers(proto::HttpTrailers::default())));
+        assert_eq!(self.exchange.held(), 0, "bytes are held for nobody");
+        assert!(!self.exchange.is_routing() && !self.exchange.is_gathering() && !self.exchange.awaits_first_token());
+        self.watch.ended();
+        for effects in [self.exchange.on_deadline(), self.exchange.on_first_token(), self.exchange.on_route(steered())]
+        {
+            assert!(effects.is_empty(), "something happens after the end");
+        }
+    }
+}
+
+fn options(input: &mut Input<'_>) -> Options {
+    let all = input.flag();
+    let answers = Answers { mode: all, worker: all, prediction: all, why: all };
+    let profiles = [Profile::WorkerId, Profile::Dynamo, Profile::GatewayApi, Profile::LlmD];
+    let count = input.below(5);
+    Options {
+        body_limit: input.below(64) << (input.byte() & 12),
+        contract: Contract::new(&profiles[..count], &Names::default()),
+        clear_route_cache: input.flag(),
+        assumed: warmroute::ext_proc::message::Modes { request: input.pick(&MODES), response: input.pick(&MODES) },
+        observe: input.pick(&[Observe::FirstToken, Observe::Off, Observe::Usage, Observe::Sampled(0.5)]),
+        output_blocks: input.rarely(),
+        conformance: input.rarely(),
+        answers,
+        ..Options::default()
+    }
+}
+
+fn configuration(input: &mut Input<'_>) -> proto::ProtocolConfiguration {
+    proto::ProtocolConfiguration {
+        request_body_mode: input.pick(&WIRE_MODES),
+        response_body_mode: input.pick(&WIRE_MODES),
+        ..proto::ProtocolConfiguration::default()
+    }
+}
+
+fn http_headers(pairs: &[(&str, &str)], end_of_stream: bool) -> proto::HttpHeaders {
+    let header = |&(key, value): &(&str, &str)| HeaderValue {
+        key: key.to_owned(),
+        raw_value: value.as_bytes().to_vec(),
+        ..HeaderValue::default()
+    };
+    let headers = Some(HeaderMap { headers: pairs.iter().map(header).collect() });
+    proto::HttpHeaders { headers, end_of_stream, ..proto::HttpHeaders::default() }
+}
+
+fn request_headers(input: &mut Input<'_>) -> Request {
+    let mut pairs = vec![(":method", "POST"), (":path", input.pick(&PATHS))];
+    for forged in [headers::WORKER_ID, headers::ENDPOINT, headers::MODE, "X-Dp-Rank"] {
+        if input.rarely() {
+            pairs.push((forged, "1"));
+        }
+    }
+    if input.rarely() {
+        pairs.push(("content-length", "7"));
+    }
+    if input.rarely() {
+        pairs.push((headers::REQUEST_ID, "given"));
+    }
+    Request::RequestHeaders(http_headers(&pairs, input.below(8) == 7))
+}
+
+fn response_headers(input: &mut Input<'_>) -> Request {
+    let status = input.pick(&["200", "200", "200", "503", "404", "x"]);
+    let kind = input.pick(&["text/event-stream", "application/json"]);
+    Request::ResponseHeaders(http_headers(&[(":status", status), ("content-type", kind)], input.below(8) == 7))
+}
+
+fn body(input: &mut Input<'_>) -> proto::HttpBody {
+    let (how, chunk) = (input.byte(), input.chunk());
+    // More than goes back in one piece, without an input of that size.
+    let body = if how >> 3 == 31 { chunk.repeat(70_000 / chunk.len().max(1)) } else { chunk.to_vec() };
+    proto::HttpBody {
+        body,
+        end_of_stream: how & 7 == 7,
+        end_of_stream_without_message: how & 7 == 6,
+        ..proto::HttpBody::default()
+    }
+}
+
+fn metadata(input: &mut Input<'_>) -> Metadata {
+    let text = |text: &str| Value { kind: Some(Kind::StringValue(text.to_owned())) };
+    let names = ["10.0.0.1:8000", "10.0.0.2:8000,10.0.0.3:8000", "", "nonsense", "[::1]:1"];
+    let list = |values| Value { kind: Some(Kind::ListValue(envoy_types::pb::google::protobuf::ListValue { values })) };
+    let value = match input.below(4) {
+        0 => list((0..input.below(4)).map(|_| text(input.pick(&names))).collect()),
+        1 => Value { kind: Some(Kind::BoolValue(true)) },
+        2 => Value { kind: None },
+        _ => text(input.pick(&names)),
+    };
+    let (namespace, key) = input.pick(&[
+        ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"),
+        ("envoy.lb", "x-gateway-destination-endpoint-served"),
+        ("warmroute", "exchange"),
+        ("other", "key"),
+    ]);
+    let fields = Struct { fields: [(key.to_owned(), value)].into() };
+    Metadata { filter_metadata: [(namespace.to_owned(), fields)].into(), ..Metadata::default() }
+}
+
+fn steered() -> Steer {
+    let to = Destination {
+        rank: WorkerRank { worker: WorkerId(u64::MAX), rank: DpRank(3) },
+        endpoint: "10.0.0.1:8000".parse().expect("an address"),
+        several_ranks: true,
+    };
+    Steer { to: Some(to), mode: Mode::Exact, ..Steer::PASSTHROUGH }
+}
+
+fn steer(input: &mut Input<'_>) -> Steer {
+    let other = "[2001:db8::1]:8000".parse().expect("an address");
+    let mut steer = steered();
+    if input.rarely() {
+        steer.fallbacks = vec![other];
+        steer.scores = vec![(other, [0.0, -1.0, f64::NAN, f64::INFINITY][input.below(4)])];
+        steer.prefill = steer.to;
+        steer.why = Some("because".into());
+        steer.predicted_cached_tokens = Some(32);
+    }
+    steer
+}
+
+fn refusal() -> Immediate {
+    Immediate { status: 429, headers: vec![("retry-after", "2".to_owned())], body: b"{}".to_vec(), details: "test" }
+}
