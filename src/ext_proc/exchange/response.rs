@@ -39,7 +39,9 @@ impl Wish {
         };
         let (options, start) = (&context.options, &context.start);
         // Engines send the headers of a stream before they have computed anything, those of a unary answer after all.
-        let first_token = head.event_stream && options.observe != Observe::Off && !directions.first_token_with_headers;
+        let seen = start.probed_as.is_some() || can_be_shown(context);
+        let later = head.event_stream && !directions.first_token_with_headers;
+        let first_token = seen && later && options.observe != Observe::Off;
         let well = (200..300).contains(&head.status);
         Self {
             first_token,
