@@ -62,9 +62,19 @@ pub enum Body {
         length: Option<u64>,
     },
     /// More than the limit; so long it was when we stopped gathering.
-    TooLarge(usize),
+    TooLarge {
+        /// Its length.
+        bytes: usize,
+        /// The model it names, as far as that was found quickly.
+        model: Option<String>,
+    },
     /// There was no room to keep it; so long it was.
-    Shed(usize),
+    Shed {
+        /// Its length.
+        bytes: usize,
+        /// The model it names, as far as that was found quickly.
+        model: Option<String>,
+    },
 }
 
 /// How much work is taken on at once.
@@ -233,8 +243,8 @@ impl Intake {
             Body::Absent => return Encoded::without(api, 0, Reason::NoBody),
             Body::Unseen => return Encoded::without(api, 0, Reason::BodyNotShown),
             Body::Streamed => return Encoded::without(api, 0, Reason::BodyStreamed),
-            Body::TooLarge(bytes) => return Encoded::without(api, *bytes, Reason::BodyTooLarge),
-            Body::Shed(bytes) => return Encoded::without(api, *bytes, Reason::TokenizerBusy),
+            Body::TooLarge { bytes, model } => return self.unkept(api, (*bytes, model), Reason::BodyTooLarge),
+            Body::Shed { bytes, model } => return self.unkept(api, (*bytes, model), Reason::TokenizerBusy),
             Body::Whole(body) => Shown { bytes: body.clone(), cut: None },
             Body::Cut { shown, length } => Shown { bytes: shown.clone(), cut: Some(*length) },
         };
@@ -242,11 +252,23 @@ impl Intake {
         if bytes <= self.parts.limits.inline {
             return self.encode_now(api, &told, &shown);
         }
-        match tokio::time::timeout(self.parts.limits.deadline, self.encode_queued(api, told, shown)).await {
-            Ok(Some(encoded)) => encoded,
-            Ok(None) => Encoded::without(api, bytes, Reason::TokenizerBusy),
-            Err(_) => Encoded::without(api, bytes, Reason::Deadline),
+        let body = shown.bytes.clone();
+        let because = match tokio::time::timeout(self.parts.limits.deadline, self.encode_queued(api, told, shown)).await
+        {
+            Ok(Some(encoded)) => return encoded,
+            Ok(None) => Reason::TokenizerBusy,
+            Err(_) => Reason::Deadline,
+        };
+        self.unkept(api, (bytes, &openai::model_quickly(&body)), because)
+    }
+
+    /// A request of which nothing is known but its length and perhaps its model, so that it reaches a worker that serves it.
+    fn unkept(&self, api: Api, (bytes, model): (usize, &Option<String>), because: Reason) -> Encoded {
+        let mut encoded = Encoded::without(api, bytes, because);
+        if model.is_some() {
+            encoded.asks(model.clone(), &self.parts.models);
         }
+        encoded
     }
 
     /// Encodes on the blocking pool; `None` when the queue is full.

@@ -256,7 +256,7 @@ metrics! {
     held_body_bytes: Gauge = Gauge::default();
     /// Streams of the filter that looks for first tokens, by outcome: seen, foreign (of no exchange that waits), none
     first_token_streams: Family<OutcomeLabel, Counter> = Family::default();
-    /// Requests that another endpoint served than was chosen, by what became of their booking: moved, away (released)
+    /// Requests that another endpoint served than was chosen, by what became of their booking: moved, away (released), unknown (an address of nobody we know; it stays)
     served_elsewhere: Family<OutcomeLabel, Counter> = Family::default();
     /// Requests whose model was given another name on the way
     rewritten_models: Counter = Counter::default();

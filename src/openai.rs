@@ -202,6 +202,21 @@ pub fn model_of(body: &[u8]) -> Option<String> {
     serde_json::from_slice::<Named>(body).ok().map(|named| named.model)
 }
 
+/// Longest body that is looked through for its model alone, and the beginning of longer ones that is.
+const LOOKED_THROUGH: usize = 1 << 20;
+
+/// Longest name of a model that is believed; longer ones only cost memory wherever they are written.
+pub const LONGEST_MODEL: usize = 1024;
+
+/// The model of a body that is not read any further, as far as it is found quickly; of a body that is cut, not a name that
+/// may go on.
+pub fn model_quickly(body: &[u8]) -> Option<String> {
+    let mended = cut::mend(&body[..body.len().min(LOOKED_THROUGH)])?;
+    let in_name = mended.cut == cut::Cut::Text(vec!["model".into()]);
+    let mended = if in_name { mended.shorter()? } else { mended };
+    model_of(&mended.json)
+}
+
 /// Reads a body that is JSON, or where the API takes forms and there is a `boundary`, a form.
 pub fn parse_body(api: Api, boundary: Option<&str>, body: &[u8]) -> Result<Request, ParseError> {
     match boundary.filter(|_| !api.is_text()) {

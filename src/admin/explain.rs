@@ -109,7 +109,7 @@ impl Question {
     pub fn seen(body: Bytes, limit: usize) -> Body {
         match body.len() {
             0 => Body::Absent,
-            length if length > limit => Body::TooLarge(length),
+            length if length > limit => Body::TooLarge { bytes: length, model: None },
             _ => Body::Whole(body),
         }
     }

@@ -199,7 +199,7 @@ impl Sockets {
             }
             Err(error) if self.heir && error.kind() == io::ErrorKind::AddrInUse => {
                 info!(listener = name, %address, "waiting for this address until the process that is leaving has left it");
-                let later = stream::once(unix::bind_when_free(address)).map(connections);
+                let later = stream::once(unix::bind_when_free(name, address)).map(connections);
                 (Box::pin(later.flatten()), address)
             }
             Err(error) => {

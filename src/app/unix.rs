@@ -16,7 +16,7 @@ use tonic::transport::Endpoint;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
-use tracing::info;
+use tracing::{info, warn};
 
 use super::health::DRAINING;
 use crate::lifecycle::Readiness;
@@ -26,6 +26,9 @@ const ANSWER: Duration = Duration::from_secs(2);
 
 /// How long the place of one who is leaving is not taken while our own caches are still being read: less than its grace.
 const FLEET: Duration = Duration::from_secs(2);
+
+/// How often it is said that an address is still taken.
+const IMPATIENCE: Duration = Duration::from_secs(10);
 
 /// How often we look meanwhile whether it is still there.
 const LOOK: Duration = Duration::from_millis(50);
@@ -125,11 +128,16 @@ pub(super) async fn is_left(path: &Path) -> bool {
     }
 }
 
-/// Binds an address as soon as whoever has it is gone.
-pub(super) async fn bind_when_free(address: SocketAddr) -> TcpListener {
+/// Binds an address as soon as whoever has it is gone. Says so again and again while it is not: it may be somebody else's.
+pub(super) async fn bind_when_free(name: &str, address: SocketAddr) -> TcpListener {
+    let mut said = tokio::time::Instant::now();
     loop {
         if let Ok(listener) = TcpListener::bind(address).await {
             return listener;
+        }
+        if said.elapsed() > IMPATIENCE {
+            said = tokio::time::Instant::now();
+            warn!(listener = name, %address, "this address is still taken, perhaps by another program; waiting for it");
         }
         tokio::time::sleep(LOOK).await;
     }
@@ -156,8 +164,11 @@ pub(super) async fn wait_turn(path: &Path, readiness: &Readiness, besides: &str)
 }
 
 async fn holder(path: &Path) -> Holder {
-    if UnixStream::connect(path).await.is_err() {
-        return Holder::Nobody;
+    use io::ErrorKind::{ConnectionRefused, NotFound};
+    if let Err(error) = UnixStream::connect(path).await {
+        // Whoever is only busy, or somebody else's, is somebody.
+        let nobody = matches!(error.kind(), ConnectionRefused | NotFound);
+        return if nobody { Holder::Nobody } else { Holder::Staying };
     }
     match tokio::time::timeout(ANSWER, is_draining(path)).await {
         Ok(Ok(true)) => Holder::Leaving,

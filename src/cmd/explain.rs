@@ -56,6 +56,11 @@ fn body(path: &Path) -> anyhow::Result<Vec<u8>> {
 
 /// What a running process says, as text for people or as JSON.
 async fn ask(admin: &str, question: &Question, args: &ExplainArgs) -> anyhow::Result<String> {
+    if admin.starts_with("https:") {
+        anyhow::bail!(
+            "pages with TLS cannot be asked by this command; ask them with a client that knows your authority"
+        );
+    }
     let json = args.json;
     // The process is an operator's own; a proxy has no business between.
     let client = reqwest::Client::builder().no_proxy().timeout(PATIENCE).build()?;

@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::Notify;
@@ -28,7 +29,8 @@ pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
         asked: Arc::new(Notify::new()),
         seen: seen.into(),
     };
-    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(async {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let ended = runtime.block_on(async {
         // Before anything else: a signal during start-up must end it cleanly, too, and none to reload may end it.
         let mut ends =
             Ends { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? };
@@ -55,8 +57,14 @@ pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
             ended = running => ended.map(|()| 0),
             () = signals => Ok(0),
         }
-    })
+    });
+    // What still runs on the blocking pool must not keep a process that is over.
+    runtime.shutdown_timeout(FAREWELL);
+    ended
 }
+
+/// How long work that cannot be stopped may hold up the end.
+const FAREWELL: Duration = Duration::from_secs(1);
 
 /// The signals that end the process.
 struct Ends {

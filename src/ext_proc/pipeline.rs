@@ -140,6 +140,11 @@ impl Pipeline {
             return None;
         }
         let asked = openai::model_of(body);
+        let too_long = |name: &Option<String>| name.as_ref().is_some_and(|name| name.len() > openai::LONGEST_MODEL);
+        // What is put back into every piece of the answer must not be long.
+        if too_long(&asked) || too_long(&header) {
+            return None;
+        }
         let target = rewrites.choose(asked.as_deref(), header.as_deref(), rand::random())?.to_owned();
         // What is no object of JSON has no model; the engine says so.
         let edited: bytes::Bytes = openai::edit::set_model(body, &target)?.into();

@@ -95,9 +95,16 @@ impl Record {
                 let served = Endpoint(address).canonical();
                 let fleet = self.router.fleet();
                 let worker = || fleet.workers().find(|worker| worker.endpoint.canonical() == served);
-                match served == admitted.booked.route.to.endpoint.canonical() {
-                    true => AnswerFrom::Chosen,
-                    false => worker().map_or(AnswerFrom::Gateway, |worker| AnswerFrom::Other(worker.id)),
+                let chosen = served == admitted.booked.route.to.endpoint.canonical();
+                match if chosen { None } else { Some(worker()) } {
+                    None => AnswerFrom::Chosen,
+                    Some(Some(worker)) => AnswerFrom::Other(worker.id),
+                    Some(None) => {
+                        // An address that we do not know may well be another name of the chosen worker's.
+                        admitted.booked.probes.clear();
+                        self.metrics.served_elsewhere.get_or_create(&OutcomeLabel { outcome: "unknown" }).inc();
+                        return;
+                    }
                 }
             }
         };

@@ -10,6 +10,7 @@ use super::headers;
 use super::mutation::Immediate;
 use super::pipeline::Policy;
 use crate::entrance::Refusal;
+use crate::openai;
 use crate::router::{Reason, Route, RouteError};
 
 /// When to come back where nothing better is known.
@@ -127,7 +128,10 @@ impl Refused<'_> {
         match self {
             Refused::Routing(refusal, _) => refusal.to_string(),
             Refused::UnknownModel("") => "the request names no model, and several are served".to_owned(),
-            Refused::UnknownModel(name) => format!("the model `{name}` does not exist"),
+            Refused::UnknownModel(name) => {
+                let shown: String = name.chars().take(openai::LONGEST_MODEL).collect();
+                format!("the model `{shown}` does not exist")
+            }
             Refused::Unreadable(Some(what)) => (*what).to_owned(),
             Refused::Unreadable(None) => "the request body is not understood".to_owned(),
             Refused::TooLarge => "the request body is larger than the limit".to_owned(),

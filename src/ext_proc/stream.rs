@@ -18,9 +18,13 @@ use super::pipeline::Routed;
 use super::record::Record;
 use super::service::{Closed, Kept, Live, Replies, receive};
 use crate::intake::Body;
+use crate::openai;
 
 /// Messages that are read ahead while a route is looked for; beyond it Envoy has to wait.
 const EARLY: usize = 64;
+
+/// Bytes of bodies that are read ahead meanwhile.
+const EARLY_BYTES: usize = 256 << 10;
 
 /// How much longer than a request may wait Envoy is asked to wait for it.
 const HOLD_MARGIN: Duration = Duration::from_millis(500);
@@ -165,13 +169,9 @@ impl Stream {
         self.held.set(self.exchange.held(), usize::MAX);
         match body {
             body if self.exchange.held() > 0 => body,
-            Body::Whole(bytes) => {
-                let length = bytes.len();
-                kept(bytes).map_or(Body::Shed(length), Body::Whole)
-            }
+            Body::Whole(bytes) => kept(bytes.clone()).map_or_else(|| shed(&bytes), Body::Whole),
             Body::Cut { shown, length } => {
-                let short = shown.len();
-                kept(shown).map_or(Body::Shed(short), |shown| Body::Cut { shown, length })
+                kept(shown.clone()).map_or_else(|| shed(&shown), |shown| Body::Cut { shown, length })
             }
             body => body,
         }
@@ -189,9 +189,9 @@ impl Stream {
         let (tell, mut told) = oneshot::channel();
         let route = pipeline.route(inbound, move |wait| _ = tell.send(wait));
         tokio::pin!(route);
-        let mut holding = false;
+        let (mut holding, mut waiting) = (false, 0);
         loop {
-            let room = early.len() < EARLY;
+            let room = early.len() < EARLY && waiting < EARLY_BYTES;
             tokio::select! {
                 biased;
                 routed = &mut route => return Ok(Some(routed)),
@@ -201,7 +201,9 @@ impl Stream {
                 }
                 () = self.replies.closed(), if !room => return Err(Closed),
                 message = receive(&mut self.incoming, &self.replies), if room => {
-                    early.push_back(message?);
+                    let message = message?;
+                    waiting += body_bytes(&message);
+                    early.push_back(message);
                     if early.back().is_some_and(begins_response) {
                         return Ok(None);
                     }
@@ -216,6 +218,20 @@ impl Stream {
             Some(Effect::Reply(reply)) => self.replies.send(Ok(*reply)).await.map_err(|_| Closed),
             _ => Ok(()),
         }
+    }
+}
+
+/// What is left of a body that cannot be kept.
+fn shed(body: &[u8]) -> Body {
+    Body::Shed { bytes: body.len(), model: openai::model_quickly(body) }
+}
+
+fn body_bytes(wire: &ProcessingRequest) -> usize {
+    match &wire.request {
+        Some(processing_request::Request::RequestBody(body) | processing_request::Request::ResponseBody(body)) => {
+            body.body.len()
+        }
+        _ => 0,
     }
 }
 

@@ -21,12 +21,18 @@ impl Intake {
     pub(super) fn read_beginning(&self, api: Api, told: &Told, shown: &[u8], length: Option<u64>) -> Encoded {
         let whole = usize::try_from(length.unwrap_or(0)).unwrap_or(usize::MAX).max(shown.len());
         let mut encoded = Encoded::without(api, whole, Reason::BodyCut);
+        if let (Some(boundary), false) = (told.boundary.as_deref(), api.is_text()) {
+            // A form names its model before its files, if its author is kind.
+            let form = openai::parse_body(api, Some(boundary), shown);
+            encoded.asks(form.ok().and_then(|form| form.model), &self.parts.models);
+            return encoded;
+        }
         let Some(mended) = mend(shown) else { return encoded };
         if mended.cut == Cut::Nowhere {
             return self.read(api, told, shown);
         }
         encoded.session = self.session_in(told, &mended.json);
-        encoded.asks(openai::model_of(&mended.json), &self.parts.models);
+        encoded.asks(openai::model_quickly(shown), &self.parts.models);
         if api.shape() != Shape::Prompt {
             return encoded;
         }
@@ -69,8 +75,9 @@ fn readable(api: Api, told: &Told, mended: Mended) -> Option<(Mended, openai::Re
     None
 }
 
-/// The request whose prompt is the beginning of the whole one's. `None` where what is missing comes before what is there:
-/// tools stand at the beginning of most prompts, wherever they stand in the body.
+/// The request whose prompt is the beginning of the whole one's, if nothing that stands at the beginning of prompts comes
+/// only after the cut: most clients send tools and the like behind the messages, and most requests have none. `None` where
+/// the cut is in such a thing itself.
 fn settled(mut request: openai::Request, cut: &Cut) -> Option<openai::Request> {
     let path = match cut {
         Cut::Nowhere => return Some(request),

@@ -198,11 +198,14 @@ async fn no_trouble_with_the_body_makes_work_of_what_is_none() {
         Prompt::Estimated { tokens, because } => (tokens, because),
         prompt => panic!("{prompt:?}"),
     };
-    for body in [Body::Absent, Body::Unseen, Body::TooLarge(1 << 30)] {
+    for body in [Body::Absent, Body::Unseen, Body::TooLarge { bytes: 1 << 30, model: None }] {
         assert_eq!(because("/tokenize", body.clone()).await, (0, Reason::NotInference), "{body:?}");
     }
-    assert_eq!(because("/v1/audio/translations", Body::TooLarge(1 << 30)).await, (0, Reason::BodyTooLarge));
-    assert_eq!(because("/v1/score", Body::TooLarge(400)).await, (100, Reason::BodyTooLarge));
+    assert_eq!(
+        because("/v1/audio/translations", Body::TooLarge { bytes: 1 << 30, model: None }).await,
+        (0, Reason::BodyTooLarge)
+    );
+    assert_eq!(because("/v1/score", Body::TooLarge { bytes: 400, model: None }).await, (100, Reason::BodyTooLarge));
     assert_eq!(because("/v1/score", Body::Absent).await, (0, Reason::NoBody));
 }
 

@@ -5,15 +5,23 @@ use serde_json::Value;
 
 use super::scan::{end_of_text, end_of_value, says, skip_space};
 
+/// How often a key may be there. An honest body has it once, and a long value in place of many short ones would be a body
+/// far longer than the one that came.
+const MOST_TIMES: usize = 16;
+
 /// The body with another model; `None` where it is not a whole JSON object.
 pub fn set_model(body: &[u8], model: &str) -> Option<Vec<u8>> {
     set_field(body, "model", Value::from(model).to_string().as_bytes())
 }
 
-/// The body with `json` under a top-level key; `None` where it is not a whole JSON object. A key that is there several times
+/// The body with `json` under a top-level key; `None` where it is not a whole JSON object,
+/// or has the key absurdly often. A key that is there several times
 /// is changed everywhere, because engines differ in which they read; one that is missing is put first.
 pub fn set_field(body: &[u8], key: &str, json: &[u8]) -> Option<Vec<u8>> {
     let Fields { first, empty, spans } = fields(body, key)?;
+    if spans.len() > MOST_TIMES {
+        return None;
+    }
     let mut edited = Vec::with_capacity(body.len() + json.len() + key.len() + 8);
     let mut copied = 0;
     if spans.is_empty() {

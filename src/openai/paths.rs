@@ -120,6 +120,19 @@ fn is_header(name: &str) -> bool {
     !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_')
 }
 
+/// A path without percent signs, where they stand for text.
+fn decoded(path: &str) -> String {
+    let mut bytes = Vec::with_capacity(path.len());
+    let mut rest = path.as_bytes();
+    while let [first, after @ ..] = rest {
+        let digit = |at: usize| char::from(*after.get(at)?).to_digit(16);
+        let code = (*first == b'%').then(|| Some(digit(0)? << 4 | digit(1)?)).flatten();
+        bytes.push(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(*first));
+        rest = if code.is_some() { &after[2..] } else { after };
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
 /// Which path is which API.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Paths {
@@ -148,7 +161,10 @@ impl Paths {
 
     /// The API of a path: by its longest known ending of whole segments, without its query and slashes at its end.
     pub fn find(&self, path: &str) -> Option<Api> {
-        let path = path.split_once(['?', '#']).map_or(path, |(path, _)| path).trim_end_matches('/');
+        let path = path.split_once(['?', '#']).map_or(path, |(path, _)| path);
+        // Engines decode paths, so that another spelling must not be a way past us.
+        let decoded = path.contains('%').then(|| decoded(path));
+        let path = decoded.as_deref().unwrap_or(path).trim_end_matches('/');
         let ends =
             |suffix: &str| path.strip_suffix(suffix).is_some_and(|before| before.is_empty() || before.ends_with('/'));
         self.suffixes.iter().find(|(suffix, _)| ends(suffix)).map(|(_, api)| *api)

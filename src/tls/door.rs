@@ -21,8 +21,8 @@ use tracing::{debug, warn};
 use super::acceptor::Acceptor;
 use crate::metrics::{ListenerLabel, ListenerOutcomeLabels, Metrics};
 
-/// Handshakes at a time; further ones wait for their turn within their deadline.
-const MOST_HANDSHAKES: usize = 256;
+/// Bytes with which every HTTP/2 connection begins; a request of HTTP/1 is longer. Who sends fewer has said nothing.
+const GREETING: usize = 24;
 
 /// Rest after a failed accept. It fails again at once where the process has no file descriptors left.
 const REST: Duration = Duration::from_millis(100);
@@ -50,7 +50,6 @@ struct Desk {
     limits: DoorLimits,
     tls: Option<Arc<Acceptor>>,
     places: Arc<Semaphore>,
-    handshakes: Semaphore,
     metrics: Arc<Metrics>,
 }
 
@@ -68,7 +67,7 @@ where
         metrics: Arc<Metrics>,
     ) -> Self {
         let places = Arc::new(Semaphore::new(limits.connections.min(Semaphore::MAX_PERMITS)));
-        let desk = Desk { listener, limits, tls, places, handshakes: Semaphore::new(MOST_HANDSHAKES), metrics };
+        let desk = Desk { listener, limits, tls, places, metrics };
         Self { sockets, desk: Arc::new(desk), opening: JoinSet::new() }
     }
 
@@ -134,10 +133,8 @@ impl Desk {
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
-        let shaken = timeout(self.limits.handshake, async {
-            let _turn = self.handshakes.acquire().await;
-            TlsAcceptor::from(server).accept(socket).await
-        });
+        // As many at a time as there are places: a bound below that would let the silent hold up everybody.
+        let shaken = timeout(self.limits.handshake, TlsAcceptor::from(server).accept(socket));
         let (outcome, opened) = match shaken.await {
             Ok(Ok(stream)) => ("done", Some(stream)),
             Ok(Err(error)) => {
@@ -178,8 +175,10 @@ impl Drop for Place {
 /// A connection with its place. Reading ends in an error when the client says nothing at all for too long.
 pub struct Connection<S> {
     io: Io<S>,
-    /// Until its first byte has come.
+    /// Until its greeting has come.
     silence: Option<Pin<Box<Sleep>>>,
+    /// Bytes that have come meanwhile.
+    heard: usize,
     _place: Place,
 }
 
@@ -198,7 +197,7 @@ impl<S> Connection<S> {
     }
 
     fn new(io: Io<S>, place: Place, silence: Duration) -> Self {
-        Self { io, silence: Some(Box::pin(sleep(silence))), _place: place }
+        Self { io, silence: Some(Box::pin(sleep(silence))), heard: 0, _place: place }
     }
 }
 
@@ -209,8 +208,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Connection<S> {
             Io::Plain(socket) => Pin::new(socket).poll_read(cx, buf),
             Io::Tls(stream) => Pin::new(stream).poll_read(cx, buf),
         };
+        self.heard = self.heard.saturating_add(buf.filled().len() - before);
+        let greeted = self.heard >= GREETING;
         if let Some(silence) = &mut self.silence {
-            if buf.filled().len() > before {
+            if greeted {
                 self.silence = None;
             } else if polled.is_pending() && silence.as_mut().poll(cx).is_ready() {
                 return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));

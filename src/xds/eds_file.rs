@@ -32,6 +32,9 @@ struct LocalityLbEndpoints {
 #[derive(Serialize)]
 struct LbEndpoint {
     endpoint: EnvoyEndpoint,
+    /// Only where Envoy's own load balancers should leave it alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    health_status: Option<&'static str>,
     metadata: Metadata,
 }
 
@@ -69,6 +72,9 @@ struct Labels {
     worker_id: BTreeSet<String>,
     #[serde(serialize_with = "one_or_list")]
     role: BTreeSet<String>,
+    /// Whether anybody there takes new requests.
+    #[serde(skip)]
+    open: bool,
 }
 
 fn one_or_list<S: Serializer>(values: &BTreeSet<String>, serializer: S) -> Result<S::Ok, S::Error> {
@@ -88,6 +94,7 @@ pub fn render<'w>(
         let labels = endpoints.entry(worker.endpoint).or_default();
         labels.worker_id.insert(worker.id.to_string());
         labels.role.insert(worker.role.to_string());
+        labels.open |= !worker.draining;
     }
     let lb_endpoints = endpoints.into_iter().map(|(endpoint, lb)| LbEndpoint {
         endpoint: EnvoyEndpoint {
@@ -95,6 +102,7 @@ pub fn render<'w>(
                 socket_address: SocketAddress { address: endpoint.0.ip().to_string(), port_value: endpoint.0.port() },
             },
         },
+        health_status: (!lb.open).then_some("DRAINING"),
         metadata: Metadata { filter_metadata: FilterMetadata { lb } },
     });
     let response = DiscoveryResponse {

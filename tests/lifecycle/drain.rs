@@ -35,7 +35,7 @@ async fn the_health_port_is_there_before_everything_else() {
     std::fs::write(&file, "- {id: 1, endpoint: '10.0.0.1:80'}\n").unwrap();
     let mut more = more;
     more["workers_file"] = json!(file);
-    let process = Process::spawn(more, &[]);
+    let process = Process::spawn(&more, &[]);
     let alive = async || process.health(process.health, "liveness").await.is_ok_and(|it| it == Some(Serving));
     assert!(until(SOON, alive).await, "{}", process.log());
     for name in READY {
@@ -59,7 +59,7 @@ async fn the_health_port_is_there_before_everything_else() {
 
 #[tokio::test]
 async fn after_sigterm_health_says_no_at_once_and_new_exchanges_are_served_until_the_grace_is_over() {
-    let process = Process::start(json!({"drain": {"grace": "3s", "deadline": "60s"}}), &[]).await;
+    let process = Process::start(json!({"drain": {"grace": "15s", "deadline": "60s"}}), &[]).await;
     let channel = process.channel(process.grpc).await;
     let (mut long, _) = process.open(channel.clone(), "m").await;
     let told = Instant::now();
@@ -79,7 +79,7 @@ async fn after_sigterm_health_says_no_at_once_and_new_exchanges_are_served_until
     fresh.answers().await;
     let (mut known, _) = process.open(channel, "m").await;
     known.answers().await;
-    assert!(told.elapsed() < Duration::from_secs(3), "too slow a machine for this test: {:?}", told.elapsed());
+    assert!(told.elapsed() < Duration::from_secs(15), "too slow a machine for this test: {:?}", told.elapsed());
     drop((fresh, known));
 
     // Whoever watches health must not keep the process from ending.
@@ -87,7 +87,7 @@ async fn after_sigterm_health_says_no_at_once_and_new_exchanges_are_served_until
     let watched = watcher.watch(HealthCheckRequest { service: String::new() }).await.unwrap();
     let refused = async || process.health(process.grpc, "").await.is_err();
     assert!(until(SOON, refused).await, "still accepting:\n{}", process.log());
-    assert!(told.elapsed() >= Duration::from_millis(2900), "{:?}", told.elapsed());
+    assert!(told.elapsed() >= Duration::from_millis(14_900), "{:?}", told.elapsed());
     // The one that is open goes on, and so does health.
     long.answers().await;
     assert_eq!(process.health(process.health, "liveness").await.unwrap(), Some(Serving));

@@ -43,14 +43,14 @@ pub(crate) struct Exchange {
 impl Process {
     /// Starts it with `more` laid over the least configuration, and waits until it is ready.
     pub(crate) async fn start(more: Value, args: &[&str]) -> Self {
-        let process = Self::spawn(more, args);
+        let process = Self::spawn(&more, args);
         let ready = async || process.try_get("/readyz").await.is_some_and(|(status, _)| status == 200);
         assert!(until(SOON, ready).await, "not ready:\n{}", process.log());
         process
     }
 
     /// The same without waiting.
-    pub(crate) fn spawn(more: Value, args: &[&str]) -> Self {
+    pub(crate) fn spawn(more: &Value, args: &[&str]) -> Self {
         let ports = [FreePort::find().unwrap(), FreePort::find().unwrap(), FreePort::find().unwrap()];
         let [grpc, health, admin] = ports.map(FreePort::release);
         let dir = tempfile::tempdir().unwrap();

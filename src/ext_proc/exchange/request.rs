@@ -9,7 +9,7 @@ use crate::ext_proc::headers::{self, RequestHead};
 use crate::ext_proc::message::BodyMode;
 use crate::ext_proc::mutation::{self, HeaderChanges, To};
 use crate::intake::Body;
-use crate::openai::Api;
+use crate::openai::{self, Api};
 
 #[derive(Debug)]
 pub(super) enum RequestSide {
@@ -81,6 +81,11 @@ impl RequestSide {
         if !matches!(self, RequestSide::Start) {
             return Vec::new();
         }
+        let mut head = head;
+        if head.request_id.is_empty() {
+            head.request_id.clone_from(&context.start.request_id);
+        }
+        let head = head;
         let wanted = context.options.paths.of(&head.path, |name| head.get(name)).is_some_and(Api::wants_body);
         let then = match context.modes.request {
             _ if end => Then::End,
@@ -97,7 +102,8 @@ impl RequestSide {
                 return Vec::new();
             }
             BodyMode::Buffered | BodyMode::BufferedPartial => {
-                let changes = HeaderChanges::removing(context.options.contract.forged(&head));
+                let mut changes = HeaderChanges::removing(context.options.contract.forged(&head));
+                name(&head, &mut changes);
                 *self = RequestSide::Gather { head, body: BytesMut::new() };
                 return reply_with(mutation::go_on(To::RequestHeaders, changes));
             }
@@ -182,7 +188,9 @@ impl RequestSide {
         };
         let body = body.freeze();
         let shown = match body.len() {
-            len if len > context.options.body_limit => Body::TooLarge(len),
+            len if len > context.options.body_limit => {
+                Body::TooLarge { bytes: len, model: openai::model_quickly(&body) }
+            }
             _ if cut => Body::Cut { shown: body.clone(), length: head.content_length },
             _ => Body::Whole(body.clone()),
         };
@@ -282,10 +290,15 @@ fn header_answer(
     if let Some(length) = length {
         changes.set(CONTENT_LENGTH, length.to_string());
     }
-    if head.request_id.is_empty() && !context.start.request_id.is_empty() {
-        changes.set(headers::REQUEST_ID, context.start.request_id.clone());
-    }
+    name(head, &mut changes);
     steered(context, To::RequestHeaders, changes, directions)
+}
+
+/// Tells the worker the name of a request that came without one.
+fn name(head: &RequestHead, changes: &mut HeaderChanges) {
+    if !head.request_id.is_empty() && head.get(headers::REQUEST_ID).is_none_or(|sent| sent.is_empty()) {
+        changes.set(headers::REQUEST_ID, head.request_id.clone());
+    }
 }
 
 fn forged(context: &Context, head: &RequestHead) -> Vec<Name> {

@@ -16,7 +16,12 @@ pub(super) enum ResponseSide {
     /// The body comes unseen; its end is the end of the stream.
     Hidden { first_token_due: bool },
     /// The body passes through us.
-    Watched { first_token_due: bool, restore: Option<Box<Restorer>> },
+    Watched {
+        first_token_due: bool,
+        /// Whether what is shown is also looked at.
+        whole: bool,
+        restore: Option<Box<Restorer>>,
+    },
     /// Complete.
     Ended,
 }
@@ -82,7 +87,7 @@ impl ResponseSide {
         }
         let first_token_due = wish.first_token;
         *self = match shown || asked {
-            true => ResponseSide::Watched { first_token_due, restore },
+            true => ResponseSide::Watched { first_token_due, whole: wish.whole, restore },
             false => ResponseSide::Hidden { first_token_due },
         };
         let answer = mutation::go_on(To::ResponseHeaders, changes);
@@ -118,7 +123,7 @@ impl ResponseSide {
         }
         if !body.is_empty() {
             effects.extend(self.on_first_token());
-            if context.options.observe != Observe::Off || context.options.output_blocks {
+            if matches!(self, ResponseSide::Watched { whole: true, .. }) {
                 effects.push(Effect::Answer(body));
             }
         }

@@ -35,6 +35,13 @@ fn only_the_value_changes() {
 }
 
 #[test]
+fn a_key_that_is_there_absurdly_often_is_no_way_to_make_a_body_longer() {
+    let body = |times: usize| format!("{{{}\"x\":1}}", "\"model\":0,".repeat(times));
+    assert!(set_model(body(16).as_bytes(), "m").is_some());
+    assert!(set_model(body(17).as_bytes(), "m").is_none());
+}
+
+#[test]
 fn what_is_no_whole_object_is_left_alone() {
     let deep = format!("{{\"a\":{}", "[".repeat(1_000_000));
     let bodies = [

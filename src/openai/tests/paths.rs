@@ -8,6 +8,11 @@ fn an_api_is_told_by_how_its_path_ends() {
     for (path, api) in [
         ("/v1/chat/completions", Some(Api::ChatCompletions)),
         ("/my/v1/chat/completions/", Some(Api::ChatCompletions)),
+        ("/v1/chat/completion%73", Some(Api::ChatCompletions)),
+        ("/%761/chat%2Fcompletions%2f", Some(Api::ChatCompletions)),
+        ("/v1/chat/completions%3Fx", None),
+        ("/v1/chat/completions%", None),
+        ("/v1/chat/completions%2", None),
         ("/v1/chat/completions//?x=/v1/embeddings", Some(Api::ChatCompletions)),
         ("/v1/completions?timeout=3", Some(Api::Completions)),
         ("completions", Some(Api::Completions)),
@@ -105,4 +110,25 @@ fn only_bodies_that_say_something_are_wanted() {
     assert_eq!(Api::Classify.shape(), Shape::Prompt);
     assert_eq!(Api::Score.shape(), Shape::LoadOnly);
     assert_eq!(Api::CountTokens.shape(), Shape::NoPrompt);
+}
+
+#[test]
+fn a_model_is_found_quickly_and_a_name_that_was_cut_is_none() {
+    let long = "x".repeat(2 << 20);
+    let cases = [
+        (r#"{"model":"m","prompt":"x"}"#.to_owned(), Some("m")),
+        (format!(r#"{{"model":"m","prompt":"{long}"}}"#), Some("m")),
+        (format!(r#"{{"prompt":"{long}","model":"m"}}"#), None),
+        (r#"{"model":"llama-3-8"#.to_owned(), None),
+        (r#"{"a":1,"model":"m","prompt":"x"#.to_owned(), Some("m")),
+        ("no json".to_owned(), None),
+    ];
+    for (body, expected) in cases {
+        assert_eq!(
+            crate::openai::model_quickly(body.as_bytes()).as_deref(),
+            expected,
+            "{}",
+            &body[..body.len().min(40)]
+        );
+    }
 }

@@ -102,3 +102,13 @@ fn a_write_that_cannot_be_done_is_counted_and_reported() {
     assert!(write(&file.join("eds.yaml"), "one", &metrics).is_err());
     assert_eq!(metrics.endpoint_file_writes.get_or_create(&OutcomeLabel { outcome: "failed" }).get(), 1);
 }
+
+#[test]
+fn envoy_leaves_workers_alone_that_drain_unless_others_share_their_address() {
+    let mut draining = worker(1, "10.0.0.1:8000", Role::Aggregated);
+    draining.draining = true;
+    let other = worker(2, "10.0.0.1:8000", Role::Aggregated);
+    assert!(render([&draining], "workers").unwrap().contains("health_status: 'DRAINING'"));
+    assert!(!render([&draining, &other], "workers").unwrap().contains("health_status"));
+    assert!(!render([&other], "workers").unwrap().contains("health_status"));
+}
