@@ -1,7 +1,6 @@
 //! What bodies cost that are made to cost memory. One process with one test, because memory is measured for all of it.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-#![expect(clippy::print_stdout, reason = "the numbers are worth a look")]
 
 use std::fs;
 
