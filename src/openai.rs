@@ -199,7 +199,9 @@ pub fn model_of(body: &[u8]) -> Option<String> {
     struct Named {
         model: String,
     }
-    serde_json::from_slice::<Named>(body).ok().map(|named| named.model)
+    // The derived reader would take a list for the fields in their order.
+    let object = body.trim_ascii_start().starts_with(b"{");
+    object.then(|| serde_json::from_slice::<Named>(body).ok().map(|named| named.model))?
 }
 
 /// Longest body that is looked through for its model alone, and the beginning of longer ones that is.

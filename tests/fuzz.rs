@@ -2,6 +2,7 @@
 //! `WARMROUTE_FUZZ_SECONDS` seconds each. The random seed is printed, so that a run can be had again.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![expect(clippy::print_stdout, reason = "a run has to be had again")]
 
 use std::fmt::Write as _;
 use std::fs;
@@ -30,6 +31,7 @@ const SEEDS: [u64; 2] = [1, 0x5eed];
 /// Longest input that is made up.
 const LONGEST: usize = 4096;
 
+#[expect(clippy::disallowed_methods, reason = "whoever fuzzes for longer says so there")]
 fn seconds() -> f64 {
     std::env::var("WARMROUTE_FUZZ_SECONDS").map_or(2.0, |text| text.parse().unwrap())
 }

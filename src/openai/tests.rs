@@ -118,3 +118,11 @@ fn what_is_wrong_with_a_body_is_said_without_quoting_it() {
         assert!(!said.contains("CANARY") && !debugged.contains("CANARY"), "{debugged}");
     }
 }
+
+#[test]
+fn a_list_names_no_model() {
+    assert_eq!(model_of(br#" {"model":"m","prompt":1}"#).as_deref(), Some("m"));
+    for body in [&br#"["m"]"#[..], br#" ["m", 1]"#, b"\"m\"", b"{}", b""] {
+        assert_eq!(model_of(body), None);
+    }
+}

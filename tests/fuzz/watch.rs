@@ -183,7 +183,10 @@ impl Watch {
     pub(crate) fn routes(&mut self, directions: &Directions, whole: Option<&Bytes>, exchange: &Exchange) {
         let (Some(edit), true) = (&directions.edit, exchange.is_routing()) else { return };
         let replaced = whole.map_or(0, Bytes::len);
-        self.upload.due.splice(..replaced.min(self.upload.due.len()), edit.body.iter().copied());
+        // What came before the headers has gone back already.
+        let from = self.upload.back.len();
+        let to = (from + replaced).min(self.upload.due.len());
+        self.upload.due.splice(from..to, edit.body.iter().copied());
         if !self.answered {
             self.restorer = edit.restore.as_ref().map(|names| Restorer::new(&names.served, &names.asked));
         }
@@ -242,12 +245,9 @@ impl Watch {
             let removed = changes.remove_headers.iter().any(|name| name == forged);
             assert!(set != removed, "{forged} of a client: set {set}, removed {removed}");
         }
-        let length = |option: &proto::HeaderMutation| {
-            let mut set = option.set_headers.iter().filter_map(|option| option.header.as_ref());
-            let value = &set.find(|set| set.key == "content-length")?.raw_value;
-            std::str::from_utf8(value).ok()?.parse().ok()
-        };
-        self.content_length = length(&changes);
+        let mut set = changes.set_headers.iter().filter_map(|option| option.header.as_ref());
+        let length = set.find(|set| set.key == "content-length");
+        self.content_length = length.and_then(|set| std::str::from_utf8(&set.raw_value).ok()?.parse().ok());
     }
 
     /// Nothing is answered that was not sent, and nothing happens twice that can happen once.
