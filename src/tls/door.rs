@@ -315,14 +315,20 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn whoever_says_nothing_loses_his_place_and_whoever_spoke_may_be_silent() {
-        let (arriving, mut door, _) = door(false, 2);
+        let (arriving, mut door, _) = door(false, 3);
         let (_silent, mut speaks) = (arrive(&arriving), arrive(&arriving));
         let mut silent_side = door.next().await.unwrap();
         let mut speaking_side = door.next().await.unwrap();
-        speaks.write_all(b"x").await.unwrap();
-        assert_eq!(speaking_side.read_u8().await.unwrap(), b'x');
+        let mut hums = arrive(&arriving);
+        let mut humming_side = door.next().await.unwrap();
+        hums.write_all(b"P").await.unwrap();
+        assert_eq!(humming_side.read_u8().await.unwrap(), b'P');
+        speaks.write_all(&[b'x'; GREETING]).await.unwrap();
+        speaking_side.read_exact(&mut [0; GREETING]).await.unwrap();
         let error = silent_side.read_u8().await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        let error = humming_side.read_u8().await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "one byte is no greeting");
         assert!(timeout(Duration::from_secs(3600), speaking_side.read_u8()).await.is_err(), "it is still open");
     }
 

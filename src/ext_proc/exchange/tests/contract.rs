@@ -192,3 +192,16 @@ fn what_envoy_would_not_show_is_not_waited_for() {
     let head = ["response headers x-warmroute-mode=exact", "status 200", "first token"];
     assert_eq!(short(exchange.on_message(response(true, false))), head);
 }
+
+#[test]
+fn answers_are_looked_at_only_where_their_usage_is_wanted() {
+    for (observe, expected) in [
+        (Observe::FirstToken, &["response body", "first token"][..]),
+        (Observe::Usage, &["response body", "first token", "answer 4"]),
+    ] {
+        let mut exchange = with(Options { observe, ..options() });
+        exchange.on_route(to_worker());
+        exchange.on_message(response(true, false));
+        assert_eq!(short(exchange.on_message(answer(b"data", false))), expected, "{observe}");
+    }
+}
