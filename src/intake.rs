@@ -6,6 +6,7 @@
 mod beginning;
 pub mod config;
 mod direct;
+mod encoded;
 mod models;
 pub mod rewrite;
 mod sessions;
@@ -21,6 +22,7 @@ use bytes::Bytes;
 use tokio::sync::Semaphore;
 use tracing::{debug, warn};
 
+use encoded::{Encoded, estimate};
 pub use models::{Model, Models, Named};
 pub use rewrite::Rewrites;
 pub use sessions::SessionSigns;
@@ -33,15 +35,7 @@ use crate::entrance::SessionWord;
 use crate::openai::{self, Api, Extension, Hidden, Opaque, Paths, Shape};
 use crate::prompt::{EncodeError, Encoder};
 use crate::router::{Prompt, Reason, RouteRequest};
-use crate::worker::ModelName;
 use config::ClientsConfig;
-
-/// Bytes of a body per token where nothing better is known; English and code lie between 3 and 5.
-const BYTES_PER_TOKEN: u64 = 4;
-
-/// Most tokens that are estimated from bytes: as many as large models take. A guess must not keep a worker busy for longer
-/// than any prompt could.
-const MOST_ESTIMATED: u64 = 131_072;
 
 /// How much of a body there is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -148,21 +142,6 @@ struct Told {
 struct Shown {
     bytes: Bytes,
     cut: Option<Option<u64>>,
-}
-
-/// A body as far as it could be read.
-struct Encoded {
-    asked_model: Option<String>,
-    model: Option<ModelName>,
-    adapter: Option<String>,
-    prompt: Prompt,
-    tracked: Option<Vec<Arc<[SequenceHash]>>>,
-    tokens: Vec<Vec<u32>>,
-    extension: Option<Box<Extension>>,
-    session: Option<String>,
-    /// What is wrong with it.
-    unreadable: Option<String>,
-    times: Vec<(&'static str, Duration)>,
 }
 
 impl Intake {
@@ -392,50 +371,6 @@ impl Intake {
     }
 }
 
-impl Encoded {
-    fn unread(tokens: u64, because: Reason) -> Self {
-        let prompt = Prompt::Estimated { tokens, because };
-        let times = Vec::with_capacity(4);
-        Self {
-            asked_model: None,
-            model: None,
-            adapter: None,
-            prompt,
-            tracked: None,
-            tokens: vec![],
-            extension: None,
-            session: None,
-            unreadable: None,
-            times,
-        }
-    }
-
-    /// A request whose body was not read, and why.
-    fn without(api: Api, bytes: usize, because: Reason) -> Self {
-        match api.shape() {
-            // Whatever is wrong with it, it is no work.
-            Shape::NoPrompt => Self::unread(0, Reason::NotInference),
-            Shape::Prompt | Shape::LoadOnly if api.is_text() => Self::unread(estimate(bytes), because),
-            Shape::Prompt | Shape::LoadOnly => Self::unread(0, because),
-        }
-    }
-
-    /// Notes the model that is asked for, and what it stands for, if it is served.
-    fn asks(&mut self, asked: Option<String>, models: &Models) -> Option<Named> {
-        let named = models.find(asked.as_deref());
-        self.asked_model = asked;
-        self.model = named.as_ref().map(|named| named.model.name.clone());
-        self.adapter = named.as_ref().and_then(|named| named.adapter.clone());
-        named
-    }
-
-    fn fail(&mut self, reason: Reason) {
-        if let Prompt::Estimated { because, .. } = &mut self.prompt {
-            *because = reason;
-        }
-    }
-}
-
 impl Named {
     /// The blocks of one prompt, as the model's engines cut them.
     pub fn hashes(&self, tokens: &[u32], salt: &Salt) -> BlockHashes {
@@ -462,11 +397,6 @@ fn hidden(opaque: Opaque) -> Reason {
         Hidden::Assembled => Reason::UnknownPrompt,
         Hidden::Remembered => Reason::EngineState,
     }
-}
-
-/// Tokens in a body of which only the length is known.
-fn estimate(bytes: usize) -> u64 {
-    (bytes as u64 / BYTES_PER_TOKEN).min(MOST_ESTIMATED)
 }
 
 fn reason(error: EncodeError) -> Reason {

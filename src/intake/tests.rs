@@ -1,7 +1,9 @@
+use super::encoded::MOST_ESTIMATED;
 use super::*;
 use crate::block::Windows;
 use crate::prompt;
 use crate::worker::BlockSize;
+use crate::worker::ModelName;
 
 fn parts(models: Models, clients: ClientsConfig, limits: Limits) -> Parts {
     Parts {

@@ -68,7 +68,8 @@ async fn restarts_under_load_lose_nothing_and_long_streams_survive_them() {
     }
     for old in left {
         assert!(until(SOON, async || !old.is_running()).await, "still there:\n{}", old.log_tail());
-        assert!(old.wait_exit(Instant::now() + Duration::from_secs(1)).unwrap().success());
+        let status = old.wait_exit(Instant::now() + Duration::from_secs(1)).unwrap();
+        assert!(status.success(), "{status}:\n{}", old.log_tail());
     }
     bed.quiet().await;
 }

@@ -1,0 +1,82 @@
+//! A body as far as it could be read. It begins as a guess from its length, and keeps what is found out, so that wherever
+//! reading ends something sensible is left.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Models, Named};
+use crate::block::SequenceHash;
+use crate::openai::{Api, Extension, Shape};
+use crate::router::{Prompt, Reason};
+use crate::worker::ModelName;
+
+/// Bytes of a body per token where nothing better is known; English and code lie between 3 and 5.
+const BYTES_PER_TOKEN: u64 = 4;
+
+/// Most tokens that are estimated from bytes: as many as large models take. A guess must not keep a worker busy for longer
+/// than any prompt could.
+pub(super) const MOST_ESTIMATED: u64 = 131_072;
+
+/// A body as far as it could be read.
+pub(super) struct Encoded {
+    pub(super) asked_model: Option<String>,
+    pub(super) model: Option<ModelName>,
+    pub(super) adapter: Option<String>,
+    pub(super) prompt: Prompt,
+    pub(super) tracked: Option<Vec<Arc<[SequenceHash]>>>,
+    pub(super) tokens: Vec<Vec<u32>>,
+    pub(super) extension: Option<Box<Extension>>,
+    pub(super) session: Option<String>,
+    /// What is wrong with it.
+    pub(super) unreadable: Option<String>,
+    pub(super) times: Vec<(&'static str, Duration)>,
+}
+
+impl Encoded {
+    pub(super) fn unread(tokens: u64, because: Reason) -> Self {
+        let prompt = Prompt::Estimated { tokens, because };
+        let times = Vec::with_capacity(4);
+        Self {
+            asked_model: None,
+            model: None,
+            adapter: None,
+            prompt,
+            tracked: None,
+            tokens: vec![],
+            extension: None,
+            session: None,
+            unreadable: None,
+            times,
+        }
+    }
+
+    /// A request whose body was not read, and why.
+    pub(super) fn without(api: Api, bytes: usize, because: Reason) -> Self {
+        match api.shape() {
+            // Whatever is wrong with it, it is no work.
+            Shape::NoPrompt => Self::unread(0, Reason::NotInference),
+            Shape::Prompt | Shape::LoadOnly if api.is_text() => Self::unread(estimate(bytes), because),
+            Shape::Prompt | Shape::LoadOnly => Self::unread(0, because),
+        }
+    }
+
+    /// Notes the model that is asked for, and what it stands for, if it is served.
+    pub(super) fn asks(&mut self, asked: Option<String>, models: &Models) -> Option<Named> {
+        let named = models.find(asked.as_deref());
+        self.asked_model = asked;
+        self.model = named.as_ref().map(|named| named.model.name.clone());
+        self.adapter = named.as_ref().and_then(|named| named.adapter.clone());
+        named
+    }
+
+    pub(super) fn fail(&mut self, reason: Reason) {
+        if let Prompt::Estimated { because, .. } = &mut self.prompt {
+            *because = reason;
+        }
+    }
+}
+
+/// Tokens in a body of which only the length is known.
+pub(super) fn estimate(bytes: usize) -> u64 {
+    (bytes as u64 / BYTES_PER_TOKEN).min(MOST_ESTIMATED)
+}
