@@ -238,6 +238,10 @@ impl Stack {
     pub(crate) async fn succeed_router(&mut self, more: &Value) -> anyhow::Result<Child> {
         let old = self.router.take().context("warmroute is not running")?;
         old.terminate();
+        // Or it would be the old one that says it is ready.
+        let page = self.admin_url("/readyz");
+        let ready = async || reqwest::get(&page).await.is_ok_and(|answer| answer.status().is_success());
+        ensure!(ports::until(START, async || !ready().await).await, "the end is not noticed:\n{}", old.log_tail());
         self.start_router(more).await?;
         Ok(old)
     }

@@ -255,6 +255,27 @@ async fn outlives_warmroute(way: Way) {
     assert_eq!(ask().await, way.away, "warmroute is frozen");
     deployment.router().unwrap().signal(Signal::CONT);
     assert!(until(PATIENCE, async || ask().await == 200).await);
+    outlives_a_restart(way, deployment, &workers).await;
+}
+
+/// A restart in order costs no answer, whatever the way.
+async fn outlives_a_restart(way: Way, mut deployment: Deployment, workers: &[Bursts]) {
+    let mut own = way.warmroute();
+    own["drain"] = json!({"grace": "5s", "deadline": "60s"});
+    deployment.kill9_router();
+    deployment.start_router(&own).await.unwrap();
+    let paced = |deployment: &Deployment| {
+        let request = deployment.http.post(deployment.url("/v1/chat/completions")).json(&chat(&essay(1)));
+        request.header(EVENTS, 50).header(PACED, 1)
+    };
+    workers.iter().for_each(|worker| worker.go.add_permits(1_000));
+    let served = async || paced(&deployment).send().await.unwrap().status() == 200;
+    assert!(until(PATIENCE, served).await);
+    let open = begin(paced(&deployment), workers).await;
+    let old = deployment.succeed_router(&own).await.unwrap();
+    // Its grace is over when its successor is there, and nothing new comes to it.
+    assert!(is_whole(open, workers).await, "{}: a successor took over while an answer streamed", way.file);
+    assert!(until(PATIENCE, async || !old.is_running()).await, "{}", old.log_tail());
 }
 
 async fn has_nobody_to_choose(way: Way) {
