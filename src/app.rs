@@ -86,7 +86,9 @@ pub struct App {
     stop: CancellationToken,
     /// Those that end with `closing`.
     servers: JoinSet<anyhow::Result<()>>,
-    /// Those that end with `stop`.
+    /// Gives up the pages; `stop` does, too.
+    leave: CancellationToken,
+    /// Those that end with `leave`.
     pages: JoinSet<anyhow::Result<()>>,
     background: JoinSet<()>,
 }
@@ -123,7 +125,7 @@ impl App {
         };
         let listener = sockets.bind_admin(&config.admin).await?;
         app.admin_address = listener.address;
-        app.pages.spawn(listener.serve(admin::routes(pages), app.stop.clone()));
+        app.pages.spawn(listener.serve(admin::routes(pages), app.leave.clone()));
         let feed = Arc::new(Feed::default());
         app.feed(&config, &entrance, feed.clone(), metrics.clone());
         app.keep_time(&entrance, &metrics);
@@ -166,6 +168,7 @@ impl App {
             info!(name, namespace, "serving this pool");
             metrics.pool_info.get_or_create(&PoolLabels { name, namespace }).set(1);
         }
+        let stop = CancellationToken::new();
         Self {
             admin_address: config.admin.listen,
             api_address: None,
@@ -179,7 +182,8 @@ impl App {
             own_health: Health::default(),
             reloader: Arc::new(Reloader::new(config, metrics.clone())),
             closing: CancellationToken::new(),
-            stop: CancellationToken::new(),
+            leave: stop.child_token(),
+            stop,
             servers: JoinSet::new(),
             pages: JoinSet::new(),
             background: JoinSet::new(),
@@ -262,7 +266,7 @@ impl App {
         let Some(address) = config.listen.health else { return Ok(()) };
         let listener = sockets.bind_health(address).await?;
         self.health_address = listener.address();
-        self.pages.spawn(listener.serve(Routes::new(self.own_health.service()), self.stop.clone()));
+        self.pages.spawn(listener.serve(Routes::new(self.own_health.service()), self.leave.clone()));
         Ok(())
     }
 

@@ -3,11 +3,15 @@
 //! other addresses, and the grace has no use any more.
 
 use std::pin::pin;
+use std::time::Duration;
 
 use tracing::{info, warn};
 
 use super::App;
 use super::unix::Place;
+
+/// How long answers of the pages may take that were begun before.
+const FAREWELL: Duration = Duration::from_millis(500);
 
 impl App {
     /// Serves on for the grace, or until a successor does; then nothing new, and what is open up to the deadline.
@@ -48,6 +52,10 @@ impl App {
     /// A successor waits for the addresses of the pages.
     async fn leave_addresses(&mut self) {
         info!("a successor has taken over");
+        // Connections that are kept alive would go on asking us and not the successor.
+        self.leave.cancel();
+        let ended = async { while self.pages.join_next().await.is_some() {} };
+        let _in_time = tokio::time::timeout(FAREWELL, ended).await;
         self.pages.shutdown().await;
     }
 }
