@@ -53,6 +53,11 @@ impl fmt::Display for ConfigError {
     }
 }
 
+/// Whether it may stand in front of the colon of an ordinary header.
+pub fn is_header_name(name: &str) -> bool {
+    !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
+}
+
 /// The words that stand nearest to `word` among `known`, for "did you mean".
 pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     known

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::engine_sessions::config::EngineSessionsConfig;
 use crate::sessions::SessionRules;
-use crate::settings::{Period, Problem, Step};
+use crate::settings::{Period, Problem, Step, is_header_name};
 
 /// `sessions:`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -88,7 +88,7 @@ impl SessionsConfig {
         ];
         let headers =
             lists.iter().flat_map(|(key, list)| list.iter().enumerate().map(move |(at, name)| (*key, at, name)));
-        for (key, at, name) in headers.filter(|(_, _, name)| !is_header(name)) {
+        for (key, at, name) in headers.filter(|(_, _, name)| !is_header_name(name)) {
             let text = format!("`{name}` cannot be the name of a header; write letters, digits and hyphens");
             problems.push(Problem::at([Step::from(key), at.into()], text));
         }
@@ -100,10 +100,6 @@ impl SessionsConfig {
 
 fn names<const N: usize>(list: [&str; N]) -> Vec<String> {
     list.map(str::to_owned).into()
-}
-
-fn is_header(name: &str) -> bool {
-    !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
 }
 
 #[cfg(test)]

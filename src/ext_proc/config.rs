@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-pub use gateway::{AssumedBodies, FailureConfig, FailureMode, GatewayConfig, Observe, is_header_name};
+pub use gateway::{AssumedBodies, FailureConfig, FailureMode, GatewayConfig, Observe};
 
 use crate::settings::{Period, Problem, Size};
 use crate::tls::{DoorLimits, TlsConfig};

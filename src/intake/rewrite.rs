@@ -5,7 +5,7 @@ use std::collections::HashSet;
 
 use serde::{Deserialize, Serialize};
 
-use crate::settings::{Problem, Step};
+use crate::settings::{Problem, Step, is_header_name};
 use crate::worker::ModelName;
 
 /// `rewrites:`.
@@ -121,10 +121,7 @@ impl RewritesConfig {
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
-        let is_header = |name: &String| {
-            !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
-        };
-        for (at, name) in self.headers.iter().enumerate().filter(|(_, name)| !is_header(name)) {
+        for (at, name) in self.headers.iter().enumerate().filter(|(_, name)| !is_header_name(name)) {
             let text = format!("`{name}` cannot be the name of a header; write letters, digits and hyphens");
             problems.push(Problem::at([Step::from("headers"), at.into()], text));
         }

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::ext_proc::contract::{Contract, Names, Profile};
-use crate::settings::Problem;
+use crate::settings::{Problem, is_header_name};
 
 /// How bodies travel where the gateway does not tell.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,11 +78,6 @@ impl GatewayConfig {
         }
         problems
     }
-}
-
-/// Whether it may stand in front of the colon of an ordinary header.
-pub fn is_header_name(name: &str) -> bool {
-    !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.'))
 }
 
 /// `observe:`: what is seen of answers. More costs more: each piece of an answer that is shown costs Envoy and us some

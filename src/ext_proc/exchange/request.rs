@@ -4,7 +4,6 @@ use bytes::{Bytes, BytesMut};
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 
 use super::{Context, Directions, Effect, reply, reply_with};
-use crate::ext_proc::contract::Name;
 use crate::ext_proc::headers::{self, RequestHead};
 use crate::ext_proc::message::BodyMode;
 use crate::ext_proc::mutation::{self, HeaderChanges, To};
@@ -77,15 +76,13 @@ impl RequestSide {
         }
     }
 
-    pub(super) fn on_headers(&mut self, context: &Context, head: RequestHead, end: bool) -> Vec<Effect> {
+    pub(super) fn on_headers(&mut self, context: &Context, mut head: RequestHead, end: bool) -> Vec<Effect> {
         if !matches!(self, RequestSide::Start) {
             return Vec::new();
         }
-        let mut head = head;
         if head.request_id.is_empty() {
             head.request_id.clone_from(&context.start.request_id);
         }
-        let head = head;
         let wanted = context.options.paths.of(&head.path, |name| head.get(name)).is_some_and(Api::wants_body);
         let then = match context.modes.request {
             _ if end => Then::End,
@@ -286,7 +283,7 @@ fn header_answer(
     directions: &Directions,
     length: Option<u64>,
 ) -> ProcessingResponse {
-    let mut changes = HeaderChanges::removing(forged(context, head));
+    let mut changes = HeaderChanges::removing(context.options.contract.forged(head));
     if let Some(length) = length {
         changes.set(CONTENT_LENGTH, length.to_string());
     }
@@ -299,10 +296,6 @@ fn name(head: &RequestHead, changes: &mut HeaderChanges) {
     if !head.request_id.is_empty() && head.get(headers::REQUEST_ID).is_none_or(|sent| sent.is_empty()) {
         changes.set(headers::REQUEST_ID, head.request_id.clone());
     }
-}
-
-fn forged(context: &Context, head: &RequestHead) -> Vec<Name> {
-    context.options.contract.forged(head)
 }
 
 /// Lets a message go on to where the route leads.
