@@ -119,7 +119,7 @@ impl EngineSessions {
         metrics: Arc<Metrics>,
     ) -> reqwest::Result<Arc<Self>> {
         // Engines are reached directly, as Envoy reaches them.
-        let builder = Client::builder().no_proxy().redirect(Policy::none()).tcp_nodelay(true);
+        let builder = crate::tls::client().redirect(Policy::none()).tcp_nodelay(true);
         let client = builder.timeout(config.timeout.get()).build()?;
         let news = Arc::new(Notify::new());
         let heard = news.clone();

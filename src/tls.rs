@@ -1,8 +1,9 @@
-//! TLS of our own sockets, and who comes in at all. Certificates are followed while we run, because whoever issues them
+//! TLS of our own sockets, and who comes in at all; and the way out to servers that want it. Certificates are followed while we run, because whoever issues them
 //! replaces them every few weeks; new connections get the new one and old ones go on. Handshakes happen beside one another
 //! and have a deadline, so that a client that says nothing holds up nobody.
 
 mod acceptor;
+mod client;
 pub mod config;
 mod door;
 mod files;
@@ -10,6 +11,7 @@ mod material;
 mod secrets;
 
 pub use acceptor::{Acceptor, Protocol};
+pub use client::client;
 pub use config::TlsConfig;
 pub use door::{Connection, Door, DoorLimits};
 pub use files::Pace;

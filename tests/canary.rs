@@ -295,7 +295,7 @@ impl Site {
     }
 
     async fn page(&self, page: &str) -> String {
-        let http = reqwest::Client::builder().no_proxy().build().unwrap();
+        let http = warmroute::tls::client().build().unwrap();
         http.get(format!("{}/{page}", self.admin)).send().await.unwrap().text().await.unwrap()
     }
 

@@ -59,7 +59,7 @@ impl Engine {
         let ready: Value = serde_json::from_str(&line).expect("one line of JSON");
         let address = ready["listening"].as_str().unwrap().to_owned();
         let sources = ready["kv_event_sources"].as_array().unwrap().clone();
-        Self { stdin: child.stdin.take(), child, address, sources, http: reqwest::Client::new() }
+        Self { stdin: child.stdin.take(), child, address, sources, http: warmroute::tls::client().build().unwrap() }
     }
 
     async fn with_events(more: &[&str]) -> Self {
@@ -136,7 +136,8 @@ async fn an_engine_runs_inside_another_program() {
     let tokenizer = "examples/models/tinyllama/tokenizer.json.gz";
     let config = simulator::EngineConfig::parse_from(["engine", "--quiet", "--id", "3", "--tokenizer", tokenizer]);
     let engine = tokio::spawn(simulator::run(config, listener));
-    let request = reqwest::Client::new().post(format!("http://{address}/v1/completions")).json(&ids(0..20, 2));
+    let request =
+        warmroute::tls::client().build().unwrap().post(format!("http://{address}/v1/completions")).json(&ids(0..20, 2));
     let response = request.send().await.unwrap();
     assert_eq!((response.status(), &response.headers()["x-engine-id"]), (StatusCode::OK, &"3".parse().unwrap()));
     engine.abort();
@@ -491,4 +492,57 @@ async fn every_turn_of_a_conversation_hits_all_blocks_of_the_turn_before_with_it
         }
         seen[session.group] = true;
     }
+}
+
+#[tokio::test]
+async fn the_tokens_of_a_request_can_be_asked_for_in_vllms_shapes() {
+    let engine = Engine::with_events(&["--model", "m"]).await;
+    let chat = json!({"model": "m", "max_tokens": 1, "cache_salt": "s", "return_token_ids": true,
+        "messages": [{"role": "user", "content": "Hello, what is new?"}]});
+    let answer: Value = engine.post("/v1/chat/completions", chat.clone()).await.json().await.unwrap();
+    let tokens = answer["prompt_token_ids"].clone();
+    let told: Value = engine.post("/tokenize", chat.clone()).await.json().await.unwrap();
+    assert_eq!((&told["tokens"], told["count"].as_u64()), (&tokens, Some(tokens.as_array().unwrap().len() as u64)));
+    let rendered: Value = engine.post("/v1/chat/completions/render", chat.clone()).await.json().await.unwrap();
+    assert_eq!((&rendered["token_ids"], &rendered["cache_salt"]), (&tokens, &json!("s")));
+    let body = json!({"prompt": ["one", "two three"], "truncate_prompt_tokens": 1});
+    let lists: Value = engine.post("/v1/completions/render", body).await.json().await.unwrap();
+    assert_eq!(lists.as_array().unwrap().iter().map(|one| one["token_ids"].as_array().unwrap().len()).max(), Some(1));
+    let told: Value = engine
+        .post("/tokenize", json!({"prompt": "two three", "truncate_prompt_tokens": 1}))
+        .await
+        .json()
+        .await
+        .unwrap();
+    assert_eq!(told["count"], 2, "truncation is not for /tokenize");
+    let sources: Value = serde_json::from_str(&engine.get("/kv_event_sources").await).unwrap();
+    assert_eq!(sources["0"]["endpoint"], engine.sources[0]["endpoint"]);
+    assert!(engine.get("/version").await.contains("engine_sim"));
+    for (path, body) in [("/tokenize", json!([])), ("/tokenize", json!({})), ("/tokenize", json!({"prompt": [1]}))] {
+        assert_eq!(engine.post(path, body.clone()).await.status(), StatusCode::BAD_REQUEST, "{path} {body}");
+    }
+}
+
+#[tokio::test]
+async fn what_operators_forget_to_switch_on_is_missing() {
+    let off =
+        ["--no-prefix-caching", "--no-prompt-tokens-details", "--no-render", "--no-tokenize", "--no-kv-event-sources"];
+    let engine = Engine::with_events(&[&off[..], &["--api-key", "secret"]].concat()).await;
+    let body = ids(0..100, 2);
+    let status = async |path: &str, token: &str| {
+        engine.try_post(path, body.clone(), &[("authorization", token)]).await.unwrap().status()
+    };
+    assert_eq!(status("/v1/completions", "Bearer other").await, StatusCode::UNAUTHORIZED);
+    assert_eq!(status("/v1/completions/render", "Bearer secret").await, StatusCode::FORBIDDEN);
+    assert_eq!(status("/tokenize", "").await, StatusCode::NOT_FOUND);
+    for _ in 0..2 {
+        let answer = engine.try_post("/v1/completions", body.clone(), &[("authorization", "bearer secret")]).await;
+        let answer: Value = answer.unwrap().json().await.unwrap();
+        assert_eq!(answer["usage"]["prompt_tokens_details"], Value::Null);
+    }
+    let state = engine.state(0).await;
+    assert_eq!((&state["blocks"]["cached"], &state["last_seq"]), (&json!(0), &Value::Null), "{state}");
+    assert!(engine.get("/metrics").await.contains("enable_prefix_caching=\"False\""));
+    let sources = engine.http.get(format!("http://{}/kv_event_sources", engine.address)).send().await.unwrap();
+    assert_eq!(sources.status(), StatusCode::NOT_FOUND);
 }

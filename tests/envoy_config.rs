@@ -200,7 +200,7 @@ impl Gateway {
 }
 
 fn client() -> reqwest::Client {
-    reqwest::Client::builder().no_proxy().timeout(SOON).build().unwrap()
+    warmroute::tls::client().timeout(SOON).build().unwrap()
 }
 
 async fn echo(request: reqwest::RequestBuilder) -> serde_json::Value {

@@ -114,14 +114,14 @@ impl Drop for Run {
 
 #[tokio::main(flavor = "current_thread")]
 async fn get(url: &str) -> Option<(u16, String)> {
-    let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(5)).build().unwrap();
+    let client = warmroute::tls::client().timeout(Duration::from_secs(5)).build().unwrap();
     let answer = client.get(url).send().await.ok()?;
     Some((answer.status().as_u16(), answer.text().await.ok()?))
 }
 
 #[tokio::main(flavor = "current_thread")]
 async fn post(url: &str, body: &str) -> (u16, String) {
-    let client = reqwest::Client::builder().no_proxy().timeout(PATIENCE).build().unwrap();
+    let client = warmroute::tls::client().timeout(PATIENCE).build().unwrap();
     let request = client.post(url).header("content-type", "application/json").body(body.to_owned());
     let answer = request.send().await.unwrap();
     (answer.status().as_u16(), answer.text().await.unwrap())

@@ -17,6 +17,8 @@ mod captured;
 mod config;
 #[path = "engine/faults.rs"]
 mod faults;
+#[path = "engine/guard.rs"]
+mod guard;
 #[path = "engine/http.rs"]
 mod http;
 #[path = "engine/metrics.rs"]
@@ -25,6 +27,8 @@ mod metrics;
 mod publisher;
 #[path = "engine/rank.rs"]
 mod rank;
+#[path = "engine/render.rs"]
+mod render;
 #[path = "engine/scheduler.rs"]
 mod scheduler;
 #[path = "engine/tokens.rs"]
@@ -94,6 +98,7 @@ impl Engine {
         for number in capacity.dp_start..capacity.dp_start + capacity.dp_size {
             let publisher = Publisher::open(config.events.sockets(number)?).await?;
             let cache = Cache::new(capacity.block_size, capacity.num_blocks);
+            let cache = if config.surface.no_prefix_caching { cache.forgetting() } else { cache };
             let scheduler = Scheduler::new(cache, capacity.limits());
             let habits = (config.pace, config.events.event_encoding);
             ranks.push(Arc::new(Rank::new(number, scheduler, publisher, habits)));
@@ -145,7 +150,6 @@ impl Engine {
         format!("{:x}-{:08x}", self.config.id, self.names.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// As vLLM's discovery endpoint lists them.
     fn event_sources(&self) -> Value {
         let one = |rank: &Arc<Rank>| {
             json!({
@@ -156,5 +160,23 @@ impl Engine {
             })
         };
         self.ranks.iter().map(one).collect()
+    }
+
+    /// The same as vLLM's discovery endpoint tells it: by rank, and only of ranks that publish.
+    fn publishers(&self) -> Value {
+        let one = |rank: &Arc<Rank>| {
+            let config = json!({
+                "enable_kv_cache_events": true,
+                "publisher": "zmq",
+                "endpoint": rank.publisher.events.as_ref()?,
+                "replay_endpoint": rank.publisher.replay,
+                "buffer_steps": self.config.events.buffer_steps,
+                "hwm": 100_000,
+                "max_queue_size": 100_000,
+                "topic": self.config.events.topic,
+            });
+            Some((rank.number.to_string(), config))
+        };
+        Value::Object(self.ranks.iter().filter_map(one).collect())
     }
 }

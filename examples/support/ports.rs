@@ -80,7 +80,7 @@ impl Ready<'_> {
 /// Waits until `ready` answers; fails early, with the last lines of its log, when `child` has ended.
 pub(crate) async fn wait_ready(ready: Ready<'_>, within: Duration, child: &Child) -> anyhow::Result<()> {
     // A proxy from the environment has no business on the loopback.
-    let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(1)).build()?;
+    let http = warmroute::tls::client().timeout(Duration::from_secs(1)).build()?;
     let answered = until(within, async || ready.answers(&http).await || !child.is_running()).await;
     let name = child.name();
     // The log is read once the process has ended: what it says last is why.

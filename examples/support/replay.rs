@@ -38,7 +38,7 @@ pub(crate) async fn run(
     on_request: impl Fn(&Sample) + Send + Sync + 'static,
 ) -> Vec<Sample> {
     // A proxy from the environment has no business on the loopback.
-    let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(120)).build().unwrap_or_default();
+    let client = warmroute::tls::client().timeout(Duration::from_secs(120)).build().unwrap_or_default();
     let (began, on_request) = (Instant::now(), Arc::new(on_request));
     let mut sessions = JoinSet::new();
     for session in workload.sessions {

@@ -240,7 +240,8 @@ impl Stack {
         old.terminate();
         // Or it would be the old one that says it is ready.
         let page = self.admin_url("/readyz");
-        let ready = async || reqwest::get(&page).await.is_ok_and(|answer| answer.status().is_success());
+        let client = warmroute::tls::client().build()?;
+        let ready = async || client.get(&page).send().await.is_ok_and(|answer| answer.status().is_success());
         ensure!(ports::until(START, async || !ready().await).await, "the end is not noticed:\n{}", old.log_tail());
         self.start_router(more).await?;
         Ok(old)
@@ -265,7 +266,7 @@ impl Stack {
 
     /// One of warmroute's debug pages.
     pub(crate) async fn debug(&self, page: &str) -> anyhow::Result<Value> {
-        let client = reqwest::Client::builder().no_proxy().build()?;
+        let client = warmroute::tls::client().build()?;
         let response = client.get(self.admin_url(&format!("/debug/{page}"))).send().await?;
         ensure!(response.status().is_success(), "/debug/{page} answers {}", response.status());
         Ok(response.json().await?)

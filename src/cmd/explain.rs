@@ -63,7 +63,7 @@ async fn ask(admin: &str, question: &Question, args: &ExplainArgs) -> anyhow::Re
     }
     let json = args.json;
     // The process is an operator's own; a proxy has no business between.
-    let client = reqwest::Client::builder().no_proxy().timeout(PATIENCE).build()?;
+    let client = crate::tls::client().timeout(PATIENCE).build()?;
     let url = format!("{}{PAGE}", admin.trim_end_matches('/'));
     let mut request = client
         .post(&url)

@@ -51,7 +51,7 @@ impl HttpSharedCache {
         let client = |problem: &dyn std::fmt::Display| SharedCacheError::Client(problem.to_string());
         let url = Url::parse(&config.url).map_err(|problem| client(&problem))?;
         // A cache is an inner service: it is reached directly, and where it sends us instead we have no business.
-        let builder = Client::builder().no_proxy().redirect(Policy::none()).tcp_nodelay(true);
+        let builder = crate::tls::client().redirect(Policy::none()).tcp_nodelay(true);
         let pool = builder.pool_max_idle_per_host(config.in_flight as usize);
         Ok(Self {
             client: pool.build().map_err(|problem| client(&problem))?,

@@ -78,7 +78,7 @@ impl Site {
     }
 
     pub(crate) async fn page(&self, page: &str) -> String {
-        let client = reqwest::Client::builder().no_proxy().build().unwrap();
+        let client = warmroute::tls::client().build().unwrap();
         client.get(format!("http://{}/{page}", self.admin)).send().await.unwrap().text().await.unwrap()
     }
 

@@ -61,7 +61,7 @@ async fn bodies_arrive(shown: Shown) {
     deployment.start_router(&telling(json!({"limits": {}}))).await.unwrap();
     let envoy = shown.config(&deployment);
     deployment.start_envoy(&envoy).await.unwrap();
-    let client = || reqwest::Client::builder().no_proxy().timeout(PATIENCE);
+    let client = || warmroute::tls::client().timeout(PATIENCE);
     let http1 = client().http1_only().build().unwrap();
     let http2 = client().http2_prior_knowledge().build().unwrap();
 

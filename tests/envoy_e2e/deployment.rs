@@ -62,7 +62,7 @@ impl Deployment {
     pub(crate) async fn engines(specs: &[EngineSpec]) -> Self {
         let dir = tempfile::Builder::new().prefix("warmroute-").tempdir().unwrap();
         let stack = Stack::engines(&programs(), specs, dir.path()).await.unwrap();
-        let http = reqwest::Client::builder().no_proxy().timeout(PATIENCE).build().unwrap();
+        let http = warmroute::tls::client().timeout(PATIENCE).build().unwrap();
         Self { stack, http, _dir: dir }
     }
 

@@ -68,7 +68,7 @@ impl Bed {
             }
         }
         stack.start_envoy(&config).await.unwrap();
-        let http = reqwest::Client::builder().no_proxy().build().unwrap();
+        let http = warmroute::tls::client().build().unwrap();
         let bed = Self { stack, http, more: all, _dir: dir };
         bed.routed_again().await;
         bed

@@ -206,7 +206,7 @@ fn pieces(body: &[u8], upload: Upload) -> reqwest::Body {
 
 /// The same in HTTP/2.
 pub(crate) async fn http2(port: u16, body: &[u8], upload: Upload) -> Got {
-    let client = reqwest::Client::builder().no_proxy().timeout(SOON).http2_prior_knowledge().build().unwrap();
+    let client = warmroute::tls::client().timeout(SOON).http2_prior_knowledge().build().unwrap();
     let mut request = client.post(format!("http://127.0.0.1:{port}/v1/chat/completions"));
     request = request.header("content-type", "application/json");
     if upload.expect {

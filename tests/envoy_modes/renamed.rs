@@ -40,7 +40,7 @@ async fn a_model_is_renamed_on_its_way_there_and_back() {
     let rewrites = json!({"rules": [{"models": names, "to": [{"model": MODEL}]}]});
     let changes: Vec<Change> = MODES.into_iter().map(Shown::change).collect();
     let gateway = Gateway::start(&[worker.engine(1)], json!({"rewrites": rewrites}), &changes).await;
-    let client = || reqwest::Client::builder().no_proxy().timeout(crate::bed::SOON);
+    let client = || warmroute::tls::client().timeout(crate::bed::SOON);
     let clients = [client().http1_only().build().unwrap(), client().http2_prior_knowledge().build().unwrap()];
     for (listener, shown) in MODES.into_iter().enumerate() {
         for (client, asked) in clients.iter().flat_map(|client| names.map(|name| (client, name))) {

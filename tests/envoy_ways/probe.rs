@@ -87,7 +87,7 @@ fn patient_probe(config: &str) -> String {
 }
 
 fn clients() -> [(reqwest::Client, Version); 2] {
-    let client = || reqwest::Client::builder().no_proxy().timeout(PATIENCE);
+    let client = || warmroute::tls::client().timeout(PATIENCE);
     let http1 = client().http1_only().build().unwrap();
     let http2 = client().http2_prior_knowledge().build().unwrap();
     [(http1, Version::HTTP_11), (http2, Version::HTTP_2)]

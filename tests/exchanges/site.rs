@@ -53,7 +53,7 @@ impl Site {
         let channel = Channel::from_shared(format!("http://{tcp}")).unwrap().connect().await.unwrap();
         let health = HealthClient::new(channel.clone());
         let gateway = ExternalProcessorClient::new(channel).max_decoding_message_size(usize::MAX);
-        let pages = reqwest::Client::builder().no_proxy().build().unwrap();
+        let pages = warmroute::tls::client().build().unwrap();
         let site = Self { gateway, health, admin, pages, dir, shutdown, running };
         if workers != json!([]) {
             site.until("readyz", |page| page["ready"] == true).await;

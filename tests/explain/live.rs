@@ -50,7 +50,7 @@ impl Deployment {
         let envoy = stack.standalone().config().unwrap();
         // Only how long it waits for warmroute is another: a busy machine is nobody's fault.
         stack.start_envoy(&envoy.replace(" message_timeout: 1s", " message_timeout: 30s")).await.unwrap();
-        let http = reqwest::Client::builder().no_proxy().timeout(PATIENCE).build().unwrap();
+        let http = warmroute::tls::client().timeout(PATIENCE).build().unwrap();
         Self { stack, http, _dir: dir }
     }
 

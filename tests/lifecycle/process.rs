@@ -68,7 +68,7 @@ impl Process {
         let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
         command.arg("serve").arg("--config").arg(&path).args(args);
         let child = Child::spawn("warmroute", &command, dir.path()).unwrap();
-        let http = reqwest::Client::builder().no_proxy().build().unwrap();
+        let http = warmroute::tls::client().build().unwrap();
         Self { child, dir, grpc, health, admin, http }
     }
 

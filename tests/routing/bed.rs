@@ -84,7 +84,7 @@ impl Bed {
         stack.start_router(&config).await.unwrap();
         let shipped = stack.standalone().config().unwrap();
         stack.start_envoy(&envoy(&shipped)).await.unwrap();
-        let http = reqwest::Client::builder().no_proxy().timeout(SOON).build().unwrap();
+        let http = warmroute::tls::client().timeout(SOON).build().unwrap();
         Self { stack, http, _dir: dir }
     }
 

@@ -29,6 +29,7 @@ pub(crate) struct Answer {
     model: String,
     wants_usage: bool,
     wants_token_ids: bool,
+    tells_cached: bool,
     vocabulary: Arc<Tokens>,
     prompts: Vec<Vec<u32>>,
     choices: Vec<Choice>,
@@ -56,10 +57,16 @@ impl Answer {
             model,
             wants_usage: ask.wants_usage(),
             wants_token_ids: ask.wants_token_ids(),
+            tells_cached: true,
             vocabulary,
             prompts,
             choices,
         }
+    }
+
+    /// The same without a word on what was cached.
+    pub(crate) fn silent_on_cache(self) -> Self {
+        Self { tells_cached: false, ..self }
     }
 
     /// Notes a token of the choice at `at`; returns its text.
@@ -84,7 +91,7 @@ impl Answer {
             "prompt_tokens": prompt,
             "total_tokens": prompt + completion,
             "completion_tokens": completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": self.tells_cached.then(|| json!({"cached_tokens": cached})),
         })
     }
 

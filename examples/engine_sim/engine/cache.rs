@@ -136,6 +136,8 @@ pub(crate) struct Cache {
     /// Physical copies of every cached block, oldest first.
     cached: HashMap<EngineHash, Vec<BlockId>>,
     events: Vec<CacheEvent>,
+    /// Whether computed blocks are kept for others.
+    keeps: bool,
     /// Places taken at either end of the free list so far.
     front: i64,
     back: i64,
@@ -149,6 +151,7 @@ impl Cache {
             free: BTreeMap::new(),
             cached: HashMap::new(),
             events: Vec::new(),
+            keeps: true,
             front: 0,
             back: 0,
         };
@@ -157,6 +160,15 @@ impl Cache {
             cache.put_free(id, cache.back);
         }
         cache
+    }
+
+    /// The same without prefix caching.
+    pub(crate) fn forgetting(self) -> Self {
+        Self { keeps: false, ..self }
+    }
+
+    pub(crate) fn keeps(&self) -> bool {
+        self.keeps
     }
 
     pub(crate) fn block_size(&self) -> usize {
@@ -299,6 +311,9 @@ impl Cache {
     }
 
     fn store(&mut self, sequence: &mut Sequence, full: std::ops::Range<usize>) {
+        if !self.keeps {
+            return;
+        }
         sequence.extend_hashes(self.block_size);
         for position in full.clone() {
             let (id, hash) = (sequence.blocks[position], sequence.hashes[position]);

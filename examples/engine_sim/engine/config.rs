@@ -30,6 +30,8 @@ pub(crate) struct EngineConfig {
     #[command(flatten)]
     pub(crate) events: Events,
     #[command(flatten)]
+    pub(crate) surface: Surface,
+    #[command(flatten)]
     pub(crate) pace: Pace,
     /// Misbehaviour from the start, as JSON; POST /sim/misbehave takes the same, and changes only the fields it gets:
     /// `crash` ("next_step" or {"after_requests": n}), `hang`, `refuse` (a status), `slow_first_token_ms`,
@@ -65,6 +67,29 @@ pub(crate) struct Capacity {
     /// Number of the first of them.
     #[arg(long, default_value_t = 0)]
     pub(crate) dp_start: u32,
+}
+
+/// What the engine offers beside answers. All of it by default, as an operator who wants exact routing starts vLLM.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct Surface {
+    /// Answer `/v1` only to who brings this token.
+    #[arg(long)]
+    pub(crate) api_key: Option<String>,
+    /// Compute every prompt anew.
+    #[arg(long)]
+    pub(crate) no_prefix_caching: bool,
+    /// Do not say in `usage` how much of a prompt was cached: vLLM without `--enable-prompt-tokens-details`.
+    #[arg(long)]
+    pub(crate) no_prompt_tokens_details: bool,
+    /// Refuse to render, with 403: vLLM without `--enable-scale-out`.
+    #[arg(long)]
+    pub(crate) no_render: bool,
+    /// Have no `/tokenize`.
+    #[arg(long)]
+    pub(crate) no_tokenize: bool,
+    /// Have no `/kv_event_sources`, as older engines.
+    #[arg(long)]
+    pub(crate) no_kv_event_sources: bool,
 }
 
 /// KV event sockets; rank r uses port + r of each.

@@ -1,4 +1,5 @@
-//! The engine's HTTP surface: OpenAI's endpoints, vLLM's operational ones, and `/sim/*` for tests.
+//! The engine's HTTP surface: OpenAI's endpoints, vLLM's operational ones (`render` has those that answer with tokens), and
+//! `/sim/*` for tests.
 
 use std::convert::Infallible;
 use std::io;
@@ -21,8 +22,10 @@ use super::Engine;
 use super::answer::Answer;
 use super::ask::Ask;
 use super::cache::{Keys, Sequence};
+use super::guard;
 use super::metrics;
 use super::rank::{Rank, Ticket};
+use super::render;
 use super::scheduler::Output;
 
 /// Headers that tests want to see as the engine saw them.
@@ -40,6 +43,7 @@ const HELD_LOOK: Duration = Duration::from_millis(5);
 
 pub(crate) fn router(engine: Arc<Engine>) -> Router {
     Router::new()
+        .merge(render::routes())
         .route("/v1/chat/completions", post(generate))
         .route("/v1/completions", post(generate))
         .route("/v1/models", get(models))
@@ -50,6 +54,7 @@ pub(crate) fn router(engine: Arc<Engine>) -> Router {
         .route("/sim/state", get(state))
         .route("/sim/misbehave", get(faults).post(misbehave))
         .layer(DefaultBodyLimit::disable())
+        .layer(middleware::from_fn_with_state(engine.clone(), guard::admit))
         .layer(middleware::from_fn_with_state(engine.clone(), sign))
         .with_state(engine)
 }
@@ -74,8 +79,12 @@ async fn sign(State(engine): State<Arc<Engine>>, request: Request, next: Next) -
 pub(crate) struct Refusal(StatusCode, String);
 
 impl Refusal {
-    fn bad(message: impl Into<String>) -> Self {
-        Self(StatusCode::BAD_REQUEST, message.into())
+    pub(crate) fn new(status: StatusCode, message: impl Into<String>) -> Self {
+        Self(status, message.into())
+    }
+
+    pub(crate) fn bad(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, message)
     }
 }
 
@@ -84,6 +93,7 @@ impl IntoResponse for Refusal {
         let Self(status, message) = self;
         let kind = match status {
             StatusCode::BAD_REQUEST => "BadRequestError",
+            StatusCode::FORBIDDEN => "ForbiddenError",
             StatusCode::NOT_FOUND => "NotFoundError",
             StatusCode::TOO_MANY_REQUESTS => "TooManyRequestsError",
             _ => "InternalServerError",
@@ -124,6 +134,7 @@ async fn generate(
     let name = headers.get("x-request-id").and_then(|id| id.to_str().ok()).map(str::to_owned);
     let name = name.unwrap_or_else(|| engine.next_name());
     let answer = Answer::new((api, &ask), (model, &name), prompts, engine.tokens.clone());
+    let answer = if engine.config.surface.no_prompt_tokens_details { answer.silent_on_cache() } else { answer };
     let mut response = if ask.streams() {
         let content = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")];
         (content, Body::from_stream(events(engine, tickets, answer))).into_response()
@@ -135,7 +146,7 @@ async fn generate(
 }
 
 /// What separates this request's blocks; refuses a model nobody serves.
-fn keys(engine: &Engine, ask: &Ask) -> Result<Keys, Refusal> {
+pub(crate) fn keys(engine: &Engine, ask: &Ask) -> Result<Keys, Refusal> {
     let lora = match ask.model.as_deref() {
         None => None,
         Some(model) if model == engine.config.model => None,
@@ -247,8 +258,11 @@ async fn reset(State(engine): State<Arc<Engine>>) -> Json<Value> {
     Json(json!({"reset": ranks}))
 }
 
-async fn event_sources(State(engine): State<Arc<Engine>>) -> Json<Value> {
-    Json(engine.event_sources())
+async fn event_sources(State(engine): State<Arc<Engine>>) -> Result<Json<Value>, Refusal> {
+    if engine.config.surface.no_kv_event_sources {
+        return Err(Refusal::new(StatusCode::NOT_FOUND, "Not Found"));
+    }
+    Ok(Json(engine.publishers()))
 }
 
 async fn state(State(engine): State<Arc<Engine>>) -> Json<Value> {

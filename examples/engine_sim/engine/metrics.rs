@@ -68,6 +68,7 @@ pub(crate) struct Sample {
     pub(crate) used_blocks: usize,
     pub(crate) num_blocks: usize,
     pub(crate) block_size: usize,
+    pub(crate) prefix_caching: bool,
     pub(crate) totals: Totals,
     pub(crate) durations: Durations,
 }
@@ -150,8 +151,9 @@ pub(crate) fn render(model: &str, samples: &[Sample]) -> String {
     header(&mut page, ("cache_config_info", "gauge", "Cache configuration."));
     for sample in samples {
         let Sample { rank, block_size, num_blocks, .. } = sample;
+        let caching = if sample.prefix_caching { "True" } else { "False" };
         let labels = format!(
-            "block_size=\"{block_size}\",enable_prefix_caching=\"True\",engine=\"{rank}\",\
+            "block_size=\"{block_size}\",enable_prefix_caching=\"{caching}\",engine=\"{rank}\",\
              kv_cache_size_tokens=\"{}\",num_gpu_blocks=\"{num_blocks}\",prefix_caching_hash_algo=\"xxh3\"",
             block_size * num_blocks
         );
@@ -195,7 +197,17 @@ mod tests {
             durations.first_token.observe(seconds);
         }
         let totals = Totals { prefix_queries: 40, prefix_hits: 16, prompt_tokens: 40, ..Totals::default() };
-        Sample { rank, running: 2, waiting: 1, used_blocks: 8, num_blocks: 32, block_size: 16, totals, durations }
+        Sample {
+            rank,
+            running: 2,
+            waiting: 1,
+            used_blocks: 8,
+            num_blocks: 32,
+            block_size: 16,
+            prefix_caching: true,
+            totals,
+            durations,
+        }
     }
 
     #[test]

@@ -178,6 +178,7 @@ impl Rank {
             used_blocks: scheduler.cache.used_blocks(),
             num_blocks: scheduler.cache.num_blocks(),
             block_size: scheduler.cache.block_size(),
+            prefix_caching: scheduler.cache.keeps(),
             totals: scheduler.totals(),
             durations: durations.clone(),
         }

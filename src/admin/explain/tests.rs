@@ -59,7 +59,7 @@ impl Pages {
     }
 
     async fn send(&self, method: Method, accept: &str, question: impl Into<reqwest::Body>) -> (u16, String) {
-        let client = reqwest::Client::builder().no_proxy().build().unwrap();
+        let client = crate::tls::client().build().unwrap();
         let request = client.request(method, &self.url).header("accept", accept).body(question);
         let answer = request.send().await.unwrap();
         (answer.status().as_u16(), answer.text().await.unwrap())
