@@ -305,6 +305,16 @@ metrics! {
     workers_out: Gauge = Gauge::default();
     /// Bytes of request bodies that are held until they are routed
     held_body_bytes: Gauge = Gauge::default();
+    /// Prompts whose tokens were looked for among those of earlier prompts, by outcome: hit, miss, uncut (too short, or without an added token to resume at)
+    prompt_cache_lookups: Family<OutcomeLabel, Counter> = Family::default();
+    /// Prompt tokens that were taken over from earlier prompts
+    prompt_cache_resumed_tokens: Counter = Counter::default();
+    /// Tokens of the prompts that hit or missed
+    prompt_cache_looked_up_tokens: Counter = Counter::default();
+    /// Bytes that are kept of earlier prompts
+    prompt_cache_bytes: Gauge = Gauge::default();
+    /// Pieces of earlier prompts that were thrown out to make room
+    prompt_cache_evictions: Counter = Counter::default();
     /// Streams of the filter that looks for first tokens, by outcome: seen, foreign (of no exchange that waits), none
     first_token_streams: Family<OutcomeLabel, Counter> = Family::default();
     /// Requests that another endpoint served than was chosen, by what became of their booking: moved, away (released), unknown (an address of nobody we know; it stays)
