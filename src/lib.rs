@@ -11,6 +11,7 @@
 // Layer 1: vocabulary.
 pub mod block;
 pub mod tier;
+pub mod trust;
 pub mod worker;
 
 // Layer 2: core. No I/O, no tokio; clock and randomness are passed in.

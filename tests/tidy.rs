@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 const LAYERS: &[(&str, u8)] = &[
     ("worker", 1),
     ("tier", 1),
+    ("trust", 1),
     ("block", 1),
     ("disagg", 2),
     ("fleet", 2),

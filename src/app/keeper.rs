@@ -23,6 +23,7 @@ use crate::lifecycle::{self, Readiness, ReadyGuard, supervise};
 use crate::metrics::{Metrics, RankLabels};
 use crate::predict::{EffectivePolicy, RankPrediction};
 use crate::router::Router;
+use crate::trust::{Standing, Trust};
 use crate::worker::{Slot, Worker, WorkerId, WorkerRank};
 use crate::xds::config::EnvoyConfig;
 use crate::xds::eds_file;
@@ -207,7 +208,7 @@ impl Keeper {
         let Some(source) = self.sources.remove(&rank) else { return };
         source.stop.cancel();
         let _ended = source.task.await;
-        self.router.set_live(rank, false);
+        self.router.sources().forget(rank);
         self.metrics.kv_event_source_live.remove(&RankLabels::from(rank));
         lifecycle::forget(&task_name(rank), &self.metrics);
     }
@@ -281,7 +282,8 @@ impl Followed {
     async fn follow(&self, mut states: watch::Receiver<SourceState>, mut ready: Option<ReadyGuard>) {
         loop {
             let live = *states.borrow_and_update() == SourceState::Live;
-            self.router.set_live(self.spec.rank, live);
+            let standing = if live { Standing::EXACT } else { Standing::new(Trust::CatchingUp, None) };
+            self.router.set_trust(self.spec.rank, standing);
             if live {
                 ready = None;
             }
