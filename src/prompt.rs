@@ -9,7 +9,6 @@ mod files;
 mod methods;
 mod number;
 mod python;
-mod rebuilt;
 mod resume;
 mod support;
 mod syntax;
@@ -46,41 +45,6 @@ pub struct Config {
     /// A chat template to use instead of the model's own, as with the engine's `--chat-template`.
     #[serde(default)]
     pub chat_template: Option<PathBuf>,
-    /// Which transformers the engine reads the files with.
-    #[serde(default)]
-    pub transformers: Transformers,
-}
-
-/// The version of the library with which an engine reads a model's files.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(try_from = "u8", into = "u8")]
-pub enum Transformers {
-    /// Tokenizers are as they are written.
-    V4,
-    /// Those of some classes are built anew.
-    #[default]
-    V5,
-}
-
-impl TryFrom<u8> for Transformers {
-    type Error = String;
-
-    fn try_from(version: u8) -> Result<Self, String> {
-        match version {
-            4 => Ok(Self::V4),
-            5 => Ok(Self::V5),
-            other => Err(format!("{other} is no version whose tokenizers are known; write 4 or 5")),
-        }
-    }
-}
-
-impl From<Transformers> for u8 {
-    fn from(version: Transformers) -> Self {
-        match version {
-            Transformers::V4 => 4,
-            Transformers::V5 => 5,
-        }
-    }
 }
 
 /// How sure it is that the engine sees the same tokens.

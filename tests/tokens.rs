@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use warmroute::openai::{self, Api};
-use warmroute::prompt::{Config, EncodeError, Encoder, Exactness, LoadError, Transformers};
+use warmroute::prompt::{Config, EncodeError, Encoder, Exactness, LoadError};
 
 static QWEN: LazyLock<Encoder> = LazyLock::new(|| load("qwen2.5"));
 static TINYLLAMA: LazyLock<Encoder> = LazyLock::new(|| load("tinyllama"));
@@ -18,12 +18,8 @@ fn model(name: &str) -> PathBuf {
 }
 
 fn load(name: &str) -> Encoder {
-    let config = Config {
-        tokenizer: model(name).join("tokenizer.json.gz"),
-        tokenizer_config: None,
-        chat_template: None,
-        transformers: Transformers::V5,
-    };
+    let config =
+        Config { tokenizer: model(name).join("tokenizer.json.gz"), tokenizer_config: None, chat_template: None };
     Encoder::load(&config).unwrap()
 }
 
@@ -99,7 +95,7 @@ fn every_captured_scenario_becomes_the_engines_tokens() {
 fn completions_begin_with_the_tokenizers_special_tokens_unless_told_not_to() {
     for (prompt, tokens) in [
         (json!({"prompt": "hello"}), vec![1, 22172]),
-        (json!({"prompt": "<s>hello"}), vec![1, 1, 12199]),
+        (json!({"prompt": "<s>hello"}), vec![1, 1, 22172]),
         (json!({"prompt": "hello", "add_special_tokens": false}), vec![22172]),
         (json!({"prompt": [15, 16]}), vec![15, 16]),
         (json!({"prompt": [15, 16], "add_special_tokens": true}), vec![15, 16]),
@@ -108,27 +104,6 @@ fn completions_begin_with_the_tokenizers_special_tokens_unless_told_not_to() {
         assert_eq!(encoded, [tokens], "{prompt}");
     }
     assert_eq!(completion(&QWEN, &json!({"prompt": "hello"})), Ok(vec![vec![14990]]));
-}
-
-#[test]
-fn tokenizers_that_the_engine_builds_itself_are_built_as_the_engine_does() {
-    let files = |transformers| Config {
-        tokenizer: model("tinyllama").join("tokenizer.json.gz"),
-        tokenizer_config: None,
-        chat_template: None,
-        transformers,
-    };
-    let written = Encoder::load(&files(Transformers::V4)).unwrap();
-    // As vLLM 0.32 answers, with transformers 5; and as the file says.
-    for (text, built, as_written) in [
-        (" hello", vec![1, 22172], vec![1, 29871, 22172]),
-        ("hello", vec![1, 22172], vec![1, 22172]),
-        ("hello</s>hello", vec![1, 22172, 2, 12199], vec![1, 22172, 2, 22172]),
-    ] {
-        let request = json!({"prompt": text});
-        assert_eq!(completion(&TINYLLAMA, &request), Ok(vec![built]), "{text:?}");
-        assert_eq!(completion(&written, &request), Ok(vec![as_written]), "{text:?}");
-    }
 }
 
 #[test]
@@ -260,25 +235,14 @@ fn files_that_cannot_be_used_are_named_with_the_problem() {
         let text = error.to_string();
         assert!(words.iter().all(|word| text.contains(word)), "{text}");
     };
-    let none = Config {
-        tokenizer: folder.path().join("no.json"),
-        tokenizer_config: None,
-        chat_template: None,
-        transformers: Transformers::V5,
-    };
+    let none = Config { tokenizer: folder.path().join("no.json"), tokenizer_config: None, chat_template: None };
     check(none, ["no.json", "No such file"]);
-    let bad = Config {
-        tokenizer: write("bad.json", "{}"),
-        tokenizer_config: None,
-        chat_template: None,
-        transformers: Transformers::V5,
-    };
+    let bad = Config { tokenizer: write("bad.json", "{}"), tokenizer_config: None, chat_template: None };
     check(bad, ["bad.json", "missing"]);
     let template = |source: &str| Config {
         tokenizer: tokenizer.clone(),
         tokenizer_config: None,
         chat_template: Some(write("t.jinja", source)),
-        transformers: Transformers::V5,
     };
     for (source, feature) in [
         ("{% include 'x' %}", "`include`"),
@@ -293,12 +257,7 @@ fn files_that_cannot_be_used_are_named_with_the_problem() {
         check(template(source), ["t.jinja", feature]);
     }
     let config = write("tokenizer_config.json", r#"{"added_tokens_decoder": {"7": {"content": "<new>"}}}"#);
-    let added = Config {
-        tokenizer: tokenizer.clone(),
-        tokenizer_config: Some(config),
-        chat_template: None,
-        transformers: Transformers::V5,
-    };
+    let added = Config { tokenizer: tokenizer.clone(), tokenizer_config: Some(config), chat_template: None };
     check(added, ["tokenizer_config.json", "<new>"]);
 }
 
@@ -311,7 +270,6 @@ fn a_bos_token_that_the_files_disagree_on_makes_special_tokens_uncertain() {
         tokenizer: model("tinyllama").join("tokenizer.json.gz"),
         tokenizer_config: Some(config),
         chat_template: None,
-        transformers: Transformers::V5,
     };
     let encoder = Encoder::load(&config).unwrap();
     assert!(matches!(completion(&encoder, &json!({"prompt": "hello"})), Err(EncodeError::Uncertain(_))));

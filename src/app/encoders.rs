@@ -84,7 +84,7 @@ impl Encoders {
 fn files_of(model: &ModelConfig) -> Option<prompt::Config> {
     let tokenizer = model.tokenizer.clone()?;
     let (tokenizer_config, chat_template) = (model.tokenizer_config.clone(), model.chat_template.clone());
-    Some(prompt::Config { tokenizer, tokenizer_config, chat_template, transformers: model.transformers })
+    Some(prompt::Config { tokenizer, tokenizer_config, chat_template })
 }
 
 fn encoder(

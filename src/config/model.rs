@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::ext_proc::config::FailureMode;
 use crate::kv_events::MediaTokens;
-use crate::prompt::Transformers;
 use crate::settings::Problem;
 use crate::worker::{BlockSize, ModelName};
 
@@ -28,9 +27,6 @@ pub struct ModelConfig {
     /// A Jinja file in place of the template in `tokenizer_config`.
     #[serde(default)]
     pub chat_template: Option<PathBuf>,
-    /// Which version of transformers its engines read these files with: 5 builds some tokenizers anew, 4 takes them as written.
-    #[serde(default)]
-    pub transformers: Transformers,
     /// Names of LoRA adapters on top of it, as requests use them and as its engines report them.
     #[serde(default)]
     pub adapters: Vec<ModelName>,

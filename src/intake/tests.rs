@@ -23,7 +23,6 @@ fn hurried() -> Arc<Intake> {
         tokenizer: "examples/models/qwen2.5/tokenizer.json.gz".into(),
         tokenizer_config: None,
         chat_template: None,
-        transformers: prompt::Transformers::default(),
     };
     let model = Model {
         name: "m".into(),

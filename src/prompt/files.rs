@@ -8,12 +8,11 @@ use std::path::{Path, PathBuf};
 use flate2::read::GzDecoder;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use thiserror::Error;
 use tokenizers::Tokenizer;
 
-use super::rebuilt::{self, Class};
-use super::{Config, Transformers};
+use super::Config;
 
 /// Why a model's files cannot be used.
 #[derive(Debug, Error)]
@@ -78,8 +77,6 @@ struct TokenizerConfig {
     #[serde(default)]
     added_tokens_decoder: Map<String, Value>,
     #[serde(flatten)]
-    class: Class,
-    #[serde(flatten)]
     rest: Map<String, Value>,
 }
 
@@ -108,10 +105,8 @@ impl Config {
         let config_folder = config.as_deref().and_then(Path::parent).unwrap_or(folder);
         let template = self.chat_template.clone().or_else(|| beside(config_folder, "chat_template.jinja"));
         let special_tokens = beside(config_folder, "special_tokens_map.json");
-        let family = beside(config_folder, "config.json");
         let mut hasher = blake3::Hasher::new();
-        hasher.update(&[self.transformers.into()]);
-        for file in [Some(self.tokenizer.clone()), config, template, special_tokens, family] {
+        for file in [Some(self.tokenizer.clone()), config, template, special_tokens] {
             // An absent file is another thing than an empty one, and no file runs into the next.
             let Some(path) = file else {
                 hasher.update(&[0]);
@@ -127,15 +122,11 @@ impl Config {
 pub(super) fn load(config: &Config) -> Result<Loaded, LoadError> {
     let folder = config.tokenizer.parent().unwrap_or(Path::new(""));
     let config_path = config.tokenizer_config.clone().or_else(|| beside(folder, "tokenizer_config.json"));
-    let settings: TokenizerConfig = config_path.as_deref().map(json_of).transpose()?.unwrap_or_default();
+    let settings: TokenizerConfig = config_path.as_deref().map(json).transpose()?.unwrap_or_default();
     let config_path = config_path.unwrap_or_else(|| config.tokenizer.clone());
     let config_folder = config_path.parent().unwrap_or(Path::new("")).to_owned();
 
-    let built = match config.transformers {
-        Transformers::V4 => None,
-        Transformers::V5 => settings.class.prepend_scheme(&config_folder)?,
-    };
-    let tokenizer = tokenizer(&config.tokenizer, &settings, built)?;
+    let tokenizer = tokenizer(&config.tokenizer, &settings)?;
     check_added_tokens(&tokenizer, &settings, &config_path)?;
     let special_tokens = special_tokens(&settings, &config_folder)?;
     let special_tokens_doubt = special_tokens_doubt(&tokenizer, &settings, &special_tokens);
@@ -143,14 +134,9 @@ pub(super) fn load(config: &Config) -> Result<Loaded, LoadError> {
     Ok(Loaded { tokenizer, templates, special_tokens, special_tokens_doubt })
 }
 
-/// The tokenizer of a file; where the engine builds it itself, in that way.
-fn tokenizer(path: &Path, settings: &TokenizerConfig, built: Option<&str>) -> Result<Tokenizer, LoadError> {
+fn tokenizer(path: &Path, settings: &TokenizerConfig) -> Result<Tokenizer, LoadError> {
     let content = |error: tokenizers::Error| LoadError::Content { path: path.to_owned(), problem: error.to_string() };
-    let written = match built {
-        None => read(path)?,
-        Some(prepend_scheme) => json!(rebuilt::rebuild(json_of(path)?, prepend_scheme)).to_string().into_bytes(),
-    };
-    let mut tokenizer = Tokenizer::from_bytes(written).map_err(content)?;
+    let mut tokenizer = Tokenizer::from_bytes(read(path)?).map_err(content)?;
     tokenizer.with_truncation(None).map_err(content)?;
     tokenizer.with_padding(None);
     tokenizer.set_encode_special_tokens(settings.split_special_tokens.unwrap_or(false));
@@ -171,7 +157,7 @@ fn check_added_tokens(tokenizer: &Tokenizer, settings: &TokenizerConfig, path: &
 
 fn special_tokens(settings: &TokenizerConfig, folder: &Path) -> Result<Vec<(&'static str, String)>, LoadError> {
     let map: Map<String, Value> =
-        beside(folder, "special_tokens_map.json").as_deref().map(json_of).transpose()?.unwrap_or_default();
+        beside(folder, "special_tokens_map.json").as_deref().map(json).transpose()?.unwrap_or_default();
     let text = |value: &Value| match value {
         Value::String(text) => Some(text.clone()),
         Value::Object(token) => token.get("content").and_then(Value::as_str).map(str::to_owned),
@@ -223,11 +209,11 @@ fn templates(
 }
 
 /// A file beside the others, plain or compressed.
-pub(super) fn beside(folder: &Path, name: &str) -> Option<PathBuf> {
+fn beside(folder: &Path, name: &str) -> Option<PathBuf> {
     [name.to_owned(), format!("{name}.gz")].into_iter().map(|name| folder.join(name)).find(|path| path.is_file())
 }
 
-pub(super) fn json_of<T: DeserializeOwned>(path: &Path) -> Result<T, LoadError> {
+fn json<T: DeserializeOwned>(path: &Path) -> Result<T, LoadError> {
     serde_json::from_slice(&read(path)?)
         .map_err(|error| LoadError::Content { path: path.to_owned(), problem: error.to_string() })
 }

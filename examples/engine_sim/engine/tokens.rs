@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use anyhow::{Context as _, ensure};
 use serde_json::json;
 use warmroute::openai::{self, Api};
-use warmroute::prompt::{Config, Encoder, Transformers};
+use warmroute::prompt::{Config, Encoder};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const WORDS: &str = include_str!("words.txt");
@@ -50,13 +50,8 @@ pub(crate) struct Tokens {
 impl Tokens {
     pub(crate) fn load(files: &Files) -> anyhow::Result<Self> {
         let Files { tokenizer, tokenizer_config, chat_template } = files.clone();
-        let encoder = Encoder::load(&Config {
-            tokenizer,
-            tokenizer_config,
-            chat_template,
-            transformers: Transformers::default(),
-        })
-        .with_context(|| format!("cannot load {}", files.tokenizer.display()))?;
+        let encoder = Encoder::load(&Config { tokenizer, tokenizer_config, chat_template })
+            .with_context(|| format!("cannot load {}", files.tokenizer.display()))?;
         let openings = vocabulary(&encoder, "x\n", WORDS.lines().map(capitalised))?;
         let words = vocabulary(&encoder, "The", WORDS.lines().map(|word| format!(" {word}")))?;
         let least = openings.tokens.len().min(words.tokens.len());
