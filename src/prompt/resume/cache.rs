@@ -261,3 +261,6 @@ impl Table {
         self.entries[RING as usize].older = place;
     }
 }
+
+#[cfg(test)]
+mod tests;
