@@ -240,8 +240,11 @@ impl Encoder {
                 }
                 Ok(resumer.framed(bare, special))
             }
-            // Whole, and where it fails in pieces it says why.
-            Ok(None) | Err(_) => self.tokens_of(text, special, keep, side).map(Tokens::from),
+            Ok(None) => self.tokens_of(text, special, keep, side).map(Tokens::from),
+            Err(_) => {
+                resumer.count_failed();
+                self.tokens_of(text, special, keep, side).map(Tokens::from)
+            }
         };
         texts.iter().map(tokens).collect()
     }

@@ -52,15 +52,26 @@ struct Figures {
     prompts: AtomicUsize,
     bytes: AtomicUsize,
     blocks: AtomicUsize,
+    failed: AtomicUsize,
+}
+
+/// The tokenizer in a file, with the template beside it or, where that cannot be followed, with a plain one.
+fn load(tokenizer: &Path) -> Encoder {
+    const PLAIN: &str = "{% for message in messages %}{{ bos_token }}{{ message.content }}{{ eos_token }}{% endfor %}";
+    let config = |chat_template| Config { tokenizer: tokenizer.to_owned(), tokenizer_config: None, chat_template };
+    Encoder::load(&config(None)).unwrap_or_else(|_| {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        std::io::Write::write_all(&mut file, PLAIN.as_bytes()).unwrap();
+        Encoder::load(&config(Some(file.path().to_owned()))).unwrap()
+    })
 }
 
 fn subject(name: &str, folder: &Path) -> Subject {
     let files = ["tokenizer.json", "tokenizer.json.gz"].map(|name| folder.join(name));
     let tokenizer = files.into_iter().find(|file| file.is_file()).unwrap();
-    let config = Config { tokenizer: tokenizer.clone(), tokenizer_config: None, chat_template: None };
     let metrics = Arc::new(Metrics::new());
     let cache = PromptCache::new(16 << 20, metrics.clone());
-    let (encoder, resumes) = Encoder::load(&config).unwrap().resuming(cache.clone());
+    let (encoder, resumes) = load(&tokenizer).resuming(cache.clone());
     assert_eq!(resumes, Ok(()), "{name}");
     let added = made::added_tokens(&tokenizer);
     let mut random = SmallRng::seed_from_u64(SEED);
@@ -210,7 +221,10 @@ fn compare(random: &mut impl Rng, subject: &Subject, rendered: &Rendered<'_>, fi
     let resumed = subject.encoder.tokenize_resuming(rendered, tenant.as_deref());
     let (plain, resumed) = match (plain, resumed) {
         (Ok(plain), Ok(resumed)) => (plain, resumed),
-        (plain, resumed) => return assert_eq!(plain.err(), resumed.err(), "{}", subject.name),
+        (plain, resumed) => {
+            figures.failed.fetch_add(1, Ordering::Relaxed);
+            return assert_eq!(plain.err(), resumed.err(), "{}", subject.name);
+        }
     };
     assert_eq!(plain.len(), resumed.len());
     let lora = random.random_bool(0.2).then(|| "adapter".to_owned());
@@ -278,6 +292,8 @@ fn hold_against_each_other(name: &str, folder: &Path) {
         metrics.prompt_cache_evictions.get(),
         started.elapsed(),
     );
+    // Only what fails anyway may fail in pieces.
+    assert!(lookups("failed") as usize <= figures.failed.load(Ordering::Relaxed), "{name}: an edge was none");
     assert!(hits > 0 && misses > 0 && resumed > 0, "{name}: nothing was resumed, so nothing was tested");
     assert!(metrics.prompt_cache_evictions.get() > 0 || figures.conversations.load(Ordering::Relaxed) < 500, "{name}");
 }

@@ -59,6 +59,11 @@ fn awkward() -> Vec<AddedToken> {
         // The first of these is no edge, the second is.
         special("<e>"),
         special("<e>x"),
+        // Nor are `<c>` and `<d>`: others contain the one in their middle and end in the beginning of the other.
+        special("<c>"),
+        special("a<c>b"),
+        special("<d>"),
+        special("q<d"),
         // Overlaps itself.
         special("<a><a"),
         special("  <space>"),
