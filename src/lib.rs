@@ -26,6 +26,7 @@ pub mod sessions;
 
 // Layer 3: application.
 pub mod admission;
+pub mod audit;
 pub mod entrance;
 pub mod router;
 
@@ -33,6 +34,7 @@ pub mod router;
 pub mod admin;
 pub mod api;
 pub mod discovery;
+pub mod engine_client;
 pub mod engine_sessions;
 pub mod ext_proc;
 pub mod intake;

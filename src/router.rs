@@ -4,6 +4,7 @@
 //! drop releases everything that was taken.
 
 mod answer;
+mod churn;
 mod explain;
 mod feedback;
 mod leg;
@@ -27,6 +28,7 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 pub use answer::{Destination, Mode, Phases, Prefill, Reason, Route, RouteError, Steer};
+pub use churn::Churn;
 pub use explain::{Explanation, Judged, PhaseExplained};
 pub use feedback::{Answer, AnswerFrom};
 pub use outside::{Elsewhere, Foreign, Surveyed};
@@ -48,6 +50,7 @@ use crate::load::{LoadTracker, LoadView};
 use crate::schedule::{Occupancy, Overload};
 use crate::trust::Standing;
 use crate::worker::WorkerRank;
+use churn::Churns;
 use feedback::Durations;
 use leg::{Decision, Legs, Undecided};
 use pools::{Pools, Standings};
@@ -65,6 +68,7 @@ pub struct Router {
     durations: Durations,
     settings: ArcSwap<RouterSettings>,
     sources: Sources,
+    churns: Churns,
     random: Mutex<SmallRng>,
     scratch: Scratch,
 }
@@ -76,6 +80,7 @@ impl Router {
             fleet: ArcSwap::from_pointee(Fleet::empty()),
             index,
             predictions: Predictions::default(),
+            churns: Churns::new(load.now()),
             load,
             overload: Overload::new(settings.overload),
             health: Health::new(settings.health),
@@ -103,6 +108,7 @@ impl Router {
     pub fn publish(&self, fleet: Arc<Fleet>) {
         self.overload.retain(|worker| fleet.worker(worker).is_some());
         self.health.retain(|worker| fleet.worker(worker).is_some());
+        self.retain_churns(|rank| fleet.slot(rank).is_some());
         self.fleet.store(fleet);
     }
 
@@ -341,6 +347,8 @@ impl Router {
             trust: prepared.standing(member).trust,
             predicted_cached_tokens: cached(&member),
             best_cached_tokens: members.iter().map(cached).max().unwrap_or(0),
+            chance_cached_tokens: members.iter().map(cached).sum::<u64>() / (members.len() as u64).max(1),
+            reusable_tokens: prepared.reusable_tokens(),
             candidates: members.len(),
             choice: leg.choice.clone(),
             phases,

@@ -17,7 +17,7 @@ use crate::api::Feed;
 use crate::config::Config;
 use crate::entrance::Entrance;
 use crate::fleet::{Fleet, Member};
-use crate::index::RankWriter;
+use crate::index::{KvEvent, RankWriter};
 use crate::kv_events::{self, Held, RankSink, SourceSpec, SourceState, Witness};
 use crate::lifecycle::{self, Readiness, ReadyGuard, supervise};
 use crate::metrics::Metrics;
@@ -278,8 +278,13 @@ impl Followed {
         let joined = Arc::new(self.feed.join(self.spec.rank, self.router.index().join(self.slot)));
         let (doubted, read, forgetting) = (joined.clone(), joined.clone(), joined.clone());
         let count = |writer: &RankWriter| Held { blocks: writer.len() as u64, doubted: writer.doubted() as u64 };
+        let churn = self.router.note_churn(self.spec.rank);
+        let apply = move |event: &KvEvent| {
+            churn.note(event, std::time::Instant::now());
+            joined.apply(event)
+        };
         RankSink {
-            apply: Box::new(move |event| joined.apply(event)),
+            apply: Box::new(apply),
             doubt: Box::new(move || doubted.doubt()),
             held: Box::new(move || read.read(count).unwrap_or_default()),
             forget_doubted: Box::new(move || forgetting.forget_doubted()),
