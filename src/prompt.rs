@@ -5,10 +5,14 @@
 mod continuation;
 mod conversation;
 mod detect;
+mod engine;
 mod files;
+mod illustrate;
+pub mod media;
 mod methods;
 mod number;
 mod python;
+mod stage;
 mod support;
 mod syntax;
 mod template;
@@ -25,8 +29,11 @@ use tokenizers::{Encoding, Tokenizer};
 
 use crate::openai::{Prompt, Request, Side, Tokenization};
 
+pub use engine::{Engine, Traits};
 use files::Loaded;
 pub use files::{Fingerprint, LoadError};
+pub use media::{Illustrated, MediaConfig};
+use media::Rules;
 use template::Templates;
 
 /// Where one model's tokenizer and chat template are. Files may be `.json` or `.json.gz`.
@@ -153,6 +160,8 @@ pub struct Encoder {
     tokenizer: Tokenizer,
     templates: Option<Templates>,
     special_tokens_doubt: Option<String>,
+    engine: Engine,
+    rules: Rules,
 }
 
 impl std::fmt::Debug for Encoder {
@@ -174,7 +183,20 @@ impl Encoder {
     ) -> Result<Self, LoadError> {
         let Loaded { tokenizer, templates, special_tokens, special_tokens_doubt } = files::load(config)?;
         let templates = templates.map(|sources| Templates::compile(sources, special_tokens, now)).transpose()?;
-        Ok(Self { tokenizer, templates, special_tokens_doubt })
+        let (engine, rules) = (Engine::default(), Rules::default());
+        Ok(Self { tokenizer, templates, special_tokens_doubt, engine, rules })
+    }
+
+    /// As [`Encoder::load`], for engines that are not the plainest.
+    pub fn load_as(config: &Config, traits: &Traits) -> Result<Self, LoadError> {
+        let mut encoder = Self::load(config)?;
+        encoder.engine = traits.engine;
+        if let Some(media) = &traits.media {
+            let id_of = |token: &str| encoder.tokenizer.token_to_id(token);
+            encoder.rules = Rules::new(media, &traits.name, id_of)
+                .map_err(|problem| LoadError::Content { path: config.tokenizer.clone(), problem })?;
+        }
+        Ok(encoder)
     }
 
     /// The tokens of a request: [`Encoder::render`], then [`Encoder::tokenize`].

@@ -11,7 +11,8 @@ use serde::de::{self, Deserializer, IgnoredAny, SeqAccess, Unexpected, Visitor};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
-use super::chat::{Chat, Content, Forwarded, Message, Part};
+use super::chat::{Chat, Content, Forwarded, Message};
+use super::part::{Part, Typed};
 use super::{ParseError, Prompt, Request};
 
 /// Begins a line that Claude Code changes with every request, and that vLLM drops for the sake of its cache.
@@ -204,23 +205,19 @@ impl Turns {
 /// A single text is plain content.
 fn joined(parts: Vec<Part>) -> Content {
     match <[Part; 1]>::try_from(parts) {
-        Ok([Part::Typed { kind: Some(kind), text: Some(text), .. }]) if kind == "text" => Content::Text(text),
+        Ok([Part::Typed(Typed { kind: Some(kind), text: Some(text), .. })]) if kind == "text" => Content::Text(text),
         Ok([part]) => Content::Parts(vec![part]),
         Err(parts) => Content::Parts(parts),
     }
-}
-
-fn part(kind: &str, text: Option<String>) -> Part {
-    Part::Typed { kind: Some(kind.to_owned()), text, refusal: None, thinking: None, uuid: None }
 }
 
 impl Blocks {
     fn fold(&mut self, block: Block) -> Option<()> {
         match block.kind.as_str() {
             "text" => {
-                self.parts.extend(block.text.filter(|text| !text.is_empty()).map(|text| part("text", Some(text))))
+                self.parts.extend(block.text.filter(|text| !text.is_empty()).map(|text| Part::typed("text", Some(text))))
             }
-            "image" => self.parts.extend(block.source.map(|_| part("image_url", None))),
+            "image" => self.parts.extend(block.source.map(|_| Part::typed("image_url", None))),
             "thinking" => {
                 if let Some(thinking) = block.thinking {
                     self.thoughts.get_or_insert_default().push_str(&thinking);
@@ -245,7 +242,7 @@ impl Blocks {
                 let tool_call_id = Some(block.tool_use_id.unwrap_or_default());
                 self.results.push(Message { tool_call_id, ..Message::of("tool", text) });
                 if images > 0 {
-                    let content = Some(Content::Parts(vec![part("image_url", None)]));
+                    let content = Some(Content::Parts(vec![Part::typed("image_url", None)]));
                     self.results.push(Message { role: "user".to_owned(), content, ..Message::default() });
                 }
             }

@@ -1,0 +1,27 @@
+//! What differs between engines and between models beside their files.
+
+use serde::{Deserialize, Serialize};
+
+use super::MediaConfig;
+
+/// The engine that serves a model.
+#[derive(Deserialize, Serialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "snake_case")]
+pub enum Engine {
+    /// vLLM.
+    #[default]
+    Vllm,
+    /// SGLang.
+    Sglang,
+}
+
+/// What of a model is in none of its files.
+#[derive(Serialize, Clone, Debug, Default, PartialEq, Eq)]
+pub struct Traits {
+    /// Its name, as the engines serve it.
+    pub name: String,
+    /// The engine that serves it.
+    pub engine: Engine,
+    /// What stands for images and the like in its prompts.
+    pub media: Option<MediaConfig>,
+}
