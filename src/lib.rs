@@ -25,6 +25,7 @@ pub mod sessions;
 
 // Layer 3: application.
 pub mod admission;
+pub mod audit;
 pub mod entrance;
 pub mod router;
 

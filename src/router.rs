@@ -4,6 +4,7 @@
 //! drop releases everything that was taken.
 
 mod answer;
+mod churn;
 mod explain;
 mod feedback;
 mod leg;
@@ -27,6 +28,7 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 pub use answer::{Destination, Mode, Phases, Prefill, Reason, Route, RouteError, Steer};
+pub use churn::Churn;
 pub use explain::{Explanation, Judged, PhaseExplained};
 pub use feedback::{Answer, AnswerFrom};
 pub use outside::{Elsewhere, Foreign, Surveyed};
@@ -46,6 +48,7 @@ use crate::index::{Overlaps, PrefixIndex};
 use crate::load::{LoadTracker, LoadView};
 use crate::schedule::{Occupancy, Overload};
 use crate::worker::WorkerRank;
+use churn::Churns;
 use feedback::Durations;
 use leg::{Decision, Legs, Undecided};
 use pools::{Pools, Standings};
@@ -63,6 +66,7 @@ pub struct Router {
     durations: Durations,
     settings: ArcSwap<RouterSettings>,
     live: DashSet<WorkerRank>,
+    churns: Churns,
     random: Mutex<SmallRng>,
     scratch: Scratch,
 }
@@ -74,6 +78,7 @@ impl Router {
             fleet: ArcSwap::from_pointee(Fleet::empty()),
             index,
             predictions: Predictions::default(),
+            churns: Churns::new(load.now()),
             load,
             overload: Overload::new(settings.overload),
             health: Health::new(settings.health),
@@ -101,6 +106,7 @@ impl Router {
     pub fn publish(&self, fleet: Arc<Fleet>) {
         self.overload.retain(|worker| fleet.worker(worker).is_some());
         self.health.retain(|worker| fleet.worker(worker).is_some());
+        self.retain_churns(|rank| fleet.slot(rank).is_some());
         self.fleet.store(fleet);
     }
 
@@ -138,6 +144,11 @@ impl Router {
         } else {
             self.live.remove(&rank);
         }
+    }
+
+    /// Whether what a worker rank's events told can be believed at this instant.
+    pub fn is_trusted(&self, rank: WorkerRank) -> bool {
+        self.live.contains(&rank)
     }
 
     /// Chooses and books at once.
@@ -328,6 +339,8 @@ impl Router {
             overlap: prepared.overlap(member),
             predicted_cached_tokens: cached(&member),
             best_cached_tokens: members.iter().map(cached).max().unwrap_or(0),
+            chance_cached_tokens: members.iter().map(cached).sum::<u64>() / (members.len() as u64).max(1),
+            reusable_tokens: prepared.reusable_tokens(),
             candidates: members.len(),
             choice: leg.choice.clone(),
             phases,

@@ -22,6 +22,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("predict", 2),
     ("sessions", 2),
     ("admission", 3),
+    ("audit", 3),
     ("entrance", 3),
     ("router", 3),
     ("intake", 4),

@@ -17,6 +17,7 @@ use crate::api::Feed;
 use crate::config::Config;
 use crate::entrance::Entrance;
 use crate::fleet::{Fleet, Member};
+use crate::index::KvEvent;
 use crate::kv_events::{self, RankSink, SourceSpec, SourceState};
 use crate::lifecycle::{self, Readiness, ReadyGuard, supervise};
 use crate::metrics::{Metrics, RankLabels};
@@ -268,7 +269,12 @@ impl Followed {
     fn sink(&self) -> RankSink {
         let joined = Arc::new(self.feed.join(self.spec.rank, self.router.index().join(self.slot)));
         let doubted = joined.clone();
-        RankSink { apply: Box::new(move |event| joined.apply(event)), doubt: Box::new(move || doubted.doubt()) }
+        let churn = self.router.note_churn(self.spec.rank);
+        let apply = move |event: &KvEvent| {
+            churn.note(event, std::time::Instant::now());
+            joined.apply(event)
+        };
+        RankSink { apply: Box::new(apply), doubt: Box::new(move || doubted.doubt()) }
     }
 
     /// Tells the router whether the source can be believed, and readiness when it can, or when waiting is over.

@@ -90,6 +90,8 @@ pub enum Reason {
     Unsatisfied,
     /// There is no prefill worker, and there has to be one.
     NoPrefill,
+    /// Its engines make other tokens of prompts than we do.
+    ParityMismatch,
     /// Too many requests wait already.
     QueueFull,
     /// No worker was free in time.
@@ -125,6 +127,7 @@ impl Reason {
             Reason::Overloaded => "overloaded",
             Reason::Unsatisfied => "unsatisfied",
             Reason::NoPrefill => "no_prefill",
+            Reason::ParityMismatch => "parity_mismatch",
             Reason::QueueFull => "queue_full",
             Reason::QueueDeadline => "queue_deadline",
             Reason::RouterFailed => "router_failed",
@@ -229,6 +232,10 @@ pub struct Route {
     pub predicted_cached_tokens: u64,
     /// The same for the candidate that holds most.
     pub best_cached_tokens: u64,
+    /// The same for a candidate taken by chance, on the average.
+    pub chance_cached_tokens: u64,
+    /// Prompt tokens that an engine could find cached at best.
+    pub reusable_tokens: u64,
     /// How many candidates were costed.
     pub candidates: usize,
     /// The choice with its cost.

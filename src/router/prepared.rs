@@ -109,6 +109,15 @@ impl Prepared {
         cached_tokens(&self.overlaps, member.slot, as_reported)
     }
 
+    /// Prompt tokens that an engine could find cached at best: whole blocks, and never the last token.
+    pub(super) fn reusable_tokens(&self) -> u64 {
+        let of_prompt = |looked: &Looked| {
+            let size = looked.block_size.tokens();
+            (looked.tokens.saturating_sub(1) / size * size) as u64
+        };
+        self.overlaps.iter().map(of_prompt).sum()
+    }
+
     /// Most tokens that anybody has cached of the prompts who might have to compute them.
     pub(super) fn best_cached_tokens(&self, fleet: &Fleet) -> u64 {
         let Ok(members) = serving(fleet, &self.request) else { return 0 };

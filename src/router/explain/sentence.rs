@@ -115,6 +115,7 @@ fn because(reason: Reason) -> &'static str {
         Reason::NoFleet | Reason::NoCandidate | Reason::Unsatisfied | Reason::NoPrefill => "there is no candidate",
         Reason::BadPin => "the request is pinned to a worker that will not do",
         Reason::Overloaded => "all eligible workers are overloaded",
+        Reason::ParityMismatch => "the engines make other tokens of prompts than we do",
         Reason::QueueFull | Reason::QueueDeadline => "the request waits",
         Reason::RouterFailed => "the router made a mistake",
     }
