@@ -12,6 +12,7 @@ pub mod media;
 mod methods;
 mod number;
 mod python;
+mod rebuild;
 mod stage;
 mod support;
 mod syntax;
@@ -29,7 +30,7 @@ use tokenizers::{Encoding, Tokenizer};
 
 use crate::openai::{Prompt, Request, Side, Tokenization};
 
-pub use engine::{Engine, Traits};
+pub use engine::{Engine, Traits, Transformers};
 use files::Loaded;
 pub use files::{Fingerprint, LoadError};
 pub use media::{Illustrated, MediaConfig};
@@ -181,22 +182,27 @@ impl Encoder {
         config: &Config,
         now: impl Fn() -> jiff::Zoned + Send + Sync + 'static,
     ) -> Result<Self, LoadError> {
-        let Loaded { tokenizer, templates, special_tokens, special_tokens_doubt } = files::load(config)?;
-        let templates = templates.map(|sources| Templates::compile(sources, special_tokens, now)).transpose()?;
-        let (engine, rules) = (Engine::default(), Rules::default());
-        Ok(Self { tokenizer, templates, special_tokens_doubt, engine, rules })
+        Self::load_whole(config, &Traits::default(), now)
     }
 
-    /// As [`Encoder::load`], for engines that are not the plainest.
+    /// As [`Encoder::load`], for a model that is not the plainest.
     pub fn load_as(config: &Config, traits: &Traits) -> Result<Self, LoadError> {
-        let mut encoder = Self::load(config)?;
-        encoder.engine = traits.engine;
-        if let Some(media) = &traits.media {
-            let id_of = |token: &str| encoder.tokenizer.token_to_id(token);
-            encoder.rules = Rules::new(media, &traits.name, id_of)
-                .map_err(|problem| LoadError::Content { path: config.tokenizer.clone(), problem })?;
-        }
-        Ok(encoder)
+        Self::load_whole(config, traits, jiff::Zoned::now)
+    }
+
+    fn load_whole(
+        config: &Config,
+        traits: &Traits,
+        now: impl Fn() -> jiff::Zoned + Send + Sync + 'static,
+    ) -> Result<Self, LoadError> {
+        let Loaded { tokenizer, templates, special_tokens, special_tokens_doubt } =
+            files::load(config, traits.transformers)?;
+        let templates = templates.map(|sources| Templates::compile(sources, special_tokens, now)).transpose()?;
+        let id_of = |token: &str| tokenizer.token_to_id(token);
+        let rules = traits.media.as_ref().map(|media| Rules::new(media, &traits.name, id_of)).transpose();
+        let rules = rules.map_err(|problem| LoadError::Content { path: config.tokenizer.clone(), problem })?;
+        let (engine, rules) = (traits.engine, rules.unwrap_or_default());
+        Ok(Self { tokenizer, templates, special_tokens_doubt, engine, rules })
     }
 
     /// The tokens of a request: [`Encoder::render`], then [`Encoder::tokenize`].

@@ -12,7 +12,7 @@ use tracing::{info, warn};
 use crate::block::Windows;
 use crate::config::{Config, ModelConfig};
 use crate::intake::{Model, Models};
-use crate::prompt::{self, Encoder, Fingerprint, LoadError};
+use crate::prompt::{self, Encoder, Fingerprint, LoadError, Traits};
 use crate::worker::ModelName;
 
 /// What is in use, by what the files say.
@@ -34,7 +34,8 @@ impl Encoders {
             .iter()
             .map(|model| {
                 let (name, files, known) = (model.name.clone(), files_of(model), known.clone());
-                tokio::task::spawn_blocking(move || files.map(|files| encoder(&name, &files, &known)).transpose())
+                let traits = traits_of(model);
+                tokio::task::spawn_blocking(move || files.map(|files| encoder(&name, (&files, &traits), &known)).transpose())
             })
             .collect();
         let mut loaded = Loaded { models: Models::default(), encoders: HashMap::new() };
@@ -45,7 +46,8 @@ impl Encoders {
             }
             let windows = if model.eagle { Windows::Eagle } else { Windows::Plain };
             let encoder = found.as_ref().map(|(_, encoder)| encoder.clone());
-            let served = Model { name: model.name.clone(), block_size: model.block_size, windows, encoder };
+            let (name, block_size, media) = (model.name.clone(), model.block_size, model.media_tokens());
+            let served = Model { name, block_size, windows, media, encoder };
             loaded.models.add(served, &model.aliases, &model.adapters);
             loaded.encoders.extend(found);
         }
@@ -70,18 +72,23 @@ fn files_of(model: &ModelConfig) -> Option<prompt::Config> {
     Some(prompt::Config { tokenizer, tokenizer_config, chat_template })
 }
 
+fn traits_of(model: &ModelConfig) -> Traits {
+    let name = model.name.as_str().to_owned();
+    Traits { name, engine: model.engine, transformers: model.transformers, media: model.media.clone() }
+}
+
 fn encoder(
     model: &ModelName,
-    files: &prompt::Config,
+    (files, traits): (&prompt::Config, &Traits),
     known: &HashMap<Fingerprint, Arc<Encoder>>,
 ) -> Result<(Fingerprint, Arc<Encoder>), LoadError> {
     let started = Instant::now();
     // Before the loading: should the files change meanwhile, the next reload sees it.
-    let fingerprint = files.fingerprint()?;
+    let fingerprint = files.fingerprint()?.with(traits)?;
     if let Some(encoder) = known.get(&fingerprint) {
         return Ok((fingerprint, encoder.clone()));
     }
-    let encoder = Arc::new(Encoder::load(files)?);
+    let encoder = Arc::new(Encoder::load_as(files, traits)?);
     info!(%model, took = ?started.elapsed(), "tokenizer loaded");
     Ok((fingerprint, encoder))
 }

@@ -37,12 +37,22 @@ impl Intake {
             return encoded;
         }
         let Some((mended, request)) = readable(api, told, mended) else { return encoded };
-        let Some(request) = settled(request, &mended.cut) else { return encoded };
+        let Some(mut request) = settled(request, &mended.cut) else { return encoded };
         let Some(named) = self.parts.models.find(request.model.as_deref()) else {
             encoded.fail(Reason::UnknownModel);
             return encoded;
         };
         let mut clock = Stopwatch::start();
+        if let openai::Prompt::Chat(chat) = &mut request.prompt
+            && chat.has_media()
+        {
+            // The cut may be in the midst of any item, and then it is another.
+            chat.media_options = true;
+            let cache = told.tenant.clone().or(request.cache_salt.take());
+            let salt = Salt { lora: named.adapter.clone(), cache };
+            self.read_illustrated((&named, &salt), &request, &mut encoded, &mut clock);
+            return encoded;
+        }
         let Ok(prompts) = self.tokens(&named, &request, &mut encoded, &mut clock) else { return encoded };
         let [mut tokens] = <[Vec<u32>; 1]>::try_from(prompts).unwrap_or_default();
         let guessed = tokens.len() as f64 * whole as f64 / shown.len().max(1) as f64;

@@ -307,8 +307,15 @@ impl Wire {
 impl From<Wire> for Typed {
     fn from(mut wire: Wire) -> Self {
         let media = wire.media();
-        let name_of = |uuid: &Option<Value>| uuid.as_ref().and_then(Value::as_str).map(str::to_owned);
-        let media = media.map(|(modality, source)| Media { modality, source, uuid: name_of(&wire.uuid) });
+        // Other values have names that only Python gives them.
+        let name_of = |uuid: &Value| match uuid {
+            Value::String(name) => Some(name.clone()),
+            Value::Number(number) if !number.is_f64() => Some(number.to_string()),
+            _ => None,
+        };
+        let name = wire.uuid.as_ref().map(name_of);
+        let media = media.filter(|_| name != Some(None));
+        let media = media.map(|(modality, source)| Media { modality, source, uuid: name.flatten() });
         let Wire { kind, text, refusal, thinking, name, uuid, extra, .. } = wire;
         let more = More { refusal, thinking, name, uuid, media, extra };
         let more = (more != More::default()).then(|| Box::new(more));
@@ -339,6 +346,7 @@ mod tests {
             (r#"{"type":"image_url","image_url":null,"uuid":"n"}"#, image(None, Some("n"))),
             (r#"{"type":"any","image_url":{"url":"u"},"uuid":"n"}"#, image(Some("u"), Some("n"))),
             (r#"{"type":"image_url","image_url":7}"#, image(None, None)),
+            (r#"{"type":"image_url","image_url":"u","uuid":7}"#, image(Some("u"), Some("7"))),
         ] {
             assert_eq!(part(json).meaning(), Meaning::Media(&media), "{json}");
         }
@@ -356,6 +364,7 @@ mod tests {
             (r#"{"type":"input_text"}"#, Meaning::Hollow("input_text")),
             (r#"{"type":"tool_reference","name":"f"}"#, Meaning::Reference("f")),
             (r#"{"type":"text","text":"a","uuid":"u"}"#, Meaning::Other("text")),
+            (r#"{"type":"image_url","image_url":"u","uuid":[]}"#, Meaning::Other("image_url")),
             (r#"{"text":"a"}"#, Meaning::Other("unnamed")),
             (r#"{"type":"image_embeds","image_embeds":"AA"}"#, Meaning::Other("image_embeds")),
             (r#"{"image_embeds":"AA","video_url":"u"}"#, Meaning::Other("unnamed")),

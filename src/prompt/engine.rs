@@ -15,6 +15,17 @@ pub enum Engine {
     Sglang,
 }
 
+/// The version of transformers that the engine runs with, because they differ in how they build tokenizers.
+#[derive(Deserialize, Serialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "snake_case")]
+pub enum Transformers {
+    /// Version 4: tokenizers are what `tokenizer.json` says.
+    V4,
+    /// Version 5, with which vLLM comes since 2026.
+    #[default]
+    V5,
+}
+
 /// What of a model is in none of its files.
 #[derive(Serialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Traits {
@@ -22,6 +33,8 @@ pub struct Traits {
     pub name: String,
     /// The engine that serves it.
     pub engine: Engine,
+    /// The version of transformers that it runs with.
+    pub transformers: Transformers,
     /// What stands for images and the like in its prompts.
     pub media: Option<MediaConfig>,
 }

@@ -48,7 +48,7 @@ impl Encoder {
         special: bool,
     ) -> Result<Illustrated, EncodeError> {
         let (text, _) = templates.render_as(chat, Show::As(&self.rules))?;
-        expand(&self.ids(&text, special)?, items, &self.rules)
+        expand(&self.ids(&text, special)?, items, &self.rules, true)
     }
 
     fn beginning(
@@ -77,9 +77,8 @@ impl Encoder {
             }
             Err(error) => return Err(error),
         };
-        let kept = tokens.len();
-        let expanded = expand(&tokens, items, &self.rules)?;
-        let at_least = least - kept + expanded.tokens.len();
+        let expanded = expand(&tokens, items, &self.rules, false)?;
+        let at_least = least.max(expanded.tokens.len());
         Ok(Illustrated { at_least, whole: false, ..expanded })
     }
 

@@ -75,6 +75,12 @@ impl MediaConfig {
         }
     }
 
+    /// The files it names.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        let rules = [&self.image, &self.audio, &self.video].into_iter().flatten();
+        rules.filter_map(|rule| rule.preprocessor.as_deref())
+    }
+
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
         let rules = [("image", &self.image), ("audio", &self.audio), ("video", &self.video)];

@@ -8,12 +8,12 @@ use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
 use super::picture::{self, Picture};
 use crate::openai::Source;
 
-/// The engine is strict about padding and takes whatever bits are left over.
+/// The engine takes padding or none, and whatever bits are left over.
 const BASE64: GeneralPurpose = GeneralPurpose::new(
     &alphabet::STANDARD,
     GeneralPurposeConfig::new()
         .with_decode_allow_trailing_bits(true)
-        .with_decode_padding_mode(DecodePaddingMode::RequireCanonical),
+        .with_decode_padding_mode(DecodePaddingMode::Indifferent),
 );
 
 /// Characters that are decoded at once.
@@ -36,9 +36,13 @@ pub(super) fn base64_of(source: &Source) -> Option<&str> {
 
 /// Bytes of a base64 text.
 pub(super) fn length(data: &str) -> Option<u64> {
-    let padding = data.bytes().rev().take(2).take_while(|&byte| byte == b'=').count();
-    let whole = data.len() / 4 * 3;
-    (data.len() % 4 == 0).then(|| whole.checked_sub(padding)).flatten().and_then(|bytes| u64::try_from(bytes).ok())
+    let characters = data.trim_end_matches('=').len();
+    let left_over = match characters % 4 {
+        0 => 0,
+        1 => return None,
+        over => over - 1,
+    };
+    u64::try_from(characters / 4 * 3 + left_over).ok()
 }
 
 /// What the header of an image says.

@@ -15,36 +15,43 @@ pub(in crate::prompt) fn common(mut one: Vec<u32>, other: &[u32]) -> Vec<u32> {
 }
 
 /// Puts as many tokens in the place of each item as it has. The engine takes the placeholders of a modality in their order
-/// for its items, so there must be as many of the one as of the other.
+/// for its items, wherever they come from; those beyond stay as they are. Of a prompt of which only the first items are
+/// known, nothing is known from the next placeholder on.
 pub(in crate::prompt) fn expand(
     tokens: &[u32],
     items: Vec<(Modality, Known)>,
     rules: &Rules,
+    all: bool,
 ) -> Result<Illustrated, EncodeError> {
-    let token_of = |modality| rules.of(modality).map(|placed| placed.token);
-    let modalities = [Modality::Image, Modality::Audio, Modality::Video];
     let total = tokens.len() + items.iter().map(|(_, item)| item.tokens.saturating_sub(1)).sum::<usize>();
     if total > MOST_TOKENS {
         return Err(EncodeError::uncertain("more tokens than any context has"));
     }
-    let mut queues = modalities.map(|modality| {
+    let mut queues = [Modality::Image, Modality::Audio, Modality::Video].map(|modality| {
         let of = items.iter().filter(|(of, _)| *of == modality).map(|(_, item)| item.clone());
-        (modality, token_of(modality), of.collect::<Vec<_>>().into_iter())
+        (modality, rules.of(modality).map(|placed| placed.token), of.collect::<Vec<_>>().into_iter())
     });
     let mut expanded = Vec::with_capacity(total);
     let mut placed = Vec::with_capacity(items.len());
+    let mut whole = all;
     for &token in tokens {
-        let Some((modality, _, queue)) = queues.iter_mut().find(|(_, placeholder, _)| *placeholder == Some(token)) else {
-            expanded.push(token);
-            continue;
-        };
-        let item = queue.next().ok_or_else(|| EncodeError::uncertain("a placeholder that stands for nothing"))?;
-        let range = expanded.len()..expanded.len() + item.tokens;
-        expanded.resize(range.end, token);
-        placed.push(Item { modality: *modality, id: item.id, range });
+        let found = queues.iter_mut().find(|(_, placeholder, _)| *placeholder == Some(token));
+        match found.map(|(modality, _, queue)| (*modality, queue.next())) {
+            Some((modality, Some(item))) => {
+                let range = expanded.len()..expanded.len() + item.tokens;
+                expanded.resize(range.end, token);
+                placed.push(Item { modality, id: item.id, range });
+            }
+            Some((_, None)) if !all => {
+                whole = false;
+                break;
+            }
+            _ => expanded.push(token),
+        }
     }
-    if queues.iter().any(|(_, _, queue)| queue.len() > 0) {
+    let left = queues.iter().any(|(_, _, queue)| queue.len() > 0);
+    if left && all {
         return Err(EncodeError::uncertain("the template shows no placeholder for an item"));
     }
-    Ok(Illustrated { at_least: expanded.len(), tokens: expanded, items: placed, whole: true })
+    Ok(Illustrated { at_least: expanded.len(), tokens: expanded, items: placed, whole })
 }

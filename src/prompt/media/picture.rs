@@ -18,16 +18,25 @@ pub(super) fn read(head: &[u8]) -> Option<Picture> {
         imagesize::ImageType::Jpeg => Some(jpeg(head)?),
         imagesize::ImageType::Gif => Some(false),
         imagesize::ImageType::Webp => webp(head),
+        imagesize::ImageType::Bmp => bmp(head),
         _ => None,
     };
     let (width, height) = (u32::try_from(size.width).ok()?, u32::try_from(size.height).ok()?);
     Some(Picture { width, height, is_rgb })
 }
 
-/// The colour type of the first chunk: 2 is RGB, of whatever depth.
+/// The colour type of the first chunk: 2 is RGB. Of deep colours nobody has asked an engine.
 fn png(head: &[u8]) -> Option<bool> {
     (head.get(12..16)? == b"IHDR").then_some(())?;
-    head.get(25).map(|&colour| colour == 2)
+    match (head.get(24)?, head.get(25)?) {
+        (16, 2) => None,
+        (_, colour) => Some(*colour == 2),
+    }
+}
+
+/// A bitmap of 24 bits is RGB.
+fn bmp(head: &[u8]) -> Option<bool> {
+    (head.get(28..30)? == [24, 0]).then_some(true)
 }
 
 /// The number of components of the frame: three are RGB, one is grey and four are CMYK. `None` if the frame lies behind what is
