@@ -1,6 +1,6 @@
 use super::encoded::MOST_ESTIMATED;
 use super::*;
-use crate::block::Windows;
+use crate::block::{MediaTokens, Windows};
 use crate::prompt;
 use crate::worker::BlockSize;
 use crate::worker::ModelName;
@@ -32,6 +32,7 @@ fn with_tokenizer(limits: Limits) -> Arc<Intake> {
         name: "m".into(),
         block_size: BlockSize::new(16).unwrap(),
         windows: Windows::Plain,
+        media: MediaTokens::default(),
         encoder: Some(Arc::new(Encoder::load(&files).unwrap())),
     };
     let mut models = Models::default();
@@ -73,7 +74,13 @@ async fn an_encoder_that_missed_its_deadline_keeps_its_place_until_it_is_done() 
 fn tokens_only(clients: ClientsConfig) -> Arc<Intake> {
     let mut models = Models::default();
     let size = BlockSize::new(4).unwrap();
-    let model = Model { name: "base".into(), block_size: size, windows: Windows::Plain, encoder: None };
+    let model = Model {
+        name: "base".into(),
+        block_size: size,
+        windows: Windows::Plain,
+        media: MediaTokens::default(),
+        encoder: None,
+    };
     models.add(model, &["alias".into()], &["tuned".into()]);
     let limits = Limits { inline: 4096, queue: 1, deadline: Duration::from_secs(1) };
     Intake::new(parts(models, clients, limits))
