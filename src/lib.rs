@@ -19,6 +19,7 @@ pub mod fleet;
 pub mod health;
 pub mod index;
 pub mod load;
+pub mod parity;
 pub mod predict;
 pub mod schedule;
 pub mod sessions;

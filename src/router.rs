@@ -16,6 +16,7 @@ mod question;
 mod ranking;
 mod served;
 mod settings;
+mod sightings;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -44,6 +45,7 @@ use crate::fleet::{Fleet, Member};
 use crate::health::Health;
 use crate::index::{Overlaps, PrefixIndex};
 use crate::load::{LoadTracker, LoadView};
+use crate::parity::Parity;
 use crate::schedule::{Occupancy, Overload};
 use crate::worker::WorkerRank;
 use feedback::Durations;
@@ -63,6 +65,7 @@ pub struct Router {
     durations: Durations,
     settings: ArcSwap<RouterSettings>,
     live: DashSet<WorkerRank>,
+    parity: Arc<Parity>,
     random: Mutex<SmallRng>,
     scratch: Scratch,
 }
@@ -80,6 +83,7 @@ impl Router {
             durations: Durations::default(),
             settings: ArcSwap::from_pointee(settings),
             live: DashSet::new(),
+            parity: Arc::default(),
             random: Mutex::new(SmallRng::seed_from_u64(seed)),
             scratch: Scratch::default(),
         }
@@ -222,6 +226,7 @@ impl Router {
                 }
                 Err(Undecided::Refused(error)) => return Attempt::Refused(error),
                 Ok(mut booked) => {
+                    booked.sighting = self.sighting(&booked, prepared);
                     booked.prompts = prepared.take_prompts();
                     booked.route.index_time = prepared.index_time;
                     booked.route.choose_time = started.elapsed();
@@ -254,6 +259,7 @@ impl Router {
             route: self.describe(prepared, &legs, &pools.standings),
             reservation,
             probes,
+            sighting: None,
             prompts: Vec::new(),
             leases: Vec::new(),
             own_leases: 0,

@@ -17,6 +17,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("health", 2),
     ("index", 2),
     ("load", 2),
+    ("parity", 2),
     ("predict", 2),
     ("schedule", 2),
     ("predict", 2),
