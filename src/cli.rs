@@ -35,6 +35,8 @@ impl Cli {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Says what running processes foresaw and what came of it: hit rate, tokens saved, and why the others were missed
+    Audit(AuditArgs),
     /// Checks a configuration: prints it with every default filled in, or each mistake with its line
     Check(ConfigArgs),
     /// Says why a request would go where it would go: per worker rank what is cached, what it is busy with, every term of
@@ -50,6 +52,28 @@ pub struct ConfigArgs {
     /// The configuration file
     #[arg(long, short, value_name = "FILE")]
     pub config: PathBuf,
+}
+
+/// Whose figures.
+#[derive(Debug, Args)]
+pub struct AuditArgs {
+    /// The admin pages of the running process
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:9901")]
+    pub admin: String,
+    /// The file with the token that the admin pages ask for
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    /// What a million prompt tokens cost, to say what the saved ones are worth
+    #[arg(long, value_name = "PRICE", value_parser = price)]
+    pub price: Option<f64>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn price(text: &str) -> Result<f64, String> {
+    let price: f64 = text.parse().map_err(|_| format!("`{text}` is not a number"))?;
+    if price.is_finite() && price >= 0.0 { Ok(price) } else { Err("a price is at least 0".to_owned()) }
 }
 
 /// What to explain, and who is asked.

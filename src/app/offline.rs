@@ -26,7 +26,7 @@ impl Offline {
     /// Builds the parts and puts the configured fleet in its place.
     pub async fn new(config: &Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
-        let models = Encoders::default().load(config).await?.models;
+        let models = Encoders::new(&metrics).load(config).await?.models;
         let intake = parts::intake(config, models, &metrics)?;
         let entrance = parts::entrance(config, rand::random());
         let router = entrance.router();

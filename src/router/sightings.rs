@@ -9,17 +9,13 @@ use super::prepared::Prepared;
 use super::{Prompt, Router};
 use crate::index::Overlaps;
 use crate::parity::{Change, Evidence, Foretold, Parity, Sighting};
+use crate::trust::Trust;
 use crate::worker::WorkerRank;
 
 impl Router {
     /// What is known of the models' tokens.
     pub fn parity(&self) -> &Arc<Parity> {
         &self.parity
-    }
-
-    /// Whether the event source of a worker rank has caught up.
-    pub fn is_live(&self, rank: WorkerRank) -> bool {
-        self.live.contains(&rank)
     }
 
     /// A place to look after a request that was just booked, where there is something to be learnt.
@@ -32,7 +28,7 @@ impl Router {
         };
         let rank = booked.route.to.rank;
         // Who only decodes has its blocks from elsewhere, and not all engines tell of those.
-        if hashes.is_empty() || matches!(booked.route.phases, Phases::Remote(_)) || !self.is_live(rank) {
+        if hashes.is_empty() || matches!(booked.route.phases, Phases::Remote(_)) || !self.is_exact(rank) {
             return None;
         }
         let standing = self.parity.of(&booked.route.model)?;
@@ -40,10 +36,14 @@ impl Router {
         standing.sighting(rank, hashes.clone(), stores)
     }
 
+    fn is_exact(&self, rank: WorkerRank) -> bool {
+        self.trust(rank).trust == Trust::Exact
+    }
+
     /// Looks for the blocks of an answered request; `None` where nothing can be said.
     pub fn look_for(&self, sighting: Sighting, scratch: &mut Overlaps) -> Option<(Evidence, Change)> {
         let rank = sighting.rank();
-        let slot = self.fleet.load().slot(rank).filter(|_| self.is_live(rank))?;
+        let slot = self.fleet.load().slot(rank).filter(|_| self.is_exact(rank))?;
         let stores = self.index.stores(slot)?;
         let held = self.index.leading(sighting.hashes(), slot, scratch);
         sighting.found(held, stores)
