@@ -42,6 +42,7 @@ pub mod intake;
 pub mod kv_events;
 pub mod openai;
 pub mod prompt;
+pub mod self_test;
 pub mod shared_cache;
 pub mod xds;
 

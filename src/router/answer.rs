@@ -67,8 +67,6 @@ pub enum Reason {
     EncodeFailed,
     /// The engine was asked for its tokens and did not give them, and there are no others.
     EngineTokensFailed,
-    /// Our tokens are known to differ from the engine's.
-    ParityMismatch,
     /// The prompt holds images, audio or video.
     Multimodal,
     /// The request has more prompts than are looked at.
@@ -122,7 +120,6 @@ impl Reason {
             Reason::NoTokenizer => "no_tokenizer",
             Reason::EncodeFailed => "encode_failed",
             Reason::EngineTokensFailed => "engine_tokens_failed",
-            Reason::ParityMismatch => "parity_mismatch",
             Reason::Multimodal => "multimodal",
             Reason::TooManyPrompts => "too_many_prompts",
             Reason::UnknownPrompt => "unknown_prompt",

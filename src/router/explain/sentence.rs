@@ -106,7 +106,6 @@ fn because(reason: Reason) -> &'static str {
         Reason::NoTokenizer => "the model has no tokenizer",
         Reason::EncodeFailed => "the tokenizer or the chat template refuses the prompt",
         Reason::EngineTokensFailed => "the engine did not say its tokens, and there are no others",
-        Reason::ParityMismatch => "our tokens are known to differ from the engine's, see /debug/parity",
         Reason::Multimodal => "the prompt holds images, audio or video",
         Reason::TooManyPrompts => "the request has more prompts than are looked at",
         Reason::UnknownPrompt => "only the engine knows how it puts the prompt together",
