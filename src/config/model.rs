@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::ext_proc::config::FailureMode;
+use crate::intake::engine_tokens::config::EngineTokensConfig;
 use crate::kv_events::MediaTokens;
 use crate::prompt::{Engine, MediaConfig, Transformers};
 use crate::settings::Problem;
@@ -49,6 +50,9 @@ pub struct ModelConfig {
     /// The version of transformers that its engines run with.
     #[serde(default)]
     pub transformers: Transformers,
+    /// The engines' own tokens in place of ours; none: ours only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine_tokens: Option<EngineTokensConfig>,
     /// What becomes of its requests when no worker can be chosen, where that is not as for others.
     #[serde(default)]
     pub failure_mode: Option<FailureMode>,
@@ -86,6 +90,9 @@ impl ModelConfig {
         if let Some(media) = &mut self.media {
             media.resolve(folder);
         }
+        if let Some(tokens) = &mut self.engine_tokens {
+            tokens.resolve(folder);
+        }
     }
 
     /// Mistakes of meaning; looks whether the files exist.
@@ -107,6 +114,8 @@ impl ModelConfig {
         let media = self.media.iter().flat_map(MediaConfig::problems);
         problems.extend(media.map(|problem| problem.within("media")));
         problems.extend(self.wrong_video_token().map(|text| Problem::of("video_token", text)));
+        let tokens = self.engine_tokens.iter().flat_map(EngineTokensConfig::problems);
+        problems.extend(tokens.map(|problem| problem.within("engine_tokens")));
         for (key, names) in [("aliases", &self.aliases), ("adapters", &self.adapters)] {
             let empty = names.iter().enumerate().filter(|(_, name)| name.as_str().is_empty());
             let text = "one of the names is empty; write what requests say, or leave it out";
