@@ -61,7 +61,7 @@ impl Encoders {
             }
             let windows = if model.eagle { Windows::Eagle } else { Windows::Plain };
             let encoder = found.as_ref().map(|(_, encoder)| encoder.clone());
-            let served = Model { name: model.name.clone(), block_size: model.block_size, windows, encoder };
+            let served = Model { name: model.name.clone(), block_size: model.blocks(), windows, encoder };
             loaded.models.add(served, &model.aliases, &model.adapters);
             loaded.encoders.extend(found);
         }
