@@ -59,9 +59,10 @@ pub struct ModelConfig {
     /// With what the first token of its engines' answers comes.
     #[serde(default)]
     pub first_token: FirstToken,
-    /// Tokens per KV block of its engines.
-    #[serde(default = "vllm_default")]
-    pub block_size: BlockSize,
+    /// Tokens per KV block by which its engines are compared; 16 where it is left out. The blocks of an engine that cuts
+    /// others are brought to it, where one size divides the other.
+    #[serde(default)]
+    pub block_size: Option<BlockSize>,
 }
 
 /// With what the first token of an event stream comes.
@@ -126,6 +127,11 @@ impl ModelConfig {
 }
 
 impl ModelConfig {
+    /// Tokens per KV block.
+    pub fn blocks(&self) -> BlockSize {
+        self.block_size.unwrap_or_else(vllm_default)
+    }
+
     /// The tokens that stand for media.
     pub fn media_tokens(&self) -> MediaTokens {
         MediaTokens { image: self.image_token, video: self.video_token }
