@@ -1,6 +1,7 @@
 //! The commands.
 
 pub mod check;
+pub mod doctor;
 pub mod explain;
 pub mod serve;
 
