@@ -6,6 +6,7 @@ pub mod convert;
 mod dealer;
 mod feed;
 mod groups;
+pub mod listen;
 pub mod media;
 mod replay;
 mod salts;
