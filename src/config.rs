@@ -24,6 +24,7 @@ use crate::api::ApiConfig;
 use crate::disagg::Disaggregation;
 use crate::discovery::config::{DiscoveryConfig, WorkerConfig};
 use crate::discovery::{self, ServedModel};
+use crate::engine_client::config::EnginesConfig;
 use crate::ext_proc::config::{FailureConfig, GatewayConfig, LimitsConfig, ListenConfig, Observe, ResponseConfig};
 use crate::intake::config::ClientsConfig;
 use crate::intake::rewrite::RewritesConfig;
@@ -101,6 +102,9 @@ pub struct Config {
     /// A cache that all workers share, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shared_cache: Option<SharedCacheConfig>,
+    /// How engines are asked over HTTP.
+    #[serde(default)]
+    pub engines: EnginesConfig,
     /// Which path is which API.
     #[serde(default)]
     pub paths: PathsConfig,
@@ -235,6 +239,7 @@ impl Config {
         }
         self.listen.resolve(folder);
         self.admin.resolve(folder);
+        self.engines.resolve(folder);
         if let Some(tls) = self.api.as_mut().and_then(|api| api.tls.as_mut()) {
             tls.resolve(folder);
         }

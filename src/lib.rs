@@ -32,6 +32,7 @@ pub mod router;
 pub mod admin;
 pub mod api;
 pub mod discovery;
+pub mod engine_client;
 pub mod engine_sessions;
 pub mod ext_proc;
 pub mod intake;

@@ -31,6 +31,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("kv_events", 4),
     ("shared_cache", 4),
     ("discovery", 4),
+    ("engine_client", 4),
     ("engine_sessions", 4),
     ("xds", 4),
     ("admin", 4),

@@ -28,6 +28,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("sessions", config.sessions.as_ref().map(|sessions| sessions.problems()).unwrap_or_default()),
         ("approximate", config.approximate.problems()),
         ("shared_cache", config.shared_cache.as_ref().map(|cache| cache.problems()).unwrap_or_default()),
+        ("engines", config.engines.problems()),
         ("paths", config.paths.problems()),
         ("clients", config.clients.problems()),
         ("rewrites", rewrites(config)),
