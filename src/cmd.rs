@@ -21,6 +21,7 @@ pub fn main(cli: Cli) -> ExitCode {
     let mut err = io::stderr();
     let ended = match cli.command {
         Command::Check(args) => check::run(&args.config, &mut io::stdout(), &mut err),
+        Command::Doctor(args) => doctor::run(&args, &mut io::stdout(), &mut err),
         Command::Explain(args) => explain::run(&args, &mut io::stdout(), &mut err),
         Command::Serve(args) => serve::run(&args, &mut err),
     };

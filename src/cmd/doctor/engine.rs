@@ -10,10 +10,12 @@ use super::finding::{At, Finding};
 use cache::denied;
 use facts::WorkerFacts;
 
+pub use serving::is_there;
+
 /// Everything that is to be said of one worker.
 pub fn examine(facts: &WorkerFacts) -> Vec<Finding> {
     let mut findings = serving::check(facts);
-    if !serving::is_there(facts) {
+    if !is_there(facts) {
         let at = At::new("engine", facts.subject());
         findings.push(at.skipped("its tokens, its cache and its events, because it does not answer"));
         return findings;
@@ -28,7 +30,9 @@ pub fn examine(facts: &WorkerFacts) -> Vec<Finding> {
     // What the events say of the block size was said by the measures already.
     let mut once: Vec<Finding> = Vec::new();
     for finding in findings {
-        let twice = |known: &Finding| (known.check, &known.subject, known.level) == (finding.check, &finding.subject, finding.level);
+        let twice = |known: &Finding| {
+            (known.check, &known.subject, known.level) == (finding.check, &finding.subject, finding.level)
+        };
         if !once.iter().any(twice) {
             once.push(finding);
         }

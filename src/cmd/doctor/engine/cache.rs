@@ -18,8 +18,12 @@ pub(super) fn check(facts: &WorkerFacts) -> Vec<Finding> {
                 let at = At::new("engine.metrics", facts.subject());
                 findings.push(at.skipped("/metrics has no vllm:cache_config_info"));
             }
-            let checks =
-                [block_size(facts, &caches), prefix_caching(facts, &caches), capacity(facts, &caches), ranks(facts, &caches)];
+            let checks = [
+                block_size(facts, &caches),
+                prefix_caching(facts, &caches),
+                capacity(facts, &caches),
+                ranks(facts, &caches),
+            ];
             findings.extend(checks.into_iter().flatten());
         }
     }
@@ -73,13 +77,9 @@ fn capacity(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
 
 fn ranks(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
     let by_metrics: Vec<u32> = caches.iter().filter_map(CacheConfig::rank).collect();
-    let by_sources: Vec<u32> =
-        facts.publishers.iter().flatten().map(|publisher| publisher.rank).collect();
-    let (theirs, by) = if by_metrics.len() >= by_sources.len() {
-        (by_metrics, "/metrics")
-    } else {
-        (by_sources, "/kv_event_sources")
-    };
+    let by_sources: Vec<u32> = facts.publishers.iter().flatten().map(|publisher| publisher.rank).collect();
+    let (theirs, by) =
+        if by_metrics.len() >= by_sources.len() { (by_metrics, "/metrics") } else { (by_sources, "/kv_event_sources") };
     let at = At::new("engine.ranks", facts.subject());
     let ours = facts.worker.ranks;
     let first = *theirs.iter().min()?;
@@ -113,9 +113,9 @@ fn tokens(facts: &WorkerFacts) -> Finding {
         Parity::Untested(why) => at.skipped(why.clone()),
         Parity::Differs { canary, at: place, ours, theirs, around } => {
             let token = |token: &Option<u32>| token.map_or("nothing".to_owned(), |token| token.to_string());
-            let texts = around.as_ref().map_or(String::new(), |(ours, theirs)| {
-                format!(" (we have {ours:?}, the engine {theirs:?})")
-            });
+            let texts = around
+                .as_ref()
+                .map_or(String::new(), |(ours, theirs)| format!(" (we have {ours:?}, the engine {theirs:?})"));
             at.error(
                 format!(
                     "canary {canary:?}: token {place} is {} for us and {} for the engine{texts}: no block behind it is ever found",

@@ -22,10 +22,7 @@ pub(super) fn check(facts: &WorkerFacts, rank: &RankFacts) -> Vec<Finding> {
     };
     let mut findings = usage(facts, rank, canary);
     findings.extend(counted(facts, rank, canary));
-    let listened = matches!(
-        rank.attached,
-        Some(Attached::As(_) | Attached::Connectable(_) | Attached::Elsewhere(_))
-    );
+    let listened = matches!(rank.attached, Some(Attached::As(_) | Attached::Connectable(_) | Attached::Elsewhere(_)));
     if listened && !silent(facts, rank) {
         findings.extend(events(facts, rank, canary));
     }
@@ -47,7 +44,8 @@ fn usage(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary) -> Vec<Finding>
     // The engine computes at least the last token.
     let expected = tokens.saturating_sub(1) / block * block;
     let at = At::new("canary.reused", facts.rank_subject(rank.rank));
-    let seen = format!("the canary of {tokens} tokens, sent twice, found {cached} cached; {expected} were to be expected");
+    let seen =
+        format!("the canary of {tokens} tokens, sent twice, found {cached} cached; {expected} were to be expected");
     let reused = match cached {
         _ if cached == expected => at.ok(seen),
         0 => at.error(seen, "start the engine with `--enable-prefix-caching`, and with more KV blocks where its cache is full"),
@@ -96,7 +94,10 @@ fn events(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary) -> Vec<Finding
     let mut findings = Vec::new();
     if !heard.topic.starts_with(&source.topic) {
         findings.push(At::new("events.topic", subject.clone()).error(
-            format!("events come under the topic {:?}, and we ask for {:?}: none reaches us", heard.topic, source.topic),
+            format!(
+                "events come under the topic {:?}, and we ask for {:?}: none reaches us",
+                heard.topic, source.topic
+            ),
             format!("write `topic: \"{}\"` in the `kv_events` of worker {id}", heard.topic),
         ));
     }
@@ -151,7 +152,9 @@ fn found<'f>(rank: &'f RankFacts, canary: &Canary) -> Option<(&'f Heard, &'f Sto
         .heard
         .iter()
         .filter_map(|heard| Some((heard, heard.batch.as_ref().ok()?)))
-        .flat_map(|(heard, batch)| batch.events.iter().filter_map(begins).filter(main).map(move |stored| (heard, stored)))
+        .flat_map(|(heard, batch)| {
+            batch.events.iter().filter_map(begins).filter(main).map(move |stored| (heard, stored))
+        })
         .collect();
     let Some(tokens) = &canary.tokens else {
         let wanted = canary.prompt_tokens?;

@@ -16,7 +16,7 @@ pub(super) fn check(facts: &WorkerFacts) -> Vec<Finding> {
 }
 
 /// Whether anything else can be looked at.
-pub(super) fn is_there(facts: &WorkerFacts) -> bool {
+pub fn is_there(facts: &WorkerFacts) -> bool {
     !matches!(facts.health, Err(EngineError::Unreachable(_) | EngineError::Timeout))
 }
 
@@ -32,7 +32,10 @@ fn reachable(facts: &WorkerFacts) -> Finding {
         ),
         Err(error) => at.error(
             format!("{endpoint} does not answer: {}", why(error)),
-            format!("start the engine there, or write its `--host` and `--port` as `endpoint` of worker {}", facts.worker.id),
+            format!(
+                "start the engine there, or write its `--host` and `--port` as `endpoint` of worker {}",
+                facts.worker.id
+            ),
         ),
     }
 }
@@ -70,8 +73,12 @@ fn adapters(facts: &WorkerFacts) -> Vec<Finding> {
     let worker = &facts.worker;
     let is_adapter = |model: &&EngineModel| model.parent.as_deref().is_some_and(|parent| parent != model.id);
     let served: Vec<&str> = models.iter().filter(is_adapter).map(|model| model.id.as_str()).collect();
-    let absent: Vec<&str> =
-        worker.adapters.iter().map(String::as_str).filter(|name| !models.iter().any(|model| model.id == *name)).collect();
+    let absent: Vec<&str> = worker
+        .adapters
+        .iter()
+        .map(String::as_str)
+        .filter(|name| !models.iter().any(|model| model.id == *name))
+        .collect();
     let listed = |name: &str| worker.adapters.contains(name) && facts.adapters.iter().any(|one| one.as_str() == name);
     let unlisted: Vec<&str> = served.iter().copied().filter(|name| !listed(name)).collect();
     let at = || At::new("engine.adapters", facts.subject());
@@ -116,7 +123,10 @@ fn clock(facts: &WorkerFacts) -> Option<Finding> {
         at.ok(format!("its clock and ours differ by less than {} s", skew.as_secs() + 1))
     } else {
         at.warning(
-            format!("its clock is {} s {which} ours: templates that ask for the day differ, and so does the age of events", skew.as_secs()),
+            format!(
+                "its clock is {} s {which} ours: templates that ask for the day differ, and so does the age of events",
+                skew.as_secs()
+            ),
             "have both machines follow one time server, for example with chrony",
         )
     })

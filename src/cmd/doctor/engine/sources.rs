@@ -40,9 +40,11 @@ pub(super) fn flag(source: &EventSource) -> String {
         (Attach::Connect, true) => format!("tcp://*:{port}"),
         (Attach::Bind, _) | (Attach::Connect, false) => source.endpoint.clone(),
     };
-    let replay = source.replay.as_ref().and_then(|replay| replay.rsplit_once(':')).map_or(String::new(), |(_, port)| {
-        format!(", \"replay_endpoint\": \"tcp://*:{port}\"")
-    });
+    let replay = source
+        .replay
+        .as_ref()
+        .and_then(|replay| replay.rsplit_once(':'))
+        .map_or(String::new(), |(_, port)| format!(", \"replay_endpoint\": \"tcp://*:{port}\""));
     format!(
         "--kv-events-config '{{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\", \"endpoint\": \"{endpoint}\", \
          \"topic\": \"{}\"{replay}}}'",
@@ -196,7 +198,10 @@ fn replay(
             let ours = as_we_write(facts, "tcp://*:5558");
             Some(at.warning(
                 "no replay endpoint: batches that get lost stay lost, and so does everything before our start",
-                format!("start the engine with `{}`, and write `replay: {ours}` in the `kv_events` of worker {id}", flag(&with)),
+                format!(
+                    "start the engine with `{}`, and write `replay: {ours}` in the `kv_events` of worker {id}",
+                    flag(&with)
+                ),
             ))
         }
     }
