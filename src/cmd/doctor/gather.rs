@@ -72,7 +72,10 @@ impl Gatherer<'_> {
         if super::engine::is_there(&facts) {
             let encoder = self.encoders.get(&worker.model);
             facts.tokens = parity::compare(&self.client, engine, &worker.model, encoder).await;
-            facts.ranks = self.ranks(engine, worker).await;
+            // One rank takes what comes; of several each has to be asked by its number.
+            let told = facts.metrics.as_ref().map_or(0, |page| page.caches().len());
+            let several = told > 1 || worker.ranks.size.get() > 1;
+            facts.ranks = self.ranks(engine, worker, several).await;
         }
         facts
     }
@@ -90,15 +93,15 @@ impl Gatherer<'_> {
     }
 
     /// One after the other: ranks share an engine, and what is heard of one canary must not be that of another.
-    async fn ranks(&self, engine: &EngineUrl, worker: &Worker) -> Vec<RankFacts> {
+    async fn ranks(&self, engine: &EngineUrl, worker: &Worker, several: bool) -> Vec<RankFacts> {
         let mut found = Vec::new();
         for rank in worker.ranks.iter() {
-            found.push(self.rank(engine, worker, rank).await);
+            found.push(self.rank(engine, worker, rank, several).await);
         }
         found
     }
 
-    async fn rank(&self, engine: &EngineUrl, worker: &Worker, rank: DpRank) -> RankFacts {
+    async fn rank(&self, engine: &EngineUrl, worker: &Worker, rank: DpRank, several: bool) -> RankFacts {
         let source = worker.event_source(rank).cloned();
         let (mut ear, mut attached) = (None, None);
         if let Some(source) = &source {
@@ -107,7 +110,6 @@ impl Gatherer<'_> {
         }
         let (mut heard, mut canary) = (Vec::new(), None);
         if self.canaries && !worker.draining {
-            let several = worker.ranks.size.get() > 1;
             let sent = self.canary(engine, worker, several.then_some(rank.0), ear.as_mut());
             let (answer, messages) = sent.await;
             (canary, heard) = (Some(answer), messages);

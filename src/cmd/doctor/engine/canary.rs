@@ -156,14 +156,14 @@ fn found<'f>(rank: &'f RankFacts, canary: &Canary) -> Option<(&'f Heard, &'f Sto
             batch.events.iter().filter_map(begins).filter(main).map(move |stored| (heard, stored))
         })
         .collect();
-    let Some(tokens) = &canary.tokens else {
-        let wanted = canary.prompt_tokens?;
-        let fits = |stored: &Stored| stored.tokens.ids.len() <= wanted && wanted - stored.tokens.ids.len() < 2048;
-        return starts.into_iter().find(|(_, stored)| fits(stored));
+    let likeness = |stored: &Stored| canary.tokens.as_ref().map_or(0, |tokens| common(tokens, &stored.tokens.ids));
+    // All complete blocks of what the engine counted.
+    let fits = |stored: &Stored| {
+        let block = (stored.block_size as usize).max(1);
+        canary.prompt_tokens.is_some_and(|tokens| stored.tokens.ids.len() == tokens / block * block)
     };
-    let likeness = |stored: &Stored| common(tokens, &stored.tokens.ids);
-    let best = starts.iter().copied().max_by_key(|(_, stored)| likeness(stored))?;
-    if likeness(best.1) > 0 || starts.len() == 1 { Some(best) } else { None }
+    let best = starts.into_iter().max_by_key(|(_, stored)| (likeness(stored), fits(stored)))?;
+    (likeness(best.1) > 0 || fits(best.1)).then_some(best)
 }
 
 /// How many tokens are equal from the beginning.
