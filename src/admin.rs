@@ -15,17 +15,23 @@ use axum::routing::get;
 use axum::{Json, Router as Routes};
 use serde_json::{Value, json};
 
+use crate::audit::Audit;
 use crate::entrance::Entrance;
 use crate::lifecycle::Readiness;
 use crate::metrics::{ClassLabel, ClassOutcomeLabels, Metrics, ModelRoleLabels, RankLabels, RankTierLabels};
 use crate::router::Router;
 use crate::tier::Tier;
 
+/// Where what was foreseen and what came is summed up.
+pub const AUDIT: &str = "/debug/audit";
+
 /// What the pages show.
 #[derive(Clone)]
 pub struct Admin {
     /// The router and the way to it.
     pub entrance: Arc<Entrance>,
+    /// Whether it came as was foreseen.
+    pub audit: Arc<Audit>,
     /// Measures.
     pub metrics: Arc<Metrics>,
     /// What is still pending.
@@ -55,6 +61,7 @@ pub fn routes(admin: Admin) -> Routes {
             "/debug/load",
             get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().load().snapshot())) }),
         )
+        .route(AUDIT, get(|State(admin): State<Admin>| async move { Json(admin.audit.totals()) }))
         .route(explain::PAGE, explain::page())
         .with_state(admin)
 }

@@ -32,6 +32,7 @@ use tracing::info;
 use crate::admin::explain::WayIn;
 use crate::admin::{self, Admin};
 use crate::api::{self, Api, Feed};
+use crate::audit::Audit;
 use crate::config::Config;
 use crate::engine_sessions::EngineSessions;
 use crate::entrance::Entrance;
@@ -72,6 +73,8 @@ pub struct App {
     pub health_address: Option<SocketAddr>,
     /// Certificates, keys and tokens; [`Secrets::reload`] reads them again at once.
     pub secrets: Secrets,
+    /// Whether it came as was foreseen.
+    audit: Arc<Audit>,
     /// Where the unix socket is, which a successor takes over.
     place: Option<Place>,
     readiness: Readiness,
@@ -104,7 +107,8 @@ impl App {
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
         let entrance = parts::entrance(&config, rand::random());
-        let mut app = Self::bare(Arc::new(config), &metrics);
+        let audit = Audit::new(entrance.router().clone(), metrics.clone());
+        let mut app = Self::bare(Arc::new(config), &metrics, audit);
         let config = app.reloader.running();
         let (limits, secrets) = (config.limits.clone(), app.secrets.clone());
         let heir = match &config.listen.unix {
@@ -118,6 +122,7 @@ impl App {
         app.serve_health(&sockets, &config).await?;
         let pages = Admin {
             entrance: entrance.clone(),
+            audit: app.audit.clone(),
             metrics: metrics.clone(),
             readiness: app.readiness.clone(),
             config: app.reloader.shown(),
@@ -162,7 +167,7 @@ impl App {
     }
 
     /// Nothing runs yet.
-    fn bare(config: Arc<Config>, metrics: &Arc<Metrics>) -> Self {
+    fn bare(config: Arc<Config>, metrics: &Arc<Metrics>, audit: Arc<Audit>) -> Self {
         if let Some(pool) = &config.pool {
             let (name, namespace) = (pool.name.clone().unwrap_or_default(), pool.namespace.clone().unwrap_or_default());
             info!(name, namespace, "serving this pool");
@@ -176,6 +181,7 @@ impl App {
             ext_proc_socket: None,
             health_address: None,
             secrets: Secrets::default(),
+            audit,
             place: None,
             readiness: Readiness::default(),
             health: Health::default(),
@@ -291,7 +297,7 @@ impl App {
         entrance: Arc<Entrance>,
         metrics: &Arc<Metrics>,
     ) -> Swap<ExternalProcessorServer<Service>> {
-        let kept = Kept::new(metrics.clone());
+        let kept = Kept::new(metrics.clone(), self.audit.clone());
         let make = move |config: &Config, intake| gateway::service(config, intake, entrance.clone(), &kept);
         let live = Swap::new(make(config, intake));
         let place = live.clone();
@@ -390,9 +396,9 @@ impl App {
             })
             .await;
         });
-        let (entrance, stop) = (entrance.clone(), self.stop.clone());
+        let (entrance, audit, stop) = (entrance.clone(), self.audit.clone(), self.stop.clone());
         self.background.spawn(async move {
-            supervise("sweep", &metrics_of_sweep, stop, || sweep(entrance.clone())).await;
+            supervise("sweep", &metrics_of_sweep, stop, || sweep(entrance.clone(), audit.clone())).await;
         });
     }
 
@@ -429,12 +435,13 @@ fn most_bytes(config: &Config) -> usize {
 }
 
 /// Lets what has grown old expire, for ever.
-async fn sweep(entrance: Arc<Entrance>) -> anyhow::Result<()> {
+async fn sweep(entrance: Arc<Entrance>, audit: Arc<Audit>) -> anyhow::Result<()> {
     let mut tick = tokio::time::interval(SWEEP);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         tick.tick().await;
         entrance.router().predictions().expire();
+        audit.look(std::time::Instant::now());
         if let Some(sessions) = entrance.sessions() {
             sessions.expire();
         }

@@ -35,6 +35,8 @@ impl Cli {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Says what running processes foresaw and what came of it: hit rate, tokens saved, and why the others were missed
+    Audit(AuditArgs),
     /// Checks a configuration: prints it with every default filled in, or each mistake with its line
     Check(ConfigArgs),
     /// Looks at a deployment from outside: engines, their events, Envoy, this machine. Each finding with its mend; the exit
@@ -55,6 +57,23 @@ pub struct ConfigArgs {
     pub config: PathBuf,
 }
 
+/// Whose figures.
+#[derive(Debug, Args)]
+pub struct AuditArgs {
+    /// The admin pages of the running process
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:9901")]
+    pub admin: String,
+    /// The file with the token that the admin pages ask for
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    /// What a million prompt tokens cost, to say what the saved ones are worth
+    #[arg(long, value_name = "PRICE", value_parser = price)]
+    pub price: Option<f64>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// Which deployment to look at, and how.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
@@ -73,6 +92,11 @@ pub struct DoctorArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+}
+
+fn price(text: &str) -> Result<f64, String> {
+    let price: f64 = text.parse().map_err(|_| format!("`{text}` is not a number"))?;
+    if price.is_finite() && price >= 0.0 { Ok(price) } else { Err("a price is at least 0".to_owned()) }
 }
 
 /// What to explain, and who is asked.

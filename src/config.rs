@@ -5,6 +5,7 @@
 mod check;
 mod flags;
 mod health;
+mod index_trust;
 mod log;
 mod model;
 mod overload;
@@ -39,6 +40,7 @@ use crate::xds::config::EnvoyConfig;
 
 pub use flags::Flags;
 pub use health::HealthConfig;
+pub use index_trust::{IndexTrustConfig, SilenceConfig};
 pub use log::{LogConfig, LogFormat, LogLevel};
 pub use model::{FirstToken, ModelConfig};
 pub use overload::OverloadConfig;
@@ -87,6 +89,9 @@ pub struct Config {
     /// When a worker whose answers are errors is left alone.
     #[serde(default)]
     pub health: HealthConfig,
+    /// What is made of event sources that may be out of date.
+    #[serde(default)]
+    pub index_trust: IndexTrustConfig,
     /// Who waits, and in which order.
     #[serde(default)]
     pub queue: QueueConfig,
@@ -211,6 +216,7 @@ impl Config {
             overload: self.overload.thresholds(),
             when_all_overloaded: self.overload.when_all,
             health: self.health.rules(),
+            trust: self.index_trust.rules(),
             fallbacks: self.gateway.fallbacks as usize,
             scores: self.gateway.scores,
         }

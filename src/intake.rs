@@ -33,7 +33,7 @@ use crate::block::tracking::Scope;
 use crate::block::{BlockHashes, Content, Salt, SequenceHash, TrackingHash};
 use crate::entrance::SessionWord;
 use crate::openai::{self, Api, Extension, Hidden, Opaque, Paths, Shape};
-use crate::prompt::{EncodeError, Encoder};
+use crate::prompt::{EncodeError, Encoder, Tokens};
 use crate::router::{Prompt, Reason, RouteRequest};
 use config::ClientsConfig;
 
@@ -314,10 +314,11 @@ impl Intake {
         }
         let salt_in_extension = encoded.extension.as_ref().and_then(|extension| extension.cache_salt.clone());
         let cache = told.tenant.clone().or(salt_in_extension).or(request.cache_salt.take());
-        match self.tokens(&named, &request, &mut encoded, &mut clock) {
+        let salt = Salt { lora: named.adapter.clone(), cache };
+        match self.tokens((&named, &salt), &request, &mut encoded, &mut clock) {
             Ok(prompts) => {
-                let salt = Salt { lora: named.adapter.clone(), cache };
-                let hashes: Vec<_> = prompts.iter().map(|tokens| named.hashes(tokens, &salt)).collect();
+                let hashes: Vec<_> = prompts.iter().map(|tokens| named.resumed_hashes(tokens, &salt)).collect();
+                let prompts: Vec<_> = prompts.into_iter().map(Tokens::into_ids).collect();
                 encoded.tracked = self.tracked(&named, &prompts, &hashes, &salt);
                 encoded.prompt = Prompt::Hashed(hashes);
                 encoded.tokens = prompts;
@@ -348,13 +349,13 @@ impl Intake {
 
     fn tokens(
         &self,
-        named: &Named,
+        (named, salt): (&Named, &Salt),
         request: &openai::Request,
         encoded: &mut Encoded,
         clock: &mut Stopwatch,
-    ) -> Result<Vec<Vec<u32>>, Reason> {
+    ) -> Result<Vec<Tokens>, Reason> {
         if let Some(tokens) = encoded.extension.as_mut().and_then(|extension| extension.token_data.take()) {
-            return Ok(vec![tokens]);
+            return Ok(vec![tokens.into()]);
         }
         if request.prompt == openai::Prompt::TooMany {
             return Err(Reason::TooManyPrompts);
@@ -365,7 +366,7 @@ impl Intake {
         let encoder: &Encoder = named.model.encoder.as_ref().ok_or(Reason::NoTokenizer)?;
         let rendered = encoder.render(request).map_err(reason)?;
         encoded.times.push(("render", clock.lap()));
-        let prompts = encoder.tokenize(&rendered).map_err(reason)?;
+        let prompts = encoder.tokenize_resuming(&rendered, salt.cache.as_deref()).map_err(reason)?;
         encoded.times.push(("tokenize", clock.lap()));
         Ok(prompts)
     }
@@ -375,6 +376,11 @@ impl Named {
     /// The blocks of one prompt, as the model's engines cut them.
     pub fn hashes(&self, tokens: &[u32], salt: &Salt) -> BlockHashes {
         BlockHashes::of_content(&self.content(tokens, salt), self.model.block_size)
+    }
+
+    /// The same, where earlier prompts may have begun with them.
+    fn resumed_hashes(&self, tokens: &Tokens, salt: &Salt) -> BlockHashes {
+        tokens.hashes(salt, self.model.block_size, self.model.windows)
     }
 
     fn content<'a>(&self, tokens: &'a [u32], salt: &'a Salt) -> Content<'a> {

@@ -11,6 +11,7 @@
 // Layer 1: vocabulary.
 pub mod block;
 pub mod tier;
+pub mod trust;
 pub mod worker;
 
 // Layer 2: core. No I/O, no tokio; clock and randomness are passed in.
@@ -25,6 +26,7 @@ pub mod sessions;
 
 // Layer 3: application.
 pub mod admission;
+pub mod audit;
 pub mod entrance;
 pub mod router;
 

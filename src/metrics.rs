@@ -74,6 +74,47 @@ pub struct ClassOutcomeLabels {
     pub outcome: &'static str,
 }
 
+/// Model, and what became of some of its answers.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ModelOutcomeLabels {
+    /// Model name.
+    pub model: String,
+    /// What became of them.
+    pub outcome: &'static str,
+}
+
+impl ModelOutcomeLabels {
+    /// The labels of a model.
+    pub fn new(model: &ModelName, outcome: &'static str) -> Self {
+        Self { model: model.as_str().to_owned(), outcome }
+    }
+}
+
+/// Model, and which of its tokens.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ModelTokensLabels {
+    /// Model name.
+    pub model: String,
+    /// Which tokens.
+    pub kind: &'static str,
+}
+
+/// Model, and why.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct CauseLabels {
+    /// Model name.
+    pub model: String,
+    /// Why.
+    pub cause: &'static str,
+}
+
+impl CauseLabels {
+    /// The labels of a model.
+    pub fn new(model: &str, cause: &'static str) -> Self {
+        Self { model: model.to_owned(), cause }
+    }
+}
+
 /// Model and role of workers.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ModelRoleLabels {
@@ -238,6 +279,16 @@ metrics! {
     predicted_cached_tokens: Family<ModelLabel, Counter> = Family::default();
     /// Cached prompt tokens as the engine reported them, summed over the answers that said so
     delivered_cached_tokens: Family<ModelLabel, Counter> = Family::default();
+    /// Answers held against what was foreseen, by outcome: equal, less (found cached than foreseen), more, other_prompt (as much, of a prompt of another length), unforeseen (routed by load), no_usage, no_details (the usage does not say what was cached)
+    audit_answers: Family<ModelOutcomeLabels, Counter> = Family::default();
+    /// Tokens of the answers that said what they found cached, by kind: prompt, available (on the best candidate), captured (on the chosen one), by_chance (on one by chance), delivered (by the engine)
+    audit_tokens: Family<ModelTokensLabels, Counter> = Family::default();
+    /// Prompt tokens that were not found cached, by cause: block_alignment, workload (nobody had them), load_spill (another worker was chosen for its load), evicted (meanwhile), stale_index, parity (the engine's tokens are others), served_elsewhere, guess (the cache was guessed), unforeseen (routed by load)
+    audit_missed_tokens: Family<CauseLabels, Counter> = Family::default();
+    /// Answers that found more or less cached than was foreseen, by cause; as the missed tokens', and stored_meanwhile
+    audit_errors: Family<CauseLabels, Counter> = Family::default();
+    /// By how many blocks more (or less) was found cached than was foreseen
+    audit_error_blocks: Histograms<ModelLabel> = histograms(blocks_of_error);
     /// Requests whose chosen worker rank was not the one with most cached blocks
     non_max_overlap_choices: Family<ModelLabel, Counter> = Family::default();
     /// Routed requests by which workers do which phase
@@ -254,6 +305,16 @@ metrics! {
     workers_out: Gauge = Gauge::default();
     /// Bytes of request bodies that are held until they are routed
     held_body_bytes: Gauge = Gauge::default();
+    /// Prompts whose tokens were looked for among those of earlier prompts, by outcome: hit, miss, uncut (too short, or without an added token to resume at)
+    prompt_cache_lookups: Family<OutcomeLabel, Counter> = Family::default();
+    /// Prompt tokens that were taken over from earlier prompts
+    prompt_cache_resumed_tokens: Counter = Counter::default();
+    /// Tokens of the prompts that hit or missed
+    prompt_cache_looked_up_tokens: Counter = Counter::default();
+    /// Bytes that are kept of earlier prompts
+    prompt_cache_bytes: Gauge = Gauge::default();
+    /// Pieces of earlier prompts that were thrown out to make room
+    prompt_cache_evictions: Counter = Counter::default();
     /// Streams of the filter that looks for first tokens, by outcome: seen, foreign (of no exchange that waits), none
     first_token_streams: Family<OutcomeLabel, Counter> = Family::default();
     /// Requests that another endpoint served than was chosen, by what became of their booking: moved, away (released), unknown (an address of nobody we know; it stays)
@@ -362,6 +423,10 @@ fn register(registry: &mut Registry, name: &str, help: &str, metric: impl Metric
 
 fn histograms<L: Clone + std::hash::Hash + Eq>(make: fn() -> Histogram) -> Histograms<L> {
     Family::new_with_constructor(make)
+}
+
+fn blocks_of_error() -> Histogram {
+    Histogram::new([-256.0, -64.0, -16.0, -4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0, 16.0, 64.0, 256.0])
 }
 
 fn microseconds() -> Histogram {

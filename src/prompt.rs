@@ -9,6 +9,7 @@ mod files;
 mod methods;
 mod number;
 mod python;
+mod resume;
 mod support;
 mod syntax;
 mod template;
@@ -18,6 +19,7 @@ mod tests;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -27,6 +29,8 @@ use crate::openai::{Prompt, Request, Side, Tokenization};
 
 use files::Loaded;
 pub use files::{Fingerprint, LoadError};
+use resume::Resumer;
+pub use resume::{PromptCache, Tokens};
 use template::Templates;
 
 /// Where one model's tokenizer and chat template are. Files may be `.json` or `.json.gz`.
@@ -153,6 +157,7 @@ pub struct Encoder {
     tokenizer: Tokenizer,
     templates: Option<Templates>,
     special_tokens_doubt: Option<String>,
+    resumer: Option<Resumer>,
 }
 
 impl std::fmt::Debug for Encoder {
@@ -174,7 +179,15 @@ impl Encoder {
     ) -> Result<Self, LoadError> {
         let Loaded { tokenizer, templates, special_tokens, special_tokens_doubt } = files::load(config)?;
         let templates = templates.map(|sources| Templates::compile(sources, special_tokens, now)).transpose()?;
-        Ok(Self { tokenizer, templates, special_tokens_doubt })
+        Ok(Self { tokenizer, templates, special_tokens_doubt, resumer: None })
+    }
+
+    /// The same, which takes over from this cache what prompts have in common; or why its tokenizer cannot.
+    pub fn resuming(mut self, cache: Arc<PromptCache>) -> (Self, Result<(), &'static str>) {
+        let resumer = Resumer::new(&self.tokenizer, cache);
+        let outcome = resumer.as_ref().map(drop).map_err(|why| *why);
+        self.resumer = resumer.ok();
+        (self, outcome)
     }
 
     /// The tokens of a request: [`Encoder::render`], then [`Encoder::tokenize`].
@@ -209,6 +222,30 @@ impl Encoder {
         }
     }
 
+    /// The tokens of rendered prompts, of which those that earlier prompts began with are taken over: the same as
+    /// [`Encoder::tokenize`] gives. Prompts with different names `apart` (the salt of the engine's cache) take over nothing
+    /// from one another, so that nobody learns from the time what others sent.
+    pub fn tokenize_resuming(&self, rendered: &Rendered<'_>, apart: Option<&str>) -> Result<Vec<Tokens>, EncodeError> {
+        let (Some(resumer), Source::Texts(texts)) = (&self.resumer, &rendered.prompts) else {
+            return Ok(self.tokenize(rendered)?.into_iter().map(Tokens::from).collect());
+        };
+        let keep = kept_tokens(rendered.tokenization)?;
+        let side = rendered.tokenization.truncation_side.unwrap_or(Side::Left);
+        let special = rendered.add_special_tokens;
+        self.refuse_doubt(special)?;
+        let tokens = |text: &Cow<'_, str>| match resumer.tokens(&self.tokenizer, text, apart) {
+            Ok(Some(mut bare)) => {
+                if let Some(keep) = keep {
+                    bare.keep(|length| Ok(kept_range(length, room(keep, resumer.added(special))?, side)))?;
+                }
+                Ok(resumer.framed(bare, special))
+            }
+            // Whole, and where it fails in pieces it says why.
+            Ok(None) | Err(_) => self.tokens_of(text, special, keep, side).map(Tokens::from),
+        };
+        texts.iter().map(tokens).collect()
+    }
+
     /// The tokens of rendered prompts.
     pub fn tokenize(&self, rendered: &Rendered<'_>) -> Result<Vec<Vec<u32>>, EncodeError> {
         let keep = kept_tokens(rendered.tokenization)?;
@@ -217,11 +254,16 @@ impl Encoder {
             Source::Tokens(lists) => Ok(lists.iter().map(|tokens| truncated(tokens, keep, side).to_vec()).collect()),
             Source::Texts(texts) => {
                 let special = rendered.add_special_tokens;
-                if let (true, Some(doubt)) = (special, &self.special_tokens_doubt) {
-                    return Err(EncodeError::uncertain(doubt.as_str()));
-                }
+                self.refuse_doubt(special)?;
                 texts.iter().map(|text| self.tokens_of(text, special, keep, side)).collect()
             }
+        }
+    }
+
+    fn refuse_doubt(&self, special: bool) -> Result<(), EncodeError> {
+        match &self.special_tokens_doubt {
+            Some(doubt) if special => Err(EncodeError::uncertain(doubt.as_str())),
+            _ => Ok(()),
         }
     }
 
@@ -233,16 +275,18 @@ impl Encoder {
         // Special tokens are counted but never cut off, so the text gives way to them.
         let bare = self.tokenizer.encode_fast(text, false).map_err(failed)?;
         let added = if special { self.tokenizer.encode_fast("", true).map_err(failed)?.len() } else { 0 };
-        let room = keep
-            .checked_sub(added)
-            .ok_or_else(|| EncodeError::uncertain("truncation leaves no room for the special tokens"))?;
-        let bare = cut(bare, room, side);
+        let bare = cut(bare, room(keep, added)?, side);
         self.tokenizer.post_process(bare, None, special).map(|encoding| ids(&encoding)).map_err(failed)
     }
 }
 
 fn ids(encoding: &Encoding) -> Vec<u32> {
     encoding.get_ids().to_vec()
+}
+
+/// How many tokens of the text itself are kept.
+fn room(keep: usize, added: usize) -> Result<usize, EncodeError> {
+    keep.checked_sub(added).ok_or_else(|| EncodeError::uncertain("truncation leaves no room for the special tokens"))
 }
 
 /// How many tokens truncation keeps, if it is asked for.

@@ -7,6 +7,8 @@
 #[path = "../examples/support/mod.rs"]
 mod support;
 
+#[path = "routing/audit.rs"]
+mod audit;
 #[path = "routing/bed.rs"]
 mod bed;
 #[path = "routing/encrypted.rs"]

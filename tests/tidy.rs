@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 const LAYERS: &[(&str, u8)] = &[
     ("worker", 1),
     ("tier", 1),
+    ("trust", 1),
     ("block", 1),
     ("disagg", 2),
     ("fleet", 2),
@@ -22,6 +23,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("predict", 2),
     ("sessions", 2),
     ("admission", 3),
+    ("audit", 3),
     ("entrance", 3),
     ("router", 3),
     ("intake", 4),

@@ -17,11 +17,13 @@ use crate::api::Feed;
 use crate::config::Config;
 use crate::entrance::Entrance;
 use crate::fleet::{Fleet, Member};
+use crate::index::KvEvent;
 use crate::kv_events::{self, RankSink, SourceSpec, SourceState};
 use crate::lifecycle::{self, Readiness, ReadyGuard, supervise};
 use crate::metrics::{Metrics, RankLabels};
 use crate::predict::{EffectivePolicy, RankPrediction};
 use crate::router::Router;
+use crate::trust::{Standing, Trust};
 use crate::worker::{Slot, Worker, WorkerId, WorkerRank};
 use crate::xds::config::EnvoyConfig;
 use crate::xds::eds_file;
@@ -206,7 +208,7 @@ impl Keeper {
         let Some(source) = self.sources.remove(&rank) else { return };
         source.stop.cancel();
         let _ended = source.task.await;
-        self.router.set_live(rank, false);
+        self.router.sources().forget(rank);
         self.metrics.kv_event_source_live.remove(&RankLabels::from(rank));
         lifecycle::forget(&task_name(rank), &self.metrics);
     }
@@ -268,14 +270,20 @@ impl Followed {
     fn sink(&self) -> RankSink {
         let joined = Arc::new(self.feed.join(self.spec.rank, self.router.index().join(self.slot)));
         let doubted = joined.clone();
-        RankSink { apply: Box::new(move |event| joined.apply(event)), doubt: Box::new(move || doubted.doubt()) }
+        let churn = self.router.note_churn(self.spec.rank);
+        let apply = move |event: &KvEvent| {
+            churn.note(event, std::time::Instant::now());
+            joined.apply(event)
+        };
+        RankSink { apply: Box::new(apply), doubt: Box::new(move || doubted.doubt()) }
     }
 
     /// Tells the router whether the source can be believed, and readiness when it can, or when waiting is over.
     async fn follow(&self, mut states: watch::Receiver<SourceState>, mut ready: Option<ReadyGuard>) {
         loop {
             let live = *states.borrow_and_update() == SourceState::Live;
-            self.router.set_live(self.spec.rank, live);
+            let standing = if live { Standing::EXACT } else { Standing::new(Trust::CatchingUp, None) };
+            self.router.set_trust(self.spec.rank, standing);
             if live {
                 ready = None;
             }

@@ -27,7 +27,7 @@ impl Offline {
     /// Builds the parts and puts the configured fleet in its place.
     pub async fn new(config: &Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
-        let models = Encoders::default().load(config).await?.models;
+        let models = Encoders::new(&metrics).load(config).await?.models;
         let intake = parts::intake(config, models, &metrics)?;
         let entrance = parts::entrance(config, rand::random());
         let router = entrance.router();
@@ -44,7 +44,7 @@ impl Offline {
 /// The tokenizer of one model, where it has one.
 pub async fn encoder(config: &Config, model: &ModelConfig) -> anyhow::Result<Option<Arc<Encoder>>> {
     let only = Config { models: vec![model.clone()], ..config.clone() };
-    let models = Encoders::default().load(&only).await?.models;
+    let models = Encoders::new(&Arc::new(Metrics::new())).load(&only).await?.models;
     Ok(models.find(None).and_then(|named| named.model.encoder.clone()))
 }
 

@@ -70,7 +70,7 @@ impl Reloader {
     pub(super) fn new(config: Arc<Config>, metrics: Arc<Metrics>) -> Self {
         let shown = Arc::new(ArcSwap::from_pointee(page(1, &config, &[])));
         metrics.config_generation.set(1);
-        let (encoders, parts) = (Encoders::default(), parking_lot::Mutex::default());
+        let (encoders, parts) = (Encoders::new(&metrics), parking_lot::Mutex::default());
         Self { metrics, encoders, parts, running: ArcSwap::new(config), shown, generation: Mutex::new(1) }
     }
 

@@ -23,6 +23,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("load", load(config)),
         ("overload", config.overload.problems()),
         ("health", config.health.problems()),
+        ("index_trust", config.index_trust.problems()),
         ("queue", config.queue.problems()),
         ("disaggregation", disaggregation(config).into_iter().collect()),
         ("sessions", config.sessions.as_ref().map(|sessions| sessions.problems()).unwrap_or_default()),

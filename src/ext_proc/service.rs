@@ -21,6 +21,7 @@ use super::message::{BodyMode, Incoming};
 use super::pipeline::Pipeline;
 use super::probe::Probe;
 use super::stream::Stream;
+use crate::audit::Audit;
 use crate::metrics::{Metrics, OutcomeLabel};
 
 /// Replies that may wait for Envoy to take them; beyond it we stop reading, which is what flow control is for.
@@ -52,14 +53,15 @@ pub struct Kept {
     pub(super) metrics: Arc<Metrics>,
     pub(super) first_tokens: Arc<FirstTokens>,
     pub(super) held: Arc<Held>,
+    pub(super) audit: Arc<Audit>,
     warned: AtomicBool,
 }
 
 impl Kept {
     /// Nothing yet.
-    pub fn new(metrics: Arc<Metrics>) -> Arc<Self> {
+    pub fn new(metrics: Arc<Metrics>, audit: Arc<Audit>) -> Arc<Self> {
         let held = Held::new(metrics.clone());
-        Arc::new(Self { metrics, first_tokens: Arc::default(), held, warned: AtomicBool::new(false) })
+        Arc::new(Self { metrics, first_tokens: Arc::default(), held, audit, warned: AtomicBool::new(false) })
     }
 
     /// Where is measured.

@@ -33,6 +33,8 @@ pub struct Booked {
     pub(super) expected: Vec<Member>,
     /// How many of the leases, from the first on, are on the worker rank that answers.
     pub(super) own_leases: usize,
+    /// When it was placed.
+    pub(super) placed: Instant,
     /// Who was chosen to answer, whoever did.
     pub(super) chosen: WorkerRank,
     /// Who answered, where that is nobody whom we know.

@@ -16,7 +16,7 @@ pub struct EnvoyConfig {
     #[serde(default = "workers")]
     pub cluster: String,
     /// Envoy's admin page, for `warmroute doctor`; nothing else asks it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub admin: Option<String>,
 }
 

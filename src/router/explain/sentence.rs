@@ -112,9 +112,11 @@ fn because(reason: Reason) -> &'static str {
         Reason::TokenizerBusy => "too many prompts wait for the tokenizer",
         Reason::Deadline => "the tokenizer took longer than its deadline",
         Reason::IndexCold => "no event source of any candidate has caught up",
+        Reason::BlockSizeMismatch => "the blocks of the engines cannot be brought to the configured size",
         Reason::NoFleet | Reason::NoCandidate | Reason::Unsatisfied | Reason::NoPrefill => "there is no candidate",
         Reason::BadPin => "the request is pinned to a worker that will not do",
         Reason::Overloaded => "all eligible workers are overloaded",
+        Reason::ParityMismatch => "the engines make other tokens of prompts than we do",
         Reason::QueueFull | Reason::QueueDeadline => "the request waits",
         Reason::RouterFailed => "the router made a mistake",
     }
