@@ -42,11 +42,16 @@ async fn each_mistake_in_our_configuration_is_found_and_mended() {
             &["--served-model-name qwen-2.5", "`model: qwen2.5` for worker 1"],
         ),
         (
-            "another block size",
+            "a block size that can be brought to ours",
             size(32),
-            // Twice as large: the engine finds blocks that we would not have counted.
-            &[("error", "engine.block_size"), ("warning", "canary.reused")],
+            &[("warning", "engine.block_size")],
             &["write `block_size: 16` for the model qwen2.5, or start the engine with `--block-size 32`"],
+        ),
+        (
+            "a block size that cannot",
+            size(24),
+            &[("error", "engine.block_size")],
+            &["write `block_size: 16` for the model qwen2.5, or start the engine with `--block-size 24`"],
         ),
         (
             "another tokenizer",

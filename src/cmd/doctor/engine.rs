@@ -5,6 +5,8 @@ mod canary;
 pub mod facts;
 mod serving;
 mod sources;
+#[cfg(test)]
+mod tests;
 
 use super::finding::{At, Finding};
 use cache::denied;

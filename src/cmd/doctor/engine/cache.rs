@@ -42,10 +42,20 @@ pub(super) fn block_size_is(facts: &WorkerFacts, theirs: u32, by: &str) -> Findi
     if theirs == ours {
         return at.ok(format!("{ours} tokens on both sides, by {by}"));
     }
-    at.error(
-        format!("the engine's blocks have {theirs} tokens by {by}, configured are {ours}"),
-        format!("write `block_size: {theirs}` for the model {model}, or start the engine with `--block-size {ours}`"),
-    )
+    let seen = format!("the engine's blocks have {theirs} tokens by {by}, configured are {ours}");
+    let mend =
+        format!("write `block_size: {theirs}` for the model {model}, or start the engine with `--block-size {ours}`");
+    if theirs % ours == 0 || ours.is_multiple_of(theirs) {
+        at.warning(format!("{seen}: its events are brought to our size, and what is foreseen is less exact"), mend)
+    } else {
+        at.error(format!("{seen}, and neither divides the other: nothing of its cache can be used"), mend)
+    }
+}
+
+/// Tokens per block of the engine, as far as it tells.
+pub(super) fn blocks_of(facts: &WorkerFacts) -> usize {
+    let told = facts.metrics.as_ref().ok().and_then(|page| page.caches().iter().find_map(|cache| cache.block_size));
+    told.map_or(facts.worker.block_size.tokens(), |tokens| tokens as usize)
 }
 
 fn prefix_caching(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {

@@ -1,7 +1,7 @@
 //! What became of the canary: whether its blocks came as events, under which topic, of which rank and size, with our tokens,
 //! and whether asking again found them.
 
-use super::cache::block_size_is;
+use super::cache::{block_size_is, blocks_of};
 use super::facts::{Attached, Canary, RankFacts, WorkerFacts, why};
 use super::sources::{flag, silent};
 use crate::cmd::doctor::finding::{At, Finding};
@@ -40,7 +40,7 @@ fn usage(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary) -> Vec<Finding>
     };
     let told = told.ok("usage tells the cached tokens");
     let Some(tokens) = canary.prompt_tokens.or(canary.tokens.as_ref().map(Vec::len)) else { return vec![told] };
-    let block = facts.worker.block_size.tokens();
+    let block = blocks_of(facts);
     // The engine computes at least the last token.
     let expected = tokens.saturating_sub(1) / block * block;
     let at = At::new("canary.reused", facts.rank_subject(rank.rank));
@@ -48,12 +48,15 @@ fn usage(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary) -> Vec<Finding>
         format!("the canary of {tokens} tokens, sent twice, found {cached} cached; {expected} were to be expected");
     let reused = match cached {
         _ if cached == expected => at.ok(seen),
-        0 => at.error(seen, "start the engine with `--enable-prefix-caching`, and with more KV blocks where its cache is full"),
+        0 => at.error(
+            seen,
+            "start the engine with `--enable-prefix-caching`, and with more KV blocks where its cache is full",
+        ),
         _ => at.warning(
             seen,
             format!(
-                "see whether the engine's block size is {block} (`block_size` of the model {}), and whether its cache is full",
-                facts.worker.model
+                "see whether the cache of the engine behind worker {} is full, or keeps only a part of each prefix",
+                facts.worker.id
             ),
         ),
     };
