@@ -20,6 +20,7 @@ pub mod fleet;
 pub mod health;
 pub mod index;
 pub mod load;
+pub mod parity;
 pub mod predict;
 pub mod schedule;
 pub mod sessions;
@@ -41,6 +42,7 @@ pub mod intake;
 pub mod kv_events;
 pub mod openai;
 pub mod prompt;
+pub mod self_test;
 pub mod shared_cache;
 pub mod xds;
 

@@ -4,6 +4,7 @@
 
 mod continuation;
 mod conversation;
+mod decode;
 mod detect;
 mod files;
 mod methods;

@@ -18,6 +18,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("health", 2),
     ("index", 2),
     ("load", 2),
+    ("parity", 2),
     ("predict", 2),
     ("schedule", 2),
     ("predict", 2),
@@ -31,6 +32,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("prompt", 4),
     ("ext_proc", 4),
     ("kv_events", 4),
+    ("self_test", 4),
     ("shared_cache", 4),
     ("discovery", 4),
     ("engine_client", 4),
@@ -56,10 +58,15 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("api", "intake"),
     ("ext_proc", "intake"),
     ("ext_proc", "openai"),
+    ("intake", "engine_client"),
     ("intake", "openai"),
     ("intake", "prompt"),
     ("intake", "shared_cache"),
     ("prompt", "openai"),
+    ("self_test", "engine_client"),
+    ("self_test", "intake"),
+    ("self_test", "openai"),
+    ("self_test", "prompt"),
 ];
 
 /// Text that may appear only in these modules.

@@ -56,7 +56,7 @@ impl Encoders {
         };
         for (model, encoder) in config.models.iter().zip(loading) {
             let found = encoder.await?.with_context(|| format!("model {} cannot be served exactly", model.name))?;
-            if found.is_none() {
+            if found.is_none() && model.engine_tokens.is_none() {
                 warn!(model = %model.name, "no tokenizer is configured: requests are routed by load only");
             }
             let windows = if model.eagle { Windows::Eagle } else { Windows::Plain };

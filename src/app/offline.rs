@@ -28,9 +28,9 @@ impl Offline {
     pub async fn new(config: &Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
         let models = Encoders::new(&metrics).load(config).await?.models;
-        let intake = parts::intake(config, models, &metrics)?;
         let entrance = parts::entrance(config, rand::random());
         let router = entrance.router();
+        let intake = parts::intake(config, models, router, &metrics)?;
         let change = router.fleet().reconcile(workers(config)?);
         for member in &change.added {
             router.load().open(member.slot, member.rank);

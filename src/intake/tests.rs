@@ -14,6 +14,7 @@ fn parts(models: Models, clients: ClientsConfig, limits: Limits) -> Parts {
         tracking: TrackingHash::Public,
         sessions: None,
         shared: None,
+        tokens: Default::default(),
     }
 }
 
