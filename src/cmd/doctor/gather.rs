@@ -8,13 +8,14 @@ use futures_util::{StreamExt as _, stream};
 use serde_json::json;
 use tokio::net::{TcpStream, UnixStream};
 
-use super::engine::facts::{Attached, Canary, Parity, RankFacts, Told, WorkerFacts};
-use super::parity;
+use super::engine::facts::{Attached, Canary, RankFacts, Told, WorkerFacts};
 use crate::config::{ApproximatePolicy, Config};
 use crate::engine_client::{EngineClient, EngineUrl};
+use crate::intake::Model;
 use crate::kv_events::listen::{self, Ear, Heard};
 use crate::openai::{self, Api};
-use crate::prompt::Encoder;
+use crate::parity::Verdict;
+use crate::self_test::Subject;
 use crate::worker::{Attach, DpRank, EventSource, ModelName, Worker};
 
 /// Workers that are looked at side by side.
@@ -35,7 +36,7 @@ const WORDS: [&str; 16] = [
 pub(super) struct Gatherer<'c> {
     pub(super) config: &'c Config,
     pub(super) client: EngineClient,
-    pub(super) encoders: HashMap<ModelName, Arc<Encoder>>,
+    pub(super) models: HashMap<ModelName, Arc<Model>>,
     /// How long events and publishers are waited for.
     pub(super) patience: Duration,
     /// Whether a canary is sent.
@@ -66,12 +67,13 @@ impl Gatherer<'_> {
             models,
             metrics,
             publishers,
-            tokens: Parity::Untested("the engine does not answer".to_owned()),
+            tokens: Verdict::Untested,
             ranks: Vec::new(),
         };
         if super::engine::is_there(&facts) {
-            let encoder = self.encoders.get(&worker.model);
-            facts.tokens = parity::compare(&self.client, engine, &worker.model, encoder).await;
+            if let Some(subject) = self.models.get(&worker.model).and_then(|model| Subject::new(model)) {
+                facts.tokens = subject.test(&self.client, engine, self.config.self_test.deadline.get()).await;
+            }
             // One rank takes what comes; of several each has to be asked by its number.
             let told = facts.metrics.as_ref().map_or(0, |page| page.caches().len());
             let several = told > 1 || worker.ranks.size.get() > 1;
@@ -195,7 +197,8 @@ impl Gatherer<'_> {
         let text = format!("A canary of warmroute, {:016x}: {}", rand::random::<u64>(), words.join(" "));
         let model = worker.model.as_str();
         let body = json!({"model": model, "prompt": text, "max_tokens": 1, "temperature": 0}).to_string();
-        let ours = self.encoders.get(&worker.model).and_then(|encoder| {
+        let encoder = self.models.get(&worker.model).and_then(|model| model.encoder.as_ref());
+        let ours = encoder.and_then(|encoder| {
             let request = openai::parse(Api::Completions, body.as_bytes()).ok()?;
             encoder.encode(&request).ok()?.prompts.into_iter().next()
         });

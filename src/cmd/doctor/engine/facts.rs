@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use crate::engine_client::{EngineError, EngineModel, EventsOfRank, MetricsPage};
 use crate::kv_events::listen::Heard;
+use crate::parity::Verdict;
 use crate::worker::{Attach, DpRank, EventSource, ModelName, Worker};
 
 /// A question to an engine, answered or not.
@@ -30,36 +31,9 @@ pub struct WorkerFacts {
     /// Where its ranks publish.
     pub publishers: Told<Vec<EventsOfRank>>,
     /// Its tokens against ours.
-    pub tokens: Parity,
+    pub tokens: Verdict,
     /// Rank by rank.
     pub ranks: Vec<RankFacts>,
-}
-
-/// The engine's tokens against ours.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Parity {
-    /// Equal, of so many canaries; others were not taken by the engine.
-    Agrees {
-        /// How many were compared.
-        canaries: usize,
-        /// Those that were not.
-        skipped: Vec<String>,
-    },
-    /// Not equal.
-    Differs {
-        /// The canary.
-        canary: String,
-        /// The first place.
-        at: usize,
-        /// Our token there.
-        ours: Option<u32>,
-        /// The engine's.
-        theirs: Option<u32>,
-        /// What stands there, as we and the engine have it.
-        around: Option<(String, String)>,
-    },
-    /// Not compared.
-    Untested(String),
 }
 
 /// One data-parallel rank.

@@ -8,6 +8,7 @@ use crate::cmd::doctor::finding::Level;
 use crate::engine_client::{EngineError, EngineModel, EventsOfRank, MetricsPage};
 use crate::kv_events::listen::Heard;
 use crate::kv_events::wire::{Batch, Event, Stored, Tokens};
+use crate::parity::{Difference, Verdict, What};
 use crate::worker::{Attach, BlockSize, DpRank, Endpoint, EventSource, Worker, WorkerId};
 
 const METRICS: &str = include_str!("../../../../tests/data/engines/metrics-vllm.txt");
@@ -68,7 +69,7 @@ fn well() -> WorkerFacts {
         models: Ok(vec![EngineModel { id: "m".to_owned(), root: None, parent: None, max_model_len: None }]),
         metrics: Ok(MetricsPage::read(METRICS)),
         publishers: Ok(vec![publisher]),
-        tokens: Parity::Agrees { canaries: 8, skipped: Vec::new() },
+        tokens: Verdict::Agrees { compared: 8, skipped: Default::default() },
         ranks: vec![rank],
     }
 }
@@ -185,16 +186,19 @@ fn clocks_are_compared_by_events_and_else_by_the_second() {
 
 #[test]
 fn first_differing_tokens_are_named_on_both_sides() {
-    let words =
-        ["canary \"tools\": token 17 is 4 for us and nothing for the engine", "we have \"b\", the engine \"c\""];
+    let words = ["canary tools: token 17 is 4 for us and nothing for the engine", "we have \"b\", the engine \"c\""];
     only(Level::Error, "engine.tokenizer", &words, |facts| {
-        facts.tokens = Parity::Differs {
-            canary: "tools".to_owned(),
+        let difference = Difference {
+            what: What::Length,
+            canary: Some("tools".to_owned()),
             at: 17,
+            block: 1,
             ours: Some(4),
             theirs: None,
-            around: Some(("b".to_owned(), "c".to_owned())),
+            our_text: Some("b".to_owned()),
+            their_text: Some("c".to_owned()),
         };
+        facts.tokens = Verdict::Differs { difference: Box::new(difference) };
     });
 }
 
