@@ -46,7 +46,7 @@ pub(super) fn block_size_is(facts: &WorkerFacts, theirs: u32, by: &str) -> Findi
     let seen = format!("the engine's blocks have {theirs} tokens by {by}, configured are {ours}");
     let mend =
         format!("write `block_size: {theirs}` for the model {model}, or start the engine with `--block-size {ours}`");
-    if theirs % ours == 0 || ours.is_multiple_of(theirs) {
+    if theirs.is_multiple_of(ours) || ours.is_multiple_of(theirs) {
         at.warning(format!("{seen}: its events are brought to our size, and what is foreseen is less exact"), mend)
     } else {
         at.error(format!("{seen}, and neither divides the other: nothing of its cache can be used"), mend)
