@@ -54,6 +54,7 @@ use swap::Swap;
 use unix::Place;
 use workers::Wanted;
 
+pub use learn::learned;
 pub use offline::{Offline, model, workers};
 pub use reload::{ConfigFile, ReadConfig, Reloaded, Reloader};
 

@@ -9,8 +9,9 @@ use serde_json::json;
 use tokio::net::{TcpStream, UnixStream};
 
 use super::engine::facts::{Attached, Canary, RankFacts, Told, WorkerFacts};
+use crate::app;
 use crate::config::{ApproximatePolicy, Config};
-use crate::engine_client::{EngineClient, EngineUrl};
+use crate::engine_client::{EngineClient, EngineUrl, EventsOfRank, MetricsPage};
 use crate::intake::Model;
 use crate::kv_events::listen::{self, Ear, Heard};
 use crate::openai::{self, Api};
@@ -58,7 +59,10 @@ impl Gatherer<'_> {
             self.client.kv_event_sources(engine),
             self.client.time(engine),
         );
+        let (worker, sources_learned) = self.completed(worker, metrics.as_ref().ok(), publishers.as_ref().ok());
         let mut facts = WorkerFacts {
+            sources_learned,
+            windows: self.models.get(&worker.model).map(|model| model.windows).unwrap_or_default(),
             worker: worker.clone(),
             adapters: self.adapters(&worker.model),
             blocks_wanted: self.blocks_wanted(),
@@ -77,9 +81,26 @@ impl Gatherer<'_> {
             // One rank takes what comes; of several each has to be asked by its number.
             let told = facts.metrics.as_ref().map_or(0, |page| page.caches().len());
             let several = told > 1 || worker.ranks.size.get() > 1;
-            facts.ranks = self.ranks(engine, worker, several).await;
+            facts.ranks = self.ranks(engine, &worker, several).await;
         }
         facts
+    }
+
+    /// The worker with what a running warmroute would learn of it, and whether that is where its events come from.
+    fn completed(
+        &self,
+        worker: &Worker,
+        metrics: Option<&MetricsPage>,
+        publishers: Option<&Vec<EventsOfRank>>,
+    ) -> (Worker, bool) {
+        let mut completed = worker.clone();
+        if self.config.learn.enabled {
+            let caches = metrics.map(MetricsPage::caches).unwrap_or_default();
+            let publishers = publishers.map(Vec::as_slice).unwrap_or_default();
+            app::learned(worker.endpoint, &caches, publishers).fill(&mut completed, None);
+        }
+        let learned = worker.event_sources.is_empty() && !completed.event_sources.is_empty();
+        (completed, learned)
     }
 
     fn adapters(&self, model: &ModelName) -> Vec<ModelName> {

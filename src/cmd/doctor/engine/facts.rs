@@ -3,6 +3,7 @@
 
 use std::time::{Duration, SystemTime};
 
+use crate::block::Windows;
 use crate::engine_client::{EngineError, EngineModel, EventsOfRank, MetricsPage};
 use crate::kv_events::listen::Heard;
 use crate::parity::Verdict;
@@ -14,8 +15,12 @@ pub type Told<T> = Result<T, EngineError>;
 /// One worker, looked at.
 #[derive(Clone, Debug)]
 pub struct WorkerFacts {
-    /// As it is configured.
+    /// As it is configured, and what it says of itself where nothing is.
     pub worker: Worker,
+    /// Whether its event sources are those that it told of.
+    pub sources_learned: bool,
+    /// How its blocks are cut out of prompts.
+    pub windows: Windows,
     /// Further names under which requests for adapters come.
     pub adapters: Vec<ModelName>,
     /// Whether a setting asks how many KV blocks it has.

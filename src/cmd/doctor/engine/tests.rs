@@ -4,6 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use super::facts::*;
 use super::*;
+use crate::block::Windows;
 use crate::cmd::doctor::finding::Level;
 use crate::engine_client::{EngineError, EngineModel, EventsOfRank, MetricsPage};
 use crate::kv_events::listen::Heard;
@@ -62,6 +63,8 @@ fn well() -> WorkerFacts {
     };
     WorkerFacts {
         worker,
+        sources_learned: false,
+        windows: Windows::Plain,
         adapters: Vec::new(),
         blocks_wanted: false,
         health: Ok(()),
@@ -106,14 +109,26 @@ fn both_sides_of_a_connection_must_not_do_the_same() {
             facts.publishers.as_mut().unwrap()[0].endpoint = theirs.to_owned();
         }
     };
-    let words = ["vLLM connects unless", "\"endpoint\": \"tcp://*:5557\"", "write `attach: bind` for worker 1"];
+    let words = [
+        "vLLM connects unless",
+        "\"endpoint\": \"tcp://*:5557\"",
+        "write `attach: bind` in the `kv_events` of worker 1",
+    ];
     only(Level::Error, "events.attached", &words, listens_elsewhere("tcp://10.0.0.7:5557"));
-    let words = ["the engine publishes at tcp://*:6000", "write `endpoint: tcp://10.0.0.7:6000` for worker 1"];
+    let words = [
+        "the engine publishes at tcp://*:6000",
+        "write `endpoint: \"tcp://10.0.0.7:6000\"` in the `kv_events` of worker 1",
+    ];
     only(Level::Error, "events.attached", &words, listens_elsewhere("tcp://*:6000"));
+    let words = ["`kv_events: {endpoint: \"tcp://10.0.0.7:5557\", topic: \"kv@\", attach: bind}` of worker 1"];
+    only(Level::Error, "events.attached", &words, |facts| {
+        listens_elsewhere("tcp://10.0.0.7:5557")(facts);
+        facts.sources_learned = true;
+    });
     only(Level::Error, "events.attached", &["no engine connected", "so that it connects"], |facts| {
         facts.ranks[0].attached = Some(Attached::Nobody);
     });
-    let words = ["both sides bind", "write `attach: connect` and `endpoint: tcp://10.0.0.7:5557` for worker 1"];
+    let words = ["both sides bind", "write `attach: connect` and `endpoint: \"tcp://10.0.0.7:5557\"`"];
     only(Level::Error, "events.attached", &words, |facts| {
         facts.ranks[0].attached = Some(Attached::Elsewhere("tcp://10.0.0.7:5557".to_owned()));
     });
@@ -142,6 +157,12 @@ fn what_came_of_the_canary_is_compared() {
     only(Level::Error, "events.tokens", &words, with(heard(stored(&theirs, 32), "kv@a", None)));
     let words = ["1 other messages did", "start it with `--kv-events-config"];
     only(Level::Error, "events.arrive", &words, with(heard(stored(&[9, 9], 1), "kv@a", None)));
+    let mut bigrams = stored(&ours[..96], 32);
+    bigrams.tokens = Tokens { ids: ours[..97].to_vec(), bigrams: true };
+    let words = ["pairs of tokens", "write `eagle: true` for the model m"];
+    only(Level::Error, "events.hashes", &words, with(heard(bigrams, "kv@a", None)));
+    let salted = Stored { cache_salt: Some("s".to_owned()), ..stored(&ours[..96], 32) };
+    only(Level::Error, "events.hashes", &["0 of 3 blocks"], with(heard(salted, "kv@a", None)));
     let garbage = Heard { batch: Err("not a batch".to_owned()), ..heard(Stored::default(), "kv@a", None) };
     only(Level::Error, "events.arrive", &["messages come that cannot be read: not a batch"], with(garbage));
     // Where the engine has no page of measures, the events tell.
