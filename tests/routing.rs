@@ -25,6 +25,8 @@ mod pki;
 mod queue;
 #[path = "routing/sessions.rs"]
 mod sessions;
+#[path = "routing/sources.rs"]
+mod sources;
 #[path = "routing/storm.rs"]
 mod storm;
 #[path = "routing/trust.rs"]
