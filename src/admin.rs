@@ -60,6 +60,10 @@ pub fn routes(admin: Admin) -> Routes {
             get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().index().stats())) }),
         )
         .route(
+            "/debug/parity",
+            get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().parity().shown())) }),
+        )
+        .route(
             "/debug/load",
             get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().load().snapshot())) }),
         )

@@ -10,6 +10,7 @@ mod learn;
 mod offline;
 mod parts;
 mod reload;
+mod self_test;
 mod sockets;
 mod swap;
 mod unix;
@@ -42,6 +43,7 @@ use crate::ext_proc::service::{Kept, Service};
 use crate::intake::Intake;
 use crate::lifecycle::{Readiness, supervise};
 use crate::metrics::{Metrics, PoolLabels};
+use crate::router::Router;
 use crate::telemetry::LogFilter;
 use crate::tls::{Pace, Secrets};
 use health::Health;
@@ -52,7 +54,7 @@ use swap::Swap;
 use unix::Place;
 use workers::Wanted;
 
-pub use offline::Offline;
+pub use offline::{Offline, encoder, workers};
 pub use reload::{ConfigFile, ReadConfig, Reloaded, Reloader};
 
 /// gRPC message overhead on top of a body: headers, attributes, metadata.
@@ -110,7 +112,7 @@ impl App {
         let metrics = Arc::new(Metrics::new());
         let entrance = parts::entrance(&config, rand::random());
         let audit = Audit::new(entrance.router().clone(), metrics.clone());
-        let mut app = Self::bare(Arc::new(config), &metrics, audit);
+        let mut app = Self::bare(Arc::new(config), entrance.router(), &metrics, audit);
         let config = app.reloader.running();
         let (limits, secrets) = (config.limits.clone(), app.secrets.clone());
         let heir = match &config.listen.unix {
@@ -147,7 +149,8 @@ impl App {
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
         app.place = grpc.iter().find_map(GrpcListener::place);
-        let intake = parts::intake(&config, models, &metrics)?;
+        app.test_tokens(&config, entrance.router(), models.clone())?;
+        let intake = parts::intake(&config, models, entrance.router(), &metrics)?;
         way_in.intake.store(Some(intake.clone()));
         let parts = api::Parts {
             intake: Arc::new(ArcSwap::new(intake.clone())),
@@ -169,7 +172,7 @@ impl App {
     }
 
     /// Nothing runs yet.
-    fn bare(config: Arc<Config>, metrics: &Arc<Metrics>, audit: Arc<Audit>) -> Self {
+    fn bare(config: Arc<Config>, router: &Arc<Router>, metrics: &Arc<Metrics>, audit: Arc<Audit>) -> Self {
         if let Some(pool) = &config.pool {
             let (name, namespace) = (pool.name.clone().unwrap_or_default(), pool.namespace.clone().unwrap_or_default());
             info!(name, namespace, "serving this pool");
@@ -188,7 +191,7 @@ impl App {
             readiness: Readiness::default(),
             health: Health::default(),
             own_health: Health::default(),
-            reloader: Arc::new(Reloader::new(config, metrics.clone())),
+            reloader: Arc::new(Reloader::new(config, router.clone(), metrics.clone())),
             closing: CancellationToken::new(),
             leave: stop.child_token(),
             stop,

@@ -34,6 +34,7 @@ use crate::lifecycle::config::{DrainConfig, ReadinessConfig, ReloadConfig};
 use crate::openai::paths::PathsConfig;
 use crate::router::{RouterSettings, Tracking};
 use crate::schedule::Weights;
+use crate::self_test::config::SelfTestConfig;
 use crate::settings::{ConfigError, Document, Problem};
 use crate::shared_cache::SharedCacheConfig;
 use crate::worker::Worker;
@@ -115,6 +116,9 @@ pub struct Config {
     /// How engines are asked over HTTP.
     #[serde(default)]
     pub engines: EnginesConfig,
+    /// Whether and how our tokens are compared with the engines'.
+    #[serde(default)]
+    pub self_test: SelfTestConfig,
     /// Which path is which API.
     #[serde(default)]
     pub paths: PathsConfig,

@@ -21,6 +21,7 @@ pub mod health;
 pub mod index;
 pub mod learned;
 pub mod load;
+pub mod parity;
 pub mod predict;
 pub mod schedule;
 pub mod sessions;
@@ -42,6 +43,7 @@ pub mod intake;
 pub mod kv_events;
 pub mod openai;
 pub mod prompt;
+pub mod self_test;
 pub mod shared_cache;
 pub mod xds;
 

@@ -330,7 +330,7 @@ metrics! {
     workers_out: Gauge = Gauge::default();
     /// Bytes of request bodies that are held until they are routed
     held_body_bytes: Gauge = Gauge::default();
-    /// Prompts whose tokens were looked for among those of earlier prompts, by outcome: hit, miss, uncut (too short, or without an added token to resume at)
+    /// Prompts whose tokens were looked for among those of earlier prompts, by outcome: hit, miss, uncut (too short, or without an added token to resume at), failed (tokenised whole instead)
     prompt_cache_lookups: Family<OutcomeLabel, Counter> = Family::default();
     /// Prompt tokens that were taken over from earlier prompts
     prompt_cache_resumed_tokens: Counter = Counter::default();
@@ -362,6 +362,18 @@ metrics! {
     engine_sessions: Gauge = Gauge::default();
     /// Calls that open and close sessions on engines, by call and outcome: ok, timeout, unreachable, connection, status, overflow (too many waited)
     engine_session_calls: Family<EngineSessionLabels, Counter> = Family::default();
+    /// Requests whose tokens engines were asked for, by model and outcome: ok, refused, nobody (all rest or none is there), busy, unreachable, timeout, not_offered, status, unreadable, too_large
+    engine_tokens: Family<ModelOutcomeLabels, Counter> = Family::default();
+    /// Workers by model and what the last comparison of their tokens with ours said: untested, agrees, differs, cannot_test
+    parity_workers: Family<ModelOutcomeLabels, Gauge> = Family::default();
+    /// 1 while our tokens of a model are known to differ from its engines', and are not used
+    parity_mistrusted: Family<ModelLabel, Gauge> = Family::default();
+    /// Comparisons of a worker's tokens with ours, by model and outcome: agrees, differs, cannot_test
+    parity_tests: Family<ModelOutcomeLabels, Counter> = Family::default();
+    /// Times that tokens were found to differ, by canaries or by events
+    parity_mismatches: Family<ModelLabel, Counter> = Family::default();
+    /// Real requests whose blocks were looked for in their engine's events, by model and outcome: confirmed, unconfirmed, unknown (no news to judge by)
+    parity_sightings: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Error of the estimated prefill times, relative to the times, by model and role
     prefill_time_error: Family<ModelRoleLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
     /// Shared cache look-ups that failed, by reason

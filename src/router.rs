@@ -17,6 +17,7 @@ mod question;
 mod ranking;
 mod served;
 mod settings;
+mod sightings;
 mod sources;
 
 use std::sync::Arc;
@@ -47,6 +48,7 @@ use crate::fleet::{Fleet, Member};
 use crate::health::Health;
 use crate::index::{Overlaps, PrefixIndex};
 use crate::load::{LoadTracker, LoadView};
+use crate::parity::Parity;
 use crate::schedule::{Occupancy, Overload};
 use crate::trust::Standing;
 use crate::worker::WorkerRank;
@@ -67,6 +69,7 @@ pub struct Router {
     health: Arc<Health>,
     durations: Durations,
     settings: ArcSwap<RouterSettings>,
+    parity: Arc<Parity>,
     sources: Sources,
     churns: Churns,
     random: Mutex<SmallRng>,
@@ -86,6 +89,7 @@ impl Router {
             health: Health::new(settings.health),
             durations: Durations::default(),
             settings: ArcSwap::from_pointee(settings),
+            parity: Arc::default(),
             sources: Sources::default(),
             random: Mutex::new(SmallRng::seed_from_u64(seed)),
             scratch: Scratch::default(),
@@ -238,6 +242,7 @@ impl Router {
                 }
                 Err(Undecided::Refused(error)) => return Attempt::Refused(error),
                 Ok(mut booked) => {
+                    booked.sighting = self.sighting(&booked, prepared);
                     booked.prompts = prepared.take_prompts();
                     booked.route.index_time = prepared.index_time;
                     booked.route.choose_time = started.elapsed();
@@ -271,6 +276,7 @@ impl Router {
             route: self.describe(prepared, &legs, &pools.standings),
             reservation,
             probes,
+            sighting: None,
             prompts: Vec::new(),
             leases: Vec::new(),
             own_leases: 0,

@@ -19,6 +19,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("index", 2),
     ("learned", 2),
     ("load", 2),
+    ("parity", 2),
     ("predict", 2),
     ("schedule", 2),
     ("predict", 2),
@@ -32,6 +33,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("prompt", 4),
     ("ext_proc", 4),
     ("kv_events", 4),
+    ("self_test", 4),
     ("shared_cache", 4),
     ("discovery", 4),
     ("engine_client", 4),
@@ -57,10 +59,15 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("api", "intake"),
     ("ext_proc", "intake"),
     ("ext_proc", "openai"),
+    ("intake", "engine_client"),
     ("intake", "openai"),
     ("intake", "prompt"),
     ("intake", "shared_cache"),
     ("prompt", "openai"),
+    ("self_test", "engine_client"),
+    ("self_test", "intake"),
+    ("self_test", "openai"),
+    ("self_test", "prompt"),
 ];
 
 /// Text that may appear only in these modules.

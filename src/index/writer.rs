@@ -100,7 +100,13 @@ impl RankWriter {
     /// Applies one event; readers see all of it or nothing.
     pub fn apply(&mut self, event: &KvEvent) -> Outcome {
         match event {
-            KvEvent::Stored { parent, blocks, tier } => self.store(*parent, blocks, *tier),
+            KvEvent::Stored { parent, blocks, tier } => {
+                let outcome = self.store(*parent, blocks, *tier);
+                if outcome == Outcome::Ok {
+                    self.tally.note_store();
+                }
+                outcome
+            }
             KvEvent::Removed { blocks, tier } => self.remove(blocks, *tier),
             KvEvent::GroupStored { group, need, blocks } => self.store_group(*group, *need, blocks),
             KvEvent::GroupRemoved { group, blocks } => self.remove_group(*group, blocks),

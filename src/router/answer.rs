@@ -65,6 +65,8 @@ pub enum Reason {
     NoTokenizer,
     /// The tokenizer or the chat template refused the prompt.
     EncodeFailed,
+    /// The engine was asked for its tokens and did not give them, and there are no others.
+    EngineTokensFailed,
     /// The prompt holds images, audio or video.
     Multimodal,
     /// The request has more prompts than are looked at.
@@ -117,6 +119,7 @@ impl Reason {
             Reason::UnknownModel => "unknown_model",
             Reason::NoTokenizer => "no_tokenizer",
             Reason::EncodeFailed => "encode_failed",
+            Reason::EngineTokensFailed => "engine_tokens_failed",
             Reason::Multimodal => "multimodal",
             Reason::TooManyPrompts => "too_many_prompts",
             Reason::UnknownPrompt => "unknown_prompt",

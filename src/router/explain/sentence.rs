@@ -105,6 +105,7 @@ fn because(reason: Reason) -> &'static str {
         Reason::UnknownModel => "the request names a model that is not configured",
         Reason::NoTokenizer => "the model has no tokenizer",
         Reason::EncodeFailed => "the tokenizer or the chat template refuses the prompt",
+        Reason::EngineTokensFailed => "the engine did not say its tokens, and there are no others",
         Reason::Multimodal => "the prompt holds images, audio or video",
         Reason::TooManyPrompts => "the request has more prompts than are looked at",
         Reason::UnknownPrompt => "only the engine knows how it puts the prompt together",
