@@ -193,6 +193,8 @@ fn joined<'p>(
             _ => {}
         }
     }
+    // An empty text is no part, and leaves no line.
+    texts.retain(|text| !text.is_empty());
     let text = texts.join("\n");
     let mut lines: Vec<&str> = Vec::new();
     for (placeholder, count) in &placeholders {

@@ -107,12 +107,13 @@ impl Templates {
         let mut variables: BTreeMap<&str, Value> = BTreeMap::new();
         variables.extend(self.special_tokens.iter().map(|(name, token)| (*name, Value::from(token.as_str()))));
         variables.insert("documents", Value::from(()));
-        for (name, value) in &chat.chat_template_kwargs {
+        // A null is as if it were not there.
+        for (name, value) in chat.chat_template_kwargs.iter().filter(|(_, value)| !value.is_null()) {
             variables.insert(name, python::value(value)?);
         }
         if let Some(effort) = chat.reasoning_effort.as_deref().filter(|effort| *effort != "auto") {
             variables.insert("reasoning_effort", Value::from(effort));
-            if !chat.chat_template_kwargs.contains_key("enable_thinking") {
+            if chat.chat_template_kwargs.get("enable_thinking").is_none_or(|value| value.is_null()) {
                 variables.insert("enable_thinking", Value::from(effort != "none"));
             }
         }

@@ -227,16 +227,16 @@ fn compare(asked: &Asked<'_>, models: &mut Tokenizers, names: &[&str]) -> Outcom
         Err(error) => return skipped(format!("not read: {error}")),
     };
     let ours = match (&request.prompt, models.find(names)) {
-        // Tokens need no tokenizer, but truncation does not either.
-        (Prompt::Tokens(_), None) => models.any().encode(&request),
-        (_, None) => return skipped(format!("no tokenizer for {}", names.first().unwrap_or(&"a model without a name"))),
-        (Prompt::Chat(chat), Some(encoder)) if chat.has_media() => {
+        // Tokens need no tokenizer.
+        (Prompt::Tokens(_), Err(_)) => models.any().encode(&request),
+        (_, Err(why)) => return skipped(why),
+        (Prompt::Chat(chat), Ok(encoder)) if chat.has_media() => {
             return match encoder.illustrate(&request) {
                 Ok(ours) => against_illustrated(&ours, asked, models.names_media(names)),
                 Err(error) => skipped(error.to_string()),
             };
         }
-        (_, Some(encoder)) => encoder.encode(&request),
+        (_, Ok(encoder)) => encoder.encode(&request),
     };
     match ours {
         Ok(ours) => against(&ours.prompts, &asked.engine),
@@ -316,7 +316,7 @@ struct Entry {
 /// The tokenizers by the names of their models, each loaded when it is first asked for.
 struct Tokenizers {
     entries: BTreeMap<String, (Config, Option<MediaConfig>)>,
-    loaded: BTreeMap<String, Option<Arc<Encoder>>>,
+    loaded: BTreeMap<String, Result<Arc<Encoder>, String>>,
 }
 
 impl Tokenizers {
@@ -340,19 +340,21 @@ impl Tokenizers {
         Self { entries, loaded: BTreeMap::new() }
     }
 
-    /// The tokenizer of the first of these names that has one.
-    fn find(&mut self, names: &[&str]) -> Option<Arc<Encoder>> {
+    /// The tokenizer of the first of these names that has one, or why there is none.
+    fn find(&mut self, names: &[&str]) -> Result<Arc<Encoder>, String> {
         let listed = names.iter().find(|name| self.entries.contains_key(**name)).map(|name| (*name).to_owned());
-        let name = listed.or_else(|| names.iter().find_map(|name| bundled(name)).map(str::to_owned))?;
+        let name = listed.or_else(|| names.iter().find_map(|name| bundled(name)).map(str::to_owned));
+        let name = name.ok_or_else(|| format!("no tokenizer for {}", names.first().unwrap_or(&"a model without a name")))?;
         if let Some(known) = self.loaded.get(&name) {
             return known.clone();
         }
         let (config, media) = self.entries.get(&name).cloned().unwrap_or_else(|| bundled_files(&name));
         let media = media.or_else(|| media_beside(&config));
         let traits = Traits { name: name.clone(), media, ..Traits::default() };
-        let encoder = Encoder::load_as(&config, &traits).unwrap_or_else(|error| panic!("model {name}: {error}"));
-        self.loaded.insert(name.clone(), Some(Arc::new(encoder)));
-        self.loaded[&name].clone()
+        let loaded = Encoder::load_as(&config, &traits).map(Arc::new);
+        let loaded = loaded.map_err(|error| format!("the model {name} is refused: {error}"));
+        self.loaded.insert(name, loaded.clone());
+        loaded
     }
 
     /// Whether it is known what the engine was started with, and so how it names images.
