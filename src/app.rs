@@ -6,9 +6,11 @@ mod encoders;
 mod gateway;
 mod health;
 mod keeper;
+mod learn;
 mod offline;
 mod parts;
 mod reload;
+mod self_test;
 mod sockets;
 mod swap;
 mod unix;
@@ -34,12 +36,14 @@ use crate::admin::{self, Admin};
 use crate::api::{self, Api, Feed};
 use crate::audit::Audit;
 use crate::config::Config;
+use crate::engine_client::EngineClient;
 use crate::engine_sessions::EngineSessions;
 use crate::entrance::Entrance;
 use crate::ext_proc::service::{Kept, Service};
 use crate::intake::Intake;
 use crate::lifecycle::{Readiness, supervise};
 use crate::metrics::{Metrics, PoolLabels};
+use crate::router::Router;
 use crate::telemetry::LogFilter;
 use crate::tls::{Pace, Secrets};
 use health::Health;
@@ -50,7 +54,7 @@ use swap::Swap;
 use unix::Place;
 use workers::Wanted;
 
-pub use offline::Offline;
+pub use offline::{Offline, encoder, workers};
 pub use reload::{ConfigFile, ReadConfig, Reloaded, Reloader};
 
 /// gRPC message overhead on top of a body: headers, attributes, metadata.
@@ -108,7 +112,7 @@ impl App {
         let metrics = Arc::new(Metrics::new());
         let entrance = parts::entrance(&config, rand::random());
         let audit = Audit::new(entrance.router().clone(), metrics.clone());
-        let mut app = Self::bare(Arc::new(config), &metrics, audit);
+        let mut app = Self::bare(Arc::new(config), entrance.router(), &metrics, audit);
         let config = app.reloader.running();
         let (limits, secrets) = (config.limits.clone(), app.secrets.clone());
         let heir = match &config.listen.unix {
@@ -132,7 +136,7 @@ impl App {
         app.admin_address = listener.address;
         app.pages.spawn(listener.serve(admin::routes(pages), app.leave.clone()));
         let feed = Arc::new(Feed::default());
-        app.feed(&config, &entrance, feed.clone(), metrics.clone());
+        app.feed(&config, &entrance, feed.clone(), metrics.clone())?;
         app.keep_time(&entrance, &metrics);
         app.tell_engines(&config, &entrance, &metrics)?;
         let models = app.reloader.load_models().await?;
@@ -145,7 +149,8 @@ impl App {
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
         app.place = grpc.iter().find_map(GrpcListener::place);
-        let intake = parts::intake(&config, models, &metrics)?;
+        app.test_tokens(&config, entrance.router(), models.clone())?;
+        let intake = parts::intake(&config, models, entrance.router(), &metrics)?;
         way_in.intake.store(Some(intake.clone()));
         let parts = api::Parts {
             intake: Arc::new(ArcSwap::new(intake.clone())),
@@ -167,7 +172,7 @@ impl App {
     }
 
     /// Nothing runs yet.
-    fn bare(config: Arc<Config>, metrics: &Arc<Metrics>, audit: Arc<Audit>) -> Self {
+    fn bare(config: Arc<Config>, router: &Arc<Router>, metrics: &Arc<Metrics>, audit: Arc<Audit>) -> Self {
         if let Some(pool) = &config.pool {
             let (name, namespace) = (pool.name.clone().unwrap_or_default(), pool.namespace.clone().unwrap_or_default());
             info!(name, namespace, "serving this pool");
@@ -186,7 +191,7 @@ impl App {
             readiness: Readiness::default(),
             health: Health::default(),
             own_health: Health::default(),
-            reloader: Arc::new(Reloader::new(config, metrics.clone())),
+            reloader: Arc::new(Reloader::new(config, router.clone(), metrics.clone())),
             closing: CancellationToken::new(),
             leave: stop.child_token(),
             stop,
@@ -355,9 +360,18 @@ impl App {
     }
 
     /// Starts what feeds the fleet.
-    fn feed(&mut self, config: &Config, entrance: &Arc<Entrance>, feed: Arc<Feed>, metrics: Arc<Metrics>) {
+    fn feed(
+        &mut self,
+        config: &Config,
+        entrance: &Arc<Entrance>,
+        feed: Arc<Feed>,
+        metrics: Arc<Metrics>,
+    ) -> anyhow::Result<()> {
         let (desired, sets) = mpsc::unbounded_channel();
-        let keeper = Keeper::new(config, entrance.clone(), feed, metrics.clone(), self.readiness.clone());
+        let (said, heard) = watch::channel(learn::Said::default());
+        let parts = keeper::Parts { entrance: entrance.clone(), feed, metrics: metrics.clone(), said: heard };
+        let keeper = Keeper::new(config, parts, self.readiness.clone());
+        self.learn(config, entrance, &metrics, said)?;
         self.background.spawn(keeper.run(sets, self.stop.clone()));
         let (wants, wanted) = watch::channel(Wanted::from(config));
         self.reloader.part("workers", move |next| {
@@ -380,6 +394,37 @@ impl App {
             let follow = || workers::follow(wanted.clone(), desired.clone(), metrics.clone());
             supervise("workers", &metrics, stop, follow).await;
         });
+        Ok(())
+    }
+
+    /// Asks engines for what they know best.
+    fn learn(
+        &mut self,
+        config: &Config,
+        entrance: &Arc<Entrance>,
+        metrics: &Arc<Metrics>,
+        said: watch::Sender<learn::Said>,
+    ) -> anyhow::Result<()> {
+        if !config.learn.enabled {
+            return Ok(());
+        }
+        let learner = Arc::new(learn::Learner {
+            router: entrance.router().clone(),
+            client: EngineClient::new(&config.engines)?,
+            engines: config.engines.clone(),
+            settings: config.learn.clone(),
+            metrics: metrics.clone(),
+            said,
+        });
+        let (metrics, stop) = (metrics.clone(), self.stop.clone());
+        self.background.spawn(async move {
+            supervise("settings of engines", &metrics, stop, || {
+                let learner = learner.clone();
+                async move { learner.run().await }
+            })
+            .await;
+        });
+        Ok(())
     }
 
     /// Starts what has to happen from time to time.

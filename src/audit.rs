@@ -16,6 +16,7 @@ pub use totals::{ModelTotals, Totals, share};
 
 use crate::metrics::{CauseLabels, Metrics, ModelLabel, ModelOutcomeLabels, ModelTokensLabels};
 use crate::router::Router;
+use crate::trust::Trust;
 use crate::worker::ModelName;
 
 /// How long the events of an engine may take.
@@ -96,7 +97,7 @@ impl Audit {
         let chosen = answered.foreseen.chosen;
         let churn = self.router.churn(chosen);
         let evidence = Evidence {
-            trusted: self.router.is_trusted(chosen),
+            trusted: [answered.foreseen.trust, self.router.trust(chosen).trust] == [Trust::Exact; 2],
             removed: churn.as_ref().is_some_and(|churn| churn.removed_since(answered.arrived)),
             stored: churn.as_ref().is_some_and(|churn| churn.stored_since(answered.arrived)),
             moved: answered.moved,

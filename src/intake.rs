@@ -7,6 +7,7 @@ mod beginning;
 pub mod config;
 mod direct;
 mod encoded;
+pub mod engine_tokens;
 mod media;
 mod models;
 pub mod rewrite;
@@ -24,6 +25,7 @@ use tokio::sync::Semaphore;
 use tracing::{debug, warn};
 
 use encoded::{Encoded, estimate};
+use engine_tokens::{Said, TokenSources};
 pub use models::{Model, Models, Named};
 pub use rewrite::Rewrites;
 pub use sessions::SessionSigns;
@@ -34,7 +36,7 @@ use crate::block::tracking::Scope;
 use crate::block::{BlockHashes, Content, Salt, SequenceHash, TrackingHash};
 use crate::entrance::SessionWord;
 use crate::openai::{self, Api, Extension, Hidden, Opaque, Paths, Shape};
-use crate::prompt::{EncodeError, Encoder};
+use crate::prompt::{EncodeError, Encoder, Tokens};
 use crate::router::{Prompt, Reason, RouteRequest};
 use config::ClientsConfig;
 
@@ -120,6 +122,8 @@ pub struct Parts {
     pub sessions: Option<SessionSigns>,
     /// A cache that all workers share.
     pub shared: Option<Shared>,
+    /// Where tokens come from, by model; of others they are ours.
+    pub tokens: TokenSources,
 }
 
 /// The way in.
@@ -137,6 +141,10 @@ struct Told {
     tenant: Option<String>,
     /// Whether the session's id has to be looked for in the body.
     session_in_body: bool,
+    /// What engines said of the prompt.
+    engine: Said,
+    /// How long they were waited for.
+    waited: Duration,
 }
 
 /// The bytes of a body, and where they are only its beginning, how long it is said to be.
@@ -168,7 +176,11 @@ impl Intake {
     pub async fn take(self: &Arc<Self>, path: &str, headers: Headers<'_>, body: &Body) -> Taken {
         let api = self.api(path, headers);
         let encoded = match api {
-            Some(api) => self.encode(api, self.told(headers), body).await,
+            Some(api) => {
+                let mut told = self.told(headers);
+                self.ask_engines(api, &mut told, body).await;
+                self.encode(api, told, body).await
+            }
             None => Encoded::unread(0, Reason::NotInference),
         };
         let mut taken = Taken { api, ..self.taken(encoded, headers) };
@@ -205,6 +217,7 @@ impl Intake {
         }
         request.constraints.adapter = encoded.adapter;
         request.tracked = encoded.tracked;
+        request.foretold = encoded.foretold;
         let session = self.parts.sessions.as_ref().and_then(|signs| signs.read(headers, encoded.session));
         let Encoded { asked_model, tokens, times, unreadable, .. } = encoded;
         Taken { request, api: None, asked_model, unreadable, session, query, tokens, times }
@@ -215,7 +228,8 @@ impl Intake {
         let tenant = tenant.map(|value| value.trim().to_owned()).filter(|tenant| !tenant.is_empty());
         let signs = self.parts.sessions.as_ref();
         let boundary = headers("content-type").and_then(|value| openai::boundary(&value));
-        Told { boundary, tenant, session_in_body: signs.is_some_and(|signs| signs.leave_it_to_the_body(headers)) }
+        let session_in_body = signs.is_some_and(|signs| signs.leave_it_to_the_body(headers));
+        Told { boundary, tenant, session_in_body, engine: Said::NotAsked, waited: Duration::ZERO }
     }
 
     async fn encode(self: &Arc<Self>, api: Api, told: Told, body: &Body) -> Encoded {
@@ -233,8 +247,8 @@ impl Intake {
             return self.encode_now(api, &told, &shown);
         }
         let body = shown.bytes.clone();
-        let because = match tokio::time::timeout(self.parts.limits.deadline, self.encode_queued(api, told, shown)).await
-        {
+        let deadline = engine_tokens::left(self.parts.limits.deadline, &told);
+        let because = match tokio::time::timeout(deadline, self.encode_queued(api, told, shown)).await {
             Ok(Some(encoded)) => return encoded,
             Ok(None) => Reason::TokenizerBusy,
             Err(_) => Reason::Deadline,
@@ -272,10 +286,11 @@ impl Intake {
             None => self.read(api, told, bytes),
             Some(length) => self.read_beginning(api, told, bytes, *length),
         }));
-        result.unwrap_or_else(|_| {
+        let encoded = result.unwrap_or_else(|_| {
             warn!("the tokenizer panicked; routing by load");
             Encoded::without(api, bytes.len(), Reason::EncodeFailed)
-        })
+        });
+        self.judged(told, encoded)
     }
 
     fn session_in(&self, told: &Told, body: &[u8]) -> Option<String> {
@@ -316,14 +331,18 @@ impl Intake {
         let salt_in_extension = encoded.extension.as_ref().and_then(|extension| extension.cache_salt.clone());
         let cache = told.tenant.clone().or(salt_in_extension).or(request.cache_salt.take());
         let salt = Salt { lora: named.adapter.clone(), cache };
+        if self.take_engine_tokens((&named, &salt), told, &request, &mut encoded) {
+            return encoded;
+        }
         let brings_tokens = encoded.extension.as_ref().is_some_and(|extension| extension.token_data.is_some());
         if matches!(&request.prompt, openai::Prompt::Chat(chat) if chat.has_media()) && !brings_tokens {
             self.read_illustrated((&named, &salt), &request, &mut encoded, &mut clock);
             return encoded;
         }
-        match self.tokens(&named, &request, &mut encoded, &mut clock) {
+        match self.tokens((&named, &salt), &request, &mut encoded, &mut clock) {
             Ok(prompts) => {
-                let hashes: Vec<_> = prompts.iter().map(|tokens| named.hashes(tokens, &salt)).collect();
+                let hashes: Vec<_> = prompts.iter().map(|tokens| named.resumed_hashes(tokens, &salt)).collect();
+                let prompts: Vec<_> = prompts.into_iter().map(Tokens::into_ids).collect();
                 encoded.tracked = self.tracked(&named, &prompts, &hashes, &salt);
                 encoded.prompt = Prompt::Hashed(hashes);
                 encoded.tokens = prompts;
@@ -367,13 +386,13 @@ impl Intake {
 
     fn tokens(
         &self,
-        named: &Named,
+        (named, salt): (&Named, &Salt),
         request: &openai::Request,
         encoded: &mut Encoded,
         clock: &mut Stopwatch,
-    ) -> Result<Vec<Vec<u32>>, Reason> {
+    ) -> Result<Vec<Tokens>, Reason> {
         if let Some(tokens) = encoded.extension.as_mut().and_then(|extension| extension.token_data.take()) {
-            return Ok(vec![tokens]);
+            return Ok(vec![tokens.into()]);
         }
         if request.prompt == openai::Prompt::TooMany {
             return Err(Reason::TooManyPrompts);
@@ -384,8 +403,9 @@ impl Intake {
         let encoder: &Encoder = named.model.encoder.as_ref().ok_or(Reason::NoTokenizer)?;
         let rendered = encoder.render(request).map_err(reason)?;
         encoded.times.push(("render", clock.lap()));
-        let prompts = encoder.tokenize(&rendered).map_err(reason)?;
+        let prompts = encoder.tokenize_resuming(&rendered, salt.cache.as_deref()).map_err(reason)?;
         encoded.times.push(("tokenize", clock.lap()));
+        encoded.ours = !matches!(request.prompt, openai::Prompt::Tokens(_));
         Ok(prompts)
     }
 }
@@ -394,6 +414,11 @@ impl Named {
     /// The blocks of one prompt, as the model's engines cut them.
     pub fn hashes(&self, tokens: &[u32], salt: &Salt) -> BlockHashes {
         BlockHashes::of_content(&self.content(tokens, salt), self.model.block_size)
+    }
+
+    /// The same, where earlier prompts may have begun with them.
+    fn resumed_hashes(&self, tokens: &Tokens, salt: &Salt) -> BlockHashes {
+        tokens.hashes(salt, self.model.block_size, self.model.windows)
     }
 
     fn content<'a>(&self, tokens: &'a [u32], salt: &'a Salt) -> Content<'a> {

@@ -182,6 +182,31 @@ impl RankTierLabels {
     }
 }
 
+/// A worker rank and how far its event source can be believed.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RankTrustLabels {
+    /// Instance id.
+    pub worker_id: u64,
+    /// Data-parallel rank.
+    pub dp_rank: u32,
+    /// `exact`, `catching_up`, `stale`, `absent`.
+    pub trust: &'static str,
+}
+
+impl RankTrustLabels {
+    /// The labels of one state of a worker rank's source.
+    pub fn new(rank: WorkerRank, trust: &'static str) -> Self {
+        Self { worker_id: rank.worker.0, dp_rank: rank.rank.0, trust }
+    }
+}
+
+/// One label: a setting by its name in the configuration.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct SettingLabel {
+    /// Its name.
+    pub setting: &'static str,
+}
+
 /// A call to an engine about one of its sessions.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct EngineSessionLabels {
@@ -305,6 +330,16 @@ metrics! {
     workers_out: Gauge = Gauge::default();
     /// Bytes of request bodies that are held until they are routed
     held_body_bytes: Gauge = Gauge::default();
+    /// Prompts whose tokens were looked for among those of earlier prompts, by outcome: hit, miss, uncut (too short, or without an added token to resume at), failed (tokenised whole instead)
+    prompt_cache_lookups: Family<OutcomeLabel, Counter> = Family::default();
+    /// Prompt tokens that were taken over from earlier prompts
+    prompt_cache_resumed_tokens: Counter = Counter::default();
+    /// Tokens of the prompts that hit or missed
+    prompt_cache_looked_up_tokens: Counter = Counter::default();
+    /// Bytes that are kept of earlier prompts
+    prompt_cache_bytes: Gauge = Gauge::default();
+    /// Pieces of earlier prompts that were thrown out to make room
+    prompt_cache_evictions: Counter = Counter::default();
     /// Streams of the filter that looks for first tokens, by outcome: seen, foreign (of no exchange that waits), none
     first_token_streams: Family<OutcomeLabel, Counter> = Family::default();
     /// Requests that another endpoint served than was chosen, by what became of their booking: moved, away (released), unknown (an address of nobody we know; it stays)
@@ -327,6 +362,18 @@ metrics! {
     engine_sessions: Gauge = Gauge::default();
     /// Calls that open and close sessions on engines, by call and outcome: ok, timeout, unreachable, connection, status, overflow (too many waited)
     engine_session_calls: Family<EngineSessionLabels, Counter> = Family::default();
+    /// Requests whose tokens engines were asked for, by model and outcome: ok, refused, nobody (all rest or none is there), busy, unreachable, timeout, not_offered, status, unreadable, too_large
+    engine_tokens: Family<ModelOutcomeLabels, Counter> = Family::default();
+    /// Workers by model and what the last comparison of their tokens with ours said: untested, agrees, differs, cannot_test
+    parity_workers: Family<ModelOutcomeLabels, Gauge> = Family::default();
+    /// 1 while our tokens of a model are known to differ from its engines', and are not used
+    parity_mistrusted: Family<ModelLabel, Gauge> = Family::default();
+    /// Comparisons of a worker's tokens with ours, by model and outcome: agrees, differs, cannot_test
+    parity_tests: Family<ModelOutcomeLabels, Counter> = Family::default();
+    /// Times that tokens were found to differ, by canaries or by events
+    parity_mismatches: Family<ModelLabel, Counter> = Family::default();
+    /// Real requests whose blocks were looked for in their engine's events, by model and outcome: confirmed, unconfirmed, unknown (no news to judge by)
+    parity_sightings: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Error of the estimated prefill times, relative to the times, by model and role
     prefill_time_error: Family<ModelRoleLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
     /// Shared cache look-ups that failed, by reason
@@ -359,8 +406,22 @@ metrics! {
     kv_event_gaps: Family<OutcomeLabel, Counter> = Family::default();
     /// Engine restarts noticed by batch numbers that went back
     kv_event_restarts: Counter = Counter::default();
-    /// 1 while the event source of a worker rank is caught up
-    kv_event_source_live: Family<RankLabels, Gauge> = Family::default();
+    /// How far the event source of a worker rank can be believed: 1 for what holds of exact, catching_up, stale and absent, 0 for the others
+    kv_event_source_trust: Family<RankTrustLabels, Gauge> = Family::default();
+    /// How much later than the engine wrote it the last batch of a worker rank came, in seconds; less than 0 where the engine's clock is ahead of ours
+    kv_event_source_lag_seconds: Family<RankLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
+    /// How long ago the last batch of a worker rank came, in seconds
+    kv_event_source_last_event_age_seconds: Family<RankLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
+    /// Gaps in the batch numbers of a worker rank since it was attached first, closed or not
+    kv_event_source_gaps: Family<RankLabels, Gauge> = Family::default();
+    /// Batches of a worker rank that are lost for good
+    kv_event_source_lost_batches: Family<RankLabels, Gauge> = Family::default();
+    /// Blocks of a worker rank that may be gone, because events were lost
+    kv_event_source_doubted_blocks: Family<RankLabels, Gauge> = Family::default();
+    /// Workers whose engine says something else of itself than is configured, by setting
+    setting_mismatches: Family<SettingLabel, Gauge> = Family::default();
+    /// Questions to engines for their settings, by outcome: ok, not_offered, unreachable, timeout, status, unreadable, too_large, busy
+    engine_settings_asked: Family<OutcomeLabel, Counter> = Family::default();
     /// Connections that are open now, by listener
     connections: Family<ListenerLabel, Gauge> = Family::default();
     /// Connections that were closed at once because there were too many, by listener

@@ -4,6 +4,7 @@
 
 mod continuation;
 mod conversation;
+mod decode;
 mod detect;
 mod engine;
 mod files;
@@ -13,6 +14,7 @@ mod methods;
 mod number;
 mod python;
 mod rebuild;
+mod resume;
 mod stage;
 mod support;
 mod syntax;
@@ -23,6 +25,7 @@ mod tests;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -33,8 +36,10 @@ use crate::openai::{Prompt, Request, Side, Tokenization};
 pub use engine::{Engine, Traits, Transformers};
 use files::Loaded;
 pub use files::{Fingerprint, LoadError};
-pub use media::{Illustrated, MediaConfig};
 use media::Rules;
+pub use media::{Illustrated, MediaConfig};
+use resume::Resumer;
+pub use resume::{PromptCache, Tokens};
 use template::Templates;
 
 /// Where one model's tokenizer and chat template are. Files may be `.json` or `.json.gz`.
@@ -161,6 +166,7 @@ pub struct Encoder {
     tokenizer: Tokenizer,
     templates: Option<Templates>,
     special_tokens_doubt: Option<String>,
+    resumer: Option<Resumer>,
     engine: Engine,
     rules: Rules,
 }
@@ -202,7 +208,15 @@ impl Encoder {
         let rules = traits.media.as_ref().map(|media| Rules::new(media, &traits.name, id_of)).transpose();
         let rules = rules.map_err(|problem| LoadError::Content { path: config.tokenizer.clone(), problem })?;
         let (engine, rules) = (traits.engine, rules.unwrap_or_default());
-        Ok(Self { tokenizer, templates, special_tokens_doubt, engine, rules })
+        Ok(Self { tokenizer, templates, special_tokens_doubt, engine, rules, resumer: None })
+    }
+
+    /// The same, which takes over from this cache what prompts have in common; or why its tokenizer cannot.
+    pub fn resuming(mut self, cache: Arc<PromptCache>) -> (Self, Result<(), &'static str>) {
+        let resumer = Resumer::new(&self.tokenizer, cache);
+        let outcome = resumer.as_ref().map(drop).map_err(|why| *why);
+        self.resumer = resumer.ok();
+        (self, outcome)
     }
 
     /// The tokens of a request: [`Encoder::render`], then [`Encoder::tokenize`].
@@ -237,6 +251,33 @@ impl Encoder {
         }
     }
 
+    /// The tokens of rendered prompts, of which those that earlier prompts began with are taken over: the same as
+    /// [`Encoder::tokenize`] gives. Prompts with different names `apart` (the salt of the engine's cache) take over nothing
+    /// from one another, so that nobody learns from the time what others sent.
+    pub fn tokenize_resuming(&self, rendered: &Rendered<'_>, apart: Option<&str>) -> Result<Vec<Tokens>, EncodeError> {
+        let (Some(resumer), Source::Texts(texts)) = (&self.resumer, &rendered.prompts) else {
+            return Ok(self.tokenize(rendered)?.into_iter().map(Tokens::from).collect());
+        };
+        let keep = kept_tokens(rendered.tokenization)?;
+        let side = rendered.tokenization.truncation_side.unwrap_or(Side::Left);
+        let special = rendered.add_special_tokens;
+        self.refuse_doubt(special)?;
+        let tokens = |text: &Cow<'_, str>| match resumer.tokens(&self.tokenizer, text, apart) {
+            Ok(Some(mut bare)) => {
+                if let Some(keep) = keep {
+                    bare.keep(|length| Ok(kept_range(length, room(keep, resumer.added(special))?, side)))?;
+                }
+                Ok(resumer.framed(bare, special))
+            }
+            Ok(None) => self.tokens_of(text, special, keep, side).map(Tokens::from),
+            Err(_) => {
+                resumer.count_failed();
+                self.tokens_of(text, special, keep, side).map(Tokens::from)
+            }
+        };
+        texts.iter().map(tokens).collect()
+    }
+
     /// The tokens of rendered prompts.
     pub fn tokenize(&self, rendered: &Rendered<'_>) -> Result<Vec<Vec<u32>>, EncodeError> {
         let keep = kept_tokens(rendered.tokenization)?;
@@ -245,11 +286,16 @@ impl Encoder {
             Source::Tokens(lists) => Ok(lists.iter().map(|tokens| truncated(tokens, keep, side).to_vec()).collect()),
             Source::Texts(texts) => {
                 let special = rendered.add_special_tokens;
-                if let (true, Some(doubt)) = (special, &self.special_tokens_doubt) {
-                    return Err(EncodeError::uncertain(doubt.as_str()));
-                }
+                self.refuse_doubt(special)?;
                 texts.iter().map(|text| self.tokens_of(text, special, keep, side)).collect()
             }
+        }
+    }
+
+    fn refuse_doubt(&self, special: bool) -> Result<(), EncodeError> {
+        match &self.special_tokens_doubt {
+            Some(doubt) if special => Err(EncodeError::uncertain(doubt.as_str())),
+            _ => Ok(()),
         }
     }
 
@@ -261,16 +307,18 @@ impl Encoder {
         // Special tokens are counted but never cut off, so the text gives way to them.
         let bare = self.tokenizer.encode_fast(text, false).map_err(failed)?;
         let added = if special { self.tokenizer.encode_fast("", true).map_err(failed)?.len() } else { 0 };
-        let room = keep
-            .checked_sub(added)
-            .ok_or_else(|| EncodeError::uncertain("truncation leaves no room for the special tokens"))?;
-        let bare = cut(bare, room, side);
+        let bare = cut(bare, room(keep, added)?, side);
         self.tokenizer.post_process(bare, None, special).map(|encoding| ids(&encoding)).map_err(failed)
     }
 }
 
 fn ids(encoding: &Encoding) -> Vec<u32> {
     encoding.get_ids().to_vec()
+}
+
+/// How many tokens of the text itself are kept.
+fn room(keep: usize, added: usize) -> Result<usize, EncodeError> {
+    keep.checked_sub(added).ok_or_else(|| EncodeError::uncertain("truncation leaves no room for the special tokens"))
 }
 
 /// How many tokens truncation keeps, if it is asked for.

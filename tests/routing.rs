@@ -17,6 +17,8 @@ mod encrypted;
 mod health;
 #[path = "envoy_e2e/openmetrics.rs"]
 mod openmetrics;
+#[path = "routing/parity.rs"]
+mod parity;
 #[path = "routing/phases.rs"]
 mod phases;
 #[path = "tls/pki.rs"]
@@ -27,5 +29,7 @@ mod queue;
 mod sessions;
 #[path = "routing/storm.rs"]
 mod storm;
+#[path = "routing/tokenizer.rs"]
+mod tokenizer;
 #[path = "routing/trust.rs"]
 mod trust;

@@ -7,11 +7,12 @@ use anyhow::Context as _;
 
 use super::encoders::Encoders;
 use super::parts;
-use crate::config::{Config, WorkerSource};
+use crate::config::{Config, ModelConfig, WorkerSource};
 use crate::discovery;
 use crate::entrance::Entrance;
 use crate::intake::Intake;
 use crate::metrics::Metrics;
+use crate::prompt::Encoder;
 use crate::worker::Worker;
 
 /// The way in and the way to the router.
@@ -26,10 +27,10 @@ impl Offline {
     /// Builds the parts and puts the configured fleet in its place.
     pub async fn new(config: &Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
-        let models = Encoders::default().load(config).await?.models;
-        let intake = parts::intake(config, models, &metrics)?;
+        let models = Encoders::new(&metrics).load(config).await?.models;
         let entrance = parts::entrance(config, rand::random());
         let router = entrance.router();
+        let intake = parts::intake(config, models, router, &metrics)?;
         let change = router.fleet().reconcile(workers(config)?);
         for member in &change.added {
             router.load().open(member.slot, member.rank);
@@ -40,7 +41,15 @@ impl Offline {
     }
 }
 
-fn workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
+/// The tokenizer of one model, where it has one.
+pub async fn encoder(config: &Config, model: &ModelConfig) -> anyhow::Result<Option<Arc<Encoder>>> {
+    let only = Config { models: vec![model.clone()], ..config.clone() };
+    let models = Encoders::new(&Arc::new(Metrics::new())).load(&only).await?.models;
+    Ok(models.find(None).and_then(|named| named.model.encoder.clone()))
+}
+
+/// The configured workers, as they are listed now.
+pub fn workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
     let path = match config.worker_source() {
         WorkerSource::Fixed(workers) => return Ok(workers),
         WorkerSource::File(path) => path,

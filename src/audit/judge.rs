@@ -4,6 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::router::{Mode, Phases, Reason, Route};
+use crate::trust::Trust;
 use crate::worker::{BlockSize, ModelName, WorkerRank};
 
 /// What was foreseen when a request was routed.
@@ -17,6 +18,8 @@ pub struct Foreseen {
     pub mode: Mode,
     /// Why no better.
     pub reason: Option<Reason>,
+    /// How far the events of the chosen one were believed.
+    pub trust: Trust,
     /// Tokens of the prompt, as we count them.
     pub prompt: u64,
     /// Those that an engine could find cached at best.
@@ -42,6 +45,7 @@ impl Foreseen {
             chosen: route.to.rank,
             mode: route.mode,
             reason: route.reason,
+            trust: route.trust,
             prompt: route.prompt_tokens,
             reusable: route.reusable_tokens,
             available: route.best_cached_tokens,
@@ -238,6 +242,7 @@ mod tests {
             chosen: WorkerRank { worker: WorkerId(1), rank: DpRank(0) },
             mode: Mode::Exact,
             reason: None,
+            trust: Trust::Exact,
             prompt: 100,
             reusable: 96,
             available,

@@ -8,6 +8,7 @@ use crate::load::LoadTracker;
 use crate::metrics::ModelTokensLabels;
 use crate::router::{Mode, RouterSettings};
 use crate::tier::Tier;
+use crate::trust::Standing;
 use crate::worker::{BlockSize, DpRank, Worker, WorkerId, WorkerRank};
 
 const RANK: WorkerRank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
@@ -18,7 +19,7 @@ fn audit() -> (Arc<Audit>, Arc<Router>, Arc<Metrics>) {
     let size = BlockSize(NonZeroU32::new(16).unwrap());
     let worker = Worker::new(RANK.worker, "127.0.0.1:8000".parse().unwrap(), "m".into(), size);
     router.publish(Arc::new(Fleet::empty().reconcile(vec![worker]).fleet));
-    router.set_live(RANK, true);
+    router.set_trust(RANK, Standing::EXACT);
     let metrics = Arc::new(Metrics::new());
     (Audit::new(router.clone(), metrics.clone()), router, metrics)
 }
@@ -29,6 +30,7 @@ fn answered(captured: u64, cached: u64, arrived: Instant) -> Answered {
         chosen: RANK,
         mode: Mode::Exact,
         reason: None,
+        trust: Trust::Exact,
         prompt: 100,
         reusable: 96,
         available: captured,

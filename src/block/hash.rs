@@ -56,6 +56,16 @@ pub enum Windows {
     Eagle,
 }
 
+impl Windows {
+    /// Complete blocks of so many tokens.
+    pub fn blocks(self, tokens: usize, block_size: BlockSize) -> usize {
+        match self {
+            Self::Plain => tokens / block_size.tokens(),
+            Self::Eagle => tokens.saturating_sub(1) / block_size.tokens(),
+        }
+    }
+}
+
 /// Everything that makes two prompts equal or different to a cache.
 #[derive(Clone, Copy, Debug)]
 pub struct Content<'a> {
@@ -111,6 +121,21 @@ impl BlockHashes {
         Self::chain(content.tokens.len(), block_size, locals)
     }
 
+    /// The same hashes where those of the first blocks are known: only what follows them is hashed. They must come from a
+    /// prompt that begins with the same blocks, under the same salt, block size and windows. A prompt with objects is hashed
+    /// whole.
+    pub fn resumed(content: &Content<'_>, block_size: BlockSize, known: &[(LocalHash, SequenceHash)]) -> Self {
+        if !content.objects.is_empty() || known.is_empty() {
+            return Self::of_content(content, block_size);
+        }
+        let rest = content.tokens.get(known.len() * block_size.tokens()..).unwrap_or_default();
+        let more = locals_seeded(rest, block_size, content.salt.seed(), content.windows, &[]);
+        let locals = known.iter().map(|(local, _)| *local).chain(more.iter().copied()).collect();
+        let last = known.last().map(|(_, sequence)| *sequence);
+        let sequences = known.iter().map(|(_, sequence)| *sequence).chain(chain(last, &more, SEED)).collect();
+        Self { block_size, tokens: content.tokens.len(), locals, sequences }
+    }
+
     /// Chains local hashes that were computed elsewhere; `tokens` is the length of the prompt they came from.
     pub fn chain(tokens: usize, block_size: BlockSize, locals: Vec<LocalHash>) -> Self {
         let sequences = chained(&locals, SEED);
@@ -155,13 +180,17 @@ impl BlockHashes {
 
 /// The sequence hashes of a prompt, each step with this seed.
 pub(super) fn chained(locals: &[LocalHash], seed: u64) -> Arc<[SequenceHash]> {
-    let mut last: Option<SequenceHash> = None;
-    let next = |&local: &LocalHash| {
+    chain(None, locals, seed).collect()
+}
+
+/// The sequence hashes of blocks that follow `last`.
+fn chain(last: Option<SequenceHash>, locals: &[LocalHash], seed: u64) -> impl Iterator<Item = SequenceHash> {
+    let mut last = last;
+    locals.iter().map(move |&local| {
         let next = last.map_or_else(|| SequenceHash::root(local), |parent| parent.then_seeded(local, seed));
         last = Some(next);
         next
-    };
-    locals.iter().map(next).collect()
+    })
 }
 
 /// Local hashes of the complete blocks of `tokens`. `mm_hashes` names, per block, the multimodal objects that touch it;
@@ -183,10 +212,10 @@ fn locals_seeded(
     windows: Windows,
     mm_hashes: &[Vec<u64>],
 ) -> Vec<LocalHash> {
-    let stride = block_size.tokens();
-    let (width, count) = match windows {
-        Windows::Plain => (stride, tokens.len() / stride),
-        Windows::Eagle => (stride + 1, tokens.len().saturating_sub(1) / stride),
+    let (stride, count) = (block_size.tokens(), windows.blocks(tokens.len(), block_size));
+    let width = match windows {
+        Windows::Plain => stride,
+        Windows::Eagle => stride + 1,
     };
     let mut bytes = Vec::with_capacity(width * 4);
     (0..count)
@@ -203,4 +232,29 @@ fn locals_seeded(
             LocalHash(xxh3_64_with_seed(&bytes, seed))
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chain_goes_on_from_any_block_as_if_it_had_begun_at_the_first() {
+        let tokens: Vec<u32> = (0..70).map(|at| at * 7919 % 151).collect();
+        let salt = Salt { lora: Some("adapter".into()), cache: Some("tenant".into()) };
+        for windows in [Windows::Plain, Windows::Eagle] {
+            for size in [1, 3, 16, 64, 100].map(|size| BlockSize::new(size).expect("not zero")) {
+                for length in 0..=tokens.len() {
+                    let content = Content { windows, ..Content::plain(&tokens[..length], &salt) };
+                    let whole = BlockHashes::of_content(&content, size);
+                    assert_eq!(whole.len(), windows.blocks(length, size));
+                    let pairs: Vec<_> = whole.locals().iter().copied().zip(whole.sequences().iter().copied()).collect();
+                    for known in 0..=pairs.len() {
+                        let resumed = BlockHashes::resumed(&content, size, &pairs[..known]);
+                        assert_eq!(resumed, whole, "{windows:?} {size:?} {length} {known}");
+                    }
+                }
+            }
+        }
+    }
 }

@@ -24,7 +24,11 @@ pub fn hashes(content: &Content<'_>, block_size: BlockSize, media: MediaTokens) 
         Windows::Plain | Windows::Eagle => None,
     };
     let tokens = padded.as_deref().unwrap_or(content.tokens);
-    BlockHashes::chain(content.tokens.len(), block_size, locals(tokens, block_size, content.salt, content.windows, &objects))
+    BlockHashes::chain(
+        content.tokens.len(),
+        block_size,
+        locals(tokens, block_size, content.salt, content.windows, &objects),
+    )
 }
 
 /// Per block, the objects that touch it in their order; one that stands there twice is named twice, as engines do.
@@ -110,7 +114,8 @@ mod tests {
     fn both_forms_of_a_prompt_are_those_of_the_events() {
         let size = BlockSize::new(4).unwrap();
         let salt = Salt::default();
-        let object = |hash, start: usize, end: usize| PromptObject { object: ObjectHash(hash), ranges: vec![start..end] };
+        let object =
+            |hash, start: usize, end: usize| PromptObject { object: ObjectHash(hash), ranges: vec![start..end] };
         let tokens = [5, 9, 9, 9, 9, 5, 9, 9, 5, 9, 5, 9];
         // The second stands in its block twice.
         let objects = [object(1, 1, 5), object(2, 6, 8), object(3, 9, 10), object(3, 11, 12)];

@@ -93,6 +93,8 @@ pub struct LimitsConfig {
     pub tokenize_inline: Size,
     /// Bodies that may wait for the blocking pool; beyond it a request is routed by load only.
     pub tokenize_queue: u32,
+    /// Bytes that are kept of earlier prompts, so that those that begin like them are tokenised only from there on; 0: none.
+    pub prompt_cache: Size,
     /// How long a body may wait for the blocking pool and be tokenised there; afterwards the request is routed by load only.
     pub exchange_deadline: Period,
     /// How long the body of a request may take in full duplex, where Envoy sets no limit; afterwards it is routed by what
@@ -117,6 +119,7 @@ impl Default for LimitsConfig {
             body: Size::mib(32),
             tokenize_inline: Size::kib(4),
             tokenize_queue: 256,
+            prompt_cache: Size::mib(256),
             // Below Envoy's usual message_timeout of 1s, so that a slow prompt still goes by load.
             exchange_deadline: Period::millis(800),
             upload: Period::millis(30_000),

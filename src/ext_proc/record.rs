@@ -192,10 +192,20 @@ impl Record {
     /// The answer is complete: nothing is held any longer, though Envoy may keep the stream a little.
     pub(super) fn finished(&mut self) {
         self.end = End::Complete;
-        self.admitted = None;
+        self.release();
         self.note_duration();
         // The last event may lack its empty line.
         self.usage.finish();
+    }
+
+    /// Gives back what the exchange holds. An answer that was well begun has filled the prompt's blocks.
+    fn release(&mut self) {
+        let begun = matches!(self.end, End::Complete | End::Closed) && (200..300).contains(&self.status);
+        if let Some(mut admitted) = self.admitted.take()
+            && begun
+        {
+            self.router.answered_well(&mut admitted.booked);
+        }
     }
 
     fn note_duration(&self) {
@@ -227,7 +237,7 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
-        self.admitted = None;
+        self.release();
         self.metrics.exchanges_open.dec();
         let outcome = match self.end {
             End::Abandoned => "abandoned",

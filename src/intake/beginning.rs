@@ -43,28 +43,26 @@ impl Intake {
             return encoded;
         };
         let mut clock = Stopwatch::start();
+        let salt =
+            Salt { lora: named.adapter.clone(), cache: told.tenant.clone().or_else(|| request.cache_salt.clone()) };
         if let openai::Prompt::Chat(chat) = &mut request.prompt
             && chat.has_media()
         {
             // The cut may be in the midst of any item, and then it is another.
             chat.media_options = true;
-            let cache = told.tenant.clone().or(request.cache_salt.take());
-            let salt = Salt { lora: named.adapter.clone(), cache };
             self.read_illustrated((&named, &salt), &request, &mut encoded, &mut clock);
             return encoded;
         }
-        let Ok(prompts) = self.tokens(&named, &request, &mut encoded, &mut clock) else { return encoded };
-        let [mut tokens] = <[Vec<u32>; 1]>::try_from(prompts).unwrap_or_default();
+        let tokens = self.tokens((&named, &salt), &request, &mut encoded, &mut clock);
+        let Some(mut tokens) = tokens.ok().and_then(|mut prompts| prompts.pop()) else { return encoded };
         let guessed = tokens.len() as f64 * whole as f64 / shown.len().max(1) as f64;
         let size = named.model.block_size.tokens();
         tokens.truncate(tokens.len().saturating_sub(UNSETTLED) / size * size);
         if tokens.is_empty() {
             return encoded;
         }
-        let cache = told.tenant.clone().or(request.cache_salt);
-        let salt = Salt { lora: named.adapter.clone(), cache };
-        let prompts = [tokens];
-        let known = named.hashes(&prompts[0], &salt);
+        let known = named.resumed_hashes(&tokens, &salt);
+        let prompts = [tokens.into_ids()];
         encoded.tracked = self.tracked(&named, &prompts, std::slice::from_ref(&known), &salt);
         let tokens = (guessed as u64).min(estimate(usize::MAX).max(known.tokens() as u64));
         encoded.prompt = Prompt::Beginning { known, tokens, because: Reason::BodyCut };

@@ -236,9 +236,9 @@ fn joined(parts: Vec<Part>) -> Content {
 impl Blocks {
     fn fold(&mut self, block: Block) -> Option<()> {
         match block.kind.as_str() {
-            "text" => {
-                self.parts.extend(block.text.filter(|text| !text.is_empty()).map(|text| Part::typed("text", Some(text))))
-            }
+            "text" => self
+                .parts
+                .extend(block.text.filter(|text| !text.is_empty()).map(|text| Part::typed("text", Some(text)))),
             "image" => self.parts.extend(block.source.map(Picture::part)),
             "thinking" => {
                 if let Some(thinking) = block.thinking {

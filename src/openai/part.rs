@@ -187,9 +187,7 @@ impl Typed {
         match self.kind.as_deref() {
             kind if named || kind.is_none() => media.map_or(Meaning::Other(kind.unwrap_or("unnamed")), Meaning::Media),
             Some("text") => self.text.as_deref().map_or(Meaning::Nothing, Meaning::Text),
-            Some("refusal") => {
-                more.and_then(|more| more.refusal.as_deref()).map_or(Meaning::Nothing, Meaning::Text)
-            }
+            Some("refusal") => more.and_then(|more| more.refusal.as_deref()).map_or(Meaning::Nothing, Meaning::Text),
             Some(kind @ ("input_text" | "output_text")) => {
                 self.text.as_deref().map_or(Meaning::Hollow(kind), Meaning::Text)
             }

@@ -47,9 +47,8 @@ pub struct Item {
 impl Illustrated {
     /// The items, as block hashes want them.
     pub fn objects(&self) -> Vec<PromptObject> {
-        let object = |item: &Item| {
-            Some(PromptObject { object: ObjectHash::of(&item.id)?, ranges: vec![item.range.clone()] })
-        };
+        let object =
+            |item: &Item| Some(PromptObject { object: ObjectHash::of(&item.id)?, ranges: vec![item.range.clone()] });
         self.items.iter().filter_map(object).collect()
     }
 }

@@ -48,7 +48,9 @@ impl<'s> Stage<'s> {
             Show::Marked(_, marked) if marked == at => Ok(Some(MARK.to_owned())),
             // What comes after the mark does not matter.
             Show::Marked(_, marked) if marked < at => Ok(None),
-            Show::Marked(rules, _) | Show::As(rules) => rules.placeholder(modality, number).map(Some).ok_or_else(|| refused(modality)),
+            Show::Marked(rules, _) | Show::As(rules) => {
+                rules.placeholder(modality, number).map(Some).ok_or_else(|| refused(modality))
+            }
         }
     }
 

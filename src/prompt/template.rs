@@ -113,7 +113,7 @@ impl Templates {
         }
         if let Some(effort) = chat.reasoning_effort.as_deref().filter(|effort| *effort != "auto") {
             variables.insert("reasoning_effort", Value::from(effort));
-            if chat.chat_template_kwargs.get("enable_thinking").is_none_or(|value| value.is_null()) {
+            if !chat.chat_template_kwargs.contains_key("enable_thinking") {
                 variables.insert("enable_thinking", Value::from(effort != "none"));
             }
         }

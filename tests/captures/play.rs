@@ -195,7 +195,9 @@ fn play(media: MediaTokens, encoders: &[Arc<Encoder>; 2]) -> BTreeMap<String, Co
             }
             match foreseen.cmp(&cached) {
                 std::cmp::Ordering::Equal => count.equal += 1,
-                std::cmp::Ordering::Greater => count.over.push(format!("{label}: {foreseen} foreseen, {cached} cached")),
+                std::cmp::Ordering::Greater => {
+                    count.over.push(format!("{label}: {foreseen} foreseen, {cached} cached"))
+                }
                 std::cmp::Ordering::Less => count.under.push(format!("{label}: {foreseen} foreseen, {cached} cached")),
             }
         }

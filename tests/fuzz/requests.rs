@@ -87,6 +87,7 @@ fn intake(trusted: bool, named: bool) -> Arc<Intake> {
             final_headers: vec!["x-final".to_owned()],
         }),
         shared: None,
+        tokens: Default::default(),
     })
 }
 

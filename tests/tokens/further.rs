@@ -150,7 +150,8 @@ impl<'j> Asked<'j> {
         let request = &case["request"];
         // What its engine used beats what it says it would, and `/tokenize` knows nothing of truncation.
         let keys = ["chat_prompt_token_ids", "prompt_token_ids", "engine", "token_ids", "render"];
-        let answers: Vec<&Value> = keys.iter().filter_map(|key| case.get(key)).filter(|value| !value.is_null()).collect();
+        let answers: Vec<&Value> =
+            keys.iter().filter_map(|key| case.get(key)).filter(|value| !value.is_null()).collect();
         let told = answers.iter().find_map(|answer| tokens_in(answer));
         let truncated = request["truncate_prompt_tokens"].is_number();
         let engine = match told {
@@ -195,14 +196,13 @@ fn api_of(holder: &Value, request: &Value) -> Option<Api> {
 
 fn is_refusal(answer: &Value) -> bool {
     let status = |key: &str| answer[key].as_u64().is_some_and(|status| status >= 400);
-    answer.get("error").is_some_and(|error| !error.is_null()) || ["HTTP", "status", "code"].iter().any(|key| status(key))
+    answer.get("error").is_some_and(|error| !error.is_null())
+        || ["HTTP", "status", "code"].iter().any(|key| status(key))
 }
 
 /// Token lists in any of the shapes that answers have.
 fn tokens_in(value: &Value) -> Option<Vec<Vec<u32>>> {
-    let ids = |list: &[Value]| -> Option<Vec<u32>> {
-        list.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect()
-    };
+    let ids = |list: &[Value]| -> Option<Vec<u32>> { list.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect() };
     match value {
         Value::Array(list) if list.first().is_some_and(Value::is_array) => {
             list.iter().map(|entry| ids(entry.as_array()?)).collect()
@@ -211,7 +211,9 @@ fn tokens_in(value: &Value) -> Option<Vec<Vec<u32>>> {
             list.iter().map(|entry| tokens_in(&entry["token_ids"])?.pop()).collect()
         }
         Value::Array(list) => Some(vec![ids(list)?]),
-        Value::Object(map) => ["token_ids", "prompt_token_ids", "tokens"].iter().find_map(|key| tokens_in(map.get(*key)?)),
+        Value::Object(map) => {
+            ["token_ids", "prompt_token_ids", "tokens"].iter().find_map(|key| tokens_in(map.get(*key)?))
+        }
         _ => None,
     }
 }
@@ -286,8 +288,7 @@ fn difference(ours: &[Vec<u32>], engine: &[Vec<u32>]) -> String {
     if ours.len() != engine.len() {
         return format!("{} prompts, the engine had {}", ours.len(), engine.len());
     }
-    let (at, (ours, engine)) =
-        ours.iter().zip(engine).enumerate().find(|(_, (ours, engine))| ours != engine).unwrap();
+    let (at, (ours, engine)) = ours.iter().zip(engine).enumerate().find(|(_, (ours, engine))| ours != engine).unwrap();
     let same = ours.iter().zip(engine).take_while(|(ours, engine)| ours == engine).count();
     let near = |ids: &[u32]| format!("{:?}", &ids[same.min(ids.len())..(same + 6).min(ids.len())]);
     format!(
@@ -390,7 +391,8 @@ fn bundled_files(name: &str) -> (Config, Option<MediaConfig>) {
 
 /// How images are counted, where the model's own file says so.
 fn media_beside(config: &Config) -> Option<MediaConfig> {
-    let preprocessor = config.tokenizer_config.as_ref().unwrap_or(&config.tokenizer).with_file_name("preprocessor_config.json");
+    let preprocessor =
+        config.tokenizer_config.as_ref().unwrap_or(&config.tokenizer).with_file_name("preprocessor_config.json");
     let json: Value = serde_json::from_slice(&std::fs::read(&preprocessor).ok()?).unwrap();
     let counts = json["image_processor_type"].as_str().is_some_and(|kind| kind.starts_with("Qwen2VLImageProcessor"));
     let image = ItemRule {

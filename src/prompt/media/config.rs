@@ -105,7 +105,10 @@ impl ItemRule {
         let pixels = self.min_pixels.is_some() && self.max_pixels.is_some();
         match self.rule {
             Rule::Qwen2Vl if !of_images => {
-                problems.push(Problem::of("rule", "qwen2_vl counts the tokens of images only; write fixed, or leave the entry out"));
+                problems.push(Problem::of(
+                    "rule",
+                    "qwen2_vl counts the tokens of images only; write fixed, or leave the entry out",
+                ));
             }
             Rule::Qwen2Vl if self.preprocessor.is_none() && !(sizes && pixels) => {
                 let text = "needs `preprocessor`, or all of `patch_size`, `merge_size`, `min_pixels` and `max_pixels`";
@@ -117,7 +120,10 @@ impl ItemRule {
             _ => {}
         }
         if let Some(file) = self.preprocessor.as_ref().filter(|file| !file.is_file()) {
-            let text = format!("{} does not exist; relative names start at the folder of the file they stand in", file.display());
+            let text = format!(
+                "{} does not exist; relative names start at the folder of the file they stand in",
+                file.display()
+            );
             problems.push(Problem::of("preprocessor", text));
         }
         problems

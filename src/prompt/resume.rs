@@ -1,0 +1,187 @@
+//! The prompt of the next turn begins with the prompt of this one, so what was tokenised once need not be again. A text is
+//! cut behind certain added tokens, its *edges*, and the tokens of each piece are kept under a name that only the text from
+//! the very beginning to that edge has. The same pieces keep the hashes of the blocks that end in them.
+//!
+//! # Why it is exact
+//! The tokenizer first looks for its added tokens that are not normalized, leftmost and longest first, in the raw text, and
+//! takes them out. What is between two of them is normalised, split and tokenised for itself: neither a normalizer nor a
+//! pre-tokenizer nor a model sees beyond its piece. One thing is kept of where a piece stands: whether it is the first
+//! (`Metaspace` with `first`). So, with `E` an added token,
+//!
+//! > tokens(`a E b`) = tokens(`a E`), then tokens(`E b`) without their first, which is the token of `E`,
+//!
+//! if in `a E b` and in `E b` this `E` is taken for what it is whatever `a` and `b` are. It is, if no other of these added
+//! tokens contains it, and none (itself included) ends in what `E` begins with: then whatever is taken before `E` ends
+//! before it, and at its first byte nothing longer begins. The search goes on behind `E` from nothing, and white space that
+//! later tokens strip on their left ends at `E` at the latest. White space that `E` strips on its own right is in `b`, and
+//! stripped from `E b` as well. A token that counts only as a word of its own (`single_word`) depends on `b` and is no edge;
+//! where others do, they look no further than at the last character of `E`, which `E b` has. `E b` is tokenised with `E` before
+//! it so that `b` is not the beginning of a text.
+//!
+//! Added tokens that are normalized are looked for later, in each piece for itself, and are no edges. Tokenizers with parts
+//! of which this is not known, or that choose by chance (dropout, sampling), are not resumed at all ([`known`]).
+
+mod cache;
+mod edges;
+mod known;
+mod tokens;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use tokenizers::Tokenizer;
+
+pub use cache::PromptCache;
+use cache::Value;
+use edges::{Edges, Point};
+use known::Frame;
+pub use tokens::Tokens;
+use tokens::Trail;
+
+/// Separates what the key of a tokenizer is used for.
+const TEXT: &[u8] = b"text";
+
+/// The tokens of a text without what the post-processor adds, and the points where others may go on.
+pub(super) struct Bare {
+    pub(super) ids: Vec<u32>,
+    /// The name of each point, and how many tokens are before it.
+    points: Vec<(u128, usize)>,
+}
+
+/// One tokenizer's way to go on from what is known.
+pub(super) struct Resumer {
+    edges: Edges,
+    frame: Frame,
+    /// Nobody outside can say which texts get equal names.
+    key: [u8; 32],
+    cache: Arc<PromptCache>,
+}
+
+impl Resumer {
+    /// A way for this tokenizer, or why there is none.
+    pub(super) fn new(tokenizer: &Tokenizer, cache: Arc<PromptCache>) -> Result<Self, &'static str> {
+        known::parts(tokenizer)?;
+        let frame = known::frame(tokenizer)?;
+        let edges = Edges::of(tokenizer)?;
+        Ok(Self { edges, frame, key: rand::random(), cache })
+    }
+
+    /// The tokens of a text, as the tokenizer alone would make them; `None` where it is not worth to look for the beginning.
+    /// Texts with different names `apart` share nothing.
+    pub(super) fn tokens(
+        &self,
+        tokenizer: &Tokenizer,
+        text: &str,
+        apart: Option<&str>,
+    ) -> tokenizers::Result<Option<Bare>> {
+        if self.cache.limit() == 0 {
+            return Ok(None);
+        }
+        let points = self.points(text, apart);
+        if points.is_empty() {
+            self.cache.count_outcome("uncut");
+            return Ok(None);
+        }
+        let keys: Vec<u128> = points.iter().map(|point| point.key).collect();
+        let found = self.cache.walk(&keys, Value::tokens);
+        let mut known = Vec::with_capacity(points.len());
+        let mut all = Vec::with_capacity(text.len() / 3);
+        for (piece, key) in found.iter().zip(&keys) {
+            all.extend_from_slice(piece);
+            known.push((*key, all.len()));
+        }
+        let resumed = all.len();
+        let mut made = Vec::with_capacity(points.len() - found.len());
+        let mut last = found.len().checked_sub(1).map(|at| points[at]);
+        for point in &points[found.len()..] {
+            let piece = self.piece(tokenizer, &text[..point.end], last)?;
+            all.extend_from_slice(&piece);
+            known.push((point.key, all.len()));
+            made.push((point.key, Value::Tokens(piece.into())));
+            last = Some(*point);
+        }
+        all.extend(self.piece(tokenizer, text, last)?);
+        self.cache.keep(&keys[..found.len()], made);
+        self.cache.count(resumed, all.len());
+        Ok(Some(Bare { ids: all, points: known }))
+    }
+
+    /// The tokens of what follows a point in a text.
+    fn piece(&self, tokenizer: &Tokenizer, text: &str, last: Option<Point>) -> tokenizers::Result<Vec<u32>> {
+        let Some(Point { end, edge, .. }) = last else { return ids(tokenizer, text) };
+        let edge = self.edges.get(edge);
+        let mut ids = ids(tokenizer, &text[end - edge.content.len()..])?;
+        if ids.first() != Some(&edge.id) {
+            return Err("an added token was not found where it stands".into());
+        }
+        ids.remove(0);
+        Ok(ids)
+    }
+
+    /// Where a text may be cut, and the names of what is before.
+    fn points(&self, text: &str, apart: Option<&str>) -> Vec<Point> {
+        let mut points = self.edges.points(text);
+        if points.is_empty() {
+            return points;
+        }
+        let mut name = name(&self.key, &[TEXT, apart.unwrap_or_default().as_bytes()]);
+        let mut from = 0;
+        for point in &mut points {
+            name = self::name(&self.key, &[&name.to_le_bytes(), &text.as_bytes()[from..point.end]]);
+            (point.key, from) = (name, point.end);
+        }
+        points
+    }
+
+    /// Counts a prompt that could not be tokenised in pieces.
+    pub(super) fn count_failed(&self) {
+        self.cache.count_outcome("failed");
+    }
+
+    /// What the post-processor makes of the tokens of a text, and where others may go on from them and from their blocks.
+    pub(super) fn framed(&self, bare: Bare, special: bool) -> Tokens {
+        let Bare { ids, points } = bare;
+        let points = self.trail(points, special, if special { self.frame.before.len() } else { 0 });
+        Tokens::new(if special { self.frame.around(&ids) } else { ids }, points)
+    }
+
+    /// Tokens that the post-processor adds to a text.
+    pub(super) fn added(&self, special: bool) -> usize {
+        if special { self.frame.before.len() + self.frame.after.len() } else { 0 }
+    }
+
+    fn trail(&self, mut points: Vec<(u128, usize)>, special: bool, before: usize) -> Option<Trail> {
+        for (_, end) in &mut points {
+            *end += before;
+        }
+        (!points.is_empty()).then(|| Trail::new(self.cache.clone(), self.key, special, points))
+    }
+}
+
+impl Bare {
+    /// Cuts off what truncation does.
+    pub(super) fn keep<E>(&mut self, range: impl FnOnce(usize) -> Result<Range<usize>, E>) -> Result<(), E> {
+        let Range { start, end } = range(self.ids.len())?;
+        if start > 0 {
+            self.points.clear();
+        }
+        self.points.retain(|(_, tokens)| *tokens <= end);
+        self.ids.truncate(end);
+        self.ids.drain(..start);
+        Ok(())
+    }
+}
+
+fn ids(tokenizer: &Tokenizer, text: &str) -> tokenizers::Result<Vec<u32>> {
+    Ok(tokenizer.encode_fast(text, false)?.get_ids().to_vec())
+}
+
+/// A name that only these parts have, for those who have the key. All parts but the last have a fixed length.
+fn name(key: &[u8; 32], parts: &[&[u8]]) -> u128 {
+    let mut hasher = blake3::Hasher::new_keyed(key);
+    for part in parts {
+        hasher.update(part);
+    }
+    let digest: [u8; 32] = hasher.finalize().into();
+    u128::from_le_bytes(std::array::from_fn(|at| digest[at]))
+}
