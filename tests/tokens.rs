@@ -12,7 +12,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use warmroute::openai::{self, Api};
 use warmroute::prompt::media::ItemRule;
-use warmroute::prompt::{Config, EncodeError, Encoder, Engine, Exactness, Illustrated, LoadError, MediaConfig, Traits};
+use warmroute::prompt::{Config, EncodeError, Encoder, Engine, Exactness, Illustrated, LoadError, MediaConfig, Traits, Transformers};
 
 static QWEN: LazyLock<Encoder> = LazyLock::new(|| load("qwen2.5"));
 static TINYLLAMA: LazyLock<Encoder> = LazyLock::new(|| load("tinyllama"));
@@ -21,10 +21,12 @@ fn model(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models").join(name)
 }
 
+fn files(name: &str) -> Config {
+    Config { tokenizer: model(name).join("tokenizer.json.gz"), tokenizer_config: None, chat_template: None }
+}
+
 fn load(name: &str) -> Encoder {
-    let config =
-        Config { tokenizer: model(name).join("tokenizer.json.gz"), tokenizer_config: None, chat_template: None };
-    Encoder::load(&config).unwrap()
+    Encoder::load(&files(name)).unwrap()
 }
 
 fn data<T: for<'de> Deserialize<'de>>(name: &str) -> T {
@@ -99,7 +101,8 @@ fn every_captured_scenario_becomes_the_engines_tokens() {
 fn completions_begin_with_the_tokenizers_special_tokens_unless_told_not_to() {
     for (prompt, tokens) in [
         (json!({"prompt": "hello"}), vec![1, 22172]),
-        (json!({"prompt": "<s>hello"}), vec![1, 1, 22172]),
+        // Behind a special token no space is put before a word.
+        (json!({"prompt": "<s>hello"}), vec![1, 1, 12199]),
         (json!({"prompt": "hello", "add_special_tokens": false}), vec![22172]),
         (json!({"prompt": [15, 16]}), vec![15, 16]),
         (json!({"prompt": [15, 16], "add_special_tokens": true}), vec![15, 16]),
@@ -108,6 +111,16 @@ fn completions_begin_with_the_tokenizers_special_tokens_unless_told_not_to() {
         assert_eq!(encoded, [tokens], "{prompt}");
     }
     assert_eq!(completion(&QWEN, &json!({"prompt": "hello"})), Ok(vec![vec![14990]]));
+}
+
+#[test]
+fn tokenizers_are_built_as_the_engines_transformers_does() {
+    let traits = Traits { transformers: Transformers::V4, ..Traits::default() };
+    let written = Encoder::load_as(&files("tinyllama"), &traits).unwrap();
+    for (text, rebuilt, written_ids) in [("<s>hello", vec![1, 1, 12199], vec![1, 1, 22172]), (" hello", vec![1, 22172], vec![1, 29871, 22172])] {
+        assert_eq!(completion(&TINYLLAMA, &json!({"prompt": text})), Ok(vec![rebuilt]), "{text:?}");
+        assert_eq!(completion(&written, &json!({"prompt": text})), Ok(vec![written_ids]), "{text:?}");
+    }
 }
 
 #[test]
@@ -196,7 +209,7 @@ fn what_the_engine_refuses_or_cannot_be_known_is_an_error() {
         json!({"messages": user, "kv_transfer_params": {"prompt_token_ids": [1]}}),
         json!({"messages": user, "tools": [{"type": "function"}]}),
         json!({"messages": user, "tools": [{"type": "custom", "custom": {}}]}),
-        json!({"messages": user, "tools": [{"type": "function", "function": {"name": "f", "new": 1}}]}),
+        json!({"messages": user, "tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}),
         messages(json!([{"type": "audio_url", "audio_url": {"url": "x"}}])),
         messages(json!([{"type": "text", "text": "a", "uuid": "u"}])),
         messages(json!([{"text": "a"}])),
@@ -400,11 +413,10 @@ fn a_prompt_is_known_up_to_the_first_image_that_is_not() {
     // Where the template takes strings, the engine writes something of its own before the words of the message.
     let strings = json!({"messages": [{"role": "system", "content": "S"},
         {"role": "user", "content": [{"type": "text", "text": "look"}, image("https://a/b.png")]}]});
-    let ours = shown(&TINYLLAMA, &strings);
-    let alone = json!({"messages": [{"role": "system", "content": "S"}], "add_generation_prompt": false});
-    let system = chat(&TINYLLAMA, &alone).unwrap();
-    assert!(system.starts_with(&ours.tokens) && ours.tokens.len() + 2 >= system.len(), "{ours:?} {system:?}");
-    assert_eq!(chat(&TINYLLAMA, &strings), Err(EncodeError::Multimodal("image_url".to_owned())));
+    let ours = shown(&QWEN, &strings);
+    let text = json!({"prompt": "<|im_start|>system\nS<|im_end|>\n<|im_start|>"});
+    assert_eq!(vec![ours.tokens], completion(&QWEN, &text).unwrap(), "up to the last token that nothing joins");
+    assert_eq!(chat(&QWEN, &strings), Err(EncodeError::Multimodal("image_url".to_owned())));
 }
 
 #[test]
@@ -445,10 +457,8 @@ fn images_before_the_first_unknown_one_stand_in_the_prompt() {
 
 #[test]
 fn sglang_differs_where_it_is_known_to_and_is_uncertain_where_it_is_not() {
-    let config =
-        Config { tokenizer: model("qwen2.5").join("tokenizer.json.gz"), tokenizer_config: None, chat_template: None };
     let traits = Traits { engine: Engine::Sglang, ..Traits::default() };
-    let sglang = Encoder::load_as(&config, &traits).unwrap();
+    let sglang = Encoder::load_as(&files("qwen2.5"), &traits).unwrap();
     let user = |content: Value| json!({"messages": [{"role": "user", "content": content}]});
     let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
     assert_eq!(chat(&sglang, &user(parts)), chat(&QWEN, &user(json!("a b"))), "parts are joined by a space");
@@ -472,7 +482,7 @@ fn sglang_differs_where_it_is_known_to_and_is_uncertain_where_it_is_not() {
     for (key, value) in [("continue_final_message", json!(true)), ("input_ids", json!([1])), ("chat_template_kwargs", json!({"reasoning_effort": "low"}))] {
         let mut request = user(json!("hello"));
         request[key] = value;
-        assert!(matches!(chat(&sglang, &request), Err(EncodeError::Uncertain(_))), "{key}");
+        assert!(chat(&sglang, &request).is_err(), "{key}");
     }
     assert!(encode(&sglang, Api::Messages, &user(json!("hello"))).is_err());
     let picture = user(json!([{"type": "image_url", "image_url": {"url": "data:,"}}]));

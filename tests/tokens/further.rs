@@ -10,7 +10,7 @@ use std::sync::Arc;
 use flate2::read::GzDecoder;
 use serde::Deserialize;
 use serde_json::Value;
-use warmroute::openai::{self, Api, Prompt};
+use warmroute::openai::{self, Api, Chat, Prompt, Source};
 use warmroute::prompt::media::{ItemRule, Rule};
 use warmroute::prompt::{Config, Encoder, Illustrated, MediaConfig, Traits};
 
@@ -233,6 +233,9 @@ fn compare(asked: &Asked<'_>, models: &mut Tokenizers, names: &[&str]) -> Outcom
         (Prompt::Tokens(_), Err(_)) => models.any().encode(&request),
         (_, Err(why)) => return skipped(why),
         (Prompt::Chat(chat), Ok(encoder)) if chat.has_media() => {
+            if models.remembers_another(chat) {
+                return skipped("the engine remembers another item of this uuid".to_owned());
+            }
             return match encoder.illustrate(&request) {
                 Ok(ours) => against_illustrated(&ours, asked, models.names_media(names)),
                 Err(error) => skipped(error.to_string()),
@@ -318,6 +321,8 @@ struct Entry {
 struct Tokenizers {
     entries: BTreeMap<String, (Config, Option<MediaConfig>)>,
     loaded: BTreeMap<String, Result<Arc<Encoder>, String>>,
+    /// What clients named, by the name.
+    named: BTreeMap<String, Option<Source>>,
 }
 
 impl Tokenizers {
@@ -338,7 +343,7 @@ impl Tokenizers {
                 entries.insert(entry.name, (config, media));
             }
         }
-        Self { entries, loaded: BTreeMap::new() }
+        Self { entries, loaded: BTreeMap::new(), named: BTreeMap::new() }
     }
 
     /// The tokenizer of the first of these names that has one, or why there is none.
@@ -356,6 +361,16 @@ impl Tokenizers {
         let loaded = loaded.map_err(|error| format!("the model {name} is refused: {error}"));
         self.loaded.insert(name, loaded.clone());
         loaded
+    }
+
+    /// Whether an item has the name of another one that came before it: the engine believes the name.
+    fn remembers_another(&mut self, chat: &Chat) -> bool {
+        let mut another = false;
+        for media in chat.media() {
+            let Some(name) = &media.uuid else { continue };
+            another |= self.named.entry(name.clone()).or_insert_with(|| media.source.clone()) != &media.source;
+        }
+        another
     }
 
     /// Whether it is known what the engine was started with, and so how it names images.
