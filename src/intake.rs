@@ -8,6 +8,7 @@ pub mod config;
 mod direct;
 mod encoded;
 pub mod engine_tokens;
+mod media;
 mod models;
 pub mod rewrite;
 mod sessions;
@@ -333,6 +334,11 @@ impl Intake {
         if self.take_engine_tokens((&named, &salt), told, &request, &mut encoded) {
             return encoded;
         }
+        let brings_tokens = encoded.extension.as_ref().is_some_and(|extension| extension.token_data.is_some());
+        if matches!(&request.prompt, openai::Prompt::Chat(chat) if chat.has_media()) && !brings_tokens {
+            self.read_illustrated((&named, &salt), &request, &mut encoded, &mut clock);
+            return encoded;
+        }
         match self.tokens((&named, &salt), &request, &mut encoded, &mut clock) {
             Ok(prompts) => {
                 let hashes: Vec<_> = prompts.iter().map(|tokens| named.resumed_hashes(tokens, &salt)).collect();
@@ -358,11 +364,24 @@ impl Intake {
         if self.parts.tracking == TrackingHash::Public {
             return None;
         }
+        let names = prompts.iter().zip(hashes).map(|(tokens, hashes)| {
+            self.tracked_content(named, &named.content(tokens, salt), hashes).unwrap_or_default().pop()
+        });
+        names.collect()
+    }
+
+    /// The same of one prompt.
+    fn tracked_content(
+        &self,
+        named: &Named,
+        content: &Content<'_>,
+        hashes: &BlockHashes,
+    ) -> Option<Vec<Arc<[SequenceHash]>>> {
+        if self.parts.tracking == TrackingHash::Public {
+            return None;
+        }
         let scope = Scope { model: named.model.name.as_str(), routing_group: "" };
-        let names = |(tokens, hashes): (&Vec<u32>, &BlockHashes)| {
-            self.parts.tracking.sequences(&named.content(tokens, salt), hashes, scope)
-        };
-        Some(prompts.iter().zip(hashes).map(names).collect())
+        Some(vec![self.parts.tracking.sequences(content, hashes, scope)])
     }
 
     fn tokens(

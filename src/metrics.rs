@@ -305,7 +305,7 @@ metrics! {
     workers_out: Gauge = Gauge::default();
     /// Bytes of request bodies that are held until they are routed
     held_body_bytes: Gauge = Gauge::default();
-    /// Prompts whose tokens were looked for among those of earlier prompts, by outcome: hit, miss, uncut (too short, or without an added token to resume at)
+    /// Prompts whose tokens were looked for among those of earlier prompts, by outcome: hit, miss, uncut (too short, or without an added token to resume at), failed (tokenised whole instead)
     prompt_cache_lookups: Family<OutcomeLabel, Counter> = Family::default();
     /// Prompt tokens that were taken over from earlier prompts
     prompt_cache_resumed_tokens: Counter = Counter::default();

@@ -13,6 +13,7 @@ mod extension;
 mod field;
 mod form;
 mod generate;
+mod part;
 pub mod paths;
 mod pooling;
 mod responses;
@@ -31,10 +32,11 @@ use serde_json::value::RawValue;
 use thiserror::Error;
 
 pub use api::{Api, Shape};
-pub use chat::{Chat, Content, Message, Part};
+pub use chat::{Chat, Content, Message};
 pub use extension::{AgentHints, Extension, QUERY, RoutingConstraints};
 pub use field::text_of;
 pub use form::boundary;
+pub use part::{Meaning, Media, Modality, More, Part, Source, Typed};
 pub use paths::Paths;
 
 /// Most values of a conversation, with its tools, that are looked at: many times what honest clients send.

@@ -6,11 +6,16 @@ mod continuation;
 mod conversation;
 mod decode;
 mod detect;
+mod engine;
 mod files;
+mod illustrate;
+pub mod media;
 mod methods;
 mod number;
 mod python;
+mod rebuild;
 mod resume;
+mod stage;
 mod support;
 mod syntax;
 mod template;
@@ -28,8 +33,11 @@ use tokenizers::{Encoding, Tokenizer};
 
 use crate::openai::{Prompt, Request, Side, Tokenization};
 
+pub use engine::{Engine, Traits, Transformers};
 use files::Loaded;
 pub use files::{Fingerprint, LoadError};
+use media::Rules;
+pub use media::{Illustrated, MediaConfig};
 use resume::Resumer;
 pub use resume::{PromptCache, Tokens};
 use template::Templates;
@@ -159,6 +167,8 @@ pub struct Encoder {
     templates: Option<Templates>,
     special_tokens_doubt: Option<String>,
     resumer: Option<Resumer>,
+    engine: Engine,
+    rules: Rules,
 }
 
 impl std::fmt::Debug for Encoder {
@@ -178,9 +188,27 @@ impl Encoder {
         config: &Config,
         now: impl Fn() -> jiff::Zoned + Send + Sync + 'static,
     ) -> Result<Self, LoadError> {
-        let Loaded { tokenizer, templates, special_tokens, special_tokens_doubt } = files::load(config)?;
+        Self::load_whole(config, &Traits::default(), now)
+    }
+
+    /// As [`Encoder::load`], for a model that is not the plainest.
+    pub fn load_as(config: &Config, traits: &Traits) -> Result<Self, LoadError> {
+        Self::load_whole(config, traits, jiff::Zoned::now)
+    }
+
+    fn load_whole(
+        config: &Config,
+        traits: &Traits,
+        now: impl Fn() -> jiff::Zoned + Send + Sync + 'static,
+    ) -> Result<Self, LoadError> {
+        let Loaded { tokenizer, templates, special_tokens, special_tokens_doubt } =
+            files::load(config, traits.transformers)?;
         let templates = templates.map(|sources| Templates::compile(sources, special_tokens, now)).transpose()?;
-        Ok(Self { tokenizer, templates, special_tokens_doubt, resumer: None })
+        let id_of = |token: &str| tokenizer.token_to_id(token);
+        let rules = traits.media.as_ref().map(|media| Rules::new(media, &traits.name, id_of)).transpose();
+        let rules = rules.map_err(|problem| LoadError::Content { path: config.tokenizer.clone(), problem })?;
+        let (engine, rules) = (traits.engine, rules.unwrap_or_default());
+        Ok(Self { tokenizer, templates, special_tokens_doubt, engine, rules, resumer: None })
     }
 
     /// The same, which takes over from this cache what prompts have in common; or why its tokenizer cannot.
@@ -241,8 +269,11 @@ impl Encoder {
                 }
                 Ok(resumer.framed(bare, special))
             }
-            // Whole, and where it fails in pieces it says why.
-            Ok(None) | Err(_) => self.tokens_of(text, special, keep, side).map(Tokens::from),
+            Ok(None) => self.tokens_of(text, special, keep, side).map(Tokens::from),
+            Err(_) => {
+                resumer.count_failed();
+                self.tokens_of(text, special, keep, side).map(Tokens::from)
+            }
         };
         texts.iter().map(tokens).collect()
     }

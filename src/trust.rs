@@ -276,9 +276,8 @@ impl Source {
     pub fn linked(&mut self, link: Link) {
         self.known |= link == Link::Attached;
         if link != Link::Attached {
-            // Whoever is not attached cannot be heard.
+            // Whoever is not attached cannot be heard. Whether who was silent still is shows with the next batch.
             self.owed = Owed::default();
-            self.silent = false;
         }
         self.link = link;
     }
@@ -338,6 +337,15 @@ impl Source {
     pub fn sized(&mut self, engine: BlockSize) {
         self.engine_block_size = Some(engine);
         self.unusable = None;
+    }
+
+    /// Whether its batches name the rank they are taken for.
+    pub fn named(&mut self, own: bool) {
+        match (own, self.unusable) {
+            (false, _) => self.unusable = Some(Because::OtherRank),
+            (true, Some(Because::OtherRank)) => self.unusable = None,
+            (true, _) => {}
+        }
     }
 
     /// Its events say nothing that could be used.

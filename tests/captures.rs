@@ -3,6 +3,9 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "captures/play.rs"]
+mod play;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -29,5 +29,7 @@ mod queue;
 mod sessions;
 #[path = "routing/storm.rs"]
 mod storm;
+#[path = "routing/tokenizer.rs"]
+mod tokenizer;
 #[path = "routing/trust.rs"]
 mod trust;

@@ -2,6 +2,9 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test a failed step is a failed test")]
 
+#[path = "tokens/further.rs"]
+mod further;
+
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 

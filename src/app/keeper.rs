@@ -17,17 +17,19 @@ use crate::api::Feed;
 use crate::config::Config;
 use crate::entrance::Entrance;
 use crate::fleet::{Fleet, Member};
-use crate::index::KvEvent;
-use crate::kv_events::{self, RankSink, SourceSpec, SourceState};
+use crate::index::{KvEvent, RankWriter};
+use crate::kv_events::{self, Held, RankSink, SourceSpec, SourceState, Witness};
 use crate::lifecycle::{self, Readiness, ReadyGuard, supervise};
-use crate::metrics::{Metrics, RankLabels};
+use crate::metrics::Metrics;
 use crate::predict::{EffectivePolicy, RankPrediction};
 use crate::router::Router;
-use crate::trust::{Standing, Trust};
+use crate::trust::{Because, Standing};
 use crate::worker::{Slot, Worker, WorkerId, WorkerRank};
 use crate::xds::config::EnvoyConfig;
 use crate::xds::eds_file;
 
+/// How often it is looked whether sources are silent.
+const LOOK: Duration = Duration::from_secs(1);
 /// How long Envoy may take to read a new list of workers; measured were 4 ms.
 const ENVOY_READS: Duration = Duration::from_millis(100);
 
@@ -186,6 +188,8 @@ impl Keeper {
             source: source.clone(),
             block_size: member.worker.block_size,
             media: self.media.get(&member.worker.model).copied().unwrap_or_default(),
+            resync: self.router.settings().trust.resync,
+            total_blocks: member.worker.capacity.total_kv_blocks,
         };
         // Who joins later is chosen when its events have caught up or by load, and is no reason to take traffic away.
         let starting = self.initial_workers.is_some();
@@ -209,7 +213,6 @@ impl Keeper {
         source.stop.cancel();
         let _ended = source.task.await;
         self.router.sources().forget(rank);
-        self.metrics.kv_event_source_live.remove(&RankLabels::from(rank));
         lifecycle::forget(&task_name(rank), &self.metrics);
     }
 }
@@ -249,48 +252,85 @@ struct Followed {
 impl Followed {
     async fn run(self, ready: Option<ReadyGuard>, stop: CancellationToken) {
         let (state, states) = watch::channel(SourceState::Connecting);
+        let witness = Witness::default();
+        self.router.sources().watch(self.spec.rank, witness.source().clone());
         let name = task_name(self.spec.rank);
         let source = supervise(&name, &self.metrics, stop, || {
             let (spec, metrics, state) = (self.spec.clone(), self.metrics.clone(), state.clone());
             let sink = self.sink();
-            let detached = Detached(state.clone());
+            // What is left of an earlier life is out of the index.
+            witness.reset();
+            let (detached, witness) = (Detached(state.clone()), witness.clone());
             async move {
                 let _detached = detached;
-                kv_events::run(spec, sink, metrics, state).await;
+                kv_events::run(spec, sink, metrics, (state, witness)).await;
                 Ok(())
             }
         });
         tokio::select! {
             () = source => {}
-            () = self.follow(states, ready) => {}
+            () = self.follow(states, &witness, ready) => {}
         }
     }
 
     /// The way of the rank's events into the index. Dropping it takes the rank out of the index.
     fn sink(&self) -> RankSink {
         let joined = Arc::new(self.feed.join(self.spec.rank, self.router.index().join(self.slot)));
-        let doubted = joined.clone();
+        let (doubted, read, forgetting) = (joined.clone(), joined.clone(), joined.clone());
+        let count = |writer: &RankWriter| Held { blocks: writer.len() as u64, doubted: writer.doubted() as u64 };
         let churn = self.router.note_churn(self.spec.rank);
         let apply = move |event: &KvEvent| {
             churn.note(event, std::time::Instant::now());
             joined.apply(event)
         };
-        RankSink { apply: Box::new(apply), doubt: Box::new(move || doubted.doubt()) }
+        RankSink {
+            apply: Box::new(apply),
+            doubt: Box::new(move || doubted.doubt()),
+            held: Box::new(move || read.read(count).unwrap_or_default()),
+            forget_doubted: Box::new(move || forgetting.forget_doubted()),
+        }
     }
 
     /// Tells the router whether the source can be believed, and readiness when it can, or when waiting is over.
-    async fn follow(&self, mut states: watch::Receiver<SourceState>, mut ready: Option<ReadyGuard>) {
+    async fn follow(&self, mut states: watch::Receiver<SourceState>, witness: &Witness, mut ready: Option<ReadyGuard>) {
+        let mut looks = tokio::time::interval(LOOK);
         loop {
             let live = *states.borrow_and_update() == SourceState::Live;
-            let standing = if live { Standing::EXACT } else { Standing::new(Trust::CatchingUp, None) };
-            self.router.set_trust(self.spec.rank, standing);
+            self.tell(witness.standing());
             if live {
                 ready = None;
             }
             tokio::select! {
                 changed = states.changed() => if changed.is_err() { std::future::pending::<()>().await },
                 () = tokio::time::sleep_until(self.deadline), if ready.is_some() => ready = None,
+                () = witness.changed() => {}
+                _ = looks.tick() => self.look(witness),
             }
+        }
+    }
+
+    /// Tells the router how the source stands, and the log where that is news.
+    fn tell(&self, standing: Standing) {
+        let rank = self.spec.rank;
+        let before = self.router.trust(rank);
+        self.router.set_trust(rank, standing);
+        if (before.trust, before.because) != (standing.trust, standing.because) {
+            let because = standing.because.map(Because::as_str);
+            tracing::info!(%rank, trust = standing.trust.as_str(), because, "trust in the KV event source");
+        }
+    }
+
+    /// A source that has become silent is attached anew: its connection may be dead without either side knowing.
+    fn look(&self, witness: &Witness) {
+        let rules = self.router.settings().trust;
+        let was_silent = witness.source().lock().is_silent();
+        witness.note(|source| source.look(std::time::Instant::now(), &rules));
+        if !was_silent && witness.source().lock().is_silent() {
+            warn!(
+                rank = %self.spec.rank,
+                "requests were answered that had to store blocks, and no KV events came; it is attached anew"
+            );
+            witness.knock();
         }
     }
 }

@@ -233,3 +233,28 @@ fn locals_seeded(
         })
         .collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chain_goes_on_from_any_block_as_if_it_had_begun_at_the_first() {
+        let tokens: Vec<u32> = (0..70).map(|at| at * 7919 % 151).collect();
+        let salt = Salt { lora: Some("adapter".into()), cache: Some("tenant".into()) };
+        for windows in [Windows::Plain, Windows::Eagle] {
+            for size in [1, 3, 16, 64, 100].map(|size| BlockSize::new(size).expect("not zero")) {
+                for length in 0..=tokens.len() {
+                    let content = Content { windows, ..Content::plain(&tokens[..length], &salt) };
+                    let whole = BlockHashes::of_content(&content, size);
+                    assert_eq!(whole.len(), windows.blocks(length, size));
+                    let pairs: Vec<_> = whole.locals().iter().copied().zip(whole.sequences().iter().copied()).collect();
+                    for known in 0..=pairs.len() {
+                        let resumed = BlockHashes::resumed(&content, size, &pairs[..known]);
+                        assert_eq!(resumed, whole, "{windows:?} {size:?} {length} {known}");
+                    }
+                }
+            }
+        }
+    }
+}

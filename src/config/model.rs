@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::ext_proc::config::FailureMode;
 use crate::intake::engine_tokens::config::EngineTokensConfig;
 use crate::kv_events::MediaTokens;
+use crate::prompt::{Engine, MediaConfig, Transformers};
 use crate::settings::Problem;
 use crate::worker::{BlockSize, ModelName};
 
@@ -43,6 +44,15 @@ pub struct ModelConfig {
     /// The engines' own tokens in place of ours; none: ours only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine_tokens: Option<EngineTokensConfig>,
+    /// What stands for images and the like in its prompts; without it prompts are known up to the first of them.
+    #[serde(default)]
+    pub media: Option<MediaConfig>,
+    /// The engine that serves it.
+    #[serde(default)]
+    pub engine: Engine,
+    /// The version of transformers that its engines run with.
+    #[serde(default)]
+    pub transformers: Transformers,
     /// What becomes of its requests when no worker can be chosen, where that is not as for others.
     #[serde(default)]
     pub failure_mode: Option<FailureMode>,
@@ -80,6 +90,9 @@ impl ModelConfig {
         if let Some(tokens) = &mut self.engine_tokens {
             tokens.resolve(folder);
         }
+        if let Some(media) = &mut self.media {
+            media.resolve(folder);
+        }
     }
 
     /// Mistakes of meaning; looks whether the files exist.
@@ -98,6 +111,8 @@ impl ModelConfig {
         if self.name.as_str().is_empty() {
             problems.push(Problem::of("name", "the model has no name; write it as the engines serve it"));
         }
+        let media = self.media.iter().flat_map(MediaConfig::problems);
+        problems.extend(media.map(|problem| problem.within("media")));
         problems.extend(self.wrong_video_token().map(|text| Problem::of("video_token", text)));
         let tokens = self.engine_tokens.iter().flat_map(EngineTokensConfig::problems);
         problems.extend(tokens.map(|problem| problem.within("engine_tokens")));
@@ -112,7 +127,7 @@ impl ModelConfig {
 
 impl ModelConfig {
     /// The tokens that stand for media.
-    pub fn media(&self) -> MediaTokens {
+    pub fn media_tokens(&self) -> MediaTokens {
         MediaTokens { image: self.image_token, video: self.video_token }
     }
 

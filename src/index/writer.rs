@@ -129,6 +129,35 @@ impl RankWriter {
         }
     }
 
+    /// Blocks that may have gone unnoticed.
+    pub fn doubted(&self) -> usize {
+        let held = self.held.values().filter(|named| !named.doubted.is_empty()).count();
+        held + self.waiting.iter().filter(|(_, apart)| !apart.doubted.is_empty()).count()
+    }
+
+    /// Blocks, doubted or not.
+    pub fn len(&self) -> usize {
+        self.held.len()
+    }
+
+    /// Whether it holds nothing with a place.
+    pub fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
+    /// Takes what is doubted for gone.
+    pub fn forget_doubted(&mut self) {
+        for tier in Tier::ALL {
+            let held = self.held.iter().filter(|(_, named)| named.doubted.has(tier)).map(|(engine, _)| *engine);
+            let waiting = self.waiting.iter().filter(|(_, apart)| apart.doubted.has(tier)).map(|(engine, _)| engine);
+            let gone: Vec<EngineHash> = held.chain(waiting).collect();
+            for some in gone.chunks(clear::SWEEP) {
+                some.iter().for_each(|&engine| self.forget_extra(engine, tier));
+                self.remove(some, tier);
+            }
+        }
+    }
+
     fn remove(&mut self, blocks: &[EngineHash], tier: Tier) -> Outcome {
         let mut scratch = std::mem::take(&mut self.scratch);
         let mut outcome = Outcome::Ok;

@@ -1,6 +1,6 @@
 use super::encoded::MOST_ESTIMATED;
 use super::*;
-use crate::block::Windows;
+use crate::block::{MediaTokens, Windows};
 use crate::prompt;
 use crate::worker::BlockSize;
 use crate::worker::ModelName;
@@ -20,6 +20,10 @@ fn parts(models: Models, clients: ClientsConfig, limits: Limits) -> Parts {
 
 /// A way in with the shipped tokenizer and next to no time.
 fn hurried() -> Arc<Intake> {
+    with_tokenizer(Limits { inline: 4096, queue: 256, deadline: Duration::from_millis(1) })
+}
+
+fn with_tokenizer(limits: Limits) -> Arc<Intake> {
     let files = prompt::Config {
         tokenizer: "examples/models/qwen2.5/tokenizer.json.gz".into(),
         tokenizer_config: None,
@@ -29,12 +33,29 @@ fn hurried() -> Arc<Intake> {
         name: "m".into(),
         block_size: BlockSize::new(16).unwrap(),
         windows: Windows::Plain,
+        media: MediaTokens::default(),
         encoder: Some(Arc::new(Encoder::load(&files).unwrap())),
     };
     let mut models = Models::default();
     models.add(model, &[], &[]);
-    let limits = Limits { inline: 4096, queue: 256, deadline: Duration::from_millis(1) };
     Intake::new(parts(models, ClientsConfig::default(), limits))
+}
+
+#[tokio::test]
+async fn beyond_the_queue_and_beyond_the_deadline_each_has_its_reason() {
+    let limits = Limits { inline: 4096, queue: 2, deadline: Duration::from_millis(50) };
+    let intake = with_tokenizer(limits);
+    let prompt = "a prompt that takes longer than its deadline ".repeat(100_000);
+    let body = Body::Whole(serde_json::json!({"model": "m", "prompt": prompt}).to_string().into());
+    let because = async || match intake.take("/v1/completions", &|_| None, &body).await.request.prompt {
+        Prompt::Estimated { because, .. } => because,
+        prompt => panic!("{prompt:?}"),
+    };
+    // One thread runs all of this: it is free for the others while the work goes on elsewhere.
+    let reasons = tokio::join!(because(), because(), because(), because());
+    assert_eq!(reasons, (Reason::Deadline, Reason::Deadline, Reason::TokenizerBusy, Reason::TokenizerBusy));
+    assert_eq!((Reason::Deadline.as_str(), Reason::TokenizerBusy.as_str()), ("deadline", "tokenizer_busy"));
+    assert_eq!(intake.queued.load(Ordering::Relaxed), 0, "nobody waits any more");
 }
 
 #[tokio::test]
@@ -54,7 +75,13 @@ async fn an_encoder_that_missed_its_deadline_keeps_its_place_until_it_is_done() 
 fn tokens_only(clients: ClientsConfig) -> Arc<Intake> {
     let mut models = Models::default();
     let size = BlockSize::new(4).unwrap();
-    let model = Model { name: "base".into(), block_size: size, windows: Windows::Plain, encoder: None };
+    let model = Model {
+        name: "base".into(),
+        block_size: size,
+        windows: Windows::Plain,
+        media: MediaTokens::default(),
+        encoder: None,
+    };
     models.add(model, &["alias".into()], &["tuned".into()]);
     let limits = Limits { inline: 4096, queue: 1, deadline: Duration::from_secs(1) };
     Intake::new(parts(models, clients, limits))

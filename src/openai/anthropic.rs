@@ -7,11 +7,12 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use serde::Deserialize;
-use serde::de::{self, Deserializer, IgnoredAny, SeqAccess, Unexpected, Visitor};
+use serde::de::{self, Deserializer, SeqAccess, Unexpected, Visitor};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
-use super::chat::{Chat, Content, Forwarded, Message, Part};
+use super::chat::{Chat, Content, Forwarded, Message};
+use super::part::{Media, Modality, Part, Source, Typed};
 use super::{ParseError, Prompt, Request};
 
 /// Begins a line that Claude Code changes with every request, and that vLLM drops for the sake of its cache.
@@ -132,7 +133,7 @@ struct Block {
     #[serde(default)]
     text: Option<String>,
     #[serde(default)]
-    source: Option<IgnoredAny>,
+    source: Option<Picture>,
     #[serde(default)]
     id: Option<String>,
     #[serde(default)]
@@ -152,7 +153,7 @@ struct Block {
 struct Output {
     text: String,
     texts: usize,
-    images: usize,
+    images: Vec<Part>,
     lost: bool,
 }
 
@@ -162,6 +163,28 @@ struct OutputBlock {
     kind: Option<String>,
     #[serde(default)]
     text: Option<String>,
+    #[serde(default)]
+    source: Option<Picture>,
+}
+
+/// Where an image is: at a URL, or where that is not said, here.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Picture {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    url: Option<String>,
+    data: Option<String>,
+}
+
+impl Picture {
+    fn part(self) -> Part {
+        let source = match self.kind.as_deref() {
+            Some("url") => Source::Url(self.url.unwrap_or_default()),
+            _ => Source::Base64(self.data.unwrap_or_default()),
+        };
+        Part::of_media(Media { modality: Modality::Image, source: Some(source), uuid: None })
+    }
 }
 
 impl Turns {
@@ -204,23 +227,19 @@ impl Turns {
 /// A single text is plain content.
 fn joined(parts: Vec<Part>) -> Content {
     match <[Part; 1]>::try_from(parts) {
-        Ok([Part::Typed { kind: Some(kind), text: Some(text), .. }]) if kind == "text" => Content::Text(text),
+        Ok([Part::Typed(Typed { kind: Some(kind), text: Some(text), .. })]) if kind == "text" => Content::Text(text),
         Ok([part]) => Content::Parts(vec![part]),
         Err(parts) => Content::Parts(parts),
     }
 }
 
-fn part(kind: &str, text: Option<String>) -> Part {
-    Part::Typed { kind: Some(kind.to_owned()), text, refusal: None, thinking: None, uuid: None }
-}
-
 impl Blocks {
     fn fold(&mut self, block: Block) -> Option<()> {
         match block.kind.as_str() {
-            "text" => {
-                self.parts.extend(block.text.filter(|text| !text.is_empty()).map(|text| part("text", Some(text))))
-            }
-            "image" => self.parts.extend(block.source.map(|_| part("image_url", None))),
+            "text" => self
+                .parts
+                .extend(block.text.filter(|text| !text.is_empty()).map(|text| Part::typed("text", Some(text)))),
+            "image" => self.parts.extend(block.source.map(Picture::part)),
             "thinking" => {
                 if let Some(thinking) = block.thinking {
                     self.thoughts.get_or_insert_default().push_str(&thinking);
@@ -244,8 +263,8 @@ impl Blocks {
                 }
                 let tool_call_id = Some(block.tool_use_id.unwrap_or_default());
                 self.results.push(Message { tool_call_id, ..Message::of("tool", text) });
-                if images > 0 {
-                    let content = Some(Content::Parts(vec![part("image_url", None)]));
+                if !images.is_empty() {
+                    let content = Some(Content::Parts(images));
                     self.results.push(Message { role: "user".to_owned(), content, ..Message::default() });
                 }
             }
@@ -332,7 +351,7 @@ impl Folded for Output {
                 self.texts += 1;
                 self.text.push_str(&block.text.unwrap_or_default());
             }
-            Some("image") => self.images += 1,
+            Some("image") => self.images.extend(block.source.map(Picture::part)),
             _ => self.lost = true,
         }
     }

@@ -11,7 +11,8 @@ use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
-use super::chat::{Chat, Content, Forwarded, Message, Part};
+use super::chat::{Chat, Content, Forwarded, Message};
+use super::part::{Part, Typed};
 use super::{ParseError, Prompt, Request, Tokenization};
 
 #[derive(Deserialize)]
@@ -271,7 +272,7 @@ fn only_text(content: Option<Content>, wanted: &str) -> Option<String> {
         None => Some(String::new()),
         Some(Content::Text(text)) => Some(text),
         Some(Content::Parts(parts)) => match <[Part; 1]>::try_from(parts) {
-            Ok([Part::Typed { kind: Some(kind), text: Some(text), .. }]) if kind == wanted => Some(text),
+            Ok([Part::Typed(Typed { kind: Some(kind), text: Some(text), .. })]) if kind == wanted => Some(text),
             Ok(_) => None,
             Err(parts) => parts.is_empty().then(String::new),
         },

@@ -79,7 +79,7 @@ impl Resumer {
         }
         let points = self.points(text, apart);
         if points.is_empty() {
-            self.cache.count_uncut();
+            self.cache.count_outcome("uncut");
             return Ok(None);
         }
         let keys: Vec<u128> = points.iter().map(|point| point.key).collect();
@@ -131,6 +131,11 @@ impl Resumer {
             (point.key, from) = (name, point.end);
         }
         points
+    }
+
+    /// Counts a prompt that could not be tokenised in pieces.
+    pub(super) fn count_failed(&self) {
+        self.cache.count_outcome("failed");
     }
 
     /// What the post-processor makes of the tokens of a text, and where others may go on from them and from their blocks.

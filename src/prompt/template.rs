@@ -13,6 +13,7 @@ use super::conversation::{self, Turn};
 use super::detect::{self, ContentFormat};
 use super::files::{LoadError, Sources};
 use super::python::{self, DOUBT, Dict};
+use super::stage::{Show, Stage};
 use super::{EncodeError, Exactness, continuation, methods, support};
 use crate::openai::Chat;
 
@@ -68,12 +69,26 @@ impl Templates {
         Ok(Self { named, special_tokens })
     }
 
-    /// The prompt of a conversation.
+    /// The prompt of a conversation that shows and plays nothing.
     pub(super) fn render(&self, chat: &Chat) -> Result<(String, Exactness), EncodeError> {
-        check(chat)?;
+        self.render_as(chat, Show::Nothing)
+    }
+
+    /// Whether the template of a conversation takes lists of parts.
+    pub(super) fn takes_parts(&self, chat: &Chat) -> Result<bool, EncodeError> {
+        Ok(self.of(chat)?.format == ContentFormat::Parts)
+    }
+
+    fn of(&self, chat: &Chat) -> Result<&Template, EncodeError> {
         let with_tools = self.named.get("tool_use").filter(|_| chat.tools.is_some());
-        let template = with_tools.or_else(|| self.named.get("default")).ok_or(EncodeError::NoTemplate)?;
-        let mut turns = conversation::turns(&chat.messages, template.format)?;
+        with_tools.or_else(|| self.named.get("default")).ok_or(EncodeError::NoTemplate)
+    }
+
+    /// The prompt of a conversation, its images and the like shown like this.
+    pub(super) fn render_as(&self, chat: &Chat, show: Show<'_>) -> Result<(String, Exactness), EncodeError> {
+        check(chat)?;
+        let template = self.of(chat)?;
+        let mut turns = conversation::turns(&chat.messages, template.format, &mut Stage::new(show))?;
         if !template.knows_developers && turns.iter().any(|turn| turn.role == "developer") {
             turns = conversation::without_developers(turns);
         }

@@ -176,14 +176,14 @@ impl PromptCache {
     /// Counts a prompt of which this many tokens were known.
     pub(super) fn count(&self, resumed: usize, all: usize) {
         let outcome = if resumed > 0 { "hit" } else { "miss" };
-        self.metrics.prompt_cache_lookups.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.count_outcome(outcome);
         self.metrics.prompt_cache_resumed_tokens.inc_by(resumed as u64);
         self.metrics.prompt_cache_looked_up_tokens.inc_by(all as u64);
     }
 
-    /// Counts a prompt that cannot be cut.
-    pub(super) fn count_uncut(&self) {
-        self.metrics.prompt_cache_lookups.get_or_create(&OutcomeLabel { outcome: "uncut" }).inc();
+    /// Counts a prompt by what became of it.
+    pub(super) fn count_outcome(&self, outcome: &'static str) {
+        self.metrics.prompt_cache_lookups.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
     fn report(&self) {
@@ -261,3 +261,6 @@ impl Table {
         self.entries[RING as usize].older = place;
     }
 }
+
+#[cfg(test)]
+mod tests;
