@@ -6,6 +6,7 @@ mod encoders;
 mod gateway;
 mod health;
 mod keeper;
+mod learn;
 mod offline;
 mod parts;
 mod reload;
@@ -35,6 +36,7 @@ use crate::admin::{self, Admin};
 use crate::api::{self, Api, Feed};
 use crate::audit::Audit;
 use crate::config::Config;
+use crate::engine_client::EngineClient;
 use crate::engine_sessions::EngineSessions;
 use crate::entrance::Entrance;
 use crate::ext_proc::service::{Kept, Service};
@@ -52,7 +54,7 @@ use swap::Swap;
 use unix::Place;
 use workers::Wanted;
 
-pub use offline::Offline;
+pub use offline::{Offline, encoder, workers};
 pub use reload::{ConfigFile, ReadConfig, Reloaded, Reloader};
 
 /// gRPC message overhead on top of a body: headers, attributes, metadata.
@@ -134,7 +136,7 @@ impl App {
         app.admin_address = listener.address;
         app.pages.spawn(listener.serve(admin::routes(pages), app.leave.clone()));
         let feed = Arc::new(Feed::default());
-        app.feed(&config, &entrance, feed.clone(), metrics.clone());
+        app.feed(&config, &entrance, feed.clone(), metrics.clone())?;
         app.keep_time(&entrance, &metrics);
         app.tell_engines(&config, &entrance, &metrics)?;
         let models = app.reloader.load_models().await?;
@@ -358,9 +360,18 @@ impl App {
     }
 
     /// Starts what feeds the fleet.
-    fn feed(&mut self, config: &Config, entrance: &Arc<Entrance>, feed: Arc<Feed>, metrics: Arc<Metrics>) {
+    fn feed(
+        &mut self,
+        config: &Config,
+        entrance: &Arc<Entrance>,
+        feed: Arc<Feed>,
+        metrics: Arc<Metrics>,
+    ) -> anyhow::Result<()> {
         let (desired, sets) = mpsc::unbounded_channel();
-        let keeper = Keeper::new(config, entrance.clone(), feed, metrics.clone(), self.readiness.clone());
+        let (said, heard) = watch::channel(learn::Said::default());
+        let parts = keeper::Parts { entrance: entrance.clone(), feed, metrics: metrics.clone(), said: heard };
+        let keeper = Keeper::new(config, parts, self.readiness.clone());
+        self.learn(config, entrance, &metrics, said)?;
         self.background.spawn(keeper.run(sets, self.stop.clone()));
         let (wants, wanted) = watch::channel(Wanted::from(config));
         self.reloader.part("workers", move |next| {
@@ -383,6 +394,37 @@ impl App {
             let follow = || workers::follow(wanted.clone(), desired.clone(), metrics.clone());
             supervise("workers", &metrics, stop, follow).await;
         });
+        Ok(())
+    }
+
+    /// Asks engines for what they know best.
+    fn learn(
+        &mut self,
+        config: &Config,
+        entrance: &Arc<Entrance>,
+        metrics: &Arc<Metrics>,
+        said: watch::Sender<learn::Said>,
+    ) -> anyhow::Result<()> {
+        if !config.learn.enabled {
+            return Ok(());
+        }
+        let learner = Arc::new(learn::Learner {
+            router: entrance.router().clone(),
+            client: EngineClient::new(&config.engines)?,
+            engines: config.engines.clone(),
+            settings: config.learn.clone(),
+            metrics: metrics.clone(),
+            said,
+        });
+        let (metrics, stop) = (metrics.clone(), self.stop.clone());
+        self.background.spawn(async move {
+            supervise("settings of engines", &metrics, stop, || {
+                let learner = learner.clone();
+                async move { learner.run().await }
+            })
+            .await;
+        });
+        Ok(())
     }
 
     /// Starts what has to happen from time to time.

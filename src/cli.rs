@@ -39,6 +39,9 @@ pub enum Command {
     Audit(AuditArgs),
     /// Checks a configuration: prints it with every default filled in, or each mistake with its line
     Check(ConfigArgs),
+    /// Looks at a deployment from outside: engines, their events, Envoy, this machine. Each finding with its mend; the exit
+    /// code is 0 where all is well, 1 for warnings, 2 for errors
+    Doctor(DoctorArgs),
     /// Says why a request would go where it would go: per worker rank what is cached, what it is busy with, every term of
     /// its cost, or why it is excluded
     Explain(ExplainArgs),
@@ -66,6 +69,26 @@ pub struct AuditArgs {
     /// What a million prompt tokens cost, to say what the saved ones are worth
     #[arg(long, value_name = "PRICE", value_parser = price)]
     pub price: Option<f64>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Which deployment to look at, and how.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// The configuration file
+    #[arg(long, short, value_name = "FILE")]
+    pub config: PathBuf,
+    /// Envoy's admin page; by default `envoy.admin` of the configuration
+    #[arg(long, value_name = "URL", value_parser = page)]
+    pub envoy_admin: Option<String>,
+    /// Send the engines no completion. By default each rank gets two of some hundred tokens, to see whether its events come
+    #[arg(long)]
+    pub no_canary: bool,
+    /// How long answers, events and publishers are waited for
+    #[arg(long, value_name = "TIME", default_value = "5s")]
+    pub patience: humantime::Duration,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -100,6 +123,11 @@ pub struct ExplainArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+}
+
+fn page(url: &str) -> Result<String, String> {
+    let page = url.starts_with("http://") || url.starts_with("https://");
+    page.then(|| url.to_owned()).ok_or_else(|| "write for example http://127.0.0.1:9900".to_owned())
 }
 
 fn header(text: &str) -> Result<(String, String), String> {

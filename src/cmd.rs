@@ -2,6 +2,7 @@
 
 pub mod audit;
 pub mod check;
+pub mod doctor;
 pub mod explain;
 mod pages;
 pub mod serve;
@@ -23,6 +24,7 @@ pub fn main(cli: Cli) -> ExitCode {
     let ended = match cli.command {
         Command::Audit(args) => audit::run(&args, &mut io::stdout()),
         Command::Check(args) => check::run(&args.config, &mut io::stdout(), &mut err),
+        Command::Doctor(args) => doctor::run(&args, &mut io::stdout(), &mut err),
         Command::Explain(args) => explain::run(&args, &mut io::stdout(), &mut err),
         Command::Serve(args) => serve::run(&args, &mut err),
     };

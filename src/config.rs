@@ -6,6 +6,7 @@ mod check;
 mod flags;
 mod health;
 mod index_trust;
+mod learn;
 mod log;
 mod model;
 mod overload;
@@ -42,6 +43,7 @@ use crate::xds::config::EnvoyConfig;
 pub use flags::Flags;
 pub use health::HealthConfig;
 pub use index_trust::{IndexTrustConfig, SilenceConfig};
+pub use learn::LearnConfig;
 pub use log::{LogConfig, LogFormat, LogLevel};
 pub use model::{FirstToken, ModelConfig};
 pub use overload::OverloadConfig;
@@ -108,6 +110,9 @@ pub struct Config {
     /// A cache that all workers share, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shared_cache: Option<SharedCacheConfig>,
+    /// Asking engines for what they know best.
+    #[serde(default)]
+    pub learn: LearnConfig,
     /// How engines are asked over HTTP.
     #[serde(default)]
     pub engines: EnginesConfig,
@@ -208,7 +213,7 @@ impl Config {
 
     /// What discovery needs to know of the models.
     pub fn served_models(&self) -> Vec<ServedModel> {
-        self.models.iter().map(|model| ServedModel { name: model.name.clone(), block_size: model.block_size }).collect()
+        self.models.iter().map(|model| ServedModel { name: model.name.clone(), block_size: model.blocks() }).collect()
     }
 
     /// How the router decides.

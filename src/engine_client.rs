@@ -4,6 +4,7 @@
 
 mod answers;
 mod bearer;
+mod canary;
 pub mod config;
 mod metrics;
 mod url;
@@ -23,6 +24,7 @@ use bearer::Bearer;
 use config::EnginesConfig;
 
 pub use answers::{EngineModel, EventsOfRank, Rendered, RenderedObject, Tokenized};
+pub use canary::Usage;
 pub use metrics::{CacheConfig, MetricsPage, Sample};
 pub use url::EngineUrl;
 

@@ -7,6 +7,7 @@ mod dealer;
 mod doubts;
 mod feed;
 mod groups;
+pub mod listen;
 pub mod media;
 mod reblock;
 mod replay;

@@ -19,6 +19,7 @@ pub mod disagg;
 pub mod fleet;
 pub mod health;
 pub mod index;
+pub mod learned;
 pub mod load;
 pub mod parity;
 pub mod predict;

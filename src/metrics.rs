@@ -182,6 +182,31 @@ impl RankTierLabels {
     }
 }
 
+/// A worker rank and how far its event source can be believed.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RankTrustLabels {
+    /// Instance id.
+    pub worker_id: u64,
+    /// Data-parallel rank.
+    pub dp_rank: u32,
+    /// `exact`, `catching_up`, `stale`, `absent`.
+    pub trust: &'static str,
+}
+
+impl RankTrustLabels {
+    /// The labels of one state of a worker rank's source.
+    pub fn new(rank: WorkerRank, trust: &'static str) -> Self {
+        Self { worker_id: rank.worker.0, dp_rank: rank.rank.0, trust }
+    }
+}
+
+/// One label: a setting by its name in the configuration.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct SettingLabel {
+    /// Its name.
+    pub setting: &'static str,
+}
+
 /// A call to an engine about one of its sessions.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct EngineSessionLabels {
@@ -381,8 +406,22 @@ metrics! {
     kv_event_gaps: Family<OutcomeLabel, Counter> = Family::default();
     /// Engine restarts noticed by batch numbers that went back
     kv_event_restarts: Counter = Counter::default();
-    /// 1 while the event source of a worker rank is caught up
-    kv_event_source_live: Family<RankLabels, Gauge> = Family::default();
+    /// How far the event source of a worker rank can be believed: 1 for what holds of exact, catching_up, stale and absent, 0 for the others
+    kv_event_source_trust: Family<RankTrustLabels, Gauge> = Family::default();
+    /// How much later than the engine wrote it the last batch of a worker rank came, in seconds; less than 0 where the engine's clock is ahead of ours
+    kv_event_source_lag_seconds: Family<RankLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
+    /// How long ago the last batch of a worker rank came, in seconds
+    kv_event_source_last_event_age_seconds: Family<RankLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
+    /// Gaps in the batch numbers of a worker rank since it was attached first, closed or not
+    kv_event_source_gaps: Family<RankLabels, Gauge> = Family::default();
+    /// Batches of a worker rank that are lost for good
+    kv_event_source_lost_batches: Family<RankLabels, Gauge> = Family::default();
+    /// Blocks of a worker rank that may be gone, because events were lost
+    kv_event_source_doubted_blocks: Family<RankLabels, Gauge> = Family::default();
+    /// Workers whose engine says something else of itself than is configured, by setting
+    setting_mismatches: Family<SettingLabel, Gauge> = Family::default();
+    /// Questions to engines for their settings, by outcome: ok, not_offered, unreachable, timeout, status, unreadable, too_large, busy
+    engine_settings_asked: Family<OutcomeLabel, Counter> = Family::default();
     /// Connections that are open now, by listener
     connections: Family<ListenerLabel, Gauge> = Family::default();
     /// Connections that were closed at once because there were too many, by listener

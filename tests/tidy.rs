@@ -17,6 +17,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("fleet", 2),
     ("health", 2),
     ("index", 2),
+    ("learned", 2),
     ("load", 2),
     ("parity", 2),
     ("predict", 2),

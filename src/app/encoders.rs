@@ -61,7 +61,7 @@ impl Encoders {
             }
             let windows = if model.eagle { Windows::Eagle } else { Windows::Plain };
             let encoder = found.as_ref().map(|(_, encoder)| encoder.clone());
-            let (name, block_size, media) = (model.name.clone(), model.block_size, model.media_tokens());
+            let (name, block_size, media) = (model.name.clone(), model.blocks(), model.media_tokens());
             let served = Model { name, block_size, windows, media, encoder };
             loaded.models.add(served, &model.aliases, &model.adapters);
             loaded.encoders.extend(found);

@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use super::learn::Said;
 use super::workers::{Desired, Media};
 use crate::api::Feed;
 use crate::config::Config;
@@ -19,12 +20,13 @@ use crate::entrance::Entrance;
 use crate::fleet::{Fleet, Member};
 use crate::index::{KvEvent, RankWriter};
 use crate::kv_events::{self, Held, RankSink, SourceSpec, SourceState, Witness};
+use crate::learned::Mismatch;
 use crate::lifecycle::{self, Readiness, ReadyGuard, supervise};
 use crate::metrics::Metrics;
 use crate::predict::{EffectivePolicy, RankPrediction};
-use crate::router::Router;
+use crate::router::{AllLearned, Router};
 use crate::trust::{Because, Standing};
-use crate::worker::{Slot, Worker, WorkerId, WorkerRank};
+use crate::worker::{BlockSize, ModelName, Slot, Worker, WorkerId, WorkerRank};
 use crate::xds::config::EnvoyConfig;
 use crate::xds::eds_file;
 
@@ -44,6 +46,20 @@ pub(super) struct Keeper {
     sources_deadline: Instant,
     envoy: Option<EnvoyConfig>,
     media: Arc<Media>,
+    said: watch::Receiver<Said>,
+    /// Block sizes as configured, where they are.
+    sizes: HashMap<ModelName, BlockSize>,
+    /// The last set, as it was wanted.
+    wanted: Option<Desired>,
+}
+
+/// Whom the keeper works with.
+pub(super) struct Parts {
+    pub(super) entrance: Arc<Entrance>,
+    pub(super) feed: Arc<Feed>,
+    pub(super) metrics: Arc<Metrics>,
+    /// What engines say of themselves.
+    pub(super) said: watch::Receiver<Said>,
 }
 
 /// One running event source.
@@ -53,13 +69,9 @@ struct Source {
 }
 
 impl Keeper {
-    pub(super) fn new(
-        config: &Config,
-        entrance: Arc<Entrance>,
-        feed: Arc<Feed>,
-        metrics: Arc<Metrics>,
-        readiness: Readiness,
-    ) -> Self {
+    pub(super) fn new(config: &Config, parts: Parts, readiness: Readiness) -> Self {
+        let Parts { entrance, feed, metrics, said } = parts;
+        let sizes = config.models.iter().filter_map(|model| Some((model.name.clone(), model.block_size?)));
         let least = config.readiness.min_initial_workers as usize;
         let guard = readiness.wait_for(format!("initial workers: at least {least}"));
         Self {
@@ -72,6 +84,9 @@ impl Keeper {
             sources_deadline: Instant::now() + config.readiness.event_sources_deadline.get(),
             envoy: config.envoy.clone(),
             media: Arc::default(),
+            said,
+            sizes: sizes.collect(),
+            wanted: None,
             readiness,
         }
     }
@@ -81,23 +96,45 @@ impl Keeper {
         while let Some(mut desired) = tokio::select! {
             () = stop.cancelled() => None,
             set = sets.recv() => set,
+            Ok(()) = self.said.changed(), if self.wanted.is_some() => self.wanted.clone(),
         } {
             // Each set is complete, so only the newest counts.
             while let Ok(newer) = sets.try_recv() {
                 desired = newer;
             }
+            self.wanted = Some(desired.clone());
             self.read_media(desired.media).await;
+            let workers = self.complete(desired.workers);
             if self.envoy.is_some()
-                && let Some(rest) = without_leavers(&self.router.fleet(), &desired.workers)
+                && let Some(rest) = without_leavers(&self.router.fleet(), &workers)
             {
                 self.apply(rest).await;
             }
-            self.apply(desired.workers).await;
+            self.apply(workers).await;
         }
         let members: Vec<WorkerRank> = self.sources.keys().copied().collect();
         for rank in members {
             self.stop_source(rank).await;
         }
+    }
+
+    /// Fills in what engines say of themselves, and tells where that is not what is configured.
+    fn complete(&mut self, mut workers: Vec<Worker>) -> Vec<Worker> {
+        let said = self.said.borrow_and_update().clone();
+        let before = self.router.sources().all_learned();
+        let mut all = AllLearned::new();
+        for worker in &mut workers {
+            let Some(learned) = said.get(&(worker.id, worker.endpoint)) else { continue };
+            let mismatches = learned.fill(worker, self.sizes.get(&worker.model).copied());
+            let known = before.get(&worker.id).map(|(_, known)| &known[..]).unwrap_or_default();
+            for mismatch in mismatches.iter().filter(|mismatch| !known.contains(mismatch)) {
+                let Mismatch { setting, configured, engine } = mismatch;
+                warn!(worker = %worker.id, setting, configured, engine, "the engine says otherwise than is configured");
+            }
+            all.insert(worker.id, (learned.clone(), mismatches));
+        }
+        self.router.sources().set_learned(all);
+        workers
     }
 
     /// Reads events with their media from now on as `media` says; sources for which that is news begin again, because what

@@ -7,11 +7,12 @@ use anyhow::Context as _;
 
 use super::encoders::Encoders;
 use super::parts;
-use crate::config::{Config, WorkerSource};
+use crate::config::{Config, ModelConfig, WorkerSource};
 use crate::discovery;
 use crate::entrance::Entrance;
 use crate::intake::Intake;
 use crate::metrics::Metrics;
+use crate::prompt::Encoder;
 use crate::worker::Worker;
 
 /// The way in and the way to the router.
@@ -40,7 +41,15 @@ impl Offline {
     }
 }
 
-fn workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
+/// The tokenizer of one model, where it has one.
+pub async fn encoder(config: &Config, model: &ModelConfig) -> anyhow::Result<Option<Arc<Encoder>>> {
+    let only = Config { models: vec![model.clone()], ..config.clone() };
+    let models = Encoders::new(&Arc::new(Metrics::new())).load(&only).await?.models;
+    Ok(models.find(None).and_then(|named| named.model.encoder.clone()))
+}
+
+/// The configured workers, as they are listed now.
+pub fn workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
     let path = match config.worker_source() {
         WorkerSource::Fixed(workers) => return Ok(workers),
         WorkerSource::File(path) => path,

@@ -27,7 +27,7 @@ pub(super) struct Wanted {
 }
 
 /// A complete fleet as it is to be.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Desired {
     pub(super) workers: Vec<Worker>,
     /// How to read the events of newcomers, and of the others if that changed.

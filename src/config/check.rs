@@ -29,6 +29,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("sessions", config.sessions.as_ref().map(|sessions| sessions.problems()).unwrap_or_default()),
         ("approximate", config.approximate.problems()),
         ("shared_cache", config.shared_cache.as_ref().map(|cache| cache.problems()).unwrap_or_default()),
+        ("learn", config.learn.problems()),
         ("engines", config.engines.problems()),
         ("self_test", config.self_test.problems()),
         ("paths", config.paths.problems()),

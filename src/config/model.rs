@@ -41,9 +41,6 @@ pub struct ModelConfig {
     /// The token that stands for a video.
     #[serde(default)]
     pub video_token: Option<u32>,
-    /// The engines' own tokens in place of ours; none: ours only.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub engine_tokens: Option<EngineTokensConfig>,
     /// What stands for images and the like in its prompts; without it prompts are known up to the first of them.
     #[serde(default)]
     pub media: Option<MediaConfig>,
@@ -53,15 +50,19 @@ pub struct ModelConfig {
     /// The version of transformers that its engines run with.
     #[serde(default)]
     pub transformers: Transformers,
+    /// The engines' own tokens in place of ours; none: ours only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine_tokens: Option<EngineTokensConfig>,
     /// What becomes of its requests when no worker can be chosen, where that is not as for others.
     #[serde(default)]
     pub failure_mode: Option<FailureMode>,
     /// With what the first token of its engines' answers comes.
     #[serde(default)]
     pub first_token: FirstToken,
-    /// Tokens per KV block of its engines.
-    #[serde(default = "vllm_default")]
-    pub block_size: BlockSize,
+    /// Tokens per KV block by which its engines are compared; 16 where it is left out. The blocks of an engine that cuts
+    /// others are brought to it, where one size divides the other.
+    #[serde(default)]
+    pub block_size: Option<BlockSize>,
 }
 
 /// With what the first token of an event stream comes.
@@ -87,11 +88,11 @@ impl ModelConfig {
         for file in files.into_iter().flatten() {
             *file = folder.join(&*file);
         }
-        if let Some(tokens) = &mut self.engine_tokens {
-            tokens.resolve(folder);
-        }
         if let Some(media) = &mut self.media {
             media.resolve(folder);
+        }
+        if let Some(tokens) = &mut self.engine_tokens {
+            tokens.resolve(folder);
         }
     }
 
@@ -126,6 +127,11 @@ impl ModelConfig {
 }
 
 impl ModelConfig {
+    /// Tokens per KV block.
+    pub fn blocks(&self) -> BlockSize {
+        self.block_size.unwrap_or_else(vllm_default)
+    }
+
     /// The tokens that stand for media.
     pub fn media_tokens(&self) -> MediaTokens {
         MediaTokens { image: self.image_token, video: self.video_token }

@@ -28,11 +28,11 @@ use crate::metrics::{Metrics, OutcomeLabel};
 const REPLIES: usize = 16;
 
 /// How Envoy says, as metadata of the stream, which of two filters of one exchange it speaks for.
-const FILTER: &str = "x-warmroute-filter";
+pub const FILTER: &str = "x-warmroute-filter";
 /// The filter that only looks for the first token.
-const PROBE: &str = "probe";
+pub const PROBE: &str = "probe";
 /// The filter beside it.
-const PROBED: &str = "probed";
+pub const PROBED: &str = "probed";
 
 pub(super) type Replies = mpsc::Sender<Result<ProcessingResponse, Status>>;
 

@@ -91,7 +91,7 @@ pub async fn run(
 
 /// Why a socket was given up.
 #[derive(Debug, thiserror::Error)]
-enum Detached {
+pub(super) enum Detached {
     #[error("the engine closed the connection")]
     Closed,
     #[error(
@@ -267,7 +267,7 @@ impl Listener {
 }
 
 /// Number and payload of a live message: exactly topic, number and payload.
-fn frames(message: &ZmqMessage) -> Result<(u64, &Bytes), &'static str> {
+pub(super) fn frames(message: &ZmqMessage) -> Result<(u64, &Bytes), &'static str> {
     let (3, Some(seq), Some(payload)) = (message.len(), message.get(1), message.get(2)) else {
         return Err("it does not have three frames");
     };
@@ -276,7 +276,7 @@ fn frames(message: &ZmqMessage) -> Result<(u64, &Bytes), &'static str> {
 }
 
 /// A subscribed socket, connected or bound.
-async fn open(source: &EventSource) -> Result<(SubSocket, Events), Detached> {
+pub(super) async fn open(source: &EventSource) -> Result<(SubSocket, Events), Detached> {
     let mut options = SocketOptions::default();
     options.connect_timeout(CONNECT);
     let mut socket = SubSocket::with_options(options);

@@ -1,7 +1,7 @@
 //! How far the event source of each worker rank is believed. Standings change rarely and are read by every decision, so they
 //! lie in a table that is replaced whole: one decision sees one table from its look-up to its explanation.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -9,8 +9,9 @@ use arc_swap::ArcSwap;
 use dashmap::DashMap;
 use parking_lot::Mutex;
 
+use crate::learned::{Learned, Mismatch};
 use crate::trust::{Facts, Source, Standing};
-use crate::worker::WorkerRank;
+use crate::worker::{WorkerId, WorkerRank};
 
 /// An event source that several parts tell what happened to it.
 pub type SharedSource = Arc<Mutex<Source>>;
@@ -20,7 +21,11 @@ pub type SharedSource = Arc<Mutex<Source>>;
 pub struct Sources {
     table: ArcSwap<Trusted>,
     watched: DashMap<WorkerRank, SharedSource>,
+    learned: ArcSwap<AllLearned>,
 }
+
+/// What engines say of themselves, and where it is configured otherwise.
+pub type AllLearned = BTreeMap<WorkerId, (Learned, Vec<Mismatch>)>;
 
 /// The standing of every rank that has a source.
 #[derive(Clone, Debug, Default)]
@@ -48,6 +53,21 @@ impl Sources {
     pub fn facts(&self, rank: WorkerRank) -> Option<Facts> {
         let source = self.watched.get(&rank)?.clone();
         Some(source.lock().facts())
+    }
+
+    /// What an engine says of itself, if it said anything.
+    pub fn learned(&self, worker: WorkerId) -> Option<(Learned, Vec<Mismatch>)> {
+        self.learned.load().get(&worker).cloned()
+    }
+
+    /// What all engines say of themselves.
+    pub fn all_learned(&self) -> Arc<AllLearned> {
+        self.learned.load_full()
+    }
+
+    /// Engines say this of themselves from now on.
+    pub fn set_learned(&self, learned: AllLearned) {
+        self.learned.store(Arc::new(learned));
     }
 
     /// A request that was routed at some instant had to store blocks on a rank, and was answered.

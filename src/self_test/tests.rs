@@ -30,8 +30,7 @@ enum Engine {
 
 fn encoder() -> Arc<Encoder> {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tinyllama");
-    let files: prompt::Config =
-        serde_json::from_value(json!({"tokenizer": folder.join("tokenizer.json.gz")})).unwrap();
+    let files: prompt::Config = serde_json::from_value(json!({"tokenizer": folder.join("tokenizer.json.gz")})).unwrap();
     Arc::new(Encoder::load(&files).unwrap())
 }
 

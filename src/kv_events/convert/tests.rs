@@ -1,5 +1,6 @@
 use super::*;
 use crate::block::LocalHash;
+use crate::block::hash::{Windows, locals};
 use crate::kv_events::wire::{Part, Tokens};
 
 const DIGEST: &str = "0123456789abcdef00112233445566778899aabbccddeefffedcba9876543210";

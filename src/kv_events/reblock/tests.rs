@@ -297,7 +297,7 @@ fn image(names: &[u64], tokens: &[u32], objects: &[&[&str]], parent: Option<u64>
 fn images_are_where_their_placeholders_are() {
     let media = MediaTokens { image: Some(9), video: None };
     let cat = media::identifier_hash("cat").unwrap();
-    let pad = media::pad_token(cat);
+    let pad = crate::block::multimodal::ObjectHash(cat).pad_token();
     let padded = [1, 2, pad, pad, pad, pad, 7, 8];
     let expected = locals(&padded, size(4), &Salt::default(), Windows::Plain, &[]);
     // One block of the engine is two of ours, and one of ours two of the engine's.
