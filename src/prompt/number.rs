@@ -5,7 +5,6 @@ use minijinja::{Error, ErrorKind, Value};
 
 use super::{EncodeError, methods};
 
-
 /// A finite double as Python's `repr`: the shortest digits, in scientific notation from 1e16 and below 1e-4.
 pub(super) fn repr(value: f64) -> String {
     let scientific = format!("{value:e}");

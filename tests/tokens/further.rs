@@ -350,7 +350,8 @@ impl Tokenizers {
     fn find(&mut self, names: &[&str]) -> Result<Arc<Encoder>, String> {
         let listed = names.iter().find(|name| self.entries.contains_key(**name)).map(|name| (*name).to_owned());
         let name = listed.or_else(|| names.iter().find_map(|name| bundled(name)).map(str::to_owned));
-        let name = name.ok_or_else(|| format!("no tokenizer for {}", names.first().unwrap_or(&"a model without a name")))?;
+        let name =
+            name.ok_or_else(|| format!("no tokenizer for {}", names.first().unwrap_or(&"a model without a name")))?;
         if let Some(known) = self.loaded.get(&name) {
             return known.clone();
         }

@@ -14,7 +14,8 @@ fn rules() -> Rules {
         audio: rule(r#"{"token":"<a>","rule":"fixed","tokens":3}"#),
         video: None,
     };
-    Rules::new(&config, "name", |token| ["<i>", "<a>"].iter().position(|known| *known == token).map(|at| at as u32)).unwrap()
+    Rules::new(&config, "name", |token| ["<i>", "<a>"].iter().position(|known| *known == token).map(|at| at as u32))
+        .unwrap()
 }
 
 fn known(id: &str, tokens: usize) -> Known {
@@ -23,7 +24,8 @@ fn known(id: &str, tokens: usize) -> Known {
 
 #[test]
 fn placeholders_become_rows_in_the_order_of_the_items_wherever_they_come_from() {
-    let items = vec![(Modality::Image, known("x", 2)), (Modality::Audio, known("y", 3)), (Modality::Image, known("z", 1))];
+    let items =
+        vec![(Modality::Image, known("x", 2)), (Modality::Audio, known("y", 3)), (Modality::Image, known("z", 1))];
     let shown = expand(&[7, 0, 7, 1, 0, 7, 0], items.clone(), &rules(), true).unwrap();
     assert_eq!(shown.tokens, [7, 0, 0, 7, 1, 1, 1, 0, 7, 0], "the last placeholder stands for nothing");
     let places: Vec<_> = shown.items.iter().map(|item| (item.id.as_str(), item.range.clone())).collect();
