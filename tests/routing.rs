@@ -27,6 +27,8 @@ mod pki;
 mod queue;
 #[path = "routing/sessions.rs"]
 mod sessions;
+#[path = "routing/sources.rs"]
+mod sources;
 #[path = "routing/storm.rs"]
 mod storm;
 #[path = "routing/tokenizer.rs"]

@@ -139,6 +139,7 @@ impl Normalizer {
 
     /// What is doubted is gone; what the index is to be told before it forgets its share.
     pub fn forget_doubted(&mut self) -> Vec<KvEvent> {
+        self.salts.forget_doubted();
         self.reblocker.forget_doubted()
     }
 
@@ -162,7 +163,7 @@ impl Normalizer {
             }
             Event::Removed { hashes, origin } => match self.admission(origin)? {
                 Admission::Main(tier) => {
-                    self.salts.removed(hashes);
+                    self.salts.removed(hashes, tier);
                     Ok(regrouped(self.reblocker.removed(hashes, tier)))
                 }
                 Admission::Group(reason, group) => {
@@ -238,7 +239,7 @@ impl Normalizer {
         let engine = BlockSize::new(stored.block_size);
         let fit = engine.and_then(|engine| self.reblocker.fit(engine, tier));
         let fit = fit.ok_or(Filtered::BlockSize { engine: stored.block_size })?;
-        self.salts.stored(&stored.hashes, salt.cache.as_deref());
+        self.salts.stored(&stored.hashes, tier, salt.cache.as_deref());
         let run = Run {
             parent: stored.parent,
             names: &stored.hashes,

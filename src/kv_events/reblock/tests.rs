@@ -162,6 +162,8 @@ impl Bed {
             }
             // The beginning of an engine's block is held with the block, whatever its rest is.
             let whole = end.div_ceil(self.engine) * self.engine;
+            // Of bigrams the last one needs the token behind it.
+            let end = if self.bigrams { whole.min(end + 1) } else { end };
             self.held.iter().any(|((of, block), tiers)| {
                 *of == salt && block.len() == whole && block.starts_with(&tokens[..end]) && tiers[0].0 > 0
             })
@@ -175,7 +177,9 @@ impl Bed {
         if self.bigrams {
             asked.push(next(tokens));
         }
-        assert_eq!(self.found(salt, &asked), self.expected(salt, tokens), "{tokens:?} of {salt:?}");
+        let (engine, ours, bigrams) = (self.engine, self.ours, self.bigrams);
+        let case = format!("{tokens:?} of {salt:?}, {engine} on {ours}, bigrams {bigrams}");
+        assert_eq!(self.found(salt, &asked), self.expected(salt, tokens), "{case}");
     }
 }
 
