@@ -96,7 +96,9 @@ impl Tally {
                 names.extend(scenario.get("instance").and_then(|one| one["model"].as_str()).map(str::to_owned));
                 // Engines name their topics `kv@instance@model`.
                 let messages = scenario.get("zmq_messages").and_then(Value::as_array).into_iter().flatten();
-                names.extend(messages.filter_map(|message| Some(message["topic"].as_str()?.rsplit('@').next()?.to_owned())));
+                names.extend(
+                    messages.filter_map(|message| Some(message["topic"].as_str()?.rsplit('@').next()?.to_owned())),
+                );
                 for (at, step) in steps.iter().enumerate() {
                     // An adapter has the tokenizer of the model it lies on.
                     let asked: Vec<&str> =
@@ -356,7 +358,8 @@ impl Tokenizers {
         // Where there is only one, it must be this.
         let only = || self.entries.keys().next().filter(|_| self.entries.len() == 1).cloned();
         let name = listed.or_else(|| names.iter().find_map(|name| bundled(name)).map(str::to_owned)).or_else(only);
-        let name = name.ok_or_else(|| format!("no tokenizer for {}", names.first().unwrap_or(&"a model without a name")))?;
+        let name =
+            name.ok_or_else(|| format!("no tokenizer for {}", names.first().unwrap_or(&"a model without a name")))?;
         if let Some(known) = self.loaded.get(&name) {
             return known.clone();
         }
