@@ -150,7 +150,7 @@ impl App {
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
         app.place = grpc.iter().find_map(GrpcListener::place);
-        app.test_tokens(&config, entrance.router(), models.clone())?;
+        app.test_tokens(&config, entrance.router(), &models)?;
         let intake = parts::intake(&config, models, entrance.router(), &metrics)?;
         way_in.intake.store(Some(intake.clone()));
         let parts = api::Parts {

@@ -290,7 +290,7 @@ impl Intake {
         rendered: &Rendered,
     ) -> (BlockHashes, Option<Vec<Arc<[SequenceHash]>>>) {
         let object = |object: &RenderedObject| {
-            let ranges = vec![object.offset..object.offset + object.length];
+            let ranges = std::iter::once(object.offset..object.offset + object.length).collect();
             Some(PromptObject { object: ObjectHash::of(&object.hash)?, ranges })
         };
         let objects: Vec<_> = rendered.objects.iter().filter_map(object).collect();

@@ -316,7 +316,8 @@ async fn an_image_that_was_shown_in_part_is_no_image_yet() {
     let shown = Body::Cut { shown: Bytes::copy_from_slice(&body.as_bytes()[..cut]), length: Some(body.len() as u64) };
     let taken = intake.take("/v1/chat/completions", &|_| None, &shown).await;
     let Prompt::Beginning { known, .. } = taken.request.prompt else { panic!("{:?}", taken.request.prompt) };
-    let Prompt::Hashed(whole) = intake.take_now("/v1/chat/completions", &|_| None, body.as_bytes()).request.prompt else {
+    let Prompt::Hashed(whole) = intake.take_now("/v1/chat/completions", &|_| None, body.as_bytes()).request.prompt
+    else {
         panic!()
     };
     assert!(!known.is_empty() && whole[0].locals().starts_with(known.locals()));
