@@ -5,6 +5,7 @@
 #[path = "tokens/further.rs"]
 mod further;
 
+use further::contents;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
@@ -68,6 +69,37 @@ fn every_captured_chat_request_becomes_the_engines_tokens() {
         // The only refused one lacks a server flag (`--enable-auto-tool-choice`); with the flag its tokens are these.
         let engine = serde_json::from_value(case.engine).unwrap_or(case.tokenize);
         assert_eq!(chat(&QWEN, &case.request), Ok(engine), "{}", case.case);
+    }
+}
+
+#[derive(Deserialize)]
+struct Rendering {
+    case: String,
+    request: Value,
+    text: String,
+}
+
+/// Of two models only the templates are here, because their tokenizers are large or others' to give away: what their engine
+/// made of a request was put back into text.
+#[test]
+fn every_captured_request_of_other_templates_becomes_the_engines_text() {
+    for name in ["llama3", "mistral"] {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/rendered");
+        let tokenizer_config = Some(folder.join(name).join("tokenizer_config.json"));
+        let encoder = Encoder::load(&Config { tokenizer_config, ..files("tinyllama") }).unwrap();
+        let cases: Vec<Rendering> = serde_json::from_slice(&contents(&folder.join(format!("{name}.json.gz")))).unwrap();
+        let (mut equal, mut skipped) = (0, Vec::new());
+        for Rendering { case, request, text } in &cases {
+            let request = openai::parse(Api::ChatCompletions, &serde_json::to_vec(request).unwrap()).unwrap();
+            match encoder.render(&request) {
+                Ok(rendered) => {
+                    assert_eq!(rendered.texts()[0], *text, "{name} {case}");
+                    equal += 1;
+                }
+                Err(error) => skipped.push(format!("{case}: {error}")),
+            }
+        }
+        assert!(equal > 100 && skipped.len() < 12, "{name}: {equal} equal, not rendered: {skipped:#?}");
     }
 }
 
