@@ -40,7 +40,7 @@ struct Bed {
     index: std::sync::Arc<PrefixIndex>,
     writer: RankWriter,
     /// Copies of each of the engine's blocks by all tokens up to its end, and whether they are doubted.
-    held: BTreeMap<(Option<&'static str>, Vec<u32>), [(u32, bool); 2]>,
+    held: BTreeMap<(Salted, Vec<u32>), [(u32, bool); 2]>,
 }
 
 const TIERS: [Tier; 2] = [Tier::Device, Tier::HostPinned];
