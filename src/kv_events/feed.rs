@@ -316,10 +316,10 @@ impl Feed {
         let engine = self.normalizer.engine_block_size();
         self.witness.note(|source| {
             source.heard(Heard { at: Instant::now(), unix: unix_now(), written, number });
-            source.named(own);
             if let Some(engine) = engine {
                 source.sized(engine);
             }
+            source.named(own);
         });
     }
 
