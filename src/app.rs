@@ -54,7 +54,8 @@ use swap::Swap;
 use unix::Place;
 use workers::Wanted;
 
-pub use offline::{Offline, encoder, workers};
+pub use learn::learned;
+pub use offline::{Offline, model, workers};
 pub use reload::{ConfigFile, ReadConfig, Reloaded, Reloader};
 
 /// gRPC message overhead on top of a body: headers, attributes, metadata.

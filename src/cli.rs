@@ -166,6 +166,20 @@ mod tests {
         assert_eq!(args.config, PathBuf::from("w.yaml"));
     }
 
+    #[test]
+    fn a_doctor_needs_a_configuration_and_pages_have_addresses() {
+        let doctor = |more: &[&str]| Cli::try_parse_from(["warmroute", "doctor"].iter().chain(more));
+        let Command::Doctor(args) = doctor(&["--config", "w.yaml"]).unwrap().command else { panic!("another command") };
+        let patience: std::time::Duration = args.patience.into();
+        assert_eq!((args.envoy_admin, args.no_canary, args.json), (None, false, false));
+        assert_eq!(patience, std::time::Duration::from_secs(5));
+        for refused in
+            [&[][..], &["--config", "w", "--envoy-admin", "localhost:9900"], &["--config", "w", "--patience", "x"]]
+        {
+            assert!(doctor(refused).is_err(), "{refused:?}");
+        }
+    }
+
     fn explain(more: &[&str]) -> Result<ExplainArgs, clap::Error> {
         let cli = Cli::try_parse_from(["warmroute", "explain"].iter().chain(more))?;
         let Command::Explain(args) = cli.command else { panic!("another command") };

@@ -141,15 +141,18 @@ pub struct Tokenization {
     pub add_special_tokens: Option<bool>,
     /// Most prompt tokens to keep; -1 means as many as the model takes.
     pub truncate_prompt_tokens: Option<i64>,
-    /// Side that truncation cuts off.
+    /// Side that truncation cuts off, special tokens or not; unset means the tokenizer's, which spares those.
     pub truncation_side: Option<Side>,
+    /// Side that the engine's tokenizer cuts off.
+    pub tokenizer_side: Side,
 }
 
 /// A side of a prompt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Side {
     /// The beginning.
+    #[default]
     Left,
     /// The end.
     Right,

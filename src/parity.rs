@@ -86,6 +86,11 @@ impl Standing {
         self.change(|parity| parity.workers.retain(|worker, _| keep(*worker)))
     }
 
+    /// Events are not compared any more.
+    pub fn forget_events(&self) -> Change {
+        self.change(|parity| parity.events = EventsVerdict::default())
+    }
+
     /// A worker may be another engine than before.
     pub fn restarted(&self, worker: WorkerId) {
         // It keeps its verdict until the next round: what was wrong before is more likely wrong than right.

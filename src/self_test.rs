@@ -149,3 +149,6 @@ fn why(error: &EngineError) -> String {
         error => error.to_string(),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -143,7 +143,7 @@ fn the_reusable_prefix_of_a_hybrid_model_is_what_its_engine_reused() {
                     Converted::Event(event) => drop(writer.apply(&event)),
                     Converted::Regrouped(events, _) => panic!("the sizes are the same: {events:?}"),
                     Converted::Group(_, share) => assert_eq!(writer.apply(&share), Outcome::Ok),
-                    Converted::Filtered(reason) => panic!("{reason:?}"),
+                    other => panic!("{other:?}"),
                 }
             }
         }

@@ -88,7 +88,7 @@ impl Learner {
 }
 
 /// What two pages of an engine say.
-fn learned(endpoint: Endpoint, caches: &[CacheConfig], sources: &[EventsOfRank]) -> Learned {
+pub fn learned(endpoint: Endpoint, caches: &[CacheConfig], sources: &[EventsOfRank]) -> Learned {
     let mut sizes = caches.iter().map(|cache| cache.block_size);
     let size = sizes.next().flatten().filter(|first| sizes.all(|size| size == Some(*first)));
     let published = sources.iter().filter(|source| source.enabled);

@@ -10,9 +10,8 @@ use super::parts;
 use crate::config::{Config, ModelConfig, WorkerSource};
 use crate::discovery;
 use crate::entrance::Entrance;
-use crate::intake::Intake;
+use crate::intake::{Intake, Model};
 use crate::metrics::Metrics;
-use crate::prompt::Encoder;
 use crate::worker::Worker;
 
 /// The way in and the way to the router.
@@ -41,11 +40,11 @@ impl Offline {
     }
 }
 
-/// The tokenizer of one model, where it has one.
-pub async fn encoder(config: &Config, model: &ModelConfig) -> anyhow::Result<Option<Arc<Encoder>>> {
+/// One model with its tokenizer, where it has one.
+pub async fn model(config: &Config, model: &ModelConfig) -> anyhow::Result<Option<Arc<Model>>> {
     let only = Config { models: vec![model.clone()], ..config.clone() };
     let models = Encoders::new(&Arc::new(Metrics::new())).load(&only).await?.models;
-    Ok(models.find(None).and_then(|named| named.model.encoder.clone()))
+    Ok(models.find(None).map(|named| named.model))
 }
 
 /// The configured workers, as they are listed now.

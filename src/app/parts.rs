@@ -88,7 +88,6 @@ fn token_sources(config: &Config, router: &Arc<Router>, metrics: &Arc<Metrics>) 
         let source = TokenSource {
             standing: router.parity().of(&model.name).unwrap_or_default(),
             engine: model.engine_tokens.as_ref().map(engine).transpose()?,
-            pads: model.image_token.is_some(),
         };
         sources.insert(model.name.clone(), source);
     }

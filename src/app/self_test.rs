@@ -143,9 +143,13 @@ impl Runner {
         let out: HashSet<WorkerId> = self.router.out().into_iter().collect();
         self.known.retain(|id, _| fleet.worker(*id).is_some());
         for (model, standing) in self.router.parity().standings() {
-            let serves = |id| fleet.worker(id).is_some_and(|worker| worker.model == model);
+            let tested = task.subjects.contains_key(&model);
+            let serves = |id| tested && fleet.worker(id).is_some_and(|worker| worker.model == model);
             let change = standing.retain(serves);
-            tell(&model, change, "the workers that differed have left");
+            tell(&model, change, "nobody is left who differs");
+            if !task.config.traffic {
+                tell(&model, standing.forget_events(), "events are not compared");
+            }
         }
         let tested = fleet.workers().filter(|worker| task.subjects.contains_key(&worker.model));
         let mut due = Vec::new();

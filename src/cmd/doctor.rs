@@ -6,11 +6,11 @@ pub mod envoy;
 pub mod finding;
 mod gather;
 pub mod host;
-mod parity;
 pub mod table;
 
 use std::collections::HashMap;
 use std::io::Write;
+use std::sync::Arc;
 
 use anyhow::Context as _;
 use rustix::process::{Resource, getrlimit};
@@ -21,6 +21,7 @@ use crate::app;
 use crate::cli::DoctorArgs;
 use crate::config::Config;
 use crate::engine_client::EngineClient;
+use crate::intake::Model;
 use crate::worker::Worker;
 use envoy::dump::Dump;
 use envoy::expected::Expected;
@@ -46,19 +47,19 @@ pub fn run(args: &DoctorArgs, out: &mut impl Write, err: &mut impl Write) -> any
 async fn examine(config: &Config, args: &DoctorArgs) -> anyhow::Result<Vec<Finding>> {
     let workers = app::workers(config)?;
     let mut findings = vec![host::configuration(&args.config.display().to_string(), config, &workers)];
-    let mut encoders = HashMap::new();
+    let mut models = HashMap::new();
     for model in &config.models {
-        let loaded = app::encoder(config, model).await;
-        findings
-            .push(host::tokenizer(model, loaded.as_ref().map(Option::is_some).map_err(|error| format!("{error:#}"))));
-        if let Ok(Some(encoder)) = loaded {
-            encoders.insert(model.name.clone(), encoder);
+        let loaded = app::model(config, model).await;
+        let there = |loaded: &Option<Arc<Model>>| loaded.as_ref().is_some_and(|model| model.encoder.is_some());
+        findings.push(host::tokenizer(model, loaded.as_ref().map(there).map_err(|error| format!("{error:#}"))));
+        if let Ok(Some(loaded)) = loaded {
+            models.insert(model.name.clone(), loaded);
         }
     }
     findings.push(host::files(config, &workers, getrlimit(Resource::Nofile).current));
     findings.push(host::listening(&gather::listening(config, args.patience.into()).await));
     let client = EngineClient::new(&config.engines).context("engines cannot be asked")?;
-    let gatherer = Gatherer { config, client, encoders, patience: args.patience.into(), canaries: !args.no_canary };
+    let gatherer = Gatherer { config, client, models, patience: args.patience.into(), canaries: !args.no_canary };
     for facts in gatherer.workers(&workers).await {
         findings.extend(engine::examine(&facts));
     }

@@ -15,11 +15,11 @@ use bytes::Bytes;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use parking_lot::Mutex;
 use serde::de::IgnoredAny;
-use tracing::{debug, warn};
+use tracing::{debug, info};
 
 use super::{Body, Encoded, Intake, Named, Told};
-use crate::block::multimodal::{ObjectHash, PromptObject, pad};
-use crate::block::{BlockHashes, Content, Salt};
+use crate::block::multimodal::{ObjectHash, PromptObject};
+use crate::block::{BlockHashes, Content, Salt, SequenceHash, placeholders};
 use crate::engine_client::config::EnginesConfig;
 use crate::engine_client::{EngineClient, EngineError, EngineUrl, RenderApi, Rendered, RenderedObject, Tokenized};
 use crate::metrics::{Metrics, ModelOutcomeLabels};
@@ -46,8 +46,6 @@ pub struct TokenSource {
     pub standing: Arc<Standing>,
     /// The engines', where they are asked.
     pub engine: Option<EngineTokens>,
-    /// Whether the engines' events are read with pad tokens in place of images.
-    pub pads: bool,
 }
 
 /// The token sources by model.
@@ -273,15 +271,35 @@ impl Intake {
         if own || (has_media && tokenize_only) {
             return false;
         }
-        let hashes: Vec<_> = rendered.iter().map(|one| hashed(named, salt, one, source.pads)).collect();
         let prompts: Vec<_> = rendered.iter().map(|one| one.token_ids.clone()).collect();
-        encoded.tracked = self.tracked(named, &prompts, &hashes, salt);
+        let (hashes, tracked): (Vec<_>, Vec<_>) =
+            rendered.iter().map(|one| self.engine_blocks((named, salt), one)).unzip();
+        encoded.tracked = tracked.into_iter().map(|mut names| names.as_mut().and_then(Vec::pop)).collect();
         encoded.prompt = Prompt::Hashed(hashes);
         if source.standing.is_mistrusted() && !has_media {
             self.compare(named, source, request, &prompts);
         }
         encoded.tokens = prompts;
         true
+    }
+
+    /// The blocks of a prompt as its engine made it, and their names in the load.
+    fn engine_blocks(
+        &self,
+        (named, salt): (&Named, &Salt),
+        rendered: &Rendered,
+    ) -> (BlockHashes, Option<Vec<Arc<[SequenceHash]>>>) {
+        let object = |object: &RenderedObject| {
+            let ranges = vec![object.offset..object.offset + object.length];
+            Some(PromptObject { object: ObjectHash::of(&object.hash)?, ranges })
+        };
+        let objects: Vec<_> = rendered.objects.iter().filter_map(object).collect();
+        let model = &named.model;
+        let plain = Content::plain(&rendered.token_ids, salt);
+        let content = Content { windows: model.windows, objects: &objects, ..plain };
+        let hashes = placeholders::hashes(&content, model.block_size, model.media);
+        let names = self.tracked_content(named, &content, &hashes);
+        (hashes, names)
     }
 
     /// Compares our tokens with the engine's for one request of some, so that ours are believed again when they agree.
@@ -297,7 +315,7 @@ impl Intake {
         });
         let evidence = differs.map_or(Evidence::Confirmed, |block| Evidence::Unconfirmed { block });
         if source.standing.seen(evidence) == Change::Trusted {
-            warn!(model = %named.model.name, "our tokens are the engine's again");
+            info!(model = %named.model.name, "our tokens are the engine's again");
         }
     }
 
@@ -333,23 +351,10 @@ impl Intake {
     }
 }
 
-/// The blocks of a prompt as its engine made it.
-fn hashed(named: &Named, salt: &Salt, rendered: &Rendered, pads: bool) -> BlockHashes {
-    let object = |object: &RenderedObject| {
-        let ranges = vec![object.offset..object.offset + object.length];
-        Some(PromptObject { object: ObjectHash::of(&object.hash)?, ranges })
-    };
-    let objects: Vec<_> = rendered.objects.iter().filter_map(object).collect();
-    let (size, windows) = (named.model.block_size, named.model.windows);
-    if pads && !objects.is_empty() {
-        let mut tokens = rendered.token_ids.clone();
-        pad(&mut tokens, &objects);
-        return BlockHashes::of_content(&Content { windows, ..Content::plain(&tokens, salt) }, size);
-    }
-    BlockHashes::of_content(&Content { windows, objects: &objects, ..Content::plain(&rendered.token_ids, salt) }, size)
-}
-
 /// How much of a deadline is left after engines were asked.
 pub(super) fn left(deadline: Duration, told: &Told) -> Duration {
     deadline.saturating_sub(told.waited)
 }
+
+#[cfg(test)]
+mod tests;

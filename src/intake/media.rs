@@ -22,6 +22,7 @@ impl Intake {
             Err(error) => return encoded.fail(reason(error)),
         };
         encoded.times.push(("render", clock.lap()));
+        encoded.ours = true;
         if !shown.whole {
             let size = named.model.block_size.tokens();
             shown.tokens.truncate(shown.tokens.len() / size * size);

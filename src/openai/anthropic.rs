@@ -35,6 +35,8 @@ struct Body<'a> {
     #[serde(default)]
     output_config: Option<OutputConfig>,
     #[serde(default)]
+    thinking: Option<Thinking>,
+    #[serde(default)]
     chat_template_kwargs: Option<Map<String, Value>>,
     #[serde(default)]
     kv_transfer_params: Option<Forwarded>,
@@ -46,6 +48,12 @@ struct Body<'a> {
 struct OutputConfig {
     #[serde(default)]
     effort: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Thinking {
+    #[serde(default, rename = "type")]
+    kind: Option<String>,
 }
 
 pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
@@ -72,6 +80,8 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         add_generation_prompt: true,
         chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
         reasoning_effort: body.output_config.and_then(|config| config.effort),
+        put_together: true,
+        thinking_off: body.thinking.is_some_and(|thinking| thinking.kind.as_deref() == Some("disabled")),
         forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.has_tokens()),
         ..Chat::default()
     };

@@ -30,6 +30,14 @@ pub struct Chat {
     pub reasoning_effort: Option<String>,
     /// Whether the request says how its images and the like are to be read and cut.
     pub media_options: bool,
+    /// Which of the tools the model may or must use, as sent.
+    pub tool_choice: Option<Value>,
+    /// Whether it was put together from a request of another API.
+    pub put_together: bool,
+    /// Whether the client wants no thoughts, in the words of an API where engines find out what that is for a model.
+    pub thinking_off: bool,
+    /// Whether finished prompt tokens come beside the messages, which some engines take in their place.
+    pub brings_tokens: bool,
     /// Whether another engine forwards finished prompt tokens that stand in for the messages.
     pub forwarded_tokens: bool,
 }
@@ -142,6 +150,10 @@ struct Body<'a> {
     #[serde(default)]
     reasoning_effort: Option<String>,
     #[serde(default)]
+    tool_choice: Option<Value>,
+    #[serde(default)]
+    input_ids: Option<IgnoredAny>,
+    #[serde(default)]
     media_io_kwargs: Option<Map<String, Value>>,
     #[serde(default)]
     mm_processor_kwargs: Option<Map<String, Value>>,
@@ -188,6 +200,10 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         chat_template: body.chat_template,
         chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
         reasoning_effort: body.reasoning_effort,
+        tool_choice: body.tool_choice,
+        put_together: false,
+        thinking_off: false,
+        brings_tokens: body.input_ids.is_some(),
         forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.has_tokens()),
     };
     Ok(Request {
@@ -200,6 +216,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
             add_special_tokens: body.add_special_tokens,
             truncate_prompt_tokens: body.truncate_prompt_tokens,
             truncation_side: body.truncation_side,
+            ..Tokenization::default()
         },
         extension: body.nvext.map(|raw| raw.get().into()),
     })

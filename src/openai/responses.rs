@@ -98,6 +98,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         continue_final_message: input.unfinished,
         chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
         reasoning_effort: body.reasoning.and_then(|reasoning| reasoning.effort),
+        put_together: true,
         forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.has_tokens()),
         ..Chat::default()
     };
@@ -108,7 +109,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         tokenization: Tokenization {
             add_special_tokens: Some(true),
             truncate_prompt_tokens: (body.truncation.as_deref() != Some("disabled")).then_some(-1),
-            truncation_side: None,
+            ..Tokenization::default()
         },
         extension,
         ..Request::of(body.model, Prompt::Chat(Box::new(chat)))

@@ -64,11 +64,12 @@ impl Sighting {
         &self.hashes
     }
 
-    /// What was found: `held` leading blocks, after `stores` events that stored something. `None` where that says nothing,
+    /// What was found: `held` leading blocks of those that have to be there, after `stores` events that stored something. `None` where that says nothing,
     /// because the engine told of nothing new: what it had cached before we listened it never tells.
-    pub fn found(self, held: usize, stores: u64) -> Option<(Evidence, Change)> {
+    pub fn found(self, (held, of): (usize, usize), stores: u64) -> Option<(Evidence, Change)> {
         let evidence = match held {
-            held if held >= self.hashes.len() => Evidence::Confirmed,
+            _ if of == 0 => return None,
+            held if held >= of => Evidence::Confirmed,
             _ if stores <= self.stores => return None,
             block => Evidence::Unconfirmed { block },
         };

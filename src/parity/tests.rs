@@ -104,7 +104,7 @@ fn what_is_looked_after_has_a_limit_and_needs_news_to_say_anything() {
         (4, 6, Some(Evidence::Unconfirmed { block: 4 })),
     ] {
         standing.sighting(rank, hashes(), 5).unwrap().answered(rank);
-        let found = standing.take_ready().pop().unwrap().found(held, stores);
+        let found = standing.take_ready().pop().unwrap().found((held, 5), stores);
         assert_eq!(found.map(|(evidence, _)| evidence), expected, "{held} {stores}");
     }
     drop(held);

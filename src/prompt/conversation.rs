@@ -14,10 +14,15 @@ use crate::openai::{Content, Meaning, Message, Modality, Part};
 pub(super) struct Turn {
     pub role: String,
     pub content: Said,
-    rest: Vec<(&'static str, Value)>,
+    pub(super) rest: Vec<(&'static str, Value)>,
 }
 
 impl Turn {
+    /// A message that says a text.
+    pub(super) fn plain(role: &str, text: String) -> Self {
+        Self { role: role.to_owned(), content: Said::Text(text), rest: Vec::new() }
+    }
+
     /// Whether the message carries the assistant's thoughts.
     pub(super) fn has_thoughts(&self) -> bool {
         self.rest.iter().any(|(key, _)| *key == "reasoning")
@@ -46,6 +51,11 @@ enum What {
 }
 
 impl Said {
+    /// A list of texts.
+    pub(super) fn of_texts(texts: Vec<String>) -> Self {
+        Self::Parts(texts.into_iter().map(|text| Piece { what: What::Text(text), extra: Vec::new() }).collect())
+    }
+
     /// The text that an answer would go on from.
     pub(super) fn last_text(&mut self) -> Option<&mut String> {
         match self {
@@ -193,6 +203,8 @@ fn joined<'p>(
             _ => {}
         }
     }
+    // An empty text is no part, and leaves no line.
+    texts.retain(|text| !text.is_empty());
     let text = texts.join("\n");
     let mut lines: Vec<&str> = Vec::new();
     for (placeholder, count) in &placeholders {
@@ -336,23 +348,30 @@ fn tool(tool: &Json) -> Result<Value, EncodeError> {
     if !matches!(tool.get("type").map(Json::as_str), None | Some(Some("function"))) {
         return Err(EncodeError::rejected("a tool that is not a function"));
     }
-    if let Some(key) = tool.keys().find(|key| !["type", "function"].contains(&key.as_str())) {
-        return Err(EncodeError::uncertain(format!("the field `{key}` of a tool")));
-    }
-    let known = ["name", "description", "parameters", "strict"];
-    if let Some(key) = function.keys().find(|key| !known.contains(&key.as_str())) {
-        return Err(EncodeError::uncertain(format!("the field `{key}` of a function")));
-    }
     let mut dict = Dict::default();
     dict.push("name", field(function, "name", |value| value.is_string())?);
     dict.push("description", field(function, "description", |value| value.is_string() || value.is_null())?);
     dict.push("parameters", field(function, "parameters", |value| value.is_object() || value.is_null())?);
-    match function.get("strict") {
-        None => {}
-        Some(Json::Bool(strict)) => dict.push("strict", Value::from(*strict)),
-        Some(_) => return Err(EncodeError::uncertain("the field `strict` of a function is not a boolean")),
+    flag(function, "strict", &mut dict)?;
+    // What delays a tool delays its function, and not the other way round.
+    let of_tool = tool.get("defer_loading").filter(|value| !value.is_null());
+    match (function.get("defer_loading").filter(|value| !value.is_null()), of_tool) {
+        (None, Some(_)) => flag(tool, "defer_loading", &mut dict)?,
+        _ => flag(function, "defer_loading", &mut dict)?,
     }
-    Ok(Dict::from_iter([("type", Value::from("function")), ("function", dict.into_value())]).into_value())
+    let mut outer = Dict::from_iter([("type", Value::from("function")), ("function", dict.into_value())]);
+    flag(tool, "defer_loading", &mut outer)?;
+    Ok(outer.into_value())
+}
+
+/// A flag of a function, which is left out where it says nothing.
+fn flag(function: &Map<String, Json>, key: &str, dict: &mut Dict) -> Result<(), EncodeError> {
+    match function.get(key) {
+        None | Some(Json::Null) => {}
+        Some(Json::Bool(flag)) => dict.push(key, Value::from(*flag)),
+        Some(_) => return Err(EncodeError::uncertain(format!("the field `{key}` of a function is not a boolean"))),
+    }
+    Ok(())
 }
 
 fn field(function: &Map<String, Json>, name: &str, good: impl Fn(&Json) -> bool) -> Result<Value, EncodeError> {

@@ -128,7 +128,8 @@ fn aliases_of_messages<'t>(sets: &[&'t Spanned<Set<'t>>]) -> Option<Vec<&'t str>
     Some(aliases)
 }
 
-fn name<'t>(expr: &Expr<'t>) -> Option<&'t str> {
+/// The name of a plain variable.
+pub(super) fn name<'t>(expr: &Expr<'t>) -> Option<&'t str> {
     match expr {
         Expr::Var(var) => Some(var.id),
         _ => None,
@@ -150,7 +151,8 @@ fn reads(expr: &Expr<'_>, variable: &str, attribute: Option<&str>) -> bool {
     }
 }
 
-fn is_text(expr: &Expr<'_>, text: &str) -> bool {
+/// Whether an expression is this text.
+pub(super) fn is_text(expr: &Expr<'_>, text: &str) -> bool {
     let constant: Option<&Const> = match expr {
         Expr::Const(node) => Some(node),
         _ => None,

@@ -13,7 +13,7 @@ use thiserror::Error;
 use tokenizers::Tokenizer;
 
 use super::rebuild::{self, Said};
-use super::{Config, MediaConfig, Traits, Transformers};
+use super::{Config, Engine, MediaConfig, Traits, Transformers, sglang};
 
 /// Why a model's files cannot be used.
 #[derive(Debug, Error)]
@@ -151,7 +151,8 @@ struct ModelFile {
     model_type: Option<String>,
 }
 
-pub(super) fn load(config: &Config, transformers: Transformers) -> Result<Loaded, LoadError> {
+pub(super) fn load(config: &Config, traits: &Traits) -> Result<Loaded, LoadError> {
+    let transformers = traits.transformers;
     let folder = config.tokenizer.parent().unwrap_or(Path::new(""));
     let config_path = config.tokenizer_config.clone().or_else(|| beside(folder, "tokenizer_config.json"));
     let settings: TokenizerConfig = config_path.as_deref().map(json).transpose()?.unwrap_or_default();
@@ -167,12 +168,13 @@ pub(super) fn load(config: &Config, transformers: Transformers) -> Result<Loaded
         model_type: model_type.as_deref(),
         legacy: settings.legacy,
         add_prefix_space: settings.add_prefix_space,
+        engine: traits.engine,
     };
     let tokenizer = tokenizer(&config.tokenizer, &settings, &said)?;
     check_added_tokens(&tokenizer, &settings, &config_path)?;
     let special_tokens = special_tokens(&settings, &config_folder)?;
-    let special_tokens_doubt = special_tokens_doubt(&tokenizer, &settings, &special_tokens);
-    let templates = templates(config, settings.chat_template, &config_path, &config_folder)?;
+    let special_tokens_doubt = special_tokens_doubt(&tokenizer, &settings, &special_tokens, traits.engine);
+    let templates = templates((config, traits.engine), settings.chat_template, &config_path, &config_folder)?;
     Ok(Loaded { tokenizer, templates, special_tokens, special_tokens_doubt })
 }
 
@@ -224,6 +226,7 @@ fn special_tokens_doubt(
     tokenizer: &Tokenizer,
     settings: &TokenizerConfig,
     special: &[(&'static str, String)],
+    engine: Engine,
 ) -> Option<String> {
     let added = tokenizer.encode_fast("", true).ok()?;
     let check = |asked: Option<bool>, name: &str, setting: &str| {
@@ -232,13 +235,17 @@ fn special_tokens_doubt(
         let adds = tokenizer.token_to_id(token).is_some_and(|id| added.get_ids().contains(&id));
         (asked != adds).then(|| format!("{setting} is {asked}, but the tokenizer's post-processor says otherwise"))
     };
-    check(settings.add_bos_token, "bos_token", "add_bos_token")
+    // SGLang restores what transformers 5 forgets of these classes, and takes it for asked where nothing is said.
+    let class = settings.tokenizer_class.as_deref().map(|class| class.trim_end_matches("Fast"));
+    let restored = ["LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"];
+    let by_default = (engine == Engine::Sglang && class.is_some_and(|class| restored.contains(&class))).then_some(true);
+    check(settings.add_bos_token.or(by_default), "bos_token", "add_bos_token")
         .or_else(|| check(settings.add_eos_token, "eos_token", "add_eos_token"))
 }
 
 /// The chat templates in their order of precedence: the operator's, `chat_template.jinja`, the configuration's.
 fn templates(
-    config: &Config,
+    (config, engine): (&Config, Engine),
     configured: Option<ChatTemplate>,
     config_path: &Path,
     folder: &Path,
@@ -247,6 +254,8 @@ fn templates(
     if let Some(path) = file {
         let source = String::from_utf8(read(&path)?)
             .map_err(|error| LoadError::Content { path: path.clone(), problem: error.to_string() })?;
+        let given = engine == Engine::Sglang && config.chat_template.is_some();
+        let source = if given { sglang::template_file(&source) } else { source };
         return Ok(Some(Sources { path, named: vec![("default".to_owned(), source)] }));
     }
     let named = match configured {

@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use super::media::{Illustrated, Known, common, expand};
 use super::stage::{MARK, Show};
 use super::template::Templates;
-use super::{EncodeError, Encoder, Exactness, Rendered, Source};
+use super::{EncodeError, Encoder, Engine, Exactness, Rendered, Source};
 use crate::openai::{Chat, Modality, Prompt, Request, Tokenization};
 
 impl Encoder {
@@ -19,6 +19,10 @@ impl Encoder {
         };
         if request.tokenization.truncate_prompt_tokens.is_some() {
             return Err(EncodeError::uncertain("truncation of a prompt with images and the like"));
+        }
+        if self.engine == Engine::Sglang {
+            // Its names for items come from what its own processor makes of them.
+            return Err(EncodeError::Multimodal("any".to_owned()));
         }
         let templates = self.templates.as_ref().ok_or(EncodeError::NoTemplate)?;
         let special = request.tokenization.add_special_tokens.unwrap_or(false);

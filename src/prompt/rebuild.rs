@@ -5,6 +5,8 @@
 
 use serde_json::{Value, json};
 
+use super::Engine;
+
 /// The class of a tokenizer, as far as it decides how text is taken apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
@@ -22,6 +24,7 @@ pub(super) struct Said<'s> {
     pub(super) model_type: Option<&'s str>,
     pub(super) legacy: Option<bool>,
     pub(super) add_prefix_space: Option<bool>,
+    pub(super) engine: Engine,
 }
 
 /// Types of models whose tokenizers are taken as written unless the named class is the registered one.
@@ -94,7 +97,8 @@ impl Class {
     fn of(said: &Said<'_>) -> Self {
         let named = said.class.map(|class| class.strip_suffix("Fast").unwrap_or(class));
         match (said.model_type, named) {
-            (Some(model), _) if AS_WRITTEN.contains(&model) => Self::AsWritten,
+            // SGLang loads anew by the named class what came out as written.
+            (Some(model), _) if AS_WRITTEN.contains(&model) && said.engine == Engine::Vllm => Self::AsWritten,
             // The only one of these whose files are not believed.
             (Some("qwen2"), Some(_)) => Self::Qwen2,
             (_, Some("LlamaTokenizer")) => Self::Llama,
@@ -112,6 +116,10 @@ pub(super) fn rebuild(tokenizer: &mut Value, said: &Said<'_>) -> bool {
         return false;
     }
     let Some([normalizer, pre_tokenizer, fallback]) = parts(said) else { return false };
+    // SGLang puts the written one back where its type was changed.
+    let written = &tokenizer["pre_tokenizer"];
+    let kept = said.engine == Engine::Sglang && !written.is_null() && written["type"] != pre_tokenizer["type"];
+    let pre_tokenizer = if kept { written.clone() } else { pre_tokenizer };
     let mut changed = false;
     let mut set = |value: &mut Value, new: Value| {
         changed |= *value != new;

@@ -45,7 +45,12 @@ impl Router {
         let rank = sighting.rank();
         let slot = self.fleet.load().slot(rank).filter(|_| self.is_exact(rank))?;
         let stores = self.index.stores(slot)?;
-        let held = self.index.leading(sighting.hashes(), slot, scratch);
-        sighting.found(held, stores)
+        let hashes = sighting.hashes();
+        // An engine with larger blocks than ours tells of whole ones of its own only.
+        let engine =
+            self.trust(rank).engine_block_size.map_or(1, |engine| engine.tokens() / hashes.block_size().tokens());
+        let of = hashes.len() / engine.max(1) * engine.max(1);
+        let held = self.index.leading(hashes, slot, scratch);
+        sighting.found((held, of), stores)
     }
 }

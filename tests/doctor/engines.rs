@@ -60,7 +60,7 @@ fn faults() -> Vec<Fault> {
             "a publisher that connects where we connect too",
             Plan { connects: true, ..Plan::default() },
             &[("error", "events.attached")],
-            &["\"endpoint\": \"tcp://*:", "or write `attach: bind` for worker 1"],
+            &["\"endpoint\": \"tcp://*:", "or write `attach: bind` in the `kv_events` of worker 1"],
         ),
         Fault {
             config: |_, config| config["workers"][0]["kv_events"]["attach"] = json!("bind"),

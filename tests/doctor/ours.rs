@@ -75,10 +75,22 @@ async fn each_mistake_in_our_configuration_is_found_and_mended() {
             &["write `total_kv_blocks: 8192` for worker 1"],
         ),
         (
-            "blocks that a threshold needs",
-            planted(&bed, |config| config["overload"] = json!({"decode_blocks": 0.9})),
+            "blocks that a threshold needs, and nobody asks",
+            planted(&bed, |config| {
+                config["overload"] = json!({"decode_blocks": 0.9});
+                config["learn"] = json!({"enabled": false});
+            }),
             &[("warning", "engine.capacity")],
             &["write `total_kv_blocks: 8192` for worker 1"],
+        ),
+        (
+            "nothing but the endpoint, and the engine tells the rest",
+            planted(&bed, |config| {
+                config["overload"] = json!({"decode_blocks": 0.9});
+                worker(config, "kv_events", Value::Null);
+            }),
+            &[],
+            &[],
         ),
         (
             "an adapter that is not loaded",
@@ -90,8 +102,11 @@ async fn each_mistake_in_our_configuration_is_found_and_mended() {
             &["--enable-lora --lora-modules sql=..", "take it out of the `adapters` of worker 1"],
         ),
         (
-            "no word of the events",
-            planted(&bed, |config| worker(config, "kv_events", Value::Null)),
+            "no word of the events, and nobody asks",
+            planted(&bed, |config| {
+                worker(config, "kv_events", Value::Null);
+                config["learn"] = json!({"enabled": false});
+            }),
             &[("warning", "events.configured")],
             &["attach: bind, replay: \"tcp://127.0.0.1:", "topic: \"\""],
         ),
@@ -99,13 +114,13 @@ async fn each_mistake_in_our_configuration_is_found_and_mended() {
             "another port of the events",
             planted(&bed, |config| events(config, "endpoint", json!(format!("tcp://{nowhere}")))),
             &[("error", "events.attached")],
-            &["\"endpoint\": \"tcp://*:", "or write `attach: bind` for worker 1"],
+            &["\"endpoint\": \"tcp://*:", "or write `attach: bind` in the `kv_events` of worker 1"],
         ),
         (
             "both sides bind",
             planted(&bed, |config| events(config, "attach", json!("bind"))),
             &[("error", "events.attached")],
-            &["write `attach: connect` and `endpoint: tcp://127.0.0.1:"],
+            &["write `attach: connect` and `endpoint: \"tcp://127.0.0.1:"],
         ),
         (
             "another topic",
@@ -117,13 +132,16 @@ async fn each_mistake_in_our_configuration_is_found_and_mended() {
             "another port of the replay",
             planted(&bed, |config| events(config, "replay", json!(format!("tcp://{nowhere}")))),
             &[("error", "events.replay")],
-            &["write `replay: tcp://127.0.0.1:"],
+            &["write `replay: \"tcp://127.0.0.1:"],
         ),
         (
-            "no replay though there is one",
-            planted(&bed, |config| events(config, "replay", Value::Null)),
+            "no replay though there is one, and nobody asks",
+            planted(&bed, |config| {
+                events(config, "replay", Value::Null);
+                config["learn"] = json!({"enabled": false});
+            }),
             &[("warning", "events.replay")],
-            &["write `replay: tcp://127.0.0.1:"],
+            &["write `replay: \"tcp://127.0.0.1:"],
         ),
         (
             "a rank that is another",

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use flate2::read::GzDecoder;
 use serde::Deserialize;
 use serde_json::Value;
-use warmroute::openai::{self, Api, Prompt};
+use warmroute::openai::{self, Api, Chat, Prompt, Source};
 use warmroute::prompt::media::{ItemRule, Rule};
 use warmroute::prompt::{Config, Encoder, Illustrated, MediaConfig, Traits};
 
@@ -229,18 +229,19 @@ fn compare(asked: &Asked<'_>, models: &mut Tokenizers, names: &[&str]) -> Outcom
         Err(error) => return skipped(format!("not read: {error}")),
     };
     let ours = match (&request.prompt, models.find(names)) {
-        // Tokens need no tokenizer, but truncation does not either.
-        (Prompt::Tokens(_), None) => models.any().encode(&request),
-        (_, None) => {
-            return skipped(format!("no tokenizer for {}", names.first().unwrap_or(&"a model without a name")));
-        }
-        (Prompt::Chat(chat), Some(encoder)) if chat.has_media() => {
+        // Tokens need no tokenizer.
+        (Prompt::Tokens(_), Err(_)) => models.any().encode(&request),
+        (_, Err(why)) => return skipped(why),
+        (Prompt::Chat(chat), Ok(encoder)) if chat.has_media() => {
+            if models.remembers_another(chat) {
+                return skipped("the engine remembers another item of this uuid".to_owned());
+            }
             return match encoder.illustrate(&request) {
                 Ok(ours) => against_illustrated(&ours, asked, models.names_media(names)),
                 Err(error) => skipped(error.to_string()),
             };
         }
-        (_, Some(encoder)) => encoder.encode(&request),
+        (_, Ok(encoder)) => encoder.encode(&request),
     };
     match ours {
         Ok(ours) => against(&ours.prompts, &asked.engine),
@@ -319,7 +320,9 @@ struct Entry {
 /// The tokenizers by the names of their models, each loaded when it is first asked for.
 struct Tokenizers {
     entries: BTreeMap<String, (Config, Option<MediaConfig>)>,
-    loaded: BTreeMap<String, Option<Arc<Encoder>>>,
+    loaded: BTreeMap<String, Result<Arc<Encoder>, String>>,
+    /// What clients named, by the name.
+    named: BTreeMap<String, Option<Source>>,
 }
 
 impl Tokenizers {
@@ -340,22 +343,34 @@ impl Tokenizers {
                 entries.insert(entry.name, (config, media));
             }
         }
-        Self { entries, loaded: BTreeMap::new() }
+        Self { entries, loaded: BTreeMap::new(), named: BTreeMap::new() }
     }
 
-    /// The tokenizer of the first of these names that has one.
-    fn find(&mut self, names: &[&str]) -> Option<Arc<Encoder>> {
+    /// The tokenizer of the first of these names that has one, or why there is none.
+    fn find(&mut self, names: &[&str]) -> Result<Arc<Encoder>, String> {
         let listed = names.iter().find(|name| self.entries.contains_key(**name)).map(|name| (*name).to_owned());
-        let name = listed.or_else(|| names.iter().find_map(|name| bundled(name)).map(str::to_owned))?;
+        let name = listed.or_else(|| names.iter().find_map(|name| bundled(name)).map(str::to_owned));
+        let name = name.ok_or_else(|| format!("no tokenizer for {}", names.first().unwrap_or(&"a model without a name")))?;
         if let Some(known) = self.loaded.get(&name) {
             return known.clone();
         }
         let (config, media) = self.entries.get(&name).cloned().unwrap_or_else(|| bundled_files(&name));
         let media = media.or_else(|| media_beside(&config));
         let traits = Traits { name: name.clone(), media, ..Traits::default() };
-        let encoder = Encoder::load_as(&config, &traits).unwrap_or_else(|error| panic!("model {name}: {error}"));
-        self.loaded.insert(name.clone(), Some(Arc::new(encoder)));
-        self.loaded[&name].clone()
+        let loaded = Encoder::load_as(&config, &traits).map(Arc::new);
+        let loaded = loaded.map_err(|error| format!("the model {name} is refused: {error}"));
+        self.loaded.insert(name, loaded.clone());
+        loaded
+    }
+
+    /// Whether an item has the name of another one that came before it: the engine believes the name.
+    fn remembers_another(&mut self, chat: &Chat) -> bool {
+        let mut another = false;
+        for media in chat.media() {
+            let Some(name) = &media.uuid else { continue };
+            another |= self.named.entry(name.clone()).or_insert_with(|| media.source.clone()) != &media.source;
+        }
+        another
     }
 
     /// Whether it is known what the engine was started with, and so how it names images.

@@ -8,13 +8,15 @@ use futures_util::{StreamExt as _, stream};
 use serde_json::json;
 use tokio::net::{TcpStream, UnixStream};
 
-use super::engine::facts::{Attached, Canary, Parity, RankFacts, Told, WorkerFacts};
-use super::parity;
+use super::engine::facts::{Attached, Canary, RankFacts, Told, WorkerFacts};
+use crate::app;
 use crate::config::{ApproximatePolicy, Config};
-use crate::engine_client::{EngineClient, EngineUrl};
+use crate::engine_client::{EngineClient, EngineUrl, EventsOfRank, MetricsPage};
+use crate::intake::Model;
 use crate::kv_events::listen::{self, Ear, Heard};
 use crate::openai::{self, Api};
-use crate::prompt::Encoder;
+use crate::parity::Verdict;
+use crate::self_test::Subject;
 use crate::worker::{Attach, DpRank, EventSource, ModelName, Worker};
 
 /// Workers that are looked at side by side.
@@ -35,7 +37,7 @@ const WORDS: [&str; 16] = [
 pub(super) struct Gatherer<'c> {
     pub(super) config: &'c Config,
     pub(super) client: EngineClient,
-    pub(super) encoders: HashMap<ModelName, Arc<Encoder>>,
+    pub(super) models: HashMap<ModelName, Arc<Model>>,
     /// How long events and publishers are waited for.
     pub(super) patience: Duration,
     /// Whether a canary is sent.
@@ -57,7 +59,10 @@ impl Gatherer<'_> {
             self.client.kv_event_sources(engine),
             self.client.time(engine),
         );
+        let (worker, sources_learned) = self.completed(worker, metrics.as_ref().ok(), publishers.as_ref().ok());
         let mut facts = WorkerFacts {
+            sources_learned,
+            windows: self.models.get(&worker.model).map(|model| model.windows).unwrap_or_default(),
             worker: worker.clone(),
             adapters: self.adapters(&worker.model),
             blocks_wanted: self.blocks_wanted(),
@@ -66,18 +71,36 @@ impl Gatherer<'_> {
             models,
             metrics,
             publishers,
-            tokens: Parity::Untested("the engine does not answer".to_owned()),
+            tokens: Verdict::Untested,
             ranks: Vec::new(),
         };
         if super::engine::is_there(&facts) {
-            let encoder = self.encoders.get(&worker.model);
-            facts.tokens = parity::compare(&self.client, engine, &worker.model, encoder).await;
+            if let Some(subject) = self.models.get(&worker.model).and_then(|model| Subject::new(model)) {
+                facts.tokens = subject.test(&self.client, engine, self.config.self_test.deadline.get()).await;
+            }
             // One rank takes what comes; of several each has to be asked by its number.
             let told = facts.metrics.as_ref().map_or(0, |page| page.caches().len());
             let several = told > 1 || worker.ranks.size.get() > 1;
-            facts.ranks = self.ranks(engine, worker, several).await;
+            facts.ranks = self.ranks(engine, &worker, several).await;
         }
         facts
+    }
+
+    /// The worker with what a running warmroute would learn of it, and whether that is where its events come from.
+    fn completed(
+        &self,
+        worker: &Worker,
+        metrics: Option<&MetricsPage>,
+        publishers: Option<&Vec<EventsOfRank>>,
+    ) -> (Worker, bool) {
+        let mut completed = worker.clone();
+        if self.config.learn.enabled {
+            let caches = metrics.map(MetricsPage::caches).unwrap_or_default();
+            let publishers = publishers.map(Vec::as_slice).unwrap_or_default();
+            app::learned(worker.endpoint, &caches, publishers).fill(&mut completed, None);
+        }
+        let learned = worker.event_sources.is_empty() && !completed.event_sources.is_empty();
+        (completed, learned)
     }
 
     fn adapters(&self, model: &ModelName) -> Vec<ModelName> {
@@ -195,7 +218,8 @@ impl Gatherer<'_> {
         let text = format!("A canary of warmroute, {:016x}: {}", rand::random::<u64>(), words.join(" "));
         let model = worker.model.as_str();
         let body = json!({"model": model, "prompt": text, "max_tokens": 1, "temperature": 0}).to_string();
-        let ours = self.encoders.get(&worker.model).and_then(|encoder| {
+        let encoder = self.models.get(&worker.model).and_then(|model| model.encoder.as_ref());
+        let ours = encoder.and_then(|encoder| {
             let request = openai::parse(Api::Completions, body.as_bytes()).ok()?;
             encoder.encode(&request).ok()?.prompts.into_iter().next()
         });

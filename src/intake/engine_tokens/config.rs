@@ -93,10 +93,11 @@ impl EngineTokensConfig {
             let path = self.token_file.as_deref().unwrap_or(Path::new("")).display();
             problems.push(Problem::of("token_file", format!("{path} cannot be read: {error}")));
         }
-        for (key, count, usual) in [("in_flight", self.in_flight, 64), ("failures", self.failures, 3)] {
-            if count == 0 {
-                problems.push(Problem::of(key, format!("nobody would ever be asked; the default is {usual}")));
-            }
+        if self.in_flight == 0 {
+            problems.push(Problem::of("in_flight", "nobody would ever be asked; the default is 64"));
+        }
+        if self.failures == 0 {
+            problems.push(Problem::of("failures", "nobody rests without having failed; the default is 3"));
         }
         problems
     }

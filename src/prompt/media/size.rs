@@ -142,5 +142,5 @@ mod tests {
     }
 
     /// Made by `smart_resize` of transformers 5.19.
-    const SIZES: [(u64, u64, Option<usize>); 1] = [(280, 280, Some(100))];
+    const SIZES: [(u64, u64, Option<usize>); 18] = [(1, 1, Some(4)), (28, 28, Some(4)), (42, 42, Some(4)), (70, 98, Some(8)), (43, 41, Some(6)), (280, 280, Some(100)), (448, 448, Some(256)), (449, 447, Some(256)), (463, 433, Some(255)), (640, 480, Some(234)), (1000, 5, Some(29)), (400, 2, Some(29)), (401, 2, None), (2000, 1500, Some(234)), (1920, 1080, Some(252)), (3000, 28, Some(107)), (5, 900, Some(27)), (37, 100, Some(4))];
 }

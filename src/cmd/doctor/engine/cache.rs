@@ -1,9 +1,10 @@
 //! What the engine says of its cache against what is configured: blocks, how many, whether prompts share them, and of how
 //! many ranks.
 
-use super::facts::{Parity, WorkerFacts, why};
+use super::facts::{WorkerFacts, why};
 use crate::cmd::doctor::finding::{At, Finding};
 use crate::engine_client::{CacheConfig, EngineError};
+use crate::parity::Verdict;
 
 /// Every check of it.
 pub(super) fn check(facts: &WorkerFacts) -> Vec<Finding> {
@@ -45,7 +46,7 @@ pub(super) fn block_size_is(facts: &WorkerFacts, theirs: u32, by: &str) -> Findi
     let seen = format!("the engine's blocks have {theirs} tokens by {by}, configured are {ours}");
     let mend =
         format!("write `block_size: {theirs}` for the model {model}, or start the engine with `--block-size {ours}`");
-    if theirs % ours == 0 || ours.is_multiple_of(theirs) {
+    if theirs.is_multiple_of(ours) || ours.is_multiple_of(theirs) {
         at.warning(format!("{seen}: its events are brought to our size, and what is foreseen is less exact"), mend)
     } else {
         at.error(format!("{seen}, and neither divides the other: nothing of its cache can be used"), mend)
@@ -116,27 +117,31 @@ fn tokens(facts: &WorkerFacts) -> Finding {
     let at = At::new("engine.tokenizer", facts.subject());
     let model = &facts.worker.model;
     match &facts.tokens {
-        Parity::Agrees { canaries, skipped } => {
-            let but = if skipped.is_empty() { String::new() } else { format!("; not taken: {}", skipped.join(", ")) };
-            at.ok(format!("our tokens are the engine's for {canaries} canaries{but}"))
+        Verdict::Untested => at.skipped(format!("the model {model} has no tokenizer here")),
+        Verdict::CannotTest { why } => at.skipped(why.clone()),
+        Verdict::Agrees { compared, skipped } => {
+            let names = skipped.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            let but = if skipped.is_empty() { String::new() } else { format!("; not compared: {names}") };
+            at.ok(format!("our tokens are the engine's for {compared} canaries{but}"))
         }
-        Parity::Untested(why) => at.skipped(why.clone()),
-        Parity::Differs { canary, at: place, ours, theirs, around } => {
-            let token = |token: &Option<u32>| token.map_or("nothing".to_owned(), |token| token.to_string());
-            let texts = around
-                .as_ref()
-                .map_or(String::new(), |(ours, theirs)| format!(" (we have {ours:?}, the engine {theirs:?})"));
-            at.error(
-                format!(
-                    "canary {canary:?}: token {place} is {} for us and {} for the engine{texts}: no block behind it is ever found",
-                    token(ours),
-                    token(theirs)
-                ),
-                format!(
-                    "give the model {model} the files that the engine loads: `tokenizer`, `tokenizer_config`, and `chat_template` where \
-                     the engine runs with `--chat-template`"
-                ),
-            )
+        Verdict::Differs { difference } => {
+            let token = |token: Option<u32>| token.map_or("nothing".to_owned(), |token| token.to_string());
+            let texts = match (&difference.our_text, &difference.their_text) {
+                (Some(ours), Some(theirs)) => format!(" (around it we have {ours:?}, the engine {theirs:?})"),
+                _ => String::new(),
+            };
+            let seen = format!(
+                "canary {}: token {} is {} for us and {} for the engine{texts}: no block from there on is ever found",
+                difference.canary.as_deref().unwrap_or("without a name"),
+                difference.at,
+                token(difference.ours),
+                token(difference.theirs),
+            );
+            let mend = format!(
+                "give the model {model} the files that the engine loads: `tokenizer`, `tokenizer_config`, and `chat_template` \
+                 where the engine runs with `--chat-template`"
+            );
+            at.error(seen, mend)
         }
     }
 }

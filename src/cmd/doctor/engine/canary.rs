@@ -4,9 +4,12 @@
 use super::cache::{block_size_is, blocks_of};
 use super::facts::{Attached, Canary, RankFacts, WorkerFacts, why};
 use super::sources::{flag, silent};
+use crate::block::{BlockHashes, Content, Salt, Windows};
 use crate::cmd::doctor::finding::{At, Finding};
+use crate::index::KvEvent;
 use crate::kv_events::listen::Heard;
 use crate::kv_events::wire::{Event, Kind, Stored};
+use crate::kv_events::{Converted, MediaTokens, Normalizer};
 
 /// Every check of one rank's canary.
 pub(super) fn check(facts: &WorkerFacts, rank: &RankFacts) -> Vec<Finding> {
@@ -108,7 +111,7 @@ fn events(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary) -> Vec<Finding
     if stored.block_size != 0 && stored.block_size != facts.worker.block_size.0.get() {
         findings.push(block_size_is(facts, stored.block_size, "its events"));
     }
-    findings.extend(same_tokens(facts, rank, canary, stored));
+    findings.extend(same_tokens(facts, rank, canary, stored).or_else(|| same_hashes(facts, rank, canary, stored)));
     if findings.is_empty() {
         let blocks = stored.hashes.len();
         findings.push(arrived.ok(format!("{blocks} blocks of the canary came, with our tokens")));
@@ -141,6 +144,48 @@ fn same_tokens(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary, stored: &
         ),
         format!("give the model {} the `tokenizer` and `tokenizer_config` that the engine loads", facts.worker.model),
     ))
+}
+
+/// The blocks under the names that the index gives them against those that a request for the canary would look for. What is
+/// not in the tokens is in these: pairs of tokens, salts, adapters.
+fn same_hashes(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary, stored: &Stored) -> Option<Finding> {
+    let tokens = canary.tokens.as_ref()?;
+    let (block_size, salt) = (facts.worker.block_size, Salt::default());
+    let content = Content { windows: facts.windows, ..Content::plain(tokens, &salt) };
+    let ours = BlockHashes::of_content(&content, block_size);
+    let event = Event::Stored(Box::new(stored.clone()));
+    let told = match Normalizer::new(block_size, MediaTokens::default()).convert(&event) {
+        Converted::Event(event) => vec![event],
+        Converted::Regrouped(events, _) => events,
+        // Blocks that cannot be brought to ours were spoken of already.
+        Converted::Group(..) | Converted::Filtered(_) => return None,
+    };
+    let blocks = told.iter().flat_map(|event| match event {
+        KvEvent::Stored { blocks, .. } => blocks.as_slice(),
+        _ => &[],
+    });
+    let theirs: Vec<_> = blocks.map(|block| block.local).collect();
+    let equal = theirs.iter().zip(ours.locals()).take_while(|(theirs, ours)| theirs == ours).count();
+    if equal == theirs.len() {
+        return None;
+    }
+    let at = At::new("events.hashes", facts.rank_subject(rank.rank));
+    let (model, eagle) = (&facts.worker.model, facts.windows == Windows::Eagle);
+    Some(if stored.tokens.bigrams == eagle {
+        at.error(
+            format!(
+                "{equal} of {} blocks of the canary have the names that we would look for, with equal tokens",
+                theirs.len()
+            ),
+            "start the engine without a salt or an adapter of its own for plain requests",
+        )
+    } else {
+        let how = |pairs: bool| if pairs { "pairs of tokens" } else { "single tokens" };
+        at.error(
+            format!("the engine names blocks by {}, we by {}", how(stored.tokens.bigrams), how(eagle)),
+            format!("write `eagle: {}` for the model {model}", stored.tokens.bigrams),
+        )
+    })
 }
 
 /// The message that stored the beginning of the canary: by its tokens, or, where none has them, the one that fits best by

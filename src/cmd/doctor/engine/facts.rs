@@ -3,8 +3,10 @@
 
 use std::time::{Duration, SystemTime};
 
+use crate::block::Windows;
 use crate::engine_client::{EngineError, EngineModel, EventsOfRank, MetricsPage};
 use crate::kv_events::listen::Heard;
+use crate::parity::Verdict;
 use crate::worker::{Attach, DpRank, EventSource, ModelName, Worker};
 
 /// A question to an engine, answered or not.
@@ -13,8 +15,12 @@ pub type Told<T> = Result<T, EngineError>;
 /// One worker, looked at.
 #[derive(Clone, Debug)]
 pub struct WorkerFacts {
-    /// As it is configured.
+    /// As it is configured, and what it says of itself where nothing is.
     pub worker: Worker,
+    /// Whether its event sources are those that it told of.
+    pub sources_learned: bool,
+    /// How its blocks are cut out of prompts.
+    pub windows: Windows,
     /// Further names under which requests for adapters come.
     pub adapters: Vec<ModelName>,
     /// Whether a setting asks how many KV blocks it has.
@@ -30,36 +36,9 @@ pub struct WorkerFacts {
     /// Where its ranks publish.
     pub publishers: Told<Vec<EventsOfRank>>,
     /// Its tokens against ours.
-    pub tokens: Parity,
+    pub tokens: Verdict,
     /// Rank by rank.
     pub ranks: Vec<RankFacts>,
-}
-
-/// The engine's tokens against ours.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Parity {
-    /// Equal, of so many canaries; others were not taken by the engine.
-    Agrees {
-        /// How many were compared.
-        canaries: usize,
-        /// Those that were not.
-        skipped: Vec<String>,
-    },
-    /// Not equal.
-    Differs {
-        /// The canary.
-        canary: String,
-        /// The first place.
-        at: usize,
-        /// Our token there.
-        ours: Option<u32>,
-        /// The engine's.
-        theirs: Option<u32>,
-        /// What stands there, as we and the engine have it.
-        around: Option<(String, String)>,
-    },
-    /// Not compared.
-    Untested(String),
 }
 
 /// One data-parallel rank.

@@ -12,7 +12,11 @@ pub(super) fn check(facts: &WorkerFacts, rank: &RankFacts) -> Vec<Finding> {
     match &rank.source {
         None => vec![unlisted(facts, rank, publisher)],
         Some(source) => {
-            let checks = [attached(facts, rank, source, publisher), replay(facts, rank, source, publisher)];
+            let learned = facts.sources_learned.then(|| {
+                let at = At::new("events.configured", facts.rank_subject(rank.rank));
+                at.ok(format!("not configured; the engine tells that it publishes at {}", source.endpoint))
+            });
+            let checks = [learned, attached(facts, rank, source, publisher), replay(facts, rank, source, publisher)];
             checks.into_iter().flatten().collect()
         }
     }
@@ -110,7 +114,9 @@ fn attached(
             format!("start the engine with `{}`", flag(source)),
         ));
     }
-    let connect = |endpoint: &str| format!("write `attach: connect` and `endpoint: {endpoint}` for worker {id}");
+    let connect = |endpoint: &str| {
+        format!("write `attach: connect` and `endpoint: \"{endpoint}\"` in the `kv_events` of worker {id}")
+    };
     let endpoint = &source.endpoint;
     Some(match rank.attached.as_ref()? {
         Attached::As(Attach::Connect) => at.ok(format!("connected to {endpoint}")),
@@ -153,18 +159,24 @@ fn refused(
     match theirs {
         Some(theirs) if binds(theirs) => at.error(
             format!("{seen}; the engine publishes at {theirs}"),
-            format!("write `endpoint: {}` for worker {id}", as_we_write(facts, theirs)),
+            format!("write `endpoint: \"{}\"` in the `kv_events` of worker {id}", as_we_write(facts, theirs)),
         ),
-        Some(theirs) => at.error(
-            format!(
-                "{seen}; the engine was told {theirs}, and vLLM connects unless its endpoint holds `*` or `::`: both sides wait for \
-                 the other to listen"
-            ),
-            format!("start the engine with `{}`, or write `attach: bind` for worker {id}", flag(source)),
-        ),
+        Some(theirs) => {
+            let listed = match facts.sources_learned {
+                true => format!("`kv_events: {{endpoint: \"{theirs}\", topic: \"{}\", attach: bind}}`", source.topic),
+                false => "`attach: bind` in the `kv_events`".to_owned(),
+            };
+            at.error(
+                format!(
+                    "{seen}; the engine was told {theirs}, and vLLM connects unless its endpoint holds `*` or `::`: both sides \
+                     wait for the other to listen"
+                ),
+                format!("start the engine with `{}`, or write {listed} of worker {id}", flag(source)),
+            )
+        }
         None => at.error(
             format!("{seen}; vLLM connects unless its endpoint holds `*` or `::`, and then both sides call and nobody listens"),
-            format!("start the engine with `{}`; or, where the engine is to connect, write `attach: bind` for worker {id}", flag(source)),
+            format!("start the engine with `{}`; or, where the engine is to connect, write `attach: bind` in the `kv_events` of worker {id}", flag(source)),
         ),
     }
 }
@@ -182,7 +194,7 @@ fn replay(
         (Some(ours), Some(Some(_)), _) => Some(at.ok(format!("{ours} answers"))),
         (Some(ours), Some(None), Some(theirs)) if as_we_write(facts, theirs) != *ours => Some(at.error(
             format!("{ours} does not answer, and the engine's replay endpoint is {theirs}: lost batches stay lost"),
-            format!("write `replay: {}` for worker {id}", as_we_write(facts, theirs)),
+            format!("write `replay: \"{}\"` in the `kv_events` of worker {id}", as_we_write(facts, theirs)),
         )),
         (Some(ours), Some(None), _) => Some(at.error(
             format!("{ours} does not answer: batches that get lost stay lost, and so does everything before our start"),
@@ -191,7 +203,7 @@ fn replay(
         (Some(_), None, _) => None,
         (None, _, Some(theirs)) => Some(at.warning(
             format!("the engine repeats lost batches at {theirs}, and nobody asks it"),
-            format!("write `replay: {}` in the `kv_events` of worker {id}", as_we_write(facts, theirs)),
+            format!("write `replay: \"{}\"` in the `kv_events` of worker {id}", as_we_write(facts, theirs)),
         )),
         (None, ..) => {
             let with = EventSource { replay: Some("tcp://*:5558".to_owned()), ..source.clone() };

@@ -4,10 +4,12 @@ use std::time::{Duration, SystemTime};
 
 use super::facts::*;
 use super::*;
+use crate::block::Windows;
 use crate::cmd::doctor::finding::Level;
 use crate::engine_client::{EngineError, EngineModel, EventsOfRank, MetricsPage};
 use crate::kv_events::listen::Heard;
 use crate::kv_events::wire::{Batch, Event, Stored, Tokens};
+use crate::parity::{Difference, Verdict, What};
 use crate::worker::{Attach, BlockSize, DpRank, Endpoint, EventSource, Worker, WorkerId};
 
 const METRICS: &str = include_str!("../../../../tests/data/engines/metrics-vllm.txt");
@@ -61,6 +63,8 @@ fn well() -> WorkerFacts {
     };
     WorkerFacts {
         worker,
+        sources_learned: false,
+        windows: Windows::Plain,
         adapters: Vec::new(),
         blocks_wanted: false,
         health: Ok(()),
@@ -68,7 +72,7 @@ fn well() -> WorkerFacts {
         models: Ok(vec![EngineModel { id: "m".to_owned(), root: None, parent: None, max_model_len: None }]),
         metrics: Ok(MetricsPage::read(METRICS)),
         publishers: Ok(vec![publisher]),
-        tokens: Parity::Agrees { canaries: 8, skipped: Vec::new() },
+        tokens: Verdict::Agrees { compared: 8, skipped: Default::default() },
         ranks: vec![rank],
     }
 }
@@ -105,14 +109,26 @@ fn both_sides_of_a_connection_must_not_do_the_same() {
             facts.publishers.as_mut().unwrap()[0].endpoint = theirs.to_owned();
         }
     };
-    let words = ["vLLM connects unless", "\"endpoint\": \"tcp://*:5557\"", "write `attach: bind` for worker 1"];
+    let words = [
+        "vLLM connects unless",
+        "\"endpoint\": \"tcp://*:5557\"",
+        "write `attach: bind` in the `kv_events` of worker 1",
+    ];
     only(Level::Error, "events.attached", &words, listens_elsewhere("tcp://10.0.0.7:5557"));
-    let words = ["the engine publishes at tcp://*:6000", "write `endpoint: tcp://10.0.0.7:6000` for worker 1"];
+    let words = [
+        "the engine publishes at tcp://*:6000",
+        "write `endpoint: \"tcp://10.0.0.7:6000\"` in the `kv_events` of worker 1",
+    ];
     only(Level::Error, "events.attached", &words, listens_elsewhere("tcp://*:6000"));
+    let words = ["`kv_events: {endpoint: \"tcp://10.0.0.7:5557\", topic: \"kv@\", attach: bind}` of worker 1"];
+    only(Level::Error, "events.attached", &words, |facts| {
+        listens_elsewhere("tcp://10.0.0.7:5557")(facts);
+        facts.sources_learned = true;
+    });
     only(Level::Error, "events.attached", &["no engine connected", "so that it connects"], |facts| {
         facts.ranks[0].attached = Some(Attached::Nobody);
     });
-    let words = ["both sides bind", "write `attach: connect` and `endpoint: tcp://10.0.0.7:5557` for worker 1"];
+    let words = ["both sides bind", "write `attach: connect` and `endpoint: \"tcp://10.0.0.7:5557\"`"];
     only(Level::Error, "events.attached", &words, |facts| {
         facts.ranks[0].attached = Some(Attached::Elsewhere("tcp://10.0.0.7:5557".to_owned()));
     });
@@ -141,6 +157,12 @@ fn what_came_of_the_canary_is_compared() {
     only(Level::Error, "events.tokens", &words, with(heard(stored(&theirs, 32), "kv@a", None)));
     let words = ["1 other messages did", "start it with `--kv-events-config"];
     only(Level::Error, "events.arrive", &words, with(heard(stored(&[9, 9], 1), "kv@a", None)));
+    let mut bigrams = stored(&ours[..96], 32);
+    bigrams.tokens = Tokens { ids: ours[..97].to_vec(), bigrams: true };
+    let words = ["pairs of tokens", "write `eagle: true` for the model m"];
+    only(Level::Error, "events.hashes", &words, with(heard(bigrams, "kv@a", None)));
+    let salted = Stored { cache_salt: Some("s".to_owned()), ..stored(&ours[..96], 32) };
+    only(Level::Error, "events.hashes", &["0 of 3 blocks"], with(heard(salted, "kv@a", None)));
     let garbage = Heard { batch: Err("not a batch".to_owned()), ..heard(Stored::default(), "kv@a", None) };
     only(Level::Error, "events.arrive", &["messages come that cannot be read: not a batch"], with(garbage));
     // Where the engine has no page of measures, the events tell.
@@ -185,16 +207,19 @@ fn clocks_are_compared_by_events_and_else_by_the_second() {
 
 #[test]
 fn first_differing_tokens_are_named_on_both_sides() {
-    let words =
-        ["canary \"tools\": token 17 is 4 for us and nothing for the engine", "we have \"b\", the engine \"c\""];
+    let words = ["canary tools: token 17 is 4 for us and nothing for the engine", "we have \"b\", the engine \"c\""];
     only(Level::Error, "engine.tokenizer", &words, |facts| {
-        facts.tokens = Parity::Differs {
-            canary: "tools".to_owned(),
+        let difference = Difference {
+            what: What::Length,
+            canary: Some("tools".to_owned()),
             at: 17,
+            block: 1,
             ours: Some(4),
             theirs: None,
-            around: Some(("b".to_owned(), "c".to_owned())),
+            our_text: Some("b".to_owned()),
+            their_text: Some("c".to_owned()),
         };
+        facts.tokens = Verdict::Differs { difference: Box::new(difference) };
     });
 }
 

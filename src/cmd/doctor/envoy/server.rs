@@ -46,9 +46,9 @@ fn address(site: &Site<'_>) -> Option<Finding> {
         Some(cluster) => format!("in the endpoints of cluster `{cluster}` write `{text}`"),
         None => format!("in the `grpc_service` of the filter `{}` write the address {words}", site.main.name),
     };
-    let ours = asks.iter().find_map(|address| match address {
-        Address::Socket(host, port) => Some(format!("tcp: {host}:{port}")),
-        Address::Pipe(path) => Some(format!("unix: {path}")),
+    let ours = asks.first().map(|address| match address {
+        Address::Socket(host, port) => format!("tcp: {host}:{port}"),
+        Address::Pipe(path) => format!("unix: {path}"),
     });
     let other = ours.map(|ours| format!(", or in our configuration `listen: {{{ours}}}`")).unwrap_or_default();
     let told = if told.is_empty() { "nobody".to_owned() } else { told };
