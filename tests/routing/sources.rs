@@ -133,6 +133,8 @@ async fn lost_batches_make_a_source_stale_and_its_blocks_count_less_until_the_en
     bed.kill(1);
     stands(&bed, 1, "stale", json!("detached")).await;
     bed.restart(1).await;
+    // Attached again, and what happened meanwhile is not known.
+    stands(&bed, 1, "stale", json!("lost_batches")).await;
     let mut topic = 10;
     let anew = async || {
         // Each of its own, because what the engine has cached is not told again.
