@@ -276,7 +276,7 @@ impl Shared {
         let response = request.send().await.map_err(|error| broken(&error))?;
         match response.status() {
             StatusCode::OK => body(response, self.longest).await,
-            status => Err(refused(status, beginning(response).await)),
+            status => Err(refused(status, &beginning(response).await)),
         }
     }
 }
@@ -304,8 +304,8 @@ async fn beginning(mut response: Response) -> Vec<u8> {
     text
 }
 
-fn refused(status: StatusCode, text: Vec<u8>) -> EngineError {
-    let message = answers::message(&text);
+fn refused(status: StatusCode, text: &[u8]) -> EngineError {
+    let message = answers::message(text);
     let message = message.map(|text| text.chars().take(MESSAGE).collect::<String>().into());
     let code = status.as_u16();
     match code {

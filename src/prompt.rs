@@ -202,8 +202,7 @@ impl Encoder {
         traits: &Traits,
         now: impl Fn() -> jiff::Zoned + Send + Sync + 'static,
     ) -> Result<Self, LoadError> {
-        let Loaded { tokenizer, templates, special_tokens, special_tokens_doubt } =
-            files::load(config, traits)?;
+        let Loaded { tokenizer, templates, special_tokens, special_tokens_doubt } = files::load(config, traits)?;
         let templates = templates.map(|sources| Templates::compile(sources, special_tokens, now)).transpose()?;
         let templates = templates.map(|templates| templates.of_engine(traits.engine));
         let id_of = |token: &str| tokenizer.token_to_id(token);

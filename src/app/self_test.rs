@@ -86,8 +86,8 @@ struct Runner {
 
 impl App {
     /// Compares our tokens with the engines' from now on.
-    pub(super) fn test_tokens(&mut self, config: &Config, router: &Arc<Router>, models: Models) -> anyhow::Result<()> {
-        let (tasks, task) = watch::channel(Arc::new(Task::new(config, &models)?));
+    pub(super) fn test_tokens(&mut self, config: &Config, router: &Arc<Router>, models: &Models) -> anyhow::Result<()> {
+        let (tasks, task) = watch::channel(Arc::new(Task::new(config, models)?));
         self.reloader.part("self_test", move |next: &Next| {
             let (tasks, task) = (tasks.clone(), Arc::new(Task::new(&next.config, &next.models)?));
             Ok(Box::new(move || _ = tasks.send_replace(task)))

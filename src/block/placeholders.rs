@@ -114,8 +114,10 @@ mod tests {
     fn both_forms_of_a_prompt_are_those_of_the_events() {
         let size = BlockSize::new(4).unwrap();
         let salt = Salt::default();
-        let object =
-            |hash, start: usize, end: usize| PromptObject { object: ObjectHash(hash), ranges: vec![start..end] };
+        let object = |hash, start: usize, end: usize| PromptObject {
+            object: ObjectHash(hash),
+            ranges: std::iter::once(start..end).collect(),
+        };
         let tokens = [5, 9, 9, 9, 9, 5, 9, 9, 5, 9, 5, 9];
         // The second stands in its block twice.
         let objects = [object(1, 1, 5), object(2, 6, 8), object(3, 9, 10), object(3, 11, 12)];

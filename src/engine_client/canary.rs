@@ -39,7 +39,7 @@ impl EngineClient {
             let response = self.send(asked).await?;
             match response.status() {
                 StatusCode::OK => read::<Value>(&body(response, self.shared.longest).await?),
-                status => Err(refused(status, beginning(response).await)),
+                status => Err(refused(status, &beginning(response).await)),
             }
         };
         let answer = tokio::time::timeout(deadline, answered).await.map_err(|_| EngineError::Timeout)??;

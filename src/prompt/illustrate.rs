@@ -27,7 +27,11 @@ impl Encoder {
         let templates = self.templates.as_ref().ok_or(EncodeError::NoTemplate)?;
         let special = request.tokenization.add_special_tokens.unwrap_or(false);
         let (known, all) = self.known(chat, templates)?;
-        if all { self.whole(templates, chat, known, special) } else { self.beginning(templates, chat, known, special) }
+        if all {
+            self.whole(templates, chat, &known, special)
+        } else {
+            self.beginning(templates, chat, &known, special)
+        }
     }
 
     /// The items up to the first of which not everything is known, and whether these are all.
@@ -48,7 +52,7 @@ impl Encoder {
         &self,
         templates: &Templates,
         chat: &Chat,
-        items: Vec<(Modality, Known)>,
+        items: &[(Modality, Known)],
         special: bool,
     ) -> Result<Illustrated, EncodeError> {
         let (text, _) = templates.render_as(chat, Show::As(&self.rules))?;
@@ -59,7 +63,7 @@ impl Encoder {
         &self,
         templates: &Templates,
         chat: &Chat,
-        items: Vec<(Modality, Known)>,
+        items: &[(Modality, Known)],
         special: bool,
     ) -> Result<Illustrated, EncodeError> {
         let (marked, _) = templates.render_as(chat, Show::Marked(&self.rules, items.len()))?;

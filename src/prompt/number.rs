@@ -5,7 +5,6 @@ use minijinja::{Error, ErrorKind, Value};
 
 use super::{EncodeError, methods};
 
-
 /// A finite double as Python's `repr`: the shortest digits, in scientific notation from 1e16 and below 1e-4.
 pub(super) fn repr(value: f64) -> String {
     let scientific = format!("{value:e}");
@@ -32,8 +31,8 @@ fn split(scientific: &str) -> (&str, i32) {
 }
 
 /// Jinja2's filter `int`: what is no number is the default.
-pub(super) fn int_filter(value: &Value, default: Option<Value>) -> Result<Value, Error> {
-    let default = || Ok(default.clone().unwrap_or_else(|| Value::from(0)));
+pub(super) fn int_filter(value: &Value, default: Option<&Value>) -> Result<Value, Error> {
+    let default = || Ok(default.cloned().unwrap_or_else(|| Value::from(0)));
     if let Some(text) = value.as_str() {
         return match number_text(text)? {
             Some(digits) if is_integer(&digits) => {
@@ -53,8 +52,8 @@ pub(super) fn int_filter(value: &Value, default: Option<Value>) -> Result<Value,
 }
 
 /// Jinja2's filter `float`: what is no number is the default.
-pub(super) fn float_filter(value: &Value, default: Option<Value>) -> Result<Value, Error> {
-    let default = || Ok(default.clone().unwrap_or_else(|| Value::from(0.0)));
+pub(super) fn float_filter(value: &Value, default: Option<&Value>) -> Result<Value, Error> {
+    let default = || Ok(default.cloned().unwrap_or_else(|| Value::from(0.0)));
     if let Some(text) = value.as_str() {
         return match number_text(text)?.map(|digits| digits.parse::<f64>()) {
             Some(Ok(float)) if float.is_finite() => Ok(Value::from(float)),
@@ -143,7 +142,7 @@ mod tests {
         }
         assert!(float_filter(&Value::from("nan"), None).is_err());
         assert!(int_filter(&Value::from("\u{661}"), None).is_err());
-        assert_eq!(int_filter(&Value::from("x"), Some(Value::from(5))).unwrap(), Value::from(5));
+        assert_eq!(int_filter(&Value::from("x"), Some(&Value::from(5))).unwrap(), Value::from(5));
     }
 
     #[test]

@@ -199,7 +199,8 @@ fn tool(tool: &Json) -> Result<Value, EncodeError> {
             dict.push(key, Value::from(()));
         }
     }
-    let fields = [("type", Value::from("function")), ("function", dict.into_value()), ("defer_loading", Value::from(()))];
+    let fields =
+        [("type", Value::from("function")), ("function", dict.into_value()), ("defer_loading", Value::from(()))];
     Ok(Dict::from_iter(fields).into_value())
 }
 

@@ -24,6 +24,7 @@ fn fault(
     Fault { name, plan, config: as_it_is, expected, words }
 }
 
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn faults() -> Vec<Fault> {
     const TEMPLATE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/doctor/terse.jinja");
     vec![

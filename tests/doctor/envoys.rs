@@ -139,6 +139,7 @@ const fn of(file: &'static str, fault: Fault) -> Fault {
 }
 
 /// The filter, what it shows us, and what it does without us.
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn filters() -> Vec<Fault> {
     vec![
         standalone(
@@ -322,6 +323,7 @@ fn probes() -> Vec<Fault> {
 }
 
 /// The way to us and from our word to a worker.
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn clusters() -> Vec<Fault> {
     vec![
         standalone(
@@ -444,6 +446,7 @@ fn clusters() -> Vec<Fault> {
 }
 
 /// Routes, clients and workers.
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn routes() -> Vec<Fault> {
     vec![
         standalone(

@@ -17,6 +17,7 @@ fn planted(bed: &Bed, change: impl FnOnce(&mut Value)) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[expect(clippy::too_many_lines, reason = "a table")]
 async fn each_mistake_in_our_configuration_is_found_and_mended() {
     let bed = Bed::start(Plan::default()).await;
     let free = FreePort::find().unwrap();

@@ -47,7 +47,8 @@ fn file_name(path: &Path) -> &str {
     path.file_name().and_then(|name| name.to_str()).unwrap_or_default()
 }
 
-fn contents(path: &Path) -> Vec<u8> {
+/// What a file holds, plain or compressed.
+pub(super) fn contents(path: &Path) -> Vec<u8> {
     let bytes = std::fs::read(path).unwrap();
     if !bytes.starts_with(&[0x1f, 0x8b]) {
         return bytes;
@@ -93,6 +94,11 @@ impl Tally {
                 let served = |step: &Value| step["request"]["model"].as_str().map(str::to_owned);
                 let mut names: Vec<String> = steps.iter().filter_map(served).collect();
                 names.extend(scenario.get("instance").and_then(|one| one["model"].as_str()).map(str::to_owned));
+                // Engines name their topics `kv@instance@model`.
+                let messages = scenario.get("zmq_messages").and_then(Value::as_array).into_iter().flatten();
+                names.extend(
+                    messages.filter_map(|message| Some(message["topic"].as_str()?.rsplit('@').next()?.to_owned())),
+                );
                 for (at, step) in steps.iter().enumerate() {
                     // An adapter has the tokenizer of the model it lies on.
                     let asked: Vec<&str> =
@@ -349,8 +355,11 @@ impl Tokenizers {
     /// The tokenizer of the first of these names that has one, or why there is none.
     fn find(&mut self, names: &[&str]) -> Result<Arc<Encoder>, String> {
         let listed = names.iter().find(|name| self.entries.contains_key(**name)).map(|name| (*name).to_owned());
-        let name = listed.or_else(|| names.iter().find_map(|name| bundled(name)).map(str::to_owned));
-        let name = name.ok_or_else(|| format!("no tokenizer for {}", names.first().unwrap_or(&"a model without a name")))?;
+        // Where there is only one, it must be this.
+        let only = || self.entries.keys().next().filter(|_| self.entries.len() == 1).cloned();
+        let name = listed.or_else(|| names.iter().find_map(|name| bundled(name)).map(str::to_owned)).or_else(only);
+        let name =
+            name.ok_or_else(|| format!("no tokenizer for {}", names.first().unwrap_or(&"a model without a name")))?;
         if let Some(known) = self.loaded.get(&name) {
             return known.clone();
         }

@@ -29,14 +29,15 @@ pub fn render(findings: &[Finding]) -> String {
 /// How many of each level, in a sentence.
 fn sum(findings: &[Finding]) -> String {
     let count = |level: Level| findings.iter().filter(|finding| finding.level == level).count();
-    let counts =
-        [(Level::Error, "errors"), (Level::Warning, "warnings"), (Level::Skipped, "not looked at"), (Level::Ok, "ok")];
-    let counts: Vec<String> = counts
-        .into_iter()
-        .map(|(level, name)| format!("{} {name}", count(level)))
-        .filter(|text| !text.starts_with("0 "))
-        .collect();
-    counts.join(", ")
+    let several = |count: usize, name: &str| format!("{count} {name}{}", if count == 1 { "" } else { "s" });
+    let counts = [
+        (Level::Error, several(count(Level::Error), "error")),
+        (Level::Warning, several(count(Level::Warning), "warning")),
+        (Level::Skipped, format!("{} not looked at", count(Level::Skipped))),
+        (Level::Ok, format!("{} ok", count(Level::Ok))),
+    ];
+    let said = counts.into_iter().filter(|(level, _)| count(*level) > 0).map(|(_, text)| text);
+    said.collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]
@@ -55,7 +56,7 @@ mod tests {
             render(&findings),
             "error    b                 worker 1   broken\n         mend: mend it\n\
              warning  engine.model      worker 12  seen\n         mend: write this\n\
-             ok       engine.reachable  worker 1   127.0.0.1:8000 answers\n\n1 errors, 1 warnings, 1 ok\n"
+             ok       engine.reachable  worker 1   127.0.0.1:8000 answers\n\n1 error, 1 warning, 1 ok\n"
         );
     }
 }

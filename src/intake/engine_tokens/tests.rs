@@ -126,7 +126,7 @@ async fn nobody_waits_longer_than_the_deadline() {
 /// The local hashes of the first event of a real engine that computed the same image.
 fn told(media: MediaTokens) -> Vec<crate::block::LocalHash> {
     let capture: Value = serde_json::from_str(include_str!("../../../tests/data/kv_events/e02-image.json")).unwrap();
-    let frame = capture["zmq_messages"][0]["frames_hex"][2].as_str().unwrap();
+    let frame = capture["frames"][0][2].as_str().unwrap();
     let digit = |at: usize| u8::from_str_radix(&frame[at..at + 2], 16).unwrap();
     let payload: Vec<u8> = (0..frame.len()).step_by(2).map(digit).collect();
     let batch = wire::decode(&payload).unwrap();

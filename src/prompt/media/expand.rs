@@ -19,7 +19,7 @@ pub(in crate::prompt) fn common(mut one: Vec<u32>, other: &[u32]) -> Vec<u32> {
 /// known, nothing is known from the next placeholder on.
 pub(in crate::prompt) fn expand(
     tokens: &[u32],
-    items: Vec<(Modality, Known)>,
+    items: &[(Modality, Known)],
     rules: &Rules,
     all: bool,
 ) -> Result<Illustrated, EncodeError> {

@@ -88,7 +88,7 @@ impl PromptCache {
     /// Another limit from now on.
     pub fn resize(&self, limit: usize) {
         self.limit.store(limit, Ordering::Relaxed);
-        while self.bytes() > limit {
+        while self.bytes() > self.limit() {
             self.evicting(0, |_| ());
         }
         if limit == 0 {

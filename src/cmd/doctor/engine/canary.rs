@@ -6,6 +6,7 @@ use super::facts::{Attached, Canary, RankFacts, WorkerFacts, why};
 use super::sources::{flag, silent};
 use crate::block::{BlockHashes, Content, Salt, Windows};
 use crate::cmd::doctor::finding::{At, Finding};
+use crate::engine_client::EngineError;
 use crate::index::KvEvent;
 use crate::kv_events::listen::Heard;
 use crate::kv_events::wire::{Event, Kind, Stored};
@@ -16,10 +17,12 @@ pub(super) fn check(facts: &WorkerFacts, rank: &RankFacts) -> Vec<Finding> {
     let canary = match &rank.canary {
         None => return Vec::new(),
         Some(Err(error)) => {
-            return vec![At::new("canary.answered", facts.rank_subject(rank.rank)).error(
-                format!("the canary got no answer: {}", why(error)),
-                "send the engine a request by hand (POST /v1/completions, max_tokens 1), and look in its log",
-            )];
+            let mend = match error {
+                EngineError::Timeout => "give a busy engine more time (`--patience 60s`), and look in its log",
+                _ => "send the engine a request by hand (POST /v1/completions, max_tokens 1), and look in its log",
+            };
+            let seen = format!("the canary got no answer: {}", why(error));
+            return vec![At::new("canary.answered", facts.rank_subject(rank.rank)).error(seen, mend)];
         }
         Some(Ok(canary)) => canary,
     };
