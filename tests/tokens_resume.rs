@@ -5,6 +5,8 @@
 //! tokenizer, and `WARMROUTE_TOKENIZERS=DIR` for those in `DIR/NAME/tokenizer.json[.gz]` beside the shipped and made ones.
 
 #![expect(clippy::unwrap_used, reason = "in a test a failed step is a failed test")]
+#![expect(clippy::disallowed_methods, reason = "how long it runs is said by whoever starts it")]
+#![expect(clippy::print_stdout, reason = "the figures of a long run are its result")]
 
 #[path = "tokens_resume/made.rs"]
 mod made;

@@ -111,7 +111,7 @@ pub(crate) fn write(dir: &Path, config: &Value) -> PathBuf {
 pub(crate) async fn doctor(file: &Path, more: &[&str]) -> Examined {
     let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_warmroute"));
     command.args(["doctor", "--json", "--patience", "3s", "--config"]).arg(file).args(more).kill_on_drop(true);
-    Examined::read(command.output().await.unwrap())
+    Examined::read(&command.output().await.unwrap())
 }
 
 /// What the command said.
@@ -122,7 +122,7 @@ pub(crate) struct Examined {
 }
 
 impl Examined {
-    pub(crate) fn read(output: std::process::Output) -> Self {
+    pub(crate) fn read(output: &std::process::Output) -> Self {
         let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         let said: Value = serde_json::from_str(&out).unwrap_or_else(|_| panic!("{out}{err}"));
         let code = output.status.code().unwrap();

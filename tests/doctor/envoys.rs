@@ -115,6 +115,7 @@ impl Sides {
 }
 
 /// What is changed, and what is found of it with which words among the mends.
+#[derive(Clone, Copy)]
 struct Fault {
     name: &'static str,
     file: &'static str,

@@ -49,7 +49,7 @@ async fn a_shell_with_few_files_is_found() {
     let mut command = tokio::process::Command::new("sh");
     let script = "ulimit -n 512 && exec \"$0\" doctor --json --no-canary --config \"$1\"";
     let output = command.args(["-c", script, env!("CARGO_BIN_EXE_warmroute")]).arg(&file).output().await.unwrap();
-    let examined = Examined::read(output);
+    let examined = Examined::read(&output);
     examined.assert("files", &[("warning", "host.files")], &["`ulimit -n 2048`", "limits: {connections: 381}"]);
 }
 
