@@ -202,16 +202,19 @@ async fn compare(
     let stack = Stack::start(programs, &specs, &dir.join("warmroute"), &more).await?;
     let routed = replay(&stack, &workload, bar, "warmroute").await;
     bar.say("looking for causes");
-    let audit = audit(&stack).await?;
+    let audit = audit(&stack, routed.len() as u64).await?;
     bar.say("done");
     Ok((round_robin, routed, audit, stack))
 }
 
 /// What warmroute says of its own foresight, once it has looked into every answer.
-async fn audit(stack: &Stack) -> anyhow::Result<Totals> {
+async fn audit(stack: &Stack, answers: u64) -> anyhow::Result<Totals> {
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(10);
     loop {
         let totals: Totals = serde_json::from_value(stack.debug("audit").await?)?;
-        if totals.waiting == 0 {
+        let heard: u64 = totals.models.values().map(|sums| sums.answers + sums.no_usage + sums.no_details).sum();
+        // A request that failed has no answer, and is told as an error.
+        if totals.waiting == 0 && heard >= answers || tokio::time::Instant::now() > deadline {
             return Ok(totals);
         }
         tokio::time::sleep(Duration::from_millis(100)).await;

@@ -152,6 +152,7 @@ impl App {
         app.place = grpc.iter().find_map(GrpcListener::place);
         app.test_tokens(&config, entrance.router(), &models)?;
         let intake = parts::intake(&config, models, entrance.router(), &metrics)?;
+        entrance.router().parity().configure(intake.standings());
         way_in.intake.store(Some(intake.clone()));
         let parts = api::Parts {
             intake: Arc::new(ArcSwap::new(intake.clone())),
@@ -160,7 +161,7 @@ impl App {
             metrics: metrics.clone(),
             closing: app.closing.clone(),
         };
-        app.reload_ways_in(way_in, parts.intake.clone());
+        app.reload_ways_in(entrance.router().clone(), way_in, parts.intake.clone());
         app.serve_api(&sockets, &config, parts).await?;
         app.follow_secrets(&metrics);
         let service = app.ext_proc(&config, intake, entrance, &metrics);
@@ -283,11 +284,12 @@ impl App {
     }
 
     /// Lets the ways in beside ext_proc follow the configuration.
-    fn reload_ways_in(&self, way_in: WayIn, api: Arc<ArcSwap<Intake>>) {
+    fn reload_ways_in(&self, router: Arc<Router>, way_in: WayIn, api: Arc<ArcSwap<Intake>>) {
         self.reloader.part("models", move |next| {
-            let (way_in, api, intake) = (way_in.clone(), api.clone(), next.intake.clone());
+            let (way_in, api, intake, router) = (way_in.clone(), api.clone(), next.intake.clone(), router.clone());
             let body_limit = next.config.limits.body.bytes();
             Ok(Box::new(move || {
+                router.parity().configure(intake.standings());
                 way_in.limit(body_limit);
                 way_in.intake.store(Some(intake.clone()));
                 api.store(intake);

@@ -15,7 +15,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use reqwest::header::{AUTHORIZATION, CONTENT_TYPE};
 use reqwest::redirect::Policy;
-use reqwest::{Certificate, Client, Method, Response, StatusCode};
+use reqwest::{Certificate, Client, ClientBuilder, Method, Response, StatusCode};
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 use tokio::sync::Semaphore;
@@ -147,15 +147,21 @@ impl EngineClient {
     pub fn new(config: &EnginesConfig) -> Result<Self, EngineError> {
         let broken = |problem: String| EngineError::Client(problem);
         // Engines are neighbours: where one sends us instead we have no business.
-        let builder = crate::tls::client().redirect(Policy::none()).tcp_nodelay(true);
-        let mut builder = builder.pool_max_idle_per_host(config.in_flight as usize);
-        if let Some(path) = &config.ca_file {
-            let pem = std::fs::read(path).map_err(|error| broken(format!("{}: {error}", path.display())))?;
-            let certificates = Certificate::from_pem_bundle(&pem).map_err(|error| broken(error.to_string()))?;
-            builder = builder.tls_certs_only(certificates);
-        }
+        let build = |builder: ClientBuilder| {
+            let builder = builder.redirect(Policy::none()).tcp_nodelay(true);
+            builder.pool_max_idle_per_host(config.in_flight as usize).build()
+        };
+        let client = match &config.ca_file {
+            Some(path) => {
+                let pem = std::fs::read(path).map_err(|error| broken(format!("{}: {error}", path.display())))?;
+                let certificates = Certificate::from_pem_bundle(&pem).map_err(|error| broken(error.to_string()))?;
+                build(crate::tls::client().tls_certs_only(certificates))
+            }
+            // Small images have no authorities, and engines without TLS need none.
+            None => build(crate::tls::believing_the_system()).or_else(|_| build(crate::tls::client())),
+        };
         let shared = Shared {
-            client: builder.build().map_err(|error| broken(told(&error)))?,
+            client: client.map_err(|error| broken(told(&error)))?,
             bearer: config.token_file.clone().map(Bearer::new),
             longest: config.answer.bytes(),
             permits: Semaphore::new((config.in_flight as usize).min(Semaphore::MAX_PERMITS)),

@@ -36,8 +36,10 @@ use crate::block::tracking::Scope;
 use crate::block::{BlockHashes, Content, Salt, SequenceHash, TrackingHash};
 use crate::entrance::SessionWord;
 use crate::openai::{self, Api, Extension, Hidden, Opaque, Paths, Shape};
+use crate::parity::Standing;
 use crate::prompt::{EncodeError, Encoder, Tokens};
 use crate::router::{Prompt, Reason, RouteRequest};
+use crate::worker::ModelName;
 use config::ClientsConfig;
 
 /// How much of a body there is.
@@ -160,6 +162,11 @@ impl Intake {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let encoders = Arc::new(Semaphore::new(cores));
         Arc::new(Self { parts, encoders, queued: AtomicUsize::new(0) })
+    }
+
+    /// How far the tokens of each model are believed.
+    pub fn standings(&self) -> impl Iterator<Item = (ModelName, Arc<Standing>)> + '_ {
+        self.parts.tokens.iter().map(|(model, source)| (model.clone(), source.standing.clone()))
     }
 
     /// The API of a request.

@@ -52,8 +52,6 @@ pub struct SourceSpec {
     pub media: MediaTokens,
     /// What becomes of its blocks when batches are lost for good.
     pub resync: Resync,
-    /// Blocks of the engine that its cache has room for, where that is known.
-    pub total_blocks: Option<u64>,
 }
 
 /// How far a source is.

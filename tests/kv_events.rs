@@ -167,7 +167,8 @@ impl Site {
             held: Box::new(move || {
                 let held = counted.lock();
                 let count = |blocks: &HashSet<u64>| blocks.len() as u64;
-                warmroute::kv_events::Held { blocks: count(&held.blocks), doubted: count(&held.doubted) }
+                let (blocks, doubted) = (count(&held.blocks), count(&held.doubted));
+                warmroute::kv_events::Held { blocks, doubted, total: Some(6) }
             }),
             forget_doubted: Box::new({
                 let held = held.clone();
@@ -189,7 +190,6 @@ impl Site {
             block_size: BlockSize::new(2).unwrap(),
             media: MediaTokens::default(),
             resync,
-            total_blocks: Some(6),
         };
         let (sender, state) = watch::channel(SourceState::default());
         let metrics = Arc::new(Metrics::new());

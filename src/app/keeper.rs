@@ -226,7 +226,6 @@ impl Keeper {
             block_size: member.worker.block_size,
             media: self.media.get(&member.worker.model).copied().unwrap_or_default(),
             resync: self.router.settings().trust.resync,
-            total_blocks: member.worker.capacity.total_kv_blocks,
         };
         // Who joins later is chosen when its events have caught up or by load, and is no reason to take traffic away.
         let starting = self.initial_workers.is_some();
@@ -314,7 +313,8 @@ impl Followed {
     fn sink(&self) -> RankSink {
         let joined = Arc::new(self.feed.join(self.spec.rank, self.router.index().join(self.slot)));
         let (doubted, read, forgetting) = (joined.clone(), joined.clone(), joined.clone());
-        let count = |writer: &RankWriter| Held { blocks: writer.len() as u64, doubted: writer.doubted() as u64 };
+        let count = |writer: &RankWriter| (writer.len() as u64, writer.doubted() as u64);
+        let (router, slot) = (self.router.clone(), self.slot);
         let churn = self.router.note_churn(self.spec.rank);
         let apply = move |event: &KvEvent| {
             churn.note(event, std::time::Instant::now());
@@ -323,7 +323,12 @@ impl Followed {
         RankSink {
             apply: Box::new(apply),
             doubt: Box::new(move || doubted.doubt()),
-            held: Box::new(move || read.read(count).unwrap_or_default()),
+            held: Box::new(move || {
+                let (blocks, doubted) = read.read(count).unwrap_or_default();
+                // It may have been learned since the source was started.
+                let total = router.fleet().member(slot).and_then(|member| member.worker.capacity.total_kv_blocks);
+                Held { blocks, doubted, total }
+            }),
             forget_doubted: Box::new(move || forgetting.forget_doubted()),
         }
     }

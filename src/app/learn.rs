@@ -63,8 +63,13 @@ impl Learner {
             self.said.send_if_modified(|said| {
                 let mut next = HashMap::clone(said);
                 next.retain(|key, _| workers.contains(key));
-                // Who does not answer now said what it said.
-                next.extend(answers.into_iter().filter(|(_, learned)| !learned.is_empty()));
+                for ((id, endpoint), pages) in answers {
+                    let key = (id, endpoint);
+                    let learned = pages.learned(endpoint, next.get(&key));
+                    if !learned.is_empty() {
+                        next.insert(key, learned);
+                    }
+                }
                 let news = next != **said;
                 *said = Arc::new(next);
                 news
@@ -72,20 +77,47 @@ impl Learner {
         }
     }
 
-    async fn ask(&self, endpoint: Endpoint) -> Learned {
+    async fn ask(&self, endpoint: Endpoint) -> Pages {
         let url = self.engines.url(endpoint);
         let (page, sources) = tokio::join!(self.client.metrics(&url), self.client.kv_event_sources(&url));
-        let caches = self.counted(page).map(|page| page.caches()).unwrap_or_default();
-        let sources = self.counted(sources).unwrap_or_default();
-        learned(endpoint, &caches, &sources)
+        Pages { caches: self.counted(page.map(|page| page.caches())), sources: self.counted(sources) }
     }
 
-    fn counted<T>(&self, answer: Result<T, EngineError>) -> Option<T> {
+    /// The answer; empty where the engine has no such page, and none where it gave no answer.
+    fn counted<T: Default>(&self, answer: Result<T, EngineError>) -> Option<T> {
         let outcome = answer.as_ref().err().map_or("ok", EngineError::label);
         self.metrics.engine_settings_asked.get_or_create(&OutcomeLabel { outcome }).inc();
-        answer.ok()
+        match answer {
+            Err(EngineError::NotOffered(_)) => Some(T::default()),
+            answer => answer.ok(),
+        }
     }
 }
+
+/// What an engine answered, page by page: one that times out says nothing against what it said before.
+struct Pages {
+    caches: Option<Vec<CacheConfig>>,
+    sources: Option<Vec<EventsOfRank>>,
+}
+
+impl Pages {
+    /// What is known now, with what was known before.
+    fn learned(self, endpoint: Endpoint, before: Option<&Learned>) -> Learned {
+        let (no_caches, no_sources) = (self.caches.is_none(), self.sources.is_none());
+        let now = learned(endpoint, &self.caches.unwrap_or_default(), &self.sources.unwrap_or_default());
+        let before = before.cloned().unwrap_or_default();
+        let cached = if no_caches { &before } else { &now };
+        Learned {
+            block_size: cached.block_size,
+            total_kv_blocks: cached.total_kv_blocks,
+            ranks: cached.ranks,
+            event_sources: if no_sources { before.event_sources.clone() } else { now.event_sources.clone() },
+        }
+    }
+}
+
+/// More ranks than any engine has are a mistake.
+const MOST_RANKS: usize = 1024;
 
 /// What two pages of an engine say.
 pub fn learned(endpoint: Endpoint, caches: &[CacheConfig], sources: &[EventsOfRank]) -> Learned {
@@ -108,13 +140,19 @@ fn ranks(told: impl Iterator<Item = u32>, count: usize) -> Option<Ranks> {
     all.sort_unstable();
     all.dedup();
     let start = *all.first()?;
-    let is_whole = all.len() == count && all.iter().zip(start..).all(|(rank, at)| *rank == at);
+    let is_whole = count <= MOST_RANKS && all.len() == count && all.iter().zip(start..).all(|(rank, at)| *rank == at);
     let size = NonZeroU32::new(u32::try_from(all.len()).ok()?)?;
     is_whole.then_some(Ranks { start, size })
 }
 
-/// A source that can be connected to from here. An engine publishes at its own host, whatever it calls that.
+/// A source that can be connected to from here. An engine publishes at its own host, whatever it calls that; but vLLM does
+/// so only where the endpoint is a wildcard or a path, and connects to a subscriber in every other case. Whoever that is, it
+/// is not us unless the configuration says so.
 fn of_rank(worker: Endpoint, source: &EventsOfRank) -> Option<EventSource> {
+    let binds = ["*", "::"].iter().any(|mark| source.endpoint.contains(mark)) || source.endpoint.starts_with("ipc:");
+    if !binds {
+        return None;
+    }
     let replay = source.replay_endpoint.as_deref().and_then(|replay| reachable(worker, replay));
     let endpoint = reachable(worker, &source.endpoint)?;
     Some(EventSource { endpoint, topic: source.topic.clone(), attach: Attach::Connect, replay })
@@ -158,6 +196,37 @@ mod tests {
         }
         let local: Endpoint = "127.0.0.1:8000".parse().unwrap();
         assert_eq!(reachable(local, "ipc:///run/events").as_deref(), Some("ipc:///run/events"));
+    }
+
+    #[test]
+    fn a_page_without_an_answer_takes_nothing_back() {
+        let worker: Endpoint = "10.0.0.7:8000".parse().unwrap();
+        let cache = CacheConfig {
+            engine: "0".to_owned(),
+            block_size: Some(16),
+            num_gpu_blocks: Some(90),
+            prefix_caching: None,
+            hash_algorithm: None,
+        };
+        let source = |endpoint: &str| EventsOfRank {
+            rank: 0,
+            enabled: true,
+            endpoint: endpoint.to_owned(),
+            replay_endpoint: None,
+            topic: String::new(),
+        };
+        let whole = Pages { caches: Some(vec![cache]), sources: Some(vec![source("tcp://*:5557")]) };
+        let first = whole.learned(worker, None);
+        assert_eq!((first.total_kv_blocks, first.event_sources.len()), (Some(90), 1));
+        for silent in
+            [Pages { caches: None, sources: None }, Pages { caches: None, sources: Some(vec![source("tcp://*:5557")]) }]
+        {
+            assert_eq!(silent.learned(worker, Some(&first)), first);
+        }
+        let no_events = Pages { caches: None, sources: Some(Vec::new()) }.learned(worker, Some(&first));
+        assert_eq!((no_events.total_kv_blocks, no_events.event_sources.len()), (Some(90), 0));
+        // It connects, and nobody can be connected to.
+        assert!(learned(worker, &[], &[source("tcp://127.0.0.1:5557")]).is_empty());
     }
 
     #[test]

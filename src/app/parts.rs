@@ -91,6 +91,5 @@ fn token_sources(config: &Config, router: &Arc<Router>, metrics: &Arc<Metrics>) 
         };
         sources.insert(model.name.clone(), source);
     }
-    router.parity().configure(sources.iter().map(|(model, source)| (model.clone(), source.standing.clone())));
     Ok(sources)
 }

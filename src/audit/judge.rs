@@ -166,9 +166,14 @@ pub(super) fn is_as_foreseen(foreseen: &Foreseen, said: Said) -> bool {
     !is_unforeseen(foreseen) && said.cached == foreseen.captured && said.prompt == foreseen.prompt
 }
 
+/// Tokens of a prompt that is believed to be one; an engine may say anything, and what it says is summed up.
+const LONGEST: u64 = 1 << 40;
+
 /// Judges an answer.
 pub fn judge(foreseen: &Foreseen, said: Said, evidence: Evidence) -> Verdict {
-    let delivered = said.cached.min(said.prompt);
+    let prompt = said.prompt.min(LONGEST);
+    let said = Said { prompt, cached: said.cached.min(prompt) };
+    let delivered = said.cached;
     let known = !is_unforeseen(foreseen);
     let error = if known { error(foreseen, said, evidence) } else { None };
     let mut verdict = Verdict {
@@ -307,7 +312,7 @@ mod tests {
             (mode(Mode::LoadOnly, Some(Reason::IndexCold)), said(16), TRUSTED, &[(Align, 4), (Unforeseen, 80)], None),
             (mode(Mode::LoadOnly, Some(Reason::ParityMismatch)), said(0), TRUSTED, &[(Align, 4), (Parity, 96)], None),
             // Nonsense of an engine is cut to size.
-            (foreseen(32, 32), said(1000), TRUSTED, &[], Some((61, StaleIndex))),
+            (foreseen(32, 32), said(u64::MAX), TRUSTED, &[], Some((5, StaleIndex))),
         ];
         for (foreseen, said, evidence, missed, error) in cases {
             let verdict = judge(&foreseen, said, evidence);

@@ -267,8 +267,15 @@ impl Intake {
         let has_media = matches!(&request.prompt, openai::Prompt::Chat(chat) if chat.has_media());
         let tokenize_only = source.engine.as_ref().is_some_and(|engine| engine.config.path == RenderPath::Tokenize);
         let own = encoded.extension.as_ref().is_some_and(|extension| extension.token_data.is_some());
+        let asked = match &request.prompt {
+            openai::Prompt::Chat(_) => 1,
+            openai::Prompt::Texts(texts) => texts.len(),
+            openai::Prompt::Tokens(lists) => lists.len(),
+            // Too many, or nothing that tokens say all of.
+            _ => return false,
+        };
         // `/tokenize` does not say which images there are.
-        if own || (has_media && tokenize_only) {
+        if own || (has_media && tokenize_only) || rendered.len() != asked {
             return false;
         }
         let prompts: Vec<_> = rendered.iter().map(|one| one.token_ids.clone()).collect();

@@ -12,6 +12,8 @@ pub struct Held {
     pub blocks: u64,
     /// Those that may be gone.
     pub doubted: u64,
+    /// Blocks of the engine that its cache has room for, where that is known.
+    pub total: Option<u64>,
 }
 
 /// What is to be done about doubts.
@@ -79,9 +81,9 @@ impl Doubts {
 }
 
 /// What a cache has room for, in blocks of ours; where it is not known, twice what it holds.
-pub(super) fn room(total: Option<u64>, engine: Option<BlockSize>, ours: BlockSize, held: Held) -> u64 {
+pub(super) fn room(engine: Option<BlockSize>, ours: BlockSize, held: Held) -> u64 {
     let engine = engine.unwrap_or(ours).tokens() as u64;
-    match total {
+    match held.total {
         Some(total) => total.saturating_mul(engine) / ours.tokens() as u64,
         None => held.blocks.saturating_mul(2),
     }
@@ -96,16 +98,17 @@ mod tests {
         let mut doubts = Doubts::default();
         doubts.stored(1_000);
         assert_eq!(doubts.due(), Due::Nothing, "nothing is doubted");
-        doubts.begin(Held { blocks: 100, doubted: 100 }, 300);
+        let held = |blocks, doubted| Held { blocks, doubted, total: None };
+        doubts.begin(held(100, 100), 300);
         doubts.stored(60);
         doubts.removed(39);
         assert_eq!(doubts.due(), Due::Nothing);
         doubts.removed(1);
         assert_eq!(doubts.due(), Due::Count);
-        doubts.counted(Held { blocks: 120, doubted: 30 });
+        doubts.counted(held(120, 30));
         doubts.stored(30);
         assert_eq!(doubts.due(), Due::Count);
-        doubts.counted(Held { blocks: 120, doubted: 10 });
+        doubts.counted(held(120, 10));
         doubts.stored(210);
         assert_eq!(doubts.due(), Due::Forget);
         doubts.end();
@@ -115,9 +118,9 @@ mod tests {
     #[test]
     fn room_is_told_in_our_blocks() {
         let size = |tokens| BlockSize::new(tokens).unwrap();
-        let held = Held { blocks: 50, doubted: 50 };
-        assert_eq!(room(Some(100), Some(size(32)), size(16), held), 200);
-        assert_eq!(room(Some(100), Some(size(8)), size(16), held), 50);
-        assert_eq!(room(None, None, size(16), held), 100);
+        let held = |total| Held { blocks: 50, doubted: 50, total };
+        assert_eq!(room(Some(size(32)), size(16), held(Some(100))), 200);
+        assert_eq!(room(Some(size(8)), size(16), held(Some(100))), 50);
+        assert_eq!(room(None, size(16), held(None)), 100);
     }
 }

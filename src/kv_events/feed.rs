@@ -36,7 +36,6 @@ pub(super) struct Feed {
     complaints: Complaints,
     witness: Witness,
     resync: Resync,
-    total_blocks: Option<u64>,
     doubts: Doubts,
 }
 
@@ -63,7 +62,6 @@ impl Feed {
             complaints: Complaints::default(),
             witness,
             resync: spec.resync,
-            total_blocks: spec.total_blocks,
             doubts: Doubts::default(),
         }
     }
@@ -172,7 +170,7 @@ impl Feed {
         self.normalizer.doubt();
         (self.sink.doubt)();
         let held = (self.sink.held)();
-        let room = doubts::room(self.total_blocks, self.normalizer.engine_block_size(), self.block_size, held);
+        let room = doubts::room(self.normalizer.engine_block_size(), self.block_size, held);
         self.doubts.begin(held, room);
         self.witness.note(|source| source.doubted(held.doubted));
     }
@@ -316,10 +314,10 @@ impl Feed {
         let engine = self.normalizer.engine_block_size();
         self.witness.note(|source| {
             source.heard(Heard { at: Instant::now(), unix: unix_now(), written, number });
-            source.named(own);
             if let Some(engine) = engine {
                 source.sized(engine);
             }
+            source.named(own);
         });
     }
 
@@ -402,7 +400,6 @@ mod tests {
             block_size: BlockSize::new(block_size).unwrap(),
             media: Default::default(),
             resync: Resync::Keep,
-            total_blocks: None,
         };
         let (told, metrics) = (Arc::new(parking_lot::Mutex::new(Vec::new())), Arc::new(Metrics::new()));
         let mut writer = PrefixIndex::new().join(Slot(0));

@@ -380,6 +380,9 @@ impl Route {
         for (tier, blocks) in lower.into_iter().filter(|(_, blocks)| *blocks > 0) {
             line.push_str(&format!(" {tier}={blocks}"));
         }
+        if matches!(self.trust, Trust::Stale | Trust::CatchingUp) {
+            line.push_str(&format!(" trust={}", self.trust.as_str()));
+        }
         let (cached, candidates, ties) = (self.predicted_cached_tokens, self.candidates, self.choice.ties);
         line.push_str(&format!(" cached_tokens={cached} candidates={candidates} ties={ties}"));
         if let Some(reason) = self.reason {

@@ -40,7 +40,7 @@ struct Bed {
     index: std::sync::Arc<PrefixIndex>,
     writer: RankWriter,
     /// Copies of each of the engine's blocks by all tokens up to its end, and whether they are doubted.
-    held: BTreeMap<(Option<&'static str>, Vec<u32>), [(u32, bool); 2]>,
+    held: BTreeMap<(Salted, Vec<u32>), [(u32, bool); 2]>,
 }
 
 const TIERS: [Tier; 2] = [Tier::Device, Tier::HostPinned];
@@ -241,7 +241,7 @@ fn play(seed: u64, engine: usize, ours: usize, bigrams: bool) {
 fn what_the_index_finds_is_what_a_model_of_tokens_finds() {
     for (engine, ours) in [(4, 4), (4, 2), (6, 2), (8, 2), (2, 4), (1, 4), (2, 6), (1, 3)] {
         for bigrams in [false, true] {
-            (0..40).for_each(|seed| play(seed, engine, ours, bigrams));
+            (0..25).for_each(|seed| play(seed, engine, ours, bigrams));
         }
     }
 }

@@ -45,7 +45,6 @@ fn feed(held: &Arc<Mutex<Held>>) -> Feed {
         block_size: BlockSize::new(1).unwrap(),
         media: MediaTokens::default(),
         resync: Default::default(),
-        total_blocks: None,
     };
     Feed::new(&spec, sink(held), Arc::new(Metrics::new()), Default::default())
 }

@@ -3,6 +3,7 @@
 use super::{Judged, PhaseExplained};
 use crate::disagg::Bypass;
 use crate::router::answer::{Mode, Phases, Reason, Route, RouteError};
+use crate::trust::Trust;
 use crate::worker::Role;
 
 /// Why the request goes where it goes.
@@ -79,7 +80,10 @@ fn held(route: &Route, phases: &[PhaseExplained]) -> Option<String> {
     let phase = phases.iter().find(|phase| phase.taken)?;
     let (winner, blocks) = (winner(phase)?, route.prompt_blocks);
     let own = winner.overlap.total();
-    let text = format!("it holds {own} of {blocks} blocks");
+    let is_doubted = own > 0 && matches!(winner.source.trust, Trust::Stale | Trust::CatchingUp);
+    let doubt = winner.source.because.filter(|_| is_doubted);
+    let doubt = doubt.map(|because| format!(", which may be out of date ({})", because.as_str())).unwrap_or_default();
+    let text = format!("it holds {own} of {blocks} blocks{doubt}");
     let others = phase.judged.iter().filter(|judged| judged.cost.is_some());
     let most = others.max_by_key(|judged| judged.overlap.total()).filter(|judged| judged.overlap.total() > own);
     let more = most.and_then(|most| {
