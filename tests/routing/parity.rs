@@ -54,17 +54,17 @@ async fn mend(bed: &mut Bed) {
     bed.restart(1).await;
 }
 
-fn models(more: Value) -> Value {
+fn models(more: &Value) -> Value {
     let mut model = json!({"name": MODEL, "block_size": BLOCK_SIZE});
     model.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     json!([model])
 }
 
-fn with_tokenizer(more: Value) -> Value {
+fn with_tokenizer(more: &Value) -> Value {
     let mut model = json!({
         "tokenizer": model_file("tokenizer.json.gz"), "tokenizer_config": model_file("tokenizer_config.json")});
     model.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    models(model)
+    models(&model)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -147,7 +147,7 @@ async fn where_engines_cannot_be_asked_their_events_tell_within_a_hundred_reques
 async fn while_ours_differ_the_engines_own_tokens_are_used_where_they_are_configured() {
     let template = Template::other();
     let tokens = json!({"when": "mismatch", "path": "tokenize", "deadline": "20s", "hedge_after": "20s"});
-    let config = json!({"models": with_tokenizer(json!({"engine_tokens": tokens})), "self_test": {"deadline": "30s"}});
+    let config = json!({"models": with_tokenizer(&json!({"engine_tokens": tokens})), "self_test": {"deadline": "30s"}});
     let bed = Bed::start(&[engine(1).with(&template.flags(&[]))], config).await;
     becomes(&bed, true).await;
     exact_twice(&bed, 1).await;
@@ -175,7 +175,7 @@ async fn without_a_tokenizer_of_ours_the_engines_tokens_are_exact() {
     let token = folder.path().join("token");
     std::fs::write(&token, "letmein\n").unwrap();
     let tokens = json!({"deadline": "20s", "hedge_after": "20s", "token_file": token});
-    let bed = Bed::start(&[engine(1), engine(2)], json!({"models": models(json!({"engine_tokens": tokens}))})).await;
+    let bed = Bed::start(&[engine(1), engine(2)], json!({"models": models(&json!({"engine_tokens": tokens}))})).await;
     exact_twice(&bed, 1).await;
     let prompt = text(&essay(2));
     let first = bed.ask(&prompt).await;
@@ -201,7 +201,7 @@ async fn render_servers_that_are_dead_or_slow_never_make_an_error() {
         "urls": [silent_url, dead], "deadline": "200ms", "hedge_after": "20ms", "failures": 1, "rest": "1h"});
     for (ours, mode) in [(true, "exact"), (false, "load_only")] {
         let more = json!({"engine_tokens": tokens});
-        let models = if ours { with_tokenizer(more) } else { models(more) };
+        let models = if ours { with_tokenizer(&more) } else { models(&more) };
         let bed = Bed::start(&[engine(1)], json!({"models": models})).await;
         for topic in 0..3 {
             let answer = bed.ask(&chat(&essay(topic))).await;
