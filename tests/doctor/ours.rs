@@ -109,7 +109,7 @@ async fn each_mistake_in_our_configuration_is_found_and_mended() {
                 config["learn"] = json!({"enabled": false});
             }),
             &[("warning", "events.configured")],
-            &["attach: bind, replay: \"tcp://127.0.0.1:", "topic: \"\""],
+            &["kv_events: {endpoint: \"tcp://127.0.0.1:", "topic: \"\", replay: \"tcp://127.0.0.1:"],
         ),
         (
             "another port of the events",
