@@ -33,7 +33,7 @@ pub struct Mismatch {
 }
 
 impl Mismatch {
-    fn of(setting: &'static str, configured: impl ToString, engine: impl ToString) -> Self {
+    fn of(setting: &'static str, configured: &impl ToString, engine: &impl ToString) -> Self {
         Self { setting, configured: configured.to_string(), engine: engine.to_string() }
     }
 }
@@ -50,12 +50,12 @@ impl Learned {
         if let (Some(configured), Some(engine)) = (block_size, self.block_size)
             && configured != engine
         {
-            found.push(Mismatch::of("block_size", configured.0, engine.0));
+            found.push(Mismatch::of("block_size", &configured.0, &engine.0));
         }
         match (worker.capacity.total_kv_blocks, self.total_kv_blocks) {
             (None, learned) => worker.capacity.total_kv_blocks = learned,
             (Some(configured), Some(engine)) if configured != engine => {
-                found.push(Mismatch::of("total_kv_blocks", configured, engine));
+                found.push(Mismatch::of("total_kv_blocks", &configured, &engine));
             }
             _ => {}
         }
@@ -64,7 +64,7 @@ impl Learned {
             if worker.ranks == Ranks::ONE && worker.event_sources.is_empty() {
                 worker.ranks = engine;
             } else {
-                found.push(Mismatch::of("data_parallel", told(worker.ranks), told(engine)));
+                found.push(Mismatch::of("data_parallel", &told(worker.ranks), &told(engine)));
             }
         }
         found.extend(self.fill_sources(worker));
