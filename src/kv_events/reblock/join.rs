@@ -244,7 +244,8 @@ impl Chains {
         }
         let Some(block) = self.parts.get_mut(&name).and_then(Part::block_mut) else { return };
         let (is_told, is_doubted) = (&mut block.told[tier as usize], &mut block.doubted[tier as usize]);
-        if *is_told && (doubted || !*is_doubted) {
+        let is_confirmed = *is_doubted && !doubted;
+        if *is_told && !is_confirmed {
             return;
         }
         *is_told = true;

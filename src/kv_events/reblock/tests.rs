@@ -39,14 +39,14 @@ struct Bed {
     normalizer: Normalizer,
     index: std::sync::Arc<PrefixIndex>,
     writer: RankWriter,
-    /// Copies of each of the engine's blocks by all tokens up to its end, and whether they are doubted.
-    held: BTreeMap<(Salted, Vec<u32>), [Copies; 2]>,
+    /// Copies of each of the engine's blocks by all tokens up to its end.
+    held: BTreeMap<(Salted, Vec<u32>), Copies>,
 }
 
 const TIERS: [Tier; 2] = [Tier::Device, Tier::HostPinned];
 type Salted = Option<&'static str>;
-/// How many, and whether they are doubted.
-type Copies = (u32, bool);
+/// By tier, how many and whether they are doubted.
+type Copies = [(u32, bool); 2];
 
 fn name(salt: Salted, tokens: &[u32]) -> EngineHash {
     let mut bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
