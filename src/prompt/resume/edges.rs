@@ -47,7 +47,7 @@ impl Edges {
         };
         let mut edges: Vec<Edge> = raw
             .iter()
-            .filter(|(_, token)| !token.single_word && !(ignored && token.special))
+            .filter(|(_, token)| !(token.single_word || ignored && token.special))
             .filter(|(_, token)| raw.iter().all(|(_, other)| is_left_alone(&token.content, &other.content)))
             .filter(|(id, token)| alone(&token.content, **id))
             .map(|(id, token)| Edge { content: token.content.as_str().into(), id: **id })
