@@ -11,6 +11,7 @@ use warmroute::index::{KvEvent, PrefixIndex, StoredBlock};
 use warmroute::load::LoadTracker;
 use warmroute::router::{Prompt, RouteRequest, Router, RouterSettings};
 use warmroute::tier::Tier;
+use warmroute::trust::Standing;
 use warmroute::worker::{BlockSize, Endpoint, Worker, WorkerId};
 
 #[expect(clippy::print_stdout, reason = "a program that shows something")]
@@ -33,7 +34,7 @@ fn main() -> anyhow::Result<()> {
     let blocks =
         hashes.locals().iter().zip(100..).map(|(&local, name)| StoredBlock { engine: EngineHash(name), local });
     writer.apply(&KvEvent::Stored { parent: None, blocks: blocks.take(6).collect(), tier: Tier::Device });
-    router.set_live(warm.rank, true);
+    router.set_trust(warm.rank, Standing::EXACT);
 
     let mut booked = router.route(RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![hashes])))?;
     let loaded = || load.snapshot().into_iter().find(|load| load.rank == warm.rank);

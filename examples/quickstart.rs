@@ -27,6 +27,7 @@ use support::envoy;
 use support::replay::{self, Figures, Prediction, Sample};
 use support::stack::{EngineSpec, MODEL, Programs, Stack};
 use support::workload::{Shape, Workload};
+use warmroute::audit::Totals;
 
 /// Instance ids of the engines; the last one shows that an id may be any u64.
 const ENGINES: [u64; 4] = [1, 2, 3, u64::MAX];
@@ -64,7 +65,10 @@ struct Report {
     errors: usize,
     round_robin: Figures,
     warmroute: Figures,
+    /// As the clients saw it.
     prediction: Prediction,
+    /// As warmroute sees it, with causes.
+    audit: Totals,
 }
 
 fn main() -> ExitCode {
@@ -148,7 +152,7 @@ async fn run(cli: &Cli) -> anyhow::Result<()> {
     let own = std::env::current_exe()?.into_os_string();
     let programs = Programs { warmroute: vec![own.clone(), AS_WARMROUTE.into()], engine: vec![own, AS_ENGINE.into()] };
     let result = compare(cli, &programs, dir.path(), &bar).await;
-    let (round_robin, routed, stack) = match result {
+    let (round_robin, routed, audit, stack) = match result {
         Ok(result) => result,
         Err(error) => anyhow::bail!("{error:#}\nThe logs are in {}", dir.keep().display()),
     };
@@ -159,6 +163,7 @@ async fn run(cli: &Cli) -> anyhow::Result<()> {
         round_robin: replay::figures(&round_robin),
         warmroute: replay::figures(&routed),
         prediction: replay::prediction(&routed),
+        audit,
     };
     show(cli, &report)?;
     if let Some(error) = round_robin.iter().chain(&routed).find_map(|sample| sample.error.as_ref()) {
@@ -177,7 +182,7 @@ async fn compare(
     programs: &Programs,
     dir: &Path,
     bar: &Progress,
-) -> anyhow::Result<(Vec<Sample>, Vec<Sample>, Stack)> {
+) -> anyhow::Result<(Vec<Sample>, Vec<Sample>, Totals, Stack)> {
     let workload = Workload::new(cli.seed, &shape(cli));
     let blocks = ENGINE_BLOCKS.to_string();
     let spec = |id| EngineSpec::new(id).with(&["--num-blocks", &blocks]);
@@ -193,11 +198,27 @@ async fn compare(
     drop(stack);
 
     bar.say("starting 4 engines, warmroute and Envoy");
-    let more = json!({"response": {"prediction_header": true}});
+    let more = json!({"response": {"prediction_header": true}, "observe": "usage"});
     let stack = Stack::start(programs, &specs, &dir.join("warmroute"), &more).await?;
     let routed = replay(&stack, &workload, bar, "warmroute").await;
+    bar.say("looking for causes");
+    let audit = audit(&stack, routed.len() as u64).await?;
     bar.say("done");
-    Ok((round_robin, routed, stack))
+    Ok((round_robin, routed, audit, stack))
+}
+
+/// What warmroute says of its own foresight, once it has looked into every answer.
+async fn audit(stack: &Stack, answers: u64) -> anyhow::Result<Totals> {
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(10);
+    loop {
+        let totals: Totals = serde_json::from_value(stack.debug("audit").await?)?;
+        let heard: u64 = totals.models.values().map(|sums| sums.answers + sums.no_usage + sums.no_details).sum();
+        // A request that failed has no answer, and is told as an error.
+        if totals.waiting == 0 && heard >= answers || tokio::time::Instant::now() > deadline {
+            return Ok(totals);
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
 }
 
 /// Assistants with a system prompt each, and conversations in which users paste text: what a chat product sees. All of it
@@ -254,7 +275,7 @@ fn show(cli: &Cli, report: &Report) -> io::Result<()> {
     if cli.json {
         return writeln!(out, "{}", serde_json::to_string(report)?);
     }
-    let Report { round_robin, warmroute, prediction, .. } = report;
+    let Report { round_robin, warmroute, prediction, audit, .. } = report;
     let percent = |figures: &Figures| format!("{:.1} %", figures.hit_rate * 100.0);
     let balance = |figures: &Figures| {
         let counts: Vec<String> = figures.requests_per_worker.values().map(ToString::to_string).collect();
@@ -276,14 +297,14 @@ fn show(cli: &Cli, report: &Report) -> io::Result<()> {
     for [name, left, right] in rows {
         writeln!(out, "{name:<28}{left:>16}{right:>16}")?;
     }
-    let Prediction { requests, exact, delivered_more, delivered_less, mean_abs_error_tokens } = prediction;
+    let Prediction { requests, exact, mean_abs_error_tokens, .. } = prediction;
     let share = if *requests == 0 { 0.0 } else { *exact as f64 / *requests as f64 * 100.0 };
     writeln!(out, "\ncached tokens predicted exactly for {exact} of {requests} requests ({share:.1} %),")?;
     writeln!(
         out,
-        "mean error {mean_abs_error_tokens:.2} tokens; of the others the engine had more for {delivered_more}"
+        "mean error {mean_abs_error_tokens:.2} tokens; as warmroute itself accounts for it (`warmroute audit`):\n"
     )?;
-    writeln!(out, "(a block was computed after the decision) and less for {delivered_less} (one was evicted after it)")
+    write!(out, "{}", warmroute::cmd::audit::render(audit, None))
 }
 
 /// Says what can be tried; on standard error where standard output is for a program.

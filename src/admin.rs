@@ -3,9 +3,11 @@
 
 pub mod config;
 pub mod explain;
+mod fleet;
 pub mod token;
 
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use arc_swap::ArcSwap;
 use axum::extract::State;
@@ -15,17 +17,26 @@ use axum::routing::get;
 use axum::{Json, Router as Routes};
 use serde_json::{Value, json};
 
+use crate::audit::Audit;
 use crate::entrance::Entrance;
 use crate::lifecycle::Readiness;
-use crate::metrics::{ClassLabel, ClassOutcomeLabels, Metrics, ModelRoleLabels, RankLabels, RankTierLabels};
+use crate::metrics::{
+    ClassLabel, ClassOutcomeLabels, Metrics, ModelRoleLabels, RankLabels, RankTierLabels, RankTrustLabels, SettingLabel,
+};
 use crate::router::Router;
 use crate::tier::Tier;
+use crate::trust::Trust;
+
+/// Where what was foreseen and what came is summed up.
+pub const AUDIT: &str = "/debug/audit";
 
 /// What the pages show.
 #[derive(Clone)]
 pub struct Admin {
     /// The router and the way to it.
     pub entrance: Arc<Entrance>,
+    /// Whether it came as was foreseen.
+    pub audit: Arc<Audit>,
     /// Measures.
     pub metrics: Arc<Metrics>,
     /// What is still pending.
@@ -43,18 +54,20 @@ pub fn routes(admin: Admin) -> Routes {
         .route("/readyz", get(ready))
         .route("/metrics", get(metrics))
         .route("/debug/config", get(|State(admin): State<Admin>| async move { Json(admin.config.load_full()) }))
-        .route(
-            "/debug/fleet",
-            get(|State(admin): State<Admin>| async move { Json(json!(*admin.entrance.router().fleet())) }),
-        )
+        .route("/debug/fleet", get(fleet::page))
         .route(
             "/debug/index",
             get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().index().stats())) }),
         )
         .route(
+            "/debug/parity",
+            get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().parity().shown())) }),
+        )
+        .route(
             "/debug/load",
             get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().load().snapshot())) }),
         )
+        .route(AUDIT, get(|State(admin): State<Admin>| async move { Json(admin.audit.totals()) }))
         .route(explain::PAGE, explain::page())
         .with_state(admin)
 }
@@ -78,6 +91,7 @@ async fn metrics(State(admin): State<Admin>) -> Response {
 /// Sets the gauges to what is decided by at this instant.
 fn gauges(metrics: &Metrics, entrance: &Entrance) {
     gauge_ranks(metrics, entrance.router());
+    gauge_sources(metrics, entrance.router());
     gauge_predictions(metrics, entrance.router());
     gauge_queue(metrics, entrance);
     metrics.workers_out.set(entrance.router().out().len() as i64);
@@ -89,6 +103,43 @@ fn gauges(metrics: &Metrics, entrance: &Entrance) {
     for (model, role, error) in entrance.router().prefill_time_errors() {
         let label = ModelRoleLabels { model: model.as_str().to_owned(), role: role.to_string() };
         metrics.prefill_time_error.get_or_create(&label).set(error);
+    }
+}
+
+/// Sets the gauges of the event sources; ranks that are gone disappear.
+fn gauge_sources(metrics: &Metrics, router: &Router) {
+    let (lag, age) = (&metrics.kv_event_source_lag_seconds, &metrics.kv_event_source_last_event_age_seconds);
+    let counts =
+        [&metrics.kv_event_source_gaps, &metrics.kv_event_source_lost_batches, &metrics.kv_event_source_doubted_blocks];
+    metrics.kv_event_source_trust.clear();
+    [lag, age].into_iter().for_each(|family| {
+        family.clear();
+    });
+    counts.into_iter().for_each(|family| {
+        family.clear();
+    });
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+    for member in router.fleet().members() {
+        let label = RankLabels::from(member.rank);
+        let trust = router.trust(member.rank).trust;
+        for state in Trust::ALL {
+            let labels = RankTrustLabels::new(member.rank, state.as_str());
+            metrics.kv_event_source_trust.get_or_create(&labels).set(i64::from(state == trust));
+        }
+        let Some(facts) = router.sources().facts(member.rank) else { continue };
+        if let Some(seconds) = facts.lag_seconds {
+            lag.get_or_create(&label).set(seconds);
+        }
+        if let Some(last) = facts.last_event {
+            age.get_or_create(&label).set(now - last);
+        }
+        for (family, count) in counts.into_iter().zip([facts.gaps, facts.lost_batches, facts.doubted_blocks]) {
+            family.get_or_create(&label).set(gauge(count));
+        }
+    }
+    metrics.setting_mismatches.clear();
+    for mismatch in router.sources().all_learned().values().flat_map(|(_, mismatches)| mismatches) {
+        metrics.setting_mismatches.get_or_create(&SettingLabel { setting: mismatch.setting }).inc();
     }
 }
 

@@ -6,9 +6,11 @@ mod encoders;
 mod gateway;
 mod health;
 mod keeper;
+mod learn;
 mod offline;
 mod parts;
 mod reload;
+mod self_test;
 mod sockets;
 mod swap;
 mod unix;
@@ -32,13 +34,16 @@ use tracing::info;
 use crate::admin::explain::WayIn;
 use crate::admin::{self, Admin};
 use crate::api::{self, Api, Feed};
+use crate::audit::Audit;
 use crate::config::Config;
+use crate::engine_client::EngineClient;
 use crate::engine_sessions::EngineSessions;
 use crate::entrance::Entrance;
 use crate::ext_proc::service::{Kept, Service};
 use crate::intake::Intake;
 use crate::lifecycle::{Readiness, supervise};
 use crate::metrics::{Metrics, PoolLabels};
+use crate::router::Router;
 use crate::telemetry::LogFilter;
 use crate::tls::{Pace, Secrets};
 use health::Health;
@@ -49,7 +54,8 @@ use swap::Swap;
 use unix::Place;
 use workers::Wanted;
 
-pub use offline::Offline;
+pub use learn::learned;
+pub use offline::{Offline, model, workers};
 pub use reload::{ConfigFile, ReadConfig, Reloaded, Reloader};
 
 /// gRPC message overhead on top of a body: headers, attributes, metadata.
@@ -72,6 +78,8 @@ pub struct App {
     pub health_address: Option<SocketAddr>,
     /// Certificates, keys and tokens; [`Secrets::reload`] reads them again at once.
     pub secrets: Secrets,
+    /// Whether it came as was foreseen.
+    audit: Arc<Audit>,
     /// Where the unix socket is, which a successor takes over.
     place: Option<Place>,
     readiness: Readiness,
@@ -104,7 +112,8 @@ impl App {
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
         let entrance = parts::entrance(&config, rand::random());
-        let mut app = Self::bare(Arc::new(config), &metrics);
+        let audit = Audit::new(entrance.router().clone(), metrics.clone());
+        let mut app = Self::bare(Arc::new(config), entrance.router(), &metrics, audit);
         let config = app.reloader.running();
         let (limits, secrets) = (config.limits.clone(), app.secrets.clone());
         let heir = match &config.listen.unix {
@@ -118,6 +127,7 @@ impl App {
         app.serve_health(&sockets, &config).await?;
         let pages = Admin {
             entrance: entrance.clone(),
+            audit: app.audit.clone(),
             metrics: metrics.clone(),
             readiness: app.readiness.clone(),
             config: app.reloader.shown(),
@@ -127,7 +137,7 @@ impl App {
         app.admin_address = listener.address;
         app.pages.spawn(listener.serve(admin::routes(pages), app.leave.clone()));
         let feed = Arc::new(Feed::default());
-        app.feed(&config, &entrance, feed.clone(), metrics.clone());
+        app.feed(&config, &entrance, feed.clone(), metrics.clone())?;
         app.keep_time(&entrance, &metrics);
         app.tell_engines(&config, &entrance, &metrics)?;
         let models = app.reloader.load_models().await?;
@@ -140,7 +150,9 @@ impl App {
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
         app.place = grpc.iter().find_map(GrpcListener::place);
-        let intake = parts::intake(&config, models, &metrics)?;
+        app.test_tokens(&config, entrance.router(), &models)?;
+        let intake = parts::intake(&config, models, entrance.router(), &metrics)?;
+        entrance.router().parity().configure(intake.standings());
         way_in.intake.store(Some(intake.clone()));
         let parts = api::Parts {
             intake: Arc::new(ArcSwap::new(intake.clone())),
@@ -149,7 +161,7 @@ impl App {
             metrics: metrics.clone(),
             closing: app.closing.clone(),
         };
-        app.reload_ways_in(way_in, parts.intake.clone());
+        app.reload_ways_in(entrance.router().clone(), way_in, parts.intake.clone());
         app.serve_api(&sockets, &config, parts).await?;
         app.follow_secrets(&metrics);
         let service = app.ext_proc(&config, intake, entrance, &metrics);
@@ -162,7 +174,7 @@ impl App {
     }
 
     /// Nothing runs yet.
-    fn bare(config: Arc<Config>, metrics: &Arc<Metrics>) -> Self {
+    fn bare(config: Arc<Config>, router: &Arc<Router>, metrics: &Arc<Metrics>, audit: Arc<Audit>) -> Self {
         if let Some(pool) = &config.pool {
             let (name, namespace) = (pool.name.clone().unwrap_or_default(), pool.namespace.clone().unwrap_or_default());
             info!(name, namespace, "serving this pool");
@@ -176,11 +188,12 @@ impl App {
             ext_proc_socket: None,
             health_address: None,
             secrets: Secrets::default(),
+            audit,
             place: None,
             readiness: Readiness::default(),
             health: Health::default(),
             own_health: Health::default(),
-            reloader: Arc::new(Reloader::new(config, metrics.clone())),
+            reloader: Arc::new(Reloader::new(config, router.clone(), metrics.clone())),
             closing: CancellationToken::new(),
             leave: stop.child_token(),
             stop,
@@ -271,11 +284,12 @@ impl App {
     }
 
     /// Lets the ways in beside ext_proc follow the configuration.
-    fn reload_ways_in(&self, way_in: WayIn, api: Arc<ArcSwap<Intake>>) {
+    fn reload_ways_in(&self, router: Arc<Router>, way_in: WayIn, api: Arc<ArcSwap<Intake>>) {
         self.reloader.part("models", move |next| {
-            let (way_in, api, intake) = (way_in.clone(), api.clone(), next.intake.clone());
+            let (way_in, api, intake, router) = (way_in.clone(), api.clone(), next.intake.clone(), router.clone());
             let body_limit = next.config.limits.body.bytes();
             Ok(Box::new(move || {
+                router.parity().configure(intake.standings());
                 way_in.limit(body_limit);
                 way_in.intake.store(Some(intake.clone()));
                 api.store(intake);
@@ -291,7 +305,7 @@ impl App {
         entrance: Arc<Entrance>,
         metrics: &Arc<Metrics>,
     ) -> Swap<ExternalProcessorServer<Service>> {
-        let kept = Kept::new(metrics.clone());
+        let kept = Kept::new(metrics.clone(), self.audit.clone());
         let make = move |config: &Config, intake| gateway::service(config, intake, entrance.clone(), &kept);
         let live = Swap::new(make(config, intake));
         let place = live.clone();
@@ -349,9 +363,18 @@ impl App {
     }
 
     /// Starts what feeds the fleet.
-    fn feed(&mut self, config: &Config, entrance: &Arc<Entrance>, feed: Arc<Feed>, metrics: Arc<Metrics>) {
+    fn feed(
+        &mut self,
+        config: &Config,
+        entrance: &Arc<Entrance>,
+        feed: Arc<Feed>,
+        metrics: Arc<Metrics>,
+    ) -> anyhow::Result<()> {
         let (desired, sets) = mpsc::unbounded_channel();
-        let keeper = Keeper::new(config, entrance.clone(), feed, metrics.clone(), self.readiness.clone());
+        let (said, heard) = watch::channel(learn::Said::default());
+        let parts = keeper::Parts { entrance: entrance.clone(), feed, metrics: metrics.clone(), said: heard };
+        let keeper = Keeper::new(config, parts, self.readiness.clone());
+        self.learn(config, entrance, &metrics, said)?;
         self.background.spawn(keeper.run(sets, self.stop.clone()));
         let (wants, wanted) = watch::channel(Wanted::from(config));
         self.reloader.part("workers", move |next| {
@@ -374,6 +397,37 @@ impl App {
             let follow = || workers::follow(wanted.clone(), desired.clone(), metrics.clone());
             supervise("workers", &metrics, stop, follow).await;
         });
+        Ok(())
+    }
+
+    /// Asks engines for what they know best.
+    fn learn(
+        &mut self,
+        config: &Config,
+        entrance: &Arc<Entrance>,
+        metrics: &Arc<Metrics>,
+        said: watch::Sender<learn::Said>,
+    ) -> anyhow::Result<()> {
+        if !config.learn.enabled {
+            return Ok(());
+        }
+        let learner = Arc::new(learn::Learner {
+            router: entrance.router().clone(),
+            client: EngineClient::new(&config.engines)?,
+            engines: config.engines.clone(),
+            settings: config.learn.clone(),
+            metrics: metrics.clone(),
+            said,
+        });
+        let (metrics, stop) = (metrics.clone(), self.stop.clone());
+        self.background.spawn(async move {
+            supervise("settings of engines", &metrics, stop, || {
+                let learner = learner.clone();
+                async move { learner.run().await }
+            })
+            .await;
+        });
+        Ok(())
     }
 
     /// Starts what has to happen from time to time.
@@ -390,9 +444,9 @@ impl App {
             })
             .await;
         });
-        let (entrance, stop) = (entrance.clone(), self.stop.clone());
+        let (entrance, audit, stop) = (entrance.clone(), self.audit.clone(), self.stop.clone());
         self.background.spawn(async move {
-            supervise("sweep", &metrics_of_sweep, stop, || sweep(entrance.clone())).await;
+            supervise("sweep", &metrics_of_sweep, stop, || sweep(entrance.clone(), audit.clone())).await;
         });
     }
 
@@ -429,12 +483,13 @@ fn most_bytes(config: &Config) -> usize {
 }
 
 /// Lets what has grown old expire, for ever.
-async fn sweep(entrance: Arc<Entrance>) -> anyhow::Result<()> {
+async fn sweep(entrance: Arc<Entrance>, audit: Arc<Audit>) -> anyhow::Result<()> {
     let mut tick = tokio::time::interval(SWEEP);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         tick.tick().await;
         entrance.router().predictions().expire();
+        audit.look(std::time::Instant::now());
         if let Some(sessions) = entrance.sessions() {
             sessions.expire();
         }

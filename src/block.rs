@@ -2,10 +2,12 @@
 
 pub mod hash;
 pub mod multimodal;
+pub mod placeholders;
 pub mod salt;
 pub mod tracking;
 
 pub use hash::{BlockHashes, Content, EngineHash, LocalHash, SequenceHash, Windows};
 pub use multimodal::{ObjectHash, PromptObject};
+pub use placeholders::MediaTokens;
 pub use salt::Salt;
 pub use tracking::TrackingHash;

@@ -35,8 +35,13 @@ impl Cli {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Says what running processes foresaw and what came of it: hit rate, tokens saved, and why the others were missed
+    Audit(AuditArgs),
     /// Checks a configuration: prints it with every default filled in, or each mistake with its line
     Check(ConfigArgs),
+    /// Looks at a deployment from outside: engines, their events, Envoy, this machine. Each finding with its mend; the exit
+    /// code is 0 where all is well, 1 for warnings, 2 for errors
+    Doctor(DoctorArgs),
     /// Says why a request would go where it would go: per worker rank what is cached, what it is busy with, every term of
     /// its cost, or why it is excluded
     Explain(ExplainArgs),
@@ -50,6 +55,48 @@ pub struct ConfigArgs {
     /// The configuration file
     #[arg(long, short, value_name = "FILE")]
     pub config: PathBuf,
+}
+
+/// Whose figures.
+#[derive(Debug, Args)]
+pub struct AuditArgs {
+    /// The admin pages of the running process
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:9901")]
+    pub admin: String,
+    /// The file with the token that the admin pages ask for
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    /// What a million prompt tokens cost, to say what the saved ones are worth
+    #[arg(long, value_name = "PRICE", value_parser = price)]
+    pub price: Option<f64>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Which deployment to look at, and how.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// The configuration file
+    #[arg(long, short, value_name = "FILE")]
+    pub config: PathBuf,
+    /// Envoy's admin page; by default `envoy.admin` of the configuration
+    #[arg(long, value_name = "URL", value_parser = page)]
+    pub envoy_admin: Option<String>,
+    /// Send the engines no completion. By default each rank gets two of some hundred tokens, to see whether its events come
+    #[arg(long)]
+    pub no_canary: bool,
+    /// How long answers, events and publishers are waited for
+    #[arg(long, value_name = "TIME", default_value = "5s")]
+    pub patience: humantime::Duration,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn price(text: &str) -> Result<f64, String> {
+    let price: f64 = text.parse().map_err(|_| format!("`{text}` is not a number"))?;
+    if price.is_finite() && price >= 0.0 { Ok(price) } else { Err("a price is at least 0".to_owned()) }
 }
 
 /// What to explain, and who is asked.
@@ -76,6 +123,11 @@ pub struct ExplainArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+}
+
+fn page(url: &str) -> Result<String, String> {
+    let page = url.starts_with("http://") || url.starts_with("https://");
+    page.then(|| url.to_owned()).ok_or_else(|| "write for example http://127.0.0.1:9900".to_owned())
 }
 
 fn header(text: &str) -> Result<(String, String), String> {
@@ -112,6 +164,20 @@ mod tests {
         let cli = Cli::try_parse_from(["warmroute", "check", "--config", "w.yaml"]).unwrap();
         let Command::Check(args) = cli.command else { panic!("another command") };
         assert_eq!(args.config, PathBuf::from("w.yaml"));
+    }
+
+    #[test]
+    fn a_doctor_needs_a_configuration_and_pages_have_addresses() {
+        let doctor = |more: &[&str]| Cli::try_parse_from(["warmroute", "doctor"].iter().chain(more));
+        let Command::Doctor(args) = doctor(&["--config", "w.yaml"]).unwrap().command else { panic!("another command") };
+        let patience: std::time::Duration = args.patience.into();
+        assert_eq!((args.envoy_admin, args.no_canary, args.json), (None, false, false));
+        assert_eq!(patience, std::time::Duration::from_secs(5));
+        for refused in
+            [&[][..], &["--config", "w", "--envoy-admin", "localhost:9900"], &["--config", "w", "--patience", "x"]]
+        {
+            assert!(doctor(refused).is_err(), "{refused:?}");
+        }
     }
 
     fn explain(more: &[&str]) -> Result<ExplainArgs, clap::Error> {

@@ -1,7 +1,10 @@
 //! The commands.
 
+pub mod audit;
 pub mod check;
+pub mod doctor;
 pub mod explain;
+mod pages;
 pub mod serve;
 
 use std::io::{self, Write};
@@ -19,7 +22,9 @@ pub const MISCONFIGURED: u8 = 2;
 pub fn main(cli: Cli) -> ExitCode {
     let mut err = io::stderr();
     let ended = match cli.command {
+        Command::Audit(args) => audit::run(&args, &mut io::stdout()),
         Command::Check(args) => check::run(&args.config, &mut io::stdout(), &mut err),
+        Command::Doctor(args) => doctor::run(&args, &mut io::stdout(), &mut err),
         Command::Explain(args) => explain::run(&args, &mut io::stdout(), &mut err),
         Command::Serve(args) => serve::run(&args, &mut err),
     };

@@ -5,6 +5,8 @@
 mod check;
 mod flags;
 mod health;
+mod index_trust;
+mod learn;
 mod log;
 mod model;
 mod overload;
@@ -24,6 +26,7 @@ use crate::api::ApiConfig;
 use crate::disagg::Disaggregation;
 use crate::discovery::config::{DiscoveryConfig, WorkerConfig};
 use crate::discovery::{self, ServedModel};
+use crate::engine_client::config::EnginesConfig;
 use crate::ext_proc::config::{FailureConfig, GatewayConfig, LimitsConfig, ListenConfig, Observe, ResponseConfig};
 use crate::intake::config::ClientsConfig;
 use crate::intake::rewrite::RewritesConfig;
@@ -31,6 +34,7 @@ use crate::lifecycle::config::{DrainConfig, ReadinessConfig, ReloadConfig};
 use crate::openai::paths::PathsConfig;
 use crate::router::{RouterSettings, Tracking};
 use crate::schedule::Weights;
+use crate::self_test::config::SelfTestConfig;
 use crate::settings::{ConfigError, Document, Problem};
 use crate::shared_cache::SharedCacheConfig;
 use crate::worker::Worker;
@@ -38,6 +42,8 @@ use crate::xds::config::EnvoyConfig;
 
 pub use flags::Flags;
 pub use health::HealthConfig;
+pub use index_trust::{IndexTrustConfig, SilenceConfig};
+pub use learn::LearnConfig;
 pub use log::{LogConfig, LogFormat, LogLevel};
 pub use model::{FirstToken, ModelConfig};
 pub use overload::OverloadConfig;
@@ -86,6 +92,9 @@ pub struct Config {
     /// When a worker whose answers are errors is left alone.
     #[serde(default)]
     pub health: HealthConfig,
+    /// What is made of event sources that may be out of date.
+    #[serde(default)]
+    pub index_trust: IndexTrustConfig,
     /// Who waits, and in which order.
     #[serde(default)]
     pub queue: QueueConfig,
@@ -101,6 +110,15 @@ pub struct Config {
     /// A cache that all workers share, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shared_cache: Option<SharedCacheConfig>,
+    /// Asking engines for what they know best.
+    #[serde(default)]
+    pub learn: LearnConfig,
+    /// How engines are asked over HTTP.
+    #[serde(default)]
+    pub engines: EnginesConfig,
+    /// Whether and how our tokens are compared with the engines'.
+    #[serde(default)]
+    pub self_test: SelfTestConfig,
     /// Which path is which API.
     #[serde(default)]
     pub paths: PathsConfig,
@@ -195,7 +213,7 @@ impl Config {
 
     /// What discovery needs to know of the models.
     pub fn served_models(&self) -> Vec<ServedModel> {
-        self.models.iter().map(|model| ServedModel { name: model.name.clone(), block_size: model.block_size }).collect()
+        self.models.iter().map(|model| ServedModel { name: model.name.clone(), block_size: model.blocks() }).collect()
     }
 
     /// How the router decides.
@@ -207,6 +225,7 @@ impl Config {
             overload: self.overload.thresholds(),
             when_all_overloaded: self.overload.when_all,
             health: self.health.rules(),
+            trust: self.index_trust.rules(),
             fallbacks: self.gateway.fallbacks as usize,
             scores: self.gateway.scores,
         }
@@ -235,6 +254,7 @@ impl Config {
         }
         self.listen.resolve(folder);
         self.admin.resolve(folder);
+        self.engines.resolve(folder);
         if let Some(tls) = self.api.as_mut().and_then(|api| api.tls.as_mut()) {
             tls.resolve(folder);
         }

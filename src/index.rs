@@ -105,6 +105,21 @@ impl PrefixIndex {
         into.settle(&seats);
     }
 
+    /// Leading blocks of a prompt that a slot holds in whatever tier, also where they are of no use alone.
+    pub fn leading(&self, hashes: &BlockHashes, slot: Slot, scratch: &mut Overlaps) -> usize {
+        scratch.clear();
+        let Some(&first) = hashes.locals().first() else { return 0 };
+        let trie = self.shards[shard_of(first)].read();
+        trie.walk(hashes.locals(), scratch);
+        scratch.settle(&self.seats.read());
+        scratch.get(slot).total() as usize
+    }
+
+    /// Events of a slot so far that stored something new; `None` where nobody writes for it.
+    pub fn stores(&self, slot: Slot) -> Option<u64> {
+        self.seats.read().stores(slot)
+    }
+
     /// Counts what is held.
     pub fn stats(&self) -> IndexStats {
         let mut stats = IndexStats { slots: self.seats.read().stats(), ..IndexStats::default() };

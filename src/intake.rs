@@ -7,6 +7,8 @@ mod beginning;
 pub mod config;
 mod direct;
 mod encoded;
+pub mod engine_tokens;
+mod media;
 mod models;
 pub mod rewrite;
 mod sessions;
@@ -23,6 +25,7 @@ use tokio::sync::Semaphore;
 use tracing::{debug, warn};
 
 use encoded::{Encoded, estimate};
+use engine_tokens::{Said, TokenSources};
 pub use models::{Model, Models, Named};
 pub use rewrite::Rewrites;
 pub use sessions::SessionSigns;
@@ -33,8 +36,10 @@ use crate::block::tracking::Scope;
 use crate::block::{BlockHashes, Content, Salt, SequenceHash, TrackingHash};
 use crate::entrance::SessionWord;
 use crate::openai::{self, Api, Extension, Hidden, Opaque, Paths, Shape};
+use crate::parity::Standing;
 use crate::prompt::{EncodeError, Encoder, Tokens};
 use crate::router::{Prompt, Reason, RouteRequest};
+use crate::worker::ModelName;
 use config::ClientsConfig;
 
 /// How much of a body there is.
@@ -119,6 +124,8 @@ pub struct Parts {
     pub sessions: Option<SessionSigns>,
     /// A cache that all workers share.
     pub shared: Option<Shared>,
+    /// Where tokens come from, by model; of others they are ours.
+    pub tokens: TokenSources,
 }
 
 /// The way in.
@@ -136,6 +143,10 @@ struct Told {
     tenant: Option<String>,
     /// Whether the session's id has to be looked for in the body.
     session_in_body: bool,
+    /// What engines said of the prompt.
+    engine: Said,
+    /// How long they were waited for.
+    waited: Duration,
 }
 
 /// The bytes of a body, and where they are only its beginning, how long it is said to be.
@@ -153,6 +164,11 @@ impl Intake {
         Arc::new(Self { parts, encoders, queued: AtomicUsize::new(0) })
     }
 
+    /// How far the tokens of each model are believed.
+    pub fn standings(&self) -> impl Iterator<Item = (ModelName, Arc<Standing>)> + '_ {
+        self.parts.tokens.iter().map(|(model, source)| (model.clone(), source.standing.clone()))
+    }
+
     /// The API of a request.
     pub fn api(&self, path: &str, headers: Headers<'_>) -> Option<Api> {
         self.parts.paths.of(path, headers)
@@ -167,7 +183,11 @@ impl Intake {
     pub async fn take(self: &Arc<Self>, path: &str, headers: Headers<'_>, body: &Body) -> Taken {
         let api = self.api(path, headers);
         let encoded = match api {
-            Some(api) => self.encode(api, self.told(headers), body).await,
+            Some(api) => {
+                let mut told = self.told(headers);
+                self.ask_engines(api, &mut told, body).await;
+                self.encode(api, told, body).await
+            }
             None => Encoded::unread(0, Reason::NotInference),
         };
         let mut taken = Taken { api, ..self.taken(encoded, headers) };
@@ -204,6 +224,7 @@ impl Intake {
         }
         request.constraints.adapter = encoded.adapter;
         request.tracked = encoded.tracked;
+        request.foretold = encoded.foretold;
         let session = self.parts.sessions.as_ref().and_then(|signs| signs.read(headers, encoded.session));
         let Encoded { asked_model, tokens, times, unreadable, .. } = encoded;
         Taken { request, api: None, asked_model, unreadable, session, query, tokens, times }
@@ -214,7 +235,8 @@ impl Intake {
         let tenant = tenant.map(|value| value.trim().to_owned()).filter(|tenant| !tenant.is_empty());
         let signs = self.parts.sessions.as_ref();
         let boundary = headers("content-type").and_then(|value| openai::boundary(&value));
-        Told { boundary, tenant, session_in_body: signs.is_some_and(|signs| signs.leave_it_to_the_body(headers)) }
+        let session_in_body = signs.is_some_and(|signs| signs.leave_it_to_the_body(headers));
+        Told { boundary, tenant, session_in_body, engine: Said::NotAsked, waited: Duration::ZERO }
     }
 
     async fn encode(self: &Arc<Self>, api: Api, told: Told, body: &Body) -> Encoded {
@@ -232,8 +254,8 @@ impl Intake {
             return self.encode_now(api, &told, &shown);
         }
         let body = shown.bytes.clone();
-        let because = match tokio::time::timeout(self.parts.limits.deadline, self.encode_queued(api, told, shown)).await
-        {
+        let deadline = engine_tokens::left(self.parts.limits.deadline, &told);
+        let because = match tokio::time::timeout(deadline, self.encode_queued(api, told, shown)).await {
             Ok(Some(encoded)) => return encoded,
             Ok(None) => Reason::TokenizerBusy,
             Err(_) => Reason::Deadline,
@@ -271,10 +293,11 @@ impl Intake {
             None => self.read(api, told, bytes),
             Some(length) => self.read_beginning(api, told, bytes, *length),
         }));
-        result.unwrap_or_else(|_| {
+        let encoded = result.unwrap_or_else(|_| {
             warn!("the tokenizer panicked; routing by load");
             Encoded::without(api, bytes.len(), Reason::EncodeFailed)
-        })
+        });
+        self.judged(told, encoded)
     }
 
     fn session_in(&self, told: &Told, body: &[u8]) -> Option<String> {
@@ -315,6 +338,14 @@ impl Intake {
         let salt_in_extension = encoded.extension.as_ref().and_then(|extension| extension.cache_salt.clone());
         let cache = told.tenant.clone().or(salt_in_extension).or(request.cache_salt.take());
         let salt = Salt { lora: named.adapter.clone(), cache };
+        if self.take_engine_tokens((&named, &salt), told, &request, &mut encoded) {
+            return encoded;
+        }
+        let brings_tokens = encoded.extension.as_ref().is_some_and(|extension| extension.token_data.is_some());
+        if matches!(&request.prompt, openai::Prompt::Chat(chat) if chat.has_media()) && !brings_tokens {
+            self.read_illustrated((&named, &salt), &request, &mut encoded, &mut clock);
+            return encoded;
+        }
         match self.tokens((&named, &salt), &request, &mut encoded, &mut clock) {
             Ok(prompts) => {
                 let hashes: Vec<_> = prompts.iter().map(|tokens| named.resumed_hashes(tokens, &salt)).collect();
@@ -340,11 +371,24 @@ impl Intake {
         if self.parts.tracking == TrackingHash::Public {
             return None;
         }
+        let names = prompts.iter().zip(hashes).map(|(tokens, hashes)| {
+            self.tracked_content(named, &named.content(tokens, salt), hashes).unwrap_or_default().pop()
+        });
+        names.collect()
+    }
+
+    /// The same of one prompt.
+    fn tracked_content(
+        &self,
+        named: &Named,
+        content: &Content<'_>,
+        hashes: &BlockHashes,
+    ) -> Option<Vec<Arc<[SequenceHash]>>> {
+        if self.parts.tracking == TrackingHash::Public {
+            return None;
+        }
         let scope = Scope { model: named.model.name.as_str(), routing_group: "" };
-        let names = |(tokens, hashes): (&Vec<u32>, &BlockHashes)| {
-            self.parts.tracking.sequences(&named.content(tokens, salt), hashes, scope)
-        };
-        Some(prompts.iter().zip(hashes).map(names).collect())
+        Some(vec![self.parts.tracking.sequences(content, hashes, scope)])
     }
 
     fn tokens(
@@ -368,6 +412,7 @@ impl Intake {
         encoded.times.push(("render", clock.lap()));
         let prompts = encoder.tokenize_resuming(&rendered, salt.cache.as_deref()).map_err(reason)?;
         encoded.times.push(("tokenize", clock.lap()));
+        encoded.ours = !matches!(request.prompt, openai::Prompt::Tokens(_));
         Ok(prompts)
     }
 }

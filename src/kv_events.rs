@@ -4,21 +4,28 @@
 
 pub mod convert;
 mod dealer;
+mod doubts;
 mod feed;
 mod groups;
+pub mod listen;
 pub mod media;
+mod reblock;
 mod replay;
 mod salts;
 pub mod sequencer;
 mod subscriber;
 pub mod wire;
+mod witness;
 
 use crate::index::{KvEvent, Outcome};
+use crate::trust::Resync;
 use crate::worker::{BlockSize, EventSource, WorkerRank};
 
 pub use convert::{Converted, Filtered, Normalizer};
+pub use doubts::Held;
 pub use media::MediaTokens;
 pub use subscriber::run;
+pub use witness::Witness;
 
 /// Where the events of one worker rank go.
 pub struct RankSink {
@@ -26,6 +33,10 @@ pub struct RankSink {
     pub apply: Box<dyn FnMut(&KvEvent) -> Outcome + Send>,
     /// Told when events were lost for good, so that what the index holds of this rank may be out of date.
     pub doubt: Box<dyn FnMut() + Send>,
+    /// What is held, and what of it is doubted.
+    pub held: Box<dyn FnMut() -> Held + Send>,
+    /// Told that what is doubted is gone.
+    pub forget_doubted: Box<dyn FnMut() + Send>,
 }
 
 /// One event source to listen to.
@@ -39,6 +50,8 @@ pub struct SourceSpec {
     pub block_size: BlockSize,
     /// Placeholder tokens of its model.
     pub media: MediaTokens,
+    /// What becomes of its blocks when batches are lost for good.
+    pub resync: Resync,
 }
 
 /// How far a source is.

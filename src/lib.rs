@@ -11,6 +11,7 @@
 // Layer 1: vocabulary.
 pub mod block;
 pub mod tier;
+pub mod trust;
 pub mod worker;
 
 // Layer 2: core. No I/O, no tokio; clock and randomness are passed in.
@@ -18,13 +19,16 @@ pub mod disagg;
 pub mod fleet;
 pub mod health;
 pub mod index;
+pub mod learned;
 pub mod load;
+pub mod parity;
 pub mod predict;
 pub mod schedule;
 pub mod sessions;
 
 // Layer 3: application.
 pub mod admission;
+pub mod audit;
 pub mod entrance;
 pub mod router;
 
@@ -32,12 +36,14 @@ pub mod router;
 pub mod admin;
 pub mod api;
 pub mod discovery;
+pub mod engine_client;
 pub mod engine_sessions;
 pub mod ext_proc;
 pub mod intake;
 pub mod kv_events;
 pub mod openai;
 pub mod prompt;
+pub mod self_test;
 pub mod shared_cache;
 pub mod xds;
 

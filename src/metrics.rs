@@ -74,6 +74,47 @@ pub struct ClassOutcomeLabels {
     pub outcome: &'static str,
 }
 
+/// Model, and what became of some of its answers.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ModelOutcomeLabels {
+    /// Model name.
+    pub model: String,
+    /// What became of them.
+    pub outcome: &'static str,
+}
+
+impl ModelOutcomeLabels {
+    /// The labels of a model.
+    pub fn new(model: &ModelName, outcome: &'static str) -> Self {
+        Self { model: model.as_str().to_owned(), outcome }
+    }
+}
+
+/// Model, and which of its tokens.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ModelTokensLabels {
+    /// Model name.
+    pub model: String,
+    /// Which tokens.
+    pub kind: &'static str,
+}
+
+/// Model, and why.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct CauseLabels {
+    /// Model name.
+    pub model: String,
+    /// Why.
+    pub cause: &'static str,
+}
+
+impl CauseLabels {
+    /// The labels of a model.
+    pub fn new(model: &str, cause: &'static str) -> Self {
+        Self { model: model.to_owned(), cause }
+    }
+}
+
 /// Model and role of workers.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ModelRoleLabels {
@@ -139,6 +180,31 @@ impl RankTierLabels {
     pub fn new(rank: WorkerRank, tier: Tier) -> Self {
         Self { worker_id: rank.worker.0, dp_rank: rank.rank.0, tier: tier.as_str() }
     }
+}
+
+/// A worker rank and how far its event source can be believed.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RankTrustLabels {
+    /// Instance id.
+    pub worker_id: u64,
+    /// Data-parallel rank.
+    pub dp_rank: u32,
+    /// `exact`, `catching_up`, `stale`, `absent`.
+    pub trust: &'static str,
+}
+
+impl RankTrustLabels {
+    /// The labels of one state of a worker rank's source.
+    pub fn new(rank: WorkerRank, trust: &'static str) -> Self {
+        Self { worker_id: rank.worker.0, dp_rank: rank.rank.0, trust }
+    }
+}
+
+/// One label: a setting by its name in the configuration.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct SettingLabel {
+    /// Its name.
+    pub setting: &'static str,
 }
 
 /// A call to an engine about one of its sessions.
@@ -238,6 +304,16 @@ metrics! {
     predicted_cached_tokens: Family<ModelLabel, Counter> = Family::default();
     /// Cached prompt tokens as the engine reported them, summed over the answers that said so
     delivered_cached_tokens: Family<ModelLabel, Counter> = Family::default();
+    /// Answers held against what was foreseen, by outcome: equal, less (found cached than foreseen), more, other_prompt (as much, of a prompt of another length), unforeseen (routed by load), no_usage, no_details (the usage does not say what was cached)
+    audit_answers: Family<ModelOutcomeLabels, Counter> = Family::default();
+    /// Tokens of the answers that said what they found cached, by kind: prompt, available (on the best candidate), captured (on the chosen one), by_chance (on one by chance), delivered (by the engine)
+    audit_tokens: Family<ModelTokensLabels, Counter> = Family::default();
+    /// Prompt tokens that were not found cached, by cause: block_alignment, workload (nobody had them), load_spill (another worker was chosen for its load), evicted (meanwhile), stale_index, parity (the engine's tokens are others), served_elsewhere, guess (the cache was guessed), unforeseen (routed by load)
+    audit_missed_tokens: Family<CauseLabels, Counter> = Family::default();
+    /// Answers that found more or less cached than was foreseen, by cause; as the missed tokens', and stored_meanwhile
+    audit_errors: Family<CauseLabels, Counter> = Family::default();
+    /// By how many blocks more (or less) was found cached than was foreseen
+    audit_error_blocks: Histograms<ModelLabel> = histograms(blocks_of_error);
     /// Requests whose chosen worker rank was not the one with most cached blocks
     non_max_overlap_choices: Family<ModelLabel, Counter> = Family::default();
     /// Routed requests by which workers do which phase
@@ -286,6 +362,18 @@ metrics! {
     engine_sessions: Gauge = Gauge::default();
     /// Calls that open and close sessions on engines, by call and outcome: ok, timeout, unreachable, connection, status, overflow (too many waited)
     engine_session_calls: Family<EngineSessionLabels, Counter> = Family::default();
+    /// Requests whose tokens engines were asked for, by model and outcome: ok, refused, nobody (all rest or none is there), busy, unreachable, timeout, not_offered, status, unreadable, too_large
+    engine_tokens: Family<ModelOutcomeLabels, Counter> = Family::default();
+    /// Workers by model and what the last comparison of their tokens with ours said: untested, agrees, differs, cannot_test
+    parity_workers: Family<ModelOutcomeLabels, Gauge> = Family::default();
+    /// 1 while our tokens of a model are known to differ from its engines', and are not used
+    parity_mistrusted: Family<ModelLabel, Gauge> = Family::default();
+    /// Comparisons of a worker's tokens with ours, by model and outcome: agrees, differs, cannot_test
+    parity_tests: Family<ModelOutcomeLabels, Counter> = Family::default();
+    /// Times that tokens were found to differ, by canaries or by events
+    parity_mismatches: Family<ModelLabel, Counter> = Family::default();
+    /// Real requests whose blocks were looked for in their engine's events, by model and outcome: confirmed, unconfirmed, unknown (no news to judge by)
+    parity_sightings: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Error of the estimated prefill times, relative to the times, by model and role
     prefill_time_error: Family<ModelRoleLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
     /// Shared cache look-ups that failed, by reason
@@ -318,8 +406,22 @@ metrics! {
     kv_event_gaps: Family<OutcomeLabel, Counter> = Family::default();
     /// Engine restarts noticed by batch numbers that went back
     kv_event_restarts: Counter = Counter::default();
-    /// 1 while the event source of a worker rank is caught up
-    kv_event_source_live: Family<RankLabels, Gauge> = Family::default();
+    /// How far the event source of a worker rank can be believed: 1 for what holds of exact, catching_up, stale and absent, 0 for the others
+    kv_event_source_trust: Family<RankTrustLabels, Gauge> = Family::default();
+    /// How much later than the engine wrote it the last batch of a worker rank came, in seconds; less than 0 where the engine's clock is ahead of ours
+    kv_event_source_lag_seconds: Family<RankLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
+    /// How long ago the last batch of a worker rank came, in seconds
+    kv_event_source_last_event_age_seconds: Family<RankLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
+    /// Gaps in the batch numbers of a worker rank since it was attached first, closed or not
+    kv_event_source_gaps: Family<RankLabels, Gauge> = Family::default();
+    /// Batches of a worker rank that are lost for good
+    kv_event_source_lost_batches: Family<RankLabels, Gauge> = Family::default();
+    /// Blocks of a worker rank that may be gone, because events were lost
+    kv_event_source_doubted_blocks: Family<RankLabels, Gauge> = Family::default();
+    /// Workers whose engine says something else of itself than is configured, by setting
+    setting_mismatches: Family<SettingLabel, Gauge> = Family::default();
+    /// Questions to engines for their settings, by outcome: ok, not_offered, unreachable, timeout, status, unreadable, too_large, busy
+    engine_settings_asked: Family<OutcomeLabel, Counter> = Family::default();
     /// Connections that are open now, by listener
     connections: Family<ListenerLabel, Gauge> = Family::default();
     /// Connections that were closed at once because there were too many, by listener
@@ -372,6 +474,10 @@ fn register(registry: &mut Registry, name: &str, help: &str, metric: impl Metric
 
 fn histograms<L: Clone + std::hash::Hash + Eq>(make: fn() -> Histogram) -> Histograms<L> {
     Family::new_with_constructor(make)
+}
+
+fn blocks_of_error() -> Histogram {
+    Histogram::new([-256.0, -64.0, -16.0, -4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0, 16.0, 64.0, 256.0])
 }
 
 fn microseconds() -> Histogram {

@@ -13,6 +13,7 @@ mod extension;
 mod field;
 mod form;
 mod generate;
+mod part;
 pub mod paths;
 mod pooling;
 mod responses;
@@ -31,10 +32,11 @@ use serde_json::value::RawValue;
 use thiserror::Error;
 
 pub use api::{Api, Shape};
-pub use chat::{Chat, Content, Message, Part};
+pub use chat::{Chat, Content, Message};
 pub use extension::{AgentHints, Extension, QUERY, RoutingConstraints};
 pub use field::text_of;
 pub use form::boundary;
+pub use part::{Meaning, Media, Modality, More, Part, Source, Typed};
 pub use paths::Paths;
 
 /// Most values of a conversation, with its tools, that are looked at: many times what honest clients send.
@@ -139,15 +141,18 @@ pub struct Tokenization {
     pub add_special_tokens: Option<bool>,
     /// Most prompt tokens to keep; -1 means as many as the model takes.
     pub truncate_prompt_tokens: Option<i64>,
-    /// Side that truncation cuts off.
+    /// Side that truncation cuts off, special tokens or not; unset means the tokenizer's, which spares those.
     pub truncation_side: Option<Side>,
+    /// Side that the engine's tokenizer cuts off.
+    pub tokenizer_side: Side,
 }
 
 /// A side of a prompt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Side {
     /// The beginning.
+    #[default]
     Left,
     /// The end.
     Right,

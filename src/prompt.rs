@@ -4,12 +4,19 @@
 
 mod continuation;
 mod conversation;
+mod decode;
 mod detect;
+mod engine;
 mod files;
+mod illustrate;
+pub mod media;
 mod methods;
 mod number;
 mod python;
+mod rebuild;
 mod resume;
+mod sglang;
+mod stage;
 mod support;
 mod syntax;
 mod template;
@@ -27,8 +34,11 @@ use tokenizers::{Encoding, Tokenizer};
 
 use crate::openai::{Prompt, Request, Side, Tokenization};
 
+pub use engine::{Engine, Traits, Transformers};
 use files::Loaded;
 pub use files::{Fingerprint, LoadError};
+use media::Rules;
+pub use media::{Illustrated, MediaConfig};
 use resume::Resumer;
 pub use resume::{PromptCache, Tokens};
 use template::Templates;
@@ -158,6 +168,8 @@ pub struct Encoder {
     templates: Option<Templates>,
     special_tokens_doubt: Option<String>,
     resumer: Option<Resumer>,
+    engine: Engine,
+    rules: Rules,
 }
 
 impl std::fmt::Debug for Encoder {
@@ -177,9 +189,27 @@ impl Encoder {
         config: &Config,
         now: impl Fn() -> jiff::Zoned + Send + Sync + 'static,
     ) -> Result<Self, LoadError> {
-        let Loaded { tokenizer, templates, special_tokens, special_tokens_doubt } = files::load(config)?;
+        Self::load_whole(config, &Traits::default(), now)
+    }
+
+    /// As [`Encoder::load`], for a model that is not the plainest.
+    pub fn load_as(config: &Config, traits: &Traits) -> Result<Self, LoadError> {
+        Self::load_whole(config, traits, jiff::Zoned::now)
+    }
+
+    fn load_whole(
+        config: &Config,
+        traits: &Traits,
+        now: impl Fn() -> jiff::Zoned + Send + Sync + 'static,
+    ) -> Result<Self, LoadError> {
+        let Loaded { tokenizer, templates, special_tokens, special_tokens_doubt } = files::load(config, traits)?;
         let templates = templates.map(|sources| Templates::compile(sources, special_tokens, now)).transpose()?;
-        Ok(Self { tokenizer, templates, special_tokens_doubt, resumer: None })
+        let templates = templates.map(|templates| templates.of_engine(traits.engine));
+        let id_of = |token: &str| tokenizer.token_to_id(token);
+        let rules = traits.media.as_ref().map(|media| Rules::new(media, &traits.name, id_of)).transpose();
+        let rules = rules.map_err(|problem| LoadError::Content { path: config.tokenizer.clone(), problem })?;
+        let (engine, rules) = (traits.engine, rules.unwrap_or_default());
+        Ok(Self { tokenizer, templates, special_tokens_doubt, engine, rules, resumer: None })
     }
 
     /// The same, which takes over from this cache what prompts have in common; or why its tokenizer cannot.
@@ -198,7 +228,11 @@ impl Encoder {
 
     /// The texts that the engine will tokenise.
     pub fn render<'r>(&self, request: &'r Request) -> Result<Rendered<'r>, EncodeError> {
-        let tokenization = request.tokenization;
+        // SGLang has none of these options.
+        let tokenization = match self.engine {
+            Engine::Vllm => request.tokenization,
+            Engine::Sglang => Tokenization::default(),
+        };
         let rendered = |prompts, by_default, exact| Rendered {
             prompts,
             tokenization,
@@ -226,11 +260,13 @@ impl Encoder {
     /// [`Encoder::tokenize`] gives. Prompts with different names `apart` (the salt of the engine's cache) take over nothing
     /// from one another, so that nobody learns from the time what others sent.
     pub fn tokenize_resuming(&self, rendered: &Rendered<'_>, apart: Option<&str>) -> Result<Vec<Tokens>, EncodeError> {
-        let (Some(resumer), Source::Texts(texts)) = (&self.resumer, &rendered.prompts) else {
+        let tokenization = rendered.tokenization;
+        let named_side = tokenization.truncate_prompt_tokens.and(tokenization.truncation_side);
+        let (Some(resumer), Source::Texts(texts), None) = (&self.resumer, &rendered.prompts, named_side) else {
             return Ok(self.tokenize(rendered)?.into_iter().map(Tokens::from).collect());
         };
-        let keep = kept_tokens(rendered.tokenization)?;
-        let side = rendered.tokenization.truncation_side.unwrap_or(Side::Left);
+        let keep = kept_tokens(tokenization)?;
+        let side = tokenization.tokenizer_side;
         let special = rendered.add_special_tokens;
         self.refuse_doubt(special)?;
         let tokens = |text: &Cow<'_, str>| match resumer.tokens(&self.tokenizer, text, apart) {
@@ -252,13 +288,23 @@ impl Encoder {
     /// The tokens of rendered prompts.
     pub fn tokenize(&self, rendered: &Rendered<'_>) -> Result<Vec<Vec<u32>>, EncodeError> {
         let keep = kept_tokens(rendered.tokenization)?;
-        let side = rendered.tokenization.truncation_side.unwrap_or(Side::Left);
+        let tokenizer_side = rendered.tokenization.tokenizer_side;
+        let named_side = rendered.tokenization.truncation_side;
+        let side = named_side.unwrap_or(tokenizer_side);
         match &rendered.prompts {
             Source::Tokens(lists) => Ok(lists.iter().map(|tokens| truncated(tokens, keep, side).to_vec()).collect()),
             Source::Texts(texts) => {
                 let special = rendered.add_special_tokens;
                 self.refuse_doubt(special)?;
-                texts.iter().map(|text| self.tokens_of(text, special, keep, side)).collect()
+                let tokens = |text: &Cow<'_, str>| match named_side {
+                    None => self.tokens_of(text, special, keep, tokenizer_side),
+                    // The engine cuts what the tokenizer gave, whatever it is.
+                    Some(side) => {
+                        let whole = self.tokens_of(text, special, None, side)?;
+                        Ok(truncated(&whole, keep, side).to_vec())
+                    }
+                };
+                texts.iter().map(tokens).collect()
             }
         }
     }

@@ -4,6 +4,7 @@
 //! drop releases everything that was taken.
 
 mod answer;
+mod churn;
 mod explain;
 mod feedback;
 mod leg;
@@ -16,17 +17,19 @@ mod question;
 mod ranking;
 mod served;
 mod settings;
+mod sightings;
+mod sources;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
-use dashmap::DashSet;
 use parking_lot::Mutex;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 pub use answer::{Destination, Mode, Phases, Prefill, Reason, Route, RouteError, Steer};
+pub use churn::Churn;
 pub use explain::{Explanation, Judged, PhaseExplained};
 pub use feedback::{Answer, AnswerFrom};
 pub use outside::{Elsewhere, Foreign, Surveyed};
@@ -36,6 +39,7 @@ pub use prepared::Prepared;
 pub use question::{Priority, Prompt, RouteRequest};
 pub use served::Moved;
 pub use settings::{RouterSettings, Tracking, WhenOverloaded};
+pub use sources::{AllLearned, SharedSource, Sources};
 
 use crate::admission::{Attempt, Gate};
 use crate::block::BlockHashes;
@@ -44,8 +48,11 @@ use crate::fleet::{Fleet, Member};
 use crate::health::Health;
 use crate::index::{Overlaps, PrefixIndex};
 use crate::load::{LoadTracker, LoadView};
+use crate::parity::Parity;
 use crate::schedule::{Occupancy, Overload};
+use crate::trust::Standing;
 use crate::worker::WorkerRank;
+use churn::Churns;
 use feedback::Durations;
 use leg::{Decision, Legs, Undecided};
 use pools::{Pools, Standings};
@@ -62,7 +69,9 @@ pub struct Router {
     health: Arc<Health>,
     durations: Durations,
     settings: ArcSwap<RouterSettings>,
-    live: DashSet<WorkerRank>,
+    parity: Arc<Parity>,
+    sources: Sources,
+    churns: Churns,
     random: Mutex<SmallRng>,
     scratch: Scratch,
 }
@@ -74,12 +83,14 @@ impl Router {
             fleet: ArcSwap::from_pointee(Fleet::empty()),
             index,
             predictions: Predictions::default(),
+            churns: Churns::new(load.now()),
             load,
             overload: Overload::new(settings.overload),
             health: Health::new(settings.health),
             durations: Durations::default(),
             settings: ArcSwap::from_pointee(settings),
-            live: DashSet::new(),
+            parity: Arc::default(),
+            sources: Sources::default(),
             random: Mutex::new(SmallRng::seed_from_u64(seed)),
             scratch: Scratch::default(),
         }
@@ -101,6 +112,7 @@ impl Router {
     pub fn publish(&self, fleet: Arc<Fleet>) {
         self.overload.retain(|worker| fleet.worker(worker).is_some());
         self.health.retain(|worker| fleet.worker(worker).is_some());
+        self.retain_churns(|rank| fleet.slot(rank).is_some());
         self.fleet.store(fleet);
     }
 
@@ -131,13 +143,19 @@ impl Router {
         self.settings.store(Arc::new(settings));
     }
 
-    /// Notes whether the event source of a worker rank has caught up.
-    pub fn set_live(&self, rank: WorkerRank, live: bool) {
-        if live {
-            self.live.insert(rank);
-        } else {
-            self.live.remove(&rank);
-        }
+    /// Believes the event source of a worker rank so far from now on.
+    pub fn set_trust(&self, rank: WorkerRank, standing: Standing) {
+        self.sources.set(rank, standing);
+    }
+
+    /// How far the event source of a worker rank is believed.
+    pub fn trust(&self, rank: WorkerRank) -> Standing {
+        self.sources.table().standing(rank)
+    }
+
+    /// The event sources.
+    pub fn sources(&self) -> &Sources {
+        &self.sources
     }
 
     /// Chooses and books at once.
@@ -167,6 +185,7 @@ impl Router {
             track_prefill: overrides.track_prefill_tokens.unwrap_or(settings.tracking.prefill_tokens),
             settings,
             index_time: Duration::ZERO,
+            trust: self.sources.table(),
             scratch: self.scratch.clone(),
             request,
         };
@@ -179,6 +198,7 @@ impl Router {
         let started = Instant::now();
         prepared.forget_overlaps();
         prepared.generation = self.fleet.load().generation();
+        prepared.trust = self.sources.table();
         let prompt = &prepared.request.prompt;
         for hashes in prompt.blocks() {
             // The last token of a beginning is not the last of the prompt.
@@ -222,6 +242,7 @@ impl Router {
                 }
                 Err(Undecided::Refused(error)) => return Attempt::Refused(error),
                 Ok(mut booked) => {
+                    booked.sighting = self.sighting(&booked, prepared);
                     booked.prompts = prepared.take_prompts();
                     booked.route.index_time = prepared.index_time;
                     booked.route.choose_time = started.elapsed();
@@ -250,10 +271,12 @@ impl Router {
         let (legs, probes) = decided.ok_or(Undecided::Busy)?;
         Ok(Booked {
             chosen: legs.decode.member().rank,
+            placed: self.load.now(),
             expected: self.expected(&legs),
             route: self.describe(prepared, &legs, &pools.standings),
             reservation,
             probes,
+            sighting: None,
             prompts: Vec::new(),
             leases: Vec::new(),
             own_leases: 0,
@@ -309,6 +332,7 @@ impl Router {
                 to: destination(leg.member()),
                 overlap: prepared.overlap(leg.member()),
                 cached_tokens: prepared.cached_tokens(leg.member(), true),
+                trust: prepared.standing(leg.member()).trust,
                 choice: leg.choice.clone(),
             })),
             (None, Some(bypass)) => Phases::Kept(bypass),
@@ -326,8 +350,11 @@ impl Router {
             prompt_tokens: leg.question.prompt_tokens,
             prompt_blocks: prepared.request.prompt.blocks().iter().map(|hashes| hashes.len() as u64).sum(),
             overlap: prepared.overlap(member),
+            trust: prepared.standing(member).trust,
             predicted_cached_tokens: cached(&member),
             best_cached_tokens: members.iter().map(cached).max().unwrap_or(0),
+            chance_cached_tokens: members.iter().map(cached).sum::<u64>() / (members.len() as u64).max(1),
+            reusable_tokens: prepared.reusable_tokens(),
             candidates: members.len(),
             choice: leg.choice.clone(),
             phases,
@@ -338,7 +365,7 @@ impl Router {
 
     /// The step of the ladder: what is known of the prompt, and of the candidates' caches.
     fn mode(&self, prepared: &Prepared, chosen: &Member, candidates: &[&Member]) -> (Mode, Option<Reason>) {
-        let live = |member: &Member| self.live.contains(&member.rank);
+        let counts = |member: &&Member| prepared.standing(member).trust.counts();
         let guessed = chosen.worker.event_source(chosen.rank.rank).is_none() && self.predictions.of(chosen).is_some();
         let prompt = &prepared.request.prompt;
         let because = prompt.because();
@@ -347,7 +374,7 @@ impl Router {
             // Hardly anything was shown.
             Prompt::Beginning { known, .. } if known.is_empty() => (Mode::LoadOnly, because),
             _ if guessed => (Mode::Approximate, because),
-            _ if !candidates.iter().any(|member| live(member)) => (Mode::LoadOnly, Some(Reason::IndexCold)),
+            _ if !candidates.iter().any(counts) => (Mode::LoadOnly, Some(prepared.why_cold(candidates))),
             Prompt::Beginning { .. } => (Mode::Partial, because),
             Prompt::Hashed(_) => (Mode::Exact, None),
         }

@@ -80,6 +80,8 @@ pub struct Candidate {
     pub rank: WorkerRank,
     /// What it has cached of the prompt.
     pub overlap: TierBlocks,
+    /// What is left of the credit for it: 1 where its event source is exact.
+    pub trust_credit: f64,
     /// What it is doing.
     pub load: Load,
     /// Prompt blocks it would have to add to its active ones.

@@ -18,6 +18,7 @@ use warmroute::discovery::ServedModel;
 use warmroute::discovery::config::DiscoveryConfig;
 use warmroute::discovery::file::{self, WorkersFile};
 use warmroute::engine_sessions::config::{EngineKind, EngineSessionsConfig};
+use warmroute::intake::engine_tokens::config::EngineTokensConfig;
 use warmroute::metrics::{Metrics, OutcomeLabel};
 use warmroute::settings::Period;
 use warmroute::shared_cache::SharedCacheConfig;
@@ -118,6 +119,7 @@ fn what_is_off_in_the_example_says_its_defaults_as_well() {
     let config = Config::parse(&path, text.as_bytes()).unwrap_or_else(|errors| panic!("{errors:?}\n{text}"));
     let sessions = config.sessions.unwrap();
     assert_eq!(sessions.engine, Some(EngineSessionsConfig::of(EngineKind::Sglang)));
+    assert_eq!(config.models[0].engine_tokens, Some(EngineTokensConfig::default()));
     assert_eq!(SessionsConfig { engine: None, ..sessions }, SessionsConfig::default());
     assert_eq!(config.disaggregation.conditional, Some(Conditional::default()));
     let cache = config.shared_cache.unwrap();

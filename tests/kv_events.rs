@@ -13,8 +13,9 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 use warmroute::index::{KvEvent, Outcome};
-use warmroute::kv_events::{MediaTokens, RankSink, SourceSpec, SourceState, run};
+use warmroute::kv_events::{MediaTokens, RankSink, SourceSpec, SourceState, Witness, run};
 use warmroute::metrics::{Metrics, OutcomeLabel};
+use warmroute::trust::{Because, Resync, Trust};
 use warmroute::worker::{Attach, BlockSize, DpRank, EventSource, WorkerId, WorkerRank};
 use zeromq::{PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
 
@@ -150,11 +151,33 @@ impl Site {
     }
 
     fn subscribe(&self) -> Subscriber {
+        self.subscribe_with(Resync::Keep)
+    }
+
+    fn subscribe_with(&self, resync: Resync) -> Subscriber {
         let held = Arc::new(Mutex::new(Held::default()));
-        let (applied, doubted) = (held.clone(), held.clone());
+        let (applied, doubted, counted) = (held.clone(), held.clone(), held.clone());
         let sink = RankSink {
             apply: Box::new(move |event| applied.lock().apply(event)),
-            doubt: Box::new(move || doubted.lock().doubts += 1),
+            doubt: Box::new(move || {
+                let mut held = doubted.lock();
+                held.doubts += 1;
+                held.doubted = held.blocks.clone();
+            }),
+            held: Box::new(move || {
+                let held = counted.lock();
+                let count = |blocks: &HashSet<u64>| blocks.len() as u64;
+                let (blocks, doubted) = (count(&held.blocks), count(&held.doubted));
+                warmroute::kv_events::Held { blocks, doubted, total: Some(6) }
+            }),
+            forget_doubted: Box::new({
+                let held = held.clone();
+                move || {
+                    let mut held = held.lock();
+                    let gone = std::mem::take(&mut held.doubted);
+                    held.blocks.retain(|block| !gone.contains(block));
+                }
+            }),
         };
         let spec = SourceSpec {
             rank: WorkerRank { worker: WorkerId(7), rank: DpRank(0) },
@@ -166,14 +189,16 @@ impl Site {
             },
             block_size: BlockSize::new(2).unwrap(),
             media: MediaTokens::default(),
+            resync,
         };
         let (sender, state) = watch::channel(SourceState::default());
         let metrics = Arc::new(Metrics::new());
-        let listening = run(spec, sink, metrics.clone(), sender);
+        let witness = Witness::default();
+        let listening = run(spec, sink, metrics.clone(), (sender, witness.clone()));
         let task = tokio::spawn(async move {
             let _ = listening.await;
         });
-        Subscriber { held, metrics, state, task }
+        Subscriber { held, metrics, state, witness, task }
     }
 }
 
@@ -181,17 +206,29 @@ impl Site {
 struct Held {
     blocks: HashSet<u64>,
     doubts: usize,
+    doubted: HashSet<u64>,
     clears: usize,
 }
 
 impl Held {
     fn apply(&mut self, event: &KvEvent) -> Outcome {
         match event {
-            KvEvent::Stored { blocks, .. } => self.blocks.extend(blocks.iter().map(|block| block.engine.0)),
-            KvEvent::Removed { blocks, .. } => self.blocks.retain(|held| !blocks.iter().any(|block| block.0 == *held)),
+            KvEvent::Stored { blocks, .. } => {
+                for block in blocks {
+                    self.blocks.insert(block.engine.0);
+                    self.doubted.remove(&block.engine.0);
+                }
+            }
+            KvEvent::Removed { blocks, .. } => {
+                for block in blocks {
+                    self.blocks.remove(&block.0);
+                    self.doubted.remove(&block.0);
+                }
+            }
             KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {}
             KvEvent::Cleared => {
                 self.blocks.clear();
+                self.doubted.clear();
                 self.clears += 1;
             }
         }
@@ -203,6 +240,7 @@ struct Subscriber {
     held: Arc<Mutex<Held>>,
     metrics: Arc<Metrics>,
     state: watch::Receiver<SourceState>,
+    witness: Witness,
     task: JoinHandle<()>,
 }
 
@@ -215,6 +253,14 @@ impl Drop for Subscriber {
 impl Subscriber {
     async fn is(&self, state: SourceState) {
         until(&format!("{state:?}"), || *self.state.borrow() == state).await;
+    }
+
+    async fn stands(&self, trust: Trust, because: Option<Because>) {
+        let so = || {
+            let standing = self.witness.standing();
+            (standing.trust, standing.because) == (trust, because)
+        };
+        until(&format!("{trust:?} because {because:?}"), so).await;
     }
 
     async fn holds(&self, blocks: impl IntoIterator<Item = u64>) {
@@ -477,20 +523,69 @@ async fn a_replay_endpoint_that_is_not_there_does_not_keep_the_live_feed_away() 
 }
 
 #[tokio::test]
-async fn the_gauge_follows_the_source_and_leaves_with_it() {
+async fn trust_follows_the_source() {
     let site = Site::new(Attach::Connect, false);
     let subscriber = site.subscribe();
-    let shown = |value: &str| {
-        let line = format!("warmroute_kv_event_source_live{{worker_id=\"7\",dp_rank=\"0\"}} {value}");
-        subscriber.metrics.page(|_| {}).unwrap().contains(&line)
-    };
-    until("shown as away", || shown("0")).await;
-    let engine = Engine::start(&site, vec![]).await;
-    until("shown as live", || shown("1")).await;
+    subscriber.stands(Trust::CatchingUp, Some(Because::Connecting)).await;
+    let mut engine = Engine::start(&site, vec![]).await;
+    subscriber.stands(Trust::Exact, None).await;
+    subscriber.hears(&mut engine, [1]).await;
+    let facts = || subscriber.witness.source().lock().facts();
+    until("the last batch is told of", || facts().last_number == Some(engine.log.lock().len() as u64 - 1)).await;
+    // The engine of this test writes 1.5 seconds after 1970.
+    assert!(facts().lag_seconds.is_some_and(|lag| lag > 1e9) && !facts().clock_skew, "{:?}", facts());
+    engine.publish(b"nonsense".to_vec()).await;
+    subscriber.stands(Trust::Stale, Some(Because::Undecodable)).await;
+    assert_eq!(facts().undecodable, 1);
     drop(engine);
-    until("shown as away again", || shown("0")).await;
-    subscriber.task.abort();
-    until("gone", || !shown("")).await;
+    subscriber.stands(Trust::Stale, Some(Because::Detached)).await;
+}
+
+#[tokio::test]
+async fn lost_batches_are_doubts_until_all_is_told_again_or_a_whole_cache_was_stored_since() {
+    let site = Site::new(Attach::Connect, false);
+    let mut engine = Engine::start(&site, vec![]).await;
+    let subscriber = site.subscribe();
+    subscriber.is(SourceState::Live).await;
+    subscriber.hears(&mut engine, [1]).await;
+    subscriber.holds([0, 1]).await;
+    engine.lose(payload(50));
+    engine.lose(payload(51));
+    engine.publish(payload(2)).await;
+    subscriber.stands(Trust::Stale, Some(Because::LostBatches)).await;
+    let facts = || subscriber.witness.source().lock().facts();
+    assert_eq!(facts().doubted_blocks, 2);
+    // Batches 0 of the engine may have been lost before the subscription, too.
+    assert!(facts().lost_batches >= 2 && facts().gaps >= 1, "{:?}", facts());
+    engine.publish(payload(0)).await;
+    engine.publish(payload(1)).await;
+    subscriber.stands(Trust::Exact, None).await;
+    subscriber.holds([0, 1, 2]).await;
+
+    engine.lose(payload(52));
+    engine.publish(payload(3)).await;
+    subscriber.stands(Trust::Stale, Some(Because::LostBatches)).await;
+    for block in 4..12 {
+        engine.publish(payload(block)).await;
+    }
+    subscriber.stands(Trust::Exact, None).await;
+    until("what may be gone is forgotten", || !subscriber.held.lock().blocks.contains(&0)).await;
+    assert!(subscriber.held.lock().blocks.contains(&3), "what came after the gap is known");
+}
+
+#[tokio::test]
+async fn where_that_is_wanted_lost_batches_clear_the_rank() {
+    let site = Site::new(Attach::Connect, false);
+    let mut engine = Engine::start(&site, vec![]).await;
+    let subscriber = site.subscribe_with(Resync::Clear);
+    subscriber.is(SourceState::Live).await;
+    subscriber.hears(&mut engine, [1]).await;
+    subscriber.holds([0, 1]).await;
+    engine.lose(payload(50));
+    engine.publish(payload(2)).await;
+    subscriber.holds([2]).await;
+    subscriber.stands(Trust::Exact, None).await;
+    assert_eq!(subscriber.held.lock().doubts, 0);
 }
 
 #[tokio::test]

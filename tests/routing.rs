@@ -7,6 +7,8 @@
 #[path = "../examples/support/mod.rs"]
 mod support;
 
+#[path = "routing/audit.rs"]
+mod audit;
 #[path = "routing/bed.rs"]
 mod bed;
 #[path = "routing/encrypted.rs"]
@@ -15,6 +17,8 @@ mod encrypted;
 mod health;
 #[path = "envoy_e2e/openmetrics.rs"]
 mod openmetrics;
+#[path = "routing/parity.rs"]
+mod parity;
 #[path = "routing/phases.rs"]
 mod phases;
 #[path = "tls/pki.rs"]
@@ -23,6 +27,8 @@ mod pki;
 mod queue;
 #[path = "routing/sessions.rs"]
 mod sessions;
+#[path = "routing/sources.rs"]
+mod sources;
 #[path = "routing/storm.rs"]
 mod storm;
 #[path = "routing/tokenizer.rs"]

@@ -2,13 +2,20 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test a failed step is a failed test")]
 
+#[path = "tokens/further.rs"]
+mod further;
+
+use further::contents;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use serde::Deserialize;
 use serde_json::{Value, json};
 use warmroute::openai::{self, Api};
-use warmroute::prompt::{Config, EncodeError, Encoder, Exactness, LoadError};
+use warmroute::prompt::media::ItemRule;
+use warmroute::prompt::{
+    Config, EncodeError, Encoder, Engine, Exactness, Illustrated, LoadError, MediaConfig, Traits, Transformers,
+};
 
 static QWEN: LazyLock<Encoder> = LazyLock::new(|| load("qwen2.5"));
 static TINYLLAMA: LazyLock<Encoder> = LazyLock::new(|| load("tinyllama"));
@@ -17,10 +24,12 @@ fn model(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models").join(name)
 }
 
+fn files(name: &str) -> Config {
+    Config { tokenizer: model(name).join("tokenizer.json.gz"), tokenizer_config: None, chat_template: None }
+}
+
 fn load(name: &str) -> Encoder {
-    let config =
-        Config { tokenizer: model(name).join("tokenizer.json.gz"), tokenizer_config: None, chat_template: None };
-    Encoder::load(&config).unwrap()
+    Encoder::load(&files(name)).unwrap()
 }
 
 fn data<T: for<'de> Deserialize<'de>>(name: &str) -> T {
@@ -64,6 +73,37 @@ fn every_captured_chat_request_becomes_the_engines_tokens() {
 }
 
 #[derive(Deserialize)]
+struct Rendering {
+    case: String,
+    request: Value,
+    text: String,
+}
+
+/// Of two models only the templates are here, because their tokenizers are large or others' to give away: what their engine
+/// made of a request was put back into text.
+#[test]
+fn every_captured_request_of_other_templates_becomes_the_engines_text() {
+    for name in ["llama3", "mistral"] {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/rendered");
+        let tokenizer_config = Some(folder.join(name).join("tokenizer_config.json"));
+        let encoder = Encoder::load(&Config { tokenizer_config, ..files("tinyllama") }).unwrap();
+        let cases: Vec<Rendering> = serde_json::from_slice(&contents(&folder.join(format!("{name}.json.gz")))).unwrap();
+        let (mut equal, mut skipped) = (0, Vec::new());
+        for Rendering { case, request, text } in &cases {
+            let request = openai::parse(Api::ChatCompletions, &serde_json::to_vec(request).unwrap()).unwrap();
+            match encoder.render(&request) {
+                Ok(rendered) => {
+                    assert_eq!(rendered.texts()[0], *text, "{name} {case}");
+                    equal += 1;
+                }
+                Err(error) => skipped.push(format!("{case}: {error}")),
+            }
+        }
+        assert!(equal > 100 && skipped.len() < 12, "{name}: {equal} equal, not rendered: {skipped:#?}");
+    }
+}
+
+#[derive(Deserialize)]
 struct Step {
     scenario: String,
     path: String,
@@ -95,7 +135,8 @@ fn every_captured_scenario_becomes_the_engines_tokens() {
 fn completions_begin_with_the_tokenizers_special_tokens_unless_told_not_to() {
     for (prompt, tokens) in [
         (json!({"prompt": "hello"}), vec![1, 22172]),
-        (json!({"prompt": "<s>hello"}), vec![1, 1, 22172]),
+        // Behind a special token no space is put before a word.
+        (json!({"prompt": "<s>hello"}), vec![1, 1, 12199]),
         (json!({"prompt": "hello", "add_special_tokens": false}), vec![22172]),
         (json!({"prompt": [15, 16]}), vec![15, 16]),
         (json!({"prompt": [15, 16], "add_special_tokens": true}), vec![15, 16]),
@@ -104,6 +145,18 @@ fn completions_begin_with_the_tokenizers_special_tokens_unless_told_not_to() {
         assert_eq!(encoded, [tokens], "{prompt}");
     }
     assert_eq!(completion(&QWEN, &json!({"prompt": "hello"})), Ok(vec![vec![14990]]));
+}
+
+#[test]
+fn tokenizers_are_built_as_the_engines_transformers_does() {
+    let traits = Traits { transformers: Transformers::V4, ..Traits::default() };
+    let written = Encoder::load_as(&files("tinyllama"), &traits).unwrap();
+    for (text, rebuilt, written_ids) in
+        [("<s>hello", vec![1, 1, 12199], vec![1, 1, 22172]), (" hello", vec![1, 22172], vec![1, 29871, 22172])]
+    {
+        assert_eq!(completion(&TINYLLAMA, &json!({"prompt": text})), Ok(vec![rebuilt]), "{text:?}");
+        assert_eq!(completion(&written, &json!({"prompt": text})), Ok(vec![written_ids]), "{text:?}");
+    }
 }
 
 #[test]
@@ -135,7 +188,7 @@ fn several_prompts_are_encoded_each_for_itself() {
 }
 
 #[test]
-fn truncation_counts_special_tokens_and_never_cuts_them_off() {
+fn truncation_spares_special_tokens_unless_its_side_is_named() {
     let text = "one two three four five six seven eight";
     let full = completion(&TINYLLAMA, &json!({"prompt": text})).unwrap().remove(0);
     assert!(full.len() > 5);
@@ -143,9 +196,9 @@ fn truncation_counts_special_tokens_and_never_cuts_them_off() {
         let request = json!({"prompt": text, "truncate_prompt_tokens": keep, "truncation_side": side});
         completion(&TINYLLAMA, &request).unwrap().remove(0)
     };
-    let left = [&[1], &full[full.len() - 3..]].concat();
-    assert_eq!(cut(Value::Null, 4), left, "the left side is cut off by default");
-    assert_eq!(cut(json!("left"), 4), left);
+    let spared = [&[1], &full[full.len() - 3..]].concat();
+    assert_eq!(cut(Value::Null, 4), spared, "the left side is cut off by default");
+    assert_eq!(cut(json!("left"), 4), full[full.len() - 4..]);
     assert_eq!(cut(json!("right"), 4), full[..4]);
     assert_eq!(cut(json!("left"), 1000), full);
     let tokens = json!({"prompt": [1, 2, 3, 4], "truncate_prompt_tokens": 3});
@@ -192,7 +245,7 @@ fn what_the_engine_refuses_or_cannot_be_known_is_an_error() {
         json!({"messages": user, "kv_transfer_params": {"prompt_token_ids": [1]}}),
         json!({"messages": user, "tools": [{"type": "function"}]}),
         json!({"messages": user, "tools": [{"type": "custom", "custom": {}}]}),
-        json!({"messages": user, "tools": [{"type": "function", "function": {"name": "f", "new": 1}}]}),
+        json!({"messages": user, "tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}),
         messages(json!([{"type": "audio_url", "audio_url": {"url": "x"}}])),
         messages(json!([{"type": "text", "text": "a", "uuid": "u"}])),
         messages(json!([{"text": "a"}])),
@@ -371,4 +424,117 @@ fn responses_and_embeddings_begin_with_special_tokens() {
     let responses = encode(&TINYLLAMA, Api::Responses, &json!({"input": "hello"})).unwrap();
     assert_eq!(responses, [[&[1], without.as_slice()].concat()]);
     assert_eq!(encode(&TINYLLAMA, Api::Messages, &messages), Ok(vec![without]));
+}
+
+/// What is known of a conversation with an image, for a model of which nothing is said about images.
+fn shown(encoder: &Encoder, request: &Value) -> Illustrated {
+    let request = openai::parse(Api::ChatCompletions, &serde_json::to_vec(request).unwrap()).unwrap();
+    encoder.illustrate(&request).unwrap()
+}
+
+#[test]
+fn a_prompt_is_known_up_to_the_first_image_that_is_not() {
+    let config = model("qwen2.5").join("tokenizer.json.gz");
+    let vision = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/qwen2-vl/tokenizer_config.json");
+    let config = Config { tokenizer: config, tokenizer_config: Some(vision), chat_template: None };
+    let plain = Encoder::load(&config).unwrap();
+    let image = |url: &str| json!({"type": "image_url", "image_url": {"url": url}});
+    let user = |parts: Value| json!({"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": parts}]});
+    let request =
+        user(json!([{"type": "text", "text": "look at"}, image("https://a/b.png"), {"type": "text", "text": "and"}]));
+    let ours = shown(&plain, &request);
+    let text = json!({"prompt": "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nlook at"});
+    assert_eq!(vec![ours.tokens.clone()], completion(&plain, &text).unwrap());
+    assert!(!ours.whole && ours.items.is_empty() && ours.at_least > ours.tokens.len());
+
+    // Where the template takes strings, the engine writes something of its own before the words of the message.
+    let strings = json!({"messages": [{"role": "system", "content": "S"},
+        {"role": "user", "content": [{"type": "text", "text": "look"}, image("https://a/b.png")]}]});
+    let ours = shown(&QWEN, &strings);
+    let text = json!({"prompt": "<|im_start|>system\nS<|im_end|>\n<|im_start|>"});
+    assert_eq!(vec![ours.tokens], completion(&QWEN, &text).unwrap(), "up to the last token that nothing joins");
+    assert_eq!(chat(&QWEN, &strings), Err(EncodeError::Multimodal("image_url".to_owned())));
+}
+
+#[test]
+fn images_before_the_first_unknown_one_stand_in_the_prompt() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/qwen2-vl");
+    let image: ItemRule =
+        serde_json::from_value(json!({"token": "<|image_pad|>", "rule": "fixed", "tokens": 5})).unwrap();
+    let traits =
+        Traits { media: Some(MediaConfig { image: Some(image), ..MediaConfig::default() }), ..Traits::default() };
+    let tokenizer_config = Some(folder.join("tokenizer_config.json"));
+    let config =
+        Config { tokenizer: model("qwen2.5").join("tokenizer.json.gz"), tokenizer_config, chat_template: None };
+    let encoder = Encoder::load_as(&config, &traits).unwrap();
+    let named = json!({"type": "image_url", "image_url": {"url": "https://a/b.png"}, "uuid": "first"});
+    let other = json!({"type": "image_url", "image_url": {"url": "https://a/c.png"}});
+    let conversation = |second: &Value| {
+        json!({"messages": [
+        {"role": "user", "content": [named, {"type": "text", "text": "what is this?"}]},
+        {"role": "assistant", "content": "a cat"},
+        {"role": "user", "content": [second, {"type": "text", "text": "and this?"}]}]})
+    };
+    let partial = shown(&encoder, &conversation(&other));
+    let mut second = named.clone();
+    second["uuid"] = json!("second");
+    let whole = shown(&encoder, &conversation(&second));
+    assert!(whole.whole && !partial.whole);
+    assert_eq!(whole.items.iter().map(|item| item.id.as_str()).collect::<Vec<_>>(), ["first", "second"]);
+    assert_eq!(partial.items, whole.items[..1]);
+    assert!(whole.tokens.starts_with(&partial.tokens));
+    // Up to the mark that begins the second.
+    assert_eq!(partial.tokens.len(), whole.items[1].range.start - 1);
+    for options in ["mm_processor_kwargs", "media_io_kwargs"] {
+        let mut request = conversation(&second);
+        request[options] = json!({"max_pixels": 1});
+        assert!(shown(&encoder, &request).items.is_empty(), "{options} change what items are");
+    }
+    let mut truncated = conversation(&second);
+    truncated["truncate_prompt_tokens"] = json!(4);
+    let request = openai::parse(Api::ChatCompletions, &serde_json::to_vec(&truncated).unwrap()).unwrap();
+    assert!(encoder.illustrate(&request).is_err());
+}
+
+#[test]
+fn sglang_differs_where_it_is_known_to_and_is_uncertain_where_it_is_not() {
+    let traits = Traits { engine: Engine::Sglang, ..Traits::default() };
+    let sglang = Encoder::load_as(&files("qwen2.5"), &traits).unwrap();
+    let user = |content: Value| json!({"messages": [{"role": "user", "content": content}]});
+    let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
+    assert_eq!(chat(&sglang, &user(parts)), chat(&QWEN, &user(json!("a b"))), "parts are joined by a space");
+    let tools =
+        json!([{"type": "function", "function": {"parameters": {"type": "object"}, "name": "f", "description": "d"}}]);
+    let mut with = user(json!("hello"));
+    with["tools"] = tools;
+    let text = sglang
+        .render(&openai::parse(Api::ChatCompletions, &serde_json::to_vec(&with).unwrap()).unwrap())
+        .unwrap()
+        .texts()[0]
+        .to_string();
+    let expected = r#"{"type": "function", "function": {"parameters": {"type": "object"}, "name": "f", "description": "d"}, "defer_loading": null}"#;
+    assert!(text.contains(expected), "{text}");
+    with["tool_choice"] = json!("none");
+    assert_eq!(chat(&sglang, &with), chat(&QWEN, &user(json!("hello"))), "tools that may not be used are not shown");
+    let mut ignored = user(json!("hello"));
+    ignored["add_generation_prompt"] = json!(false);
+    ignored["truncate_prompt_tokens"] = json!(3);
+    assert_eq!(chat(&sglang, &ignored), chat(&QWEN, &user(json!("hello"))), "fields that it does not have");
+    let last = json!({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]});
+    let as_user = json!({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]});
+    assert_eq!(chat(&sglang, &last), chat(&QWEN, &as_user), "a last word of the assistant is the user's");
+    let developer = json!({"messages": [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]});
+    assert_ne!(chat(&sglang, &developer), chat(&QWEN, &developer), "developers stay what they are");
+    for (key, value) in [
+        ("continue_final_message", json!(true)),
+        ("input_ids", json!([1])),
+        ("chat_template_kwargs", json!({"reasoning_effort": "low"})),
+    ] {
+        let mut request = user(json!("hello"));
+        request[key] = value;
+        assert!(chat(&sglang, &request).is_err(), "{key}");
+    }
+    assert!(encode(&sglang, Api::Messages, &user(json!("hello"))).is_err());
+    let picture = user(json!([{"type": "image_url", "image_url": {"url": "data:,"}}]));
+    assert!(matches!(chat(&sglang, &picture), Err(EncodeError::Multimodal(_))));
 }

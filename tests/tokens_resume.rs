@@ -5,8 +5,8 @@
 //! tokenizer, and `WARMROUTE_TOKENIZERS=DIR` for those in `DIR/NAME/tokenizer.json[.gz]` beside the shipped and made ones.
 
 #![expect(clippy::unwrap_used, reason = "in a test a failed step is a failed test")]
-#![expect(clippy::print_stdout, reason = "how much was compared is what the run is for")]
-#![expect(clippy::disallowed_methods, reason = "how long to try, and with what, is for whoever starts the run to say")]
+#![expect(clippy::disallowed_methods, reason = "how long it runs is said by whoever starts it")]
+#![expect(clippy::print_stdout, reason = "the figures of a long run are its result")]
 
 #[path = "tokens_resume/made.rs"]
 mod made;

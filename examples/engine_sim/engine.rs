@@ -162,14 +162,22 @@ impl Engine {
         self.ranks.iter().map(one).collect()
     }
 
+    /// The endpoint as an operator of vLLM has to write it: with a wildcard, or the engine connects.
+    fn as_configured(&self, endpoint: &str) -> String {
+        match self.config.events.events_attach {
+            publisher::Attach::Bind => wildcard(endpoint),
+            publisher::Attach::Connect => endpoint.to_owned(),
+        }
+    }
+
     /// The same as vLLM's discovery endpoint tells it: by rank, and only of ranks that publish.
     fn publishers(&self) -> Value {
         let one = |rank: &Arc<Rank>| {
             let config = json!({
                 "enable_kv_cache_events": true,
                 "publisher": "zmq",
-                "endpoint": rank.publisher.events.as_ref()?,
-                "replay_endpoint": rank.publisher.replay,
+                "endpoint": self.as_configured(rank.publisher.events.as_deref()?),
+                "replay_endpoint": rank.publisher.replay.as_deref().map(wildcard),
                 "buffer_steps": self.config.events.buffer_steps,
                 "hwm": 100_000,
                 "max_queue_size": 100_000,
@@ -178,5 +186,13 @@ impl Engine {
             Some((rank.number.to_string(), config))
         };
         Value::Object(self.ranks.iter().filter_map(one).collect())
+    }
+}
+
+/// An endpoint on all addresses.
+fn wildcard(endpoint: &str) -> String {
+    match endpoint.strip_prefix("tcp://").and_then(|address| address.rsplit_once(':')) {
+        Some((_, port)) => format!("tcp://*:{port}"),
+        None => endpoint.to_owned(),
     }
 }

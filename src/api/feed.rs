@@ -86,6 +86,18 @@ impl Joined {
         }
     }
 
+    /// Reads the writer.
+    pub fn read<T>(&self, read: impl FnOnce(&RankWriter) -> T) -> Option<T> {
+        self.lock().as_ref().map(read)
+    }
+
+    /// What is doubted is gone.
+    pub fn forget_doubted(&self) {
+        if let Some(writer) = self.lock().as_mut() {
+            writer.forget_doubted();
+        }
+    }
+
     /// The events come on threads that serve others, too, which must not wait for the end of a long reading: they are
     /// served by another thread then.
     fn lock(&self) -> MutexGuard<'_, Option<RankWriter>> {

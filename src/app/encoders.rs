@@ -13,7 +13,7 @@ use crate::block::Windows;
 use crate::config::{Config, ModelConfig};
 use crate::intake::{Model, Models};
 use crate::metrics::Metrics;
-use crate::prompt::{self, Encoder, Fingerprint, LoadError, PromptCache};
+use crate::prompt::{self, Encoder, Fingerprint, LoadError, PromptCache, Traits};
 use crate::worker::ModelName;
 
 /// What is in use, by what the files say, and what all of them keep of earlier prompts.
@@ -43,9 +43,9 @@ impl Encoders {
             .iter()
             .map(|model| {
                 let (name, files, known) = (model.name.clone(), files_of(model), known.clone());
-                let prompts = self.prompts.clone();
+                let (traits, prompts) = (traits_of(model), self.prompts.clone());
                 tokio::task::spawn_blocking(move || {
-                    files.map(|files| encoder(&name, &files, &known, prompts)).transpose()
+                    files.map(|files| encoder(&name, (&files, &traits), &known, prompts)).transpose()
                 })
             })
             .collect();
@@ -56,12 +56,13 @@ impl Encoders {
         };
         for (model, encoder) in config.models.iter().zip(loading) {
             let found = encoder.await?.with_context(|| format!("model {} cannot be served exactly", model.name))?;
-            if found.is_none() {
+            if found.is_none() && model.engine_tokens.is_none() {
                 warn!(model = %model.name, "no tokenizer is configured: requests are routed by load only");
             }
             let windows = if model.eagle { Windows::Eagle } else { Windows::Plain };
             let encoder = found.as_ref().map(|(_, encoder)| encoder.clone());
-            let served = Model { name: model.name.clone(), block_size: model.block_size, windows, encoder };
+            let (name, block_size, media) = (model.name.clone(), model.blocks(), model.media_tokens());
+            let served = Model { name, block_size, windows, media, encoder };
             loaded.models.add(served, &model.aliases, &model.adapters);
             loaded.encoders.extend(found);
         }
@@ -87,19 +88,24 @@ fn files_of(model: &ModelConfig) -> Option<prompt::Config> {
     Some(prompt::Config { tokenizer, tokenizer_config, chat_template })
 }
 
+fn traits_of(model: &ModelConfig) -> Traits {
+    let name = model.name.as_str().to_owned();
+    Traits { name, engine: model.engine, transformers: model.transformers, media: model.media.clone() }
+}
+
 fn encoder(
     model: &ModelName,
-    files: &prompt::Config,
+    (files, traits): (&prompt::Config, &Traits),
     known: &HashMap<Fingerprint, Arc<Encoder>>,
     prompts: Arc<PromptCache>,
 ) -> Result<(Fingerprint, Arc<Encoder>), LoadError> {
     let started = Instant::now();
     // Before the loading: should the files change meanwhile, the next reload sees it.
-    let fingerprint = files.fingerprint()?;
+    let fingerprint = files.fingerprint()?.with(traits)?;
     if let Some(encoder) = known.get(&fingerprint) {
         return Ok((fingerprint, encoder.clone()));
     }
-    let (encoder, resumes) = Encoder::load(files)?.resuming(prompts);
+    let (encoder, resumes) = Encoder::load_as(files, traits)?.resuming(prompts);
     if let Err(because) = resumes {
         info!(%model, because, "every prompt of this tokenizer is tokenised from its beginning");
     }

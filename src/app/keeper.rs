@@ -12,20 +12,26 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use super::learn::Said;
 use super::workers::{Desired, Media};
 use crate::api::Feed;
 use crate::config::Config;
 use crate::entrance::Entrance;
 use crate::fleet::{Fleet, Member};
-use crate::kv_events::{self, RankSink, SourceSpec, SourceState};
+use crate::index::{KvEvent, RankWriter};
+use crate::kv_events::{self, Held, RankSink, SourceSpec, SourceState, Witness};
+use crate::learned::Mismatch;
 use crate::lifecycle::{self, Readiness, ReadyGuard, supervise};
-use crate::metrics::{Metrics, RankLabels};
+use crate::metrics::Metrics;
 use crate::predict::{EffectivePolicy, RankPrediction};
-use crate::router::Router;
-use crate::worker::{Slot, Worker, WorkerId, WorkerRank};
+use crate::router::{AllLearned, Router};
+use crate::trust::{Because, Standing};
+use crate::worker::{BlockSize, ModelName, Slot, Worker, WorkerId, WorkerRank};
 use crate::xds::config::EnvoyConfig;
 use crate::xds::eds_file;
 
+/// How often it is looked whether sources are silent.
+const LOOK: Duration = Duration::from_secs(1);
 /// How long Envoy may take to read a new list of workers; measured were 4 ms.
 const ENVOY_READS: Duration = Duration::from_millis(100);
 
@@ -40,6 +46,20 @@ pub(super) struct Keeper {
     sources_deadline: Instant,
     envoy: Option<EnvoyConfig>,
     media: Arc<Media>,
+    said: watch::Receiver<Said>,
+    /// Block sizes as configured, where they are.
+    sizes: HashMap<ModelName, BlockSize>,
+    /// The last set, as it was wanted.
+    wanted: Option<Desired>,
+}
+
+/// Whom the keeper works with.
+pub(super) struct Parts {
+    pub(super) entrance: Arc<Entrance>,
+    pub(super) feed: Arc<Feed>,
+    pub(super) metrics: Arc<Metrics>,
+    /// What engines say of themselves.
+    pub(super) said: watch::Receiver<Said>,
 }
 
 /// One running event source.
@@ -49,13 +69,9 @@ struct Source {
 }
 
 impl Keeper {
-    pub(super) fn new(
-        config: &Config,
-        entrance: Arc<Entrance>,
-        feed: Arc<Feed>,
-        metrics: Arc<Metrics>,
-        readiness: Readiness,
-    ) -> Self {
+    pub(super) fn new(config: &Config, parts: Parts, readiness: Readiness) -> Self {
+        let Parts { entrance, feed, metrics, said } = parts;
+        let sizes = config.models.iter().filter_map(|model| Some((model.name.clone(), model.block_size?)));
         let least = config.readiness.min_initial_workers as usize;
         let guard = readiness.wait_for(format!("initial workers: at least {least}"));
         Self {
@@ -68,6 +84,9 @@ impl Keeper {
             sources_deadline: Instant::now() + config.readiness.event_sources_deadline.get(),
             envoy: config.envoy.clone(),
             media: Arc::default(),
+            said,
+            sizes: sizes.collect(),
+            wanted: None,
             readiness,
         }
     }
@@ -77,23 +96,45 @@ impl Keeper {
         while let Some(mut desired) = tokio::select! {
             () = stop.cancelled() => None,
             set = sets.recv() => set,
+            Ok(()) = self.said.changed(), if self.wanted.is_some() => self.wanted.clone(),
         } {
             // Each set is complete, so only the newest counts.
             while let Ok(newer) = sets.try_recv() {
                 desired = newer;
             }
+            self.wanted = Some(desired.clone());
             self.read_media(desired.media).await;
+            let workers = self.complete(desired.workers);
             if self.envoy.is_some()
-                && let Some(rest) = without_leavers(&self.router.fleet(), &desired.workers)
+                && let Some(rest) = without_leavers(&self.router.fleet(), &workers)
             {
                 self.apply(rest).await;
             }
-            self.apply(desired.workers).await;
+            self.apply(workers).await;
         }
         let members: Vec<WorkerRank> = self.sources.keys().copied().collect();
         for rank in members {
             self.stop_source(rank).await;
         }
+    }
+
+    /// Fills in what engines say of themselves, and tells where that is not what is configured.
+    fn complete(&mut self, mut workers: Vec<Worker>) -> Vec<Worker> {
+        let said = self.said.borrow_and_update().clone();
+        let before = self.router.sources().all_learned();
+        let mut all = AllLearned::new();
+        for worker in &mut workers {
+            let Some(learned) = said.get(&(worker.id, worker.endpoint)) else { continue };
+            let mismatches = learned.fill(worker, self.sizes.get(&worker.model).copied());
+            let known = before.get(&worker.id).map(|(_, known)| &known[..]).unwrap_or_default();
+            for mismatch in mismatches.iter().filter(|mismatch| !known.contains(mismatch)) {
+                let Mismatch { setting, configured, engine } = mismatch;
+                warn!(worker = %worker.id, setting, configured, engine, "the engine says otherwise than is configured");
+            }
+            all.insert(worker.id, (learned.clone(), mismatches));
+        }
+        self.router.sources().set_learned(all);
+        workers
     }
 
     /// Reads events with their media from now on as `media` says; sources for which that is news begin again, because what
@@ -184,6 +225,7 @@ impl Keeper {
             source: source.clone(),
             block_size: member.worker.block_size,
             media: self.media.get(&member.worker.model).copied().unwrap_or_default(),
+            resync: self.router.settings().trust.resync,
         };
         // Who joins later is chosen when its events have caught up or by load, and is no reason to take traffic away.
         let starting = self.initial_workers.is_some();
@@ -206,8 +248,7 @@ impl Keeper {
         let Some(source) = self.sources.remove(&rank) else { return };
         source.stop.cancel();
         let _ended = source.task.await;
-        self.router.set_live(rank, false);
-        self.metrics.kv_event_source_live.remove(&RankLabels::from(rank));
+        self.router.sources().forget(rank);
         lifecycle::forget(&task_name(rank), &self.metrics);
     }
 }
@@ -247,42 +288,91 @@ struct Followed {
 impl Followed {
     async fn run(self, ready: Option<ReadyGuard>, stop: CancellationToken) {
         let (state, states) = watch::channel(SourceState::Connecting);
+        let witness = Witness::default();
+        self.router.sources().watch(self.spec.rank, witness.source().clone());
         let name = task_name(self.spec.rank);
         let source = supervise(&name, &self.metrics, stop, || {
             let (spec, metrics, state) = (self.spec.clone(), self.metrics.clone(), state.clone());
             let sink = self.sink();
-            let detached = Detached(state.clone());
+            // What is left of an earlier life is out of the index.
+            witness.reset();
+            let (detached, witness) = (Detached(state.clone()), witness.clone());
             async move {
                 let _detached = detached;
-                kv_events::run(spec, sink, metrics, state).await;
+                kv_events::run(spec, sink, metrics, (state, witness)).await;
                 Ok(())
             }
         });
         tokio::select! {
             () = source => {}
-            () = self.follow(states, ready) => {}
+            () = self.follow(states, &witness, ready) => {}
         }
     }
 
     /// The way of the rank's events into the index. Dropping it takes the rank out of the index.
     fn sink(&self) -> RankSink {
         let joined = Arc::new(self.feed.join(self.spec.rank, self.router.index().join(self.slot)));
-        let doubted = joined.clone();
-        RankSink { apply: Box::new(move |event| joined.apply(event)), doubt: Box::new(move || doubted.doubt()) }
+        let (doubted, read, forgetting) = (joined.clone(), joined.clone(), joined.clone());
+        let count = |writer: &RankWriter| (writer.len() as u64, writer.doubted() as u64);
+        let (router, slot) = (self.router.clone(), self.slot);
+        let churn = self.router.note_churn(self.spec.rank);
+        let apply = move |event: &KvEvent| {
+            churn.note(event, std::time::Instant::now());
+            joined.apply(event)
+        };
+        RankSink {
+            apply: Box::new(apply),
+            doubt: Box::new(move || doubted.doubt()),
+            held: Box::new(move || {
+                let (blocks, doubted) = read.read(count).unwrap_or_default();
+                // It may have been learned since the source was started.
+                let total = router.fleet().member(slot).and_then(|member| member.worker.capacity.total_kv_blocks);
+                Held { blocks, doubted, total }
+            }),
+            forget_doubted: Box::new(move || forgetting.forget_doubted()),
+        }
     }
 
     /// Tells the router whether the source can be believed, and readiness when it can, or when waiting is over.
-    async fn follow(&self, mut states: watch::Receiver<SourceState>, mut ready: Option<ReadyGuard>) {
+    async fn follow(&self, mut states: watch::Receiver<SourceState>, witness: &Witness, mut ready: Option<ReadyGuard>) {
+        let mut looks = tokio::time::interval(LOOK);
         loop {
             let live = *states.borrow_and_update() == SourceState::Live;
-            self.router.set_live(self.spec.rank, live);
+            self.tell(witness.standing());
             if live {
                 ready = None;
             }
             tokio::select! {
                 changed = states.changed() => if changed.is_err() { std::future::pending::<()>().await },
                 () = tokio::time::sleep_until(self.deadline), if ready.is_some() => ready = None,
+                () = witness.changed() => {}
+                _ = looks.tick() => self.look(witness),
             }
+        }
+    }
+
+    /// Tells the router how the source stands, and the log where that is news.
+    fn tell(&self, standing: Standing) {
+        let rank = self.spec.rank;
+        let before = self.router.trust(rank);
+        self.router.set_trust(rank, standing);
+        if (before.trust, before.because) != (standing.trust, standing.because) {
+            let because = standing.because.map(Because::as_str);
+            tracing::info!(%rank, trust = standing.trust.as_str(), because, "trust in the KV event source");
+        }
+    }
+
+    /// A source that has become silent is attached anew: its connection may be dead without either side knowing.
+    fn look(&self, witness: &Witness) {
+        let rules = self.router.settings().trust;
+        let was_silent = witness.source().lock().is_silent();
+        witness.note(|source| source.look(std::time::Instant::now(), &rules));
+        if !was_silent && witness.source().lock().is_silent() {
+            warn!(
+                rank = %self.spec.rank,
+                "requests were answered that had to store blocks, and no KV events came; it is attached anew"
+            );
+            witness.knock();
         }
     }
 }

@@ -7,10 +7,10 @@ use anyhow::Context as _;
 
 use super::encoders::Encoders;
 use super::parts;
-use crate::config::{Config, WorkerSource};
+use crate::config::{Config, ModelConfig, WorkerSource};
 use crate::discovery;
 use crate::entrance::Entrance;
-use crate::intake::Intake;
+use crate::intake::{Intake, Model};
 use crate::metrics::Metrics;
 use crate::worker::Worker;
 
@@ -27,9 +27,9 @@ impl Offline {
     pub async fn new(config: &Config) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
         let models = Encoders::new(&metrics).load(config).await?.models;
-        let intake = parts::intake(config, models, &metrics)?;
         let entrance = parts::entrance(config, rand::random());
         let router = entrance.router();
+        let intake = parts::intake(config, models, router, &metrics)?;
         let change = router.fleet().reconcile(workers(config)?);
         for member in &change.added {
             router.load().open(member.slot, member.rank);
@@ -40,7 +40,15 @@ impl Offline {
     }
 }
 
-fn workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
+/// One model with its tokenizer, where it has one.
+pub async fn model(config: &Config, model: &ModelConfig) -> anyhow::Result<Option<Arc<Model>>> {
+    let only = Config { models: vec![model.clone()], ..config.clone() };
+    let models = Encoders::new(&Arc::new(Metrics::new())).load(&only).await?.models;
+    Ok(models.find(None).map(|named| named.model))
+}
+
+/// The configured workers, as they are listed now.
+pub fn workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
     let path = match config.worker_source() {
         WorkerSource::Fixed(workers) => return Ok(workers),
         WorkerSource::File(path) => path,

@@ -1,6 +1,7 @@
 //! The parts of one process, made from its configuration and not yet running: the same for the server and for commands
 //! that only look.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -8,6 +9,7 @@ use crate::admission::{Admission, Prefill};
 use crate::config::{self, Config};
 use crate::entrance::{Affinities, Affinity, Entrance};
 use crate::index::PrefixIndex;
+use crate::intake::engine_tokens::{EngineTokens, TokenSource, TokenSources};
 use crate::intake::{self, Intake, Limits, Models, SessionSigns, Shared};
 use crate::load::LoadTracker;
 use crate::metrics::Metrics;
@@ -47,7 +49,12 @@ pub(super) fn entrance(config: &Config, seed: u64) -> Arc<Entrance> {
 }
 
 /// The way from a body to a question.
-pub(super) fn intake(config: &Config, models: Models, metrics: &Arc<Metrics>) -> anyhow::Result<Arc<Intake>> {
+pub(super) fn intake(
+    config: &Config,
+    models: Models,
+    router: &Arc<Router>,
+    metrics: &Arc<Metrics>,
+) -> anyhow::Result<Arc<Intake>> {
     let shared = config.shared_cache.as_ref().map(HttpSharedCache::new).transpose()?;
     let signs = config.sessions.as_ref().map(|sessions| SessionSigns {
         headers: sessions.headers.clone(),
@@ -55,6 +62,7 @@ pub(super) fn intake(config: &Config, models: Models, metrics: &Arc<Metrics>) ->
         parent_headers: sessions.parent_headers.clone(),
         final_headers: sessions.final_headers.clone(),
     });
+    let tokens = token_sources(config, router, metrics)?;
     let tracking = config.tracking_hash.load().map_err(|problem| anyhow::anyhow!("{}", problem.text))?;
     Ok(Intake::new(intake::Parts {
         models,
@@ -67,6 +75,21 @@ pub(super) fn intake(config: &Config, models: Models, metrics: &Arc<Metrics>) ->
         },
         tracking,
         sessions: signs,
+        tokens,
         shared: shared.map(|cache| Shared { cache: Arc::new(cache), metrics: metrics.clone() }),
     }))
+}
+
+/// Where the tokens of each model come from. What is known of models that stay is kept.
+fn token_sources(config: &Config, router: &Arc<Router>, metrics: &Arc<Metrics>) -> anyhow::Result<TokenSources> {
+    let mut sources = HashMap::new();
+    for model in &config.models {
+        let engine = |tokens| EngineTokens::new(tokens, &config.engines, router.clone(), metrics.clone());
+        let source = TokenSource {
+            standing: router.parity().of(&model.name).unwrap_or_default(),
+            engine: model.engine_tokens.as_ref().map(engine).transpose()?,
+        };
+        sources.insert(model.name.clone(), source);
+    }
+    Ok(sources)
 }

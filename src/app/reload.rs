@@ -13,14 +13,17 @@ use tracing::{error, info, warn};
 use super::encoders::{Encoders, Loaded};
 use super::parts;
 use crate::config::{Adopted, Config};
-use crate::intake::Intake;
+use crate::intake::{Intake, Models};
 use crate::lifecycle::follow::FileWatch;
 use crate::metrics::{Metrics, OutcomeLabel};
+use crate::router::Router;
 use crate::settings::{ConfigError, Problem, Step};
 
 /// What parts are prepared from.
 pub(super) struct Next {
     pub(super) config: Arc<Config>,
+    /// The models, with their tokenizers.
+    pub(super) models: Models,
     /// The way in, made anew.
     pub(super) intake: Arc<Intake>,
 }
@@ -56,6 +59,7 @@ pub enum Reloaded {
 /// The way to another configuration.
 pub struct Reloader {
     pub(super) metrics: Arc<Metrics>,
+    router: Arc<Router>,
     encoders: Encoders,
     parts: parking_lot::Mutex<Vec<(&'static str, Prepare)>>,
     running: ArcSwap<Config>,
@@ -67,11 +71,11 @@ pub struct Reloader {
 
 impl Reloader {
     /// A process that begins with this configuration.
-    pub(super) fn new(config: Arc<Config>, metrics: Arc<Metrics>) -> Self {
+    pub(super) fn new(config: Arc<Config>, router: Arc<Router>, metrics: Arc<Metrics>) -> Self {
         let shown = Arc::new(ArcSwap::from_pointee(page(1, &config, &[])));
         metrics.config_generation.set(1);
         let (encoders, parts) = (Encoders::new(&metrics), parking_lot::Mutex::default());
-        Self { metrics, encoders, parts, running: ArcSwap::new(config), shown, generation: Mutex::new(1) }
+        Self { metrics, router, encoders, parts, running: ArcSwap::new(config), shown, generation: Mutex::new(1) }
     }
 
     /// Adds a part that follows the configuration.
@@ -145,8 +149,8 @@ impl Reloader {
     }
 
     fn prepare(&self, config: &Arc<Config>, loaded: &Loaded) -> anyhow::Result<Vec<Switch>> {
-        let intake = parts::intake(config, loaded.models.clone(), &self.metrics)?;
-        let next = Next { config: config.clone(), intake };
+        let intake = parts::intake(config, loaded.models.clone(), &self.router, &self.metrics)?;
+        let next = Next { config: config.clone(), models: loaded.models.clone(), intake };
         let prepared = |(name, prepare): &(&'static str, Prepare)| {
             prepare(&next).with_context(|| format!("{name} cannot be changed"))
         };

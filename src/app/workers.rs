@@ -27,7 +27,7 @@ pub(super) struct Wanted {
 }
 
 /// A complete fleet as it is to be.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Desired {
     pub(super) workers: Vec<Worker>,
     /// How to read the events of newcomers, and of the others if that changed.
@@ -36,7 +36,7 @@ pub(super) struct Desired {
 
 impl From<&Config> for Wanted {
     fn from(config: &Config) -> Self {
-        let media = config.models.iter().map(|model| (model.name.clone(), model.media())).collect();
+        let media = config.models.iter().map(|model| (model.name.clone(), model.media_tokens())).collect();
         Self {
             source: config.worker_source(),
             models: config.served_models(),

@@ -5,11 +5,10 @@
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write};
 use std::path::Path;
-use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use serde_json::Value;
 
+use super::pages::{Pages, pretty};
 use super::{MISCONFIGURED, load};
 use crate::admin::explain::{PAGE, Question, table};
 use crate::app::Offline;
@@ -17,9 +16,6 @@ use crate::cli::ExplainArgs;
 use crate::config::Config;
 use crate::intake::Body;
 use crate::router::Explanation;
-
-/// How long a running process may take; a long prompt on a busy one takes seconds.
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Prints the explanation. The value is the exit code.
 pub fn run(args: &ExplainArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
@@ -56,33 +52,11 @@ fn body(path: &Path) -> anyhow::Result<Vec<u8>> {
 
 /// What a running process says, as text for people or as JSON.
 async fn ask(admin: &str, question: &Question, args: &ExplainArgs) -> anyhow::Result<String> {
-    if admin.starts_with("https:") {
-        anyhow::bail!(
-            "pages with TLS cannot be asked by this command; ask them with a client that knows your authority"
-        );
-    }
-    let json = args.json;
-    // The process is an operator's own; a proxy has no business between.
-    let client = crate::tls::client().timeout(PATIENCE).build()?;
-    let url = format!("{}{PAGE}", admin.trim_end_matches('/'));
-    let mut request = client
-        .post(&url)
-        .header("content-type", "application/json")
-        .header("accept", if json { "application/json" } else { "text/plain" })
-        .body(serde_json::to_string(question)?);
-    if let Some(file) = &args.token_file {
-        let token = std::fs::read_to_string(file).with_context(|| format!("the token {}", file.display()))?;
-        request = request.bearer_auth(token.trim());
-    }
-    let answer = request.send().await.with_context(|| format!("{url} cannot be reached"))?;
-    let status = answer.status();
-    let text = answer.text().await.with_context(|| format!("{url} broke off its answer"))?;
-    if !status.is_success() {
-        let said = serde_json::from_str::<Value>(&text).ok().and_then(|said| Some(said["error"].as_str()?.to_owned()));
-        bail!("{url} answers {status}: {}", said.unwrap_or(text));
-    }
-    if json {
-        pretty(&serde_json::from_str(&text).with_context(|| format!("{url} answers no JSON"))?)
+    let pages = Pages::of(admin, args.token_file.as_deref())?;
+    let accept = if args.json { "application/json" } else { "text/plain" };
+    let text = pages.post(PAGE, serde_json::to_string(question)?, accept).await?;
+    if args.json {
+        pretty(&serde_json::from_str(&text).with_context(|| format!("{admin} answers no JSON"))?)
     } else {
         Ok(text)
     }
@@ -103,8 +77,4 @@ async fn offline(config: &Config, question: &Question) -> anyhow::Result<Explana
 fn offline_table(explanation: &Explanation) -> String {
     let note = "Without --admin nothing is cached and nobody is busy.";
     format!("{}{note}\n", table::render(explanation))
-}
-
-fn pretty(value: &Value) -> anyhow::Result<String> {
-    Ok(serde_json::to_string_pretty(value)? + "\n")
 }

@@ -23,11 +23,15 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("load", load(config)),
         ("overload", config.overload.problems()),
         ("health", config.health.problems()),
+        ("index_trust", config.index_trust.problems()),
         ("queue", config.queue.problems()),
         ("disaggregation", disaggregation(config).into_iter().collect()),
         ("sessions", config.sessions.as_ref().map(|sessions| sessions.problems()).unwrap_or_default()),
         ("approximate", config.approximate.problems()),
         ("shared_cache", config.shared_cache.as_ref().map(|cache| cache.problems()).unwrap_or_default()),
+        ("learn", config.learn.problems()),
+        ("engines", config.engines.problems()),
+        ("self_test", config.self_test.problems()),
         ("paths", config.paths.problems()),
         ("clients", config.clients.problems()),
         ("rewrites", rewrites(config)),
@@ -128,6 +132,17 @@ fn without_use(config: &Config) -> Vec<Problem> {
         if config.schedule.shared_cache_multiplier == 0.0 && !config.clients.trusted {
             let text = "its hits are worth nothing; set `schedule.shared_cache_multiplier`, usually to 0.5";
             problems.push(Problem::of("shared_cache", text));
+        }
+    }
+    for (at, model) in config.models.iter().enumerate() {
+        let Some(tokens) = &model.engine_tokens else { continue };
+        if tokens.deadline >= config.limits.exchange_deadline {
+            let text = format!(
+                "{} is not less than `limits.exchange_deadline` ({}), and Envoy waits for both; the default is 300ms",
+                tokens.deadline, config.limits.exchange_deadline
+            );
+            let place = ["models".into(), at.into(), "engine_tokens".into(), "deadline".into()];
+            problems.push(Problem::at(place, text));
         }
     }
     let workers = config.workers.as_deref().filter(|workers| !workers.is_empty());

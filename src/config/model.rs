@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::ext_proc::config::FailureMode;
+use crate::intake::engine_tokens::config::EngineTokensConfig;
 use crate::kv_events::MediaTokens;
+use crate::prompt::{Engine, MediaConfig, Transformers};
 use crate::settings::Problem;
 use crate::worker::{BlockSize, ModelName};
 
@@ -39,15 +41,28 @@ pub struct ModelConfig {
     /// The token that stands for a video.
     #[serde(default)]
     pub video_token: Option<u32>,
+    /// What stands for images and the like in its prompts; without it prompts are known up to the first of them.
+    #[serde(default)]
+    pub media: Option<MediaConfig>,
+    /// The engine that serves it.
+    #[serde(default)]
+    pub engine: Engine,
+    /// The version of transformers that its engines run with.
+    #[serde(default)]
+    pub transformers: Transformers,
+    /// The engines' own tokens in place of ours; none: ours only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine_tokens: Option<EngineTokensConfig>,
     /// What becomes of its requests when no worker can be chosen, where that is not as for others.
     #[serde(default)]
     pub failure_mode: Option<FailureMode>,
     /// With what the first token of its engines' answers comes.
     #[serde(default)]
     pub first_token: FirstToken,
-    /// Tokens per KV block of its engines.
-    #[serde(default = "vllm_default")]
-    pub block_size: BlockSize,
+    /// Tokens per KV block by which its engines are compared; 16 where it is left out. The blocks of an engine that cuts
+    /// others are brought to it, where one size divides the other.
+    #[serde(default)]
+    pub block_size: Option<BlockSize>,
 }
 
 /// With what the first token of an event stream comes.
@@ -73,6 +88,12 @@ impl ModelConfig {
         for file in files.into_iter().flatten() {
             *file = folder.join(&*file);
         }
+        if let Some(media) = &mut self.media {
+            media.resolve(folder);
+        }
+        if let Some(tokens) = &mut self.engine_tokens {
+            tokens.resolve(folder);
+        }
     }
 
     /// Mistakes of meaning; looks whether the files exist.
@@ -91,7 +112,11 @@ impl ModelConfig {
         if self.name.as_str().is_empty() {
             problems.push(Problem::of("name", "the model has no name; write it as the engines serve it"));
         }
+        let media = self.media.iter().flat_map(MediaConfig::problems);
+        problems.extend(media.map(|problem| problem.within("media")));
         problems.extend(self.wrong_video_token().map(|text| Problem::of("video_token", text)));
+        let tokens = self.engine_tokens.iter().flat_map(EngineTokensConfig::problems);
+        problems.extend(tokens.map(|problem| problem.within("engine_tokens")));
         for (key, names) in [("aliases", &self.aliases), ("adapters", &self.adapters)] {
             let empty = names.iter().enumerate().filter(|(_, name)| name.as_str().is_empty());
             let text = "one of the names is empty; write what requests say, or leave it out";
@@ -102,8 +127,13 @@ impl ModelConfig {
 }
 
 impl ModelConfig {
+    /// Tokens per KV block.
+    pub fn blocks(&self) -> BlockSize {
+        self.block_size.unwrap_or_else(vllm_default)
+    }
+
     /// The tokens that stand for media.
-    pub fn media(&self) -> MediaTokens {
+    pub fn media_tokens(&self) -> MediaTokens {
         MediaTokens { image: self.image_token, video: self.video_token }
     }
 

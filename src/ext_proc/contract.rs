@@ -163,6 +163,17 @@ impl Contract {
         self.llm_d
     }
 
+    /// Names that we set.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.set.iter().map(|(_, name)| &**name)
+    }
+
+    /// Names under which we set the worker's endpoint.
+    pub fn endpoint_names(&self) -> impl Iterator<Item = &str> {
+        let endpoint = |(field, _): &&(Field, Name)| *field == Field::Endpoint;
+        self.set.iter().filter(endpoint).map(|(_, name)| &**name)
+    }
+
     /// Names that only we, or the gateway, may use.
     pub fn reserved(&self) -> impl Iterator<Item = &str> {
         self.reserved.iter().map(|name| &**name)

@@ -7,9 +7,10 @@ use std::time::Instant;
 use tracing::info;
 
 use super::headers::{AnsweredBy, ResponseHead};
+use crate::audit::{Answered, Audit, Foreseen, Said};
 use crate::entrance::Admitted;
 use crate::metrics::{Metrics, ModelLabel, OutcomeLabel, RankLabels};
-use crate::openai::usage::{Kind, UsageScanner};
+use crate::openai::usage::{Kind, Usage, UsageScanner};
 use crate::router::{Answer, AnswerFrom, Mode, Moved, Router};
 use crate::worker::Endpoint;
 
@@ -17,11 +18,18 @@ use crate::worker::Endpoint;
 pub(super) struct Record {
     metrics: Arc<Metrics>,
     router: Arc<Router>,
+    audit: Arc<Audit>,
     arrived: Instant,
     /// When the request was let in.
     admitted_at: Instant,
     admitted: Option<Box<Admitted>>,
     label: Option<ModelLabel>,
+    /// What the engine should find cached.
+    foreseen: Option<Foreseen>,
+    /// Whether somebody else served the request than was chosen.
+    moved: bool,
+    /// Whether the answer's body is shown.
+    shown: bool,
     usage: UsageScanner,
     status: u16,
     /// Whether the answer is shown while it is written, so that its beginning is its first token.
@@ -47,15 +55,19 @@ enum End {
 }
 
 impl Record {
-    pub(super) fn open(metrics: Arc<Metrics>, router: Arc<Router>) -> Self {
+    pub(super) fn open(metrics: Arc<Metrics>, router: Arc<Router>, audit: Arc<Audit>) -> Self {
         metrics.exchanges_open.inc();
         let now = Instant::now();
         Self {
             metrics,
+            audit,
             arrived: now,
             admitted_at: now,
             admitted: None,
             label: None,
+            foreseen: None,
+            moved: false,
+            shown: false,
             usage: UsageScanner::default(),
             status: 0,
             event_stream: false,
@@ -68,6 +80,7 @@ impl Record {
 
     pub(super) fn routed(&mut self, admitted: Option<Box<Admitted>>) {
         self.label = admitted.as_ref().map(|admitted| ModelLabel::from(&admitted.booked.route.model));
+        self.foreseen = admitted.as_ref().and_then(|admitted| Foreseen::of(&admitted.booked.route));
         self.admitted = admitted;
         self.admitted_at = Instant::now();
     }
@@ -118,6 +131,7 @@ impl Record {
                 Moved::Away => Some("away"),
             };
             if let Some(outcome) = outcome {
+                self.moved = true;
                 self.metrics.served_elsewhere.get_or_create(&OutcomeLabel { outcome }).inc();
             }
         }
@@ -152,6 +166,7 @@ impl Record {
     }
 
     pub(super) fn answer(&mut self, chunk: &[u8]) {
+        self.shown = true;
         self.usage.push(chunk);
         if self.books_output {
             self.book_output();
@@ -177,16 +192,42 @@ impl Record {
     /// The answer is complete: nothing is held any longer, though Envoy may keep the stream a little.
     pub(super) fn finished(&mut self) {
         self.end = End::Complete;
-        self.admitted = None;
+        self.release();
         self.note_duration();
         // The last event may lack its empty line.
         self.usage.finish();
+    }
+
+    /// Gives back what the exchange holds. An answer that was well begun has filled the prompt's blocks.
+    fn release(&mut self) {
+        let begun = matches!(self.end, End::Complete | End::Closed) && (200..300).contains(&self.status);
+        if let Some(mut admitted) = self.admitted.take()
+            && begun
+        {
+            self.router.answered_well(&mut admitted.booked);
+        }
     }
 
     fn note_duration(&self) {
         let Some(label) = &self.label else { return };
         let took = self.arrived.elapsed().as_secs_f64();
         self.metrics.request_duration_seconds.get_or_create(label).observe(took);
+    }
+
+    /// Whether it came as was foreseen, if the whole answer was shown and the engine did what it was asked.
+    fn judge(&mut self) {
+        if !self.shown || self.end != End::Complete || !(200..300).contains(&self.status) {
+            return;
+        }
+        let Some(foreseen) = self.foreseen.take() else { return };
+        match self.usage.usage() {
+            Some(Usage { prompt_tokens, cached_tokens: Some(cached), .. }) if prompt_tokens > 0 => {
+                let said = Said { prompt: prompt_tokens, cached };
+                let answered = Answered { foreseen, said, arrived: self.arrived, moved: self.moved };
+                self.audit.answered(answered, Instant::now());
+            }
+            usage => self.audit.silent(&foreseen.model, usage.is_some()),
+        }
     }
 
     fn end_at_least(&self, end: End) -> End {
@@ -196,7 +237,7 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
-        self.admitted = None;
+        self.release();
         self.metrics.exchanges_open.dec();
         let outcome = match self.end {
             End::Abandoned => "abandoned",
@@ -218,6 +259,7 @@ impl Drop for Record {
         if let Some(cached) = usage.and_then(|usage| usage.cached_tokens) {
             self.metrics.delivered_cached_tokens.get_or_create(label).inc_by(cached);
         }
+        self.judge();
     }
 }
 
@@ -256,7 +298,8 @@ mod tests {
         let (router, metrics) = (router(), Arc::new(Metrics::new()));
         for _ in 0..20 {
             let booked = router.route(RouteRequest::new(Some("m".into()), prompt.clone())).unwrap();
-            let mut record = Record::open(metrics.clone(), router.clone());
+            let audit = Audit::new(router.clone(), metrics.clone());
+            let mut record = Record::open(metrics.clone(), router.clone(), audit);
             record.routed(Some(Box::new(Admitted::new(booked))));
             record.answered(ResponseHead { status, event_stream, ..ResponseHead::default() });
             record.first_token();

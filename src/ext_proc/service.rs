@@ -21,17 +21,18 @@ use super::message::{BodyMode, Incoming};
 use super::pipeline::Pipeline;
 use super::probe::Probe;
 use super::stream::Stream;
+use crate::audit::Audit;
 use crate::metrics::{Metrics, OutcomeLabel};
 
 /// Replies that may wait for Envoy to take them; beyond it we stop reading, which is what flow control is for.
 const REPLIES: usize = 16;
 
 /// How Envoy says, as metadata of the stream, which of two filters of one exchange it speaks for.
-const FILTER: &str = "x-warmroute-filter";
+pub const FILTER: &str = "x-warmroute-filter";
 /// The filter that only looks for the first token.
-const PROBE: &str = "probe";
+pub const PROBE: &str = "probe";
 /// The filter beside it.
-const PROBED: &str = "probed";
+pub const PROBED: &str = "probed";
 
 pub(super) type Replies = mpsc::Sender<Result<ProcessingResponse, Status>>;
 
@@ -52,14 +53,15 @@ pub struct Kept {
     pub(super) metrics: Arc<Metrics>,
     pub(super) first_tokens: Arc<FirstTokens>,
     pub(super) held: Arc<Held>,
+    pub(super) audit: Arc<Audit>,
     warned: AtomicBool,
 }
 
 impl Kept {
     /// Nothing yet.
-    pub fn new(metrics: Arc<Metrics>) -> Arc<Self> {
+    pub fn new(metrics: Arc<Metrics>, audit: Arc<Audit>) -> Arc<Self> {
         let held = Held::new(metrics.clone());
-        Arc::new(Self { metrics, first_tokens: Arc::default(), held, warned: AtomicBool::new(false) })
+        Arc::new(Self { metrics, first_tokens: Arc::default(), held, audit, warned: AtomicBool::new(false) })
     }
 
     /// Where is measured.

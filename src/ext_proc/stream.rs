@@ -64,7 +64,7 @@ impl Stream {
             incoming,
             replies,
             exchange: Exchange::new(live.options.clone(), start),
-            record: Record::open(kept.metrics.clone(), live.pipeline.router().clone()),
+            record: Record::open(kept.metrics.clone(), live.pipeline.router().clone(), kept.audit.clone()),
             first_token,
             held: kept.held.share(),
             deadline: Instant::now() + live.upload,

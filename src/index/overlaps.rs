@@ -47,6 +47,18 @@ impl TierBlocks {
             + (f64::from(self.disk) + f64::from(self.external)) * disk_weight
     }
 
+    /// Only the first so many blocks.
+    pub fn cut(self, most: u32) -> TierBlocks {
+        let mut left = most;
+        let mut first = |blocks: u32| {
+            let kept = blocks.min(left);
+            left -= kept;
+            kept
+        };
+        let (device, host) = (first(self.device), first(self.host));
+        TierBlocks { device, host, disk: first(self.disk), external: first(self.external) }
+    }
+
     /// With so many leading blocks on the device, if they are more: these cover the beginning of what the slower tiers
     /// add, and only what lies beyond stays theirs.
     pub fn raised(self, device: u32) -> TierBlocks {

@@ -119,6 +119,12 @@ impl Seats {
         seated.map(|(slot, seating)| SlotStats { slot: Slot(slot as u32), counts: seating.tally.read() }).collect()
     }
 
+    /// Events of a slot's writer that stored something.
+    pub(super) fn stores(&self, slot: Slot) -> Option<u64> {
+        let seating = self.by_slot.get(slot.at())?.as_ref()?;
+        Some(seating.tally.stores.load(Ordering::Relaxed))
+    }
+
     fn vacant(&mut self) -> Seat {
         self.free.pop().unwrap_or_else(|| {
             self.slots.push(None);
@@ -142,6 +148,8 @@ pub(super) struct Tally {
     blocks: [AtomicU64; 4],
     copies: AtomicU64,
     waiting: AtomicU64,
+    /// Events that stored something. Never taken back: whoever compares two readings learns whether there was news.
+    stores: AtomicU64,
 }
 
 impl Tally {
@@ -156,6 +164,10 @@ impl Tally {
 
     pub(super) fn add_waiting(&self, by: i64) {
         add(&self.waiting, by);
+    }
+
+    pub(super) fn note_store(&self) {
+        add(&self.stores, 1);
     }
 
     pub(super) fn reset(&self) {

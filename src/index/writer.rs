@@ -100,7 +100,13 @@ impl RankWriter {
     /// Applies one event; readers see all of it or nothing.
     pub fn apply(&mut self, event: &KvEvent) -> Outcome {
         match event {
-            KvEvent::Stored { parent, blocks, tier } => self.store(*parent, blocks, *tier),
+            KvEvent::Stored { parent, blocks, tier } => {
+                let outcome = self.store(*parent, blocks, *tier);
+                if outcome == Outcome::Ok {
+                    self.tally.note_store();
+                }
+                outcome
+            }
             KvEvent::Removed { blocks, tier } => self.remove(blocks, *tier),
             KvEvent::GroupStored { group, need, blocks } => self.store_group(*group, *need, blocks),
             KvEvent::GroupRemoved { group, blocks } => self.remove_group(*group, blocks),
@@ -120,6 +126,35 @@ impl RankWriter {
         self.waiting.doubt();
         if let Some(groups) = &mut self.groups {
             groups.doubt();
+        }
+    }
+
+    /// Blocks that may have gone unnoticed.
+    pub fn doubted(&self) -> usize {
+        let held = self.held.values().filter(|named| !named.doubted.is_empty()).count();
+        held + self.waiting.iter().filter(|(_, apart)| !apart.doubted.is_empty()).count()
+    }
+
+    /// Blocks, doubted or not.
+    pub fn len(&self) -> usize {
+        self.held.len()
+    }
+
+    /// Whether it holds nothing with a place.
+    pub fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
+    /// Takes what is doubted for gone.
+    pub fn forget_doubted(&mut self) {
+        for tier in Tier::ALL {
+            let held = self.held.iter().filter(|(_, named)| named.doubted.has(tier)).map(|(engine, _)| *engine);
+            let waiting = self.waiting.iter().filter(|(_, apart)| apart.doubted.has(tier)).map(|(engine, _)| engine);
+            let gone: Vec<EngineHash> = held.chain(waiting).collect();
+            for some in gone.chunks(clear::SWEEP) {
+                some.iter().for_each(|&engine| self.forget_extra(engine, tier));
+                self.remove(some, tier);
+            }
         }
     }
 

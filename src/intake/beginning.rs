@@ -37,7 +37,7 @@ impl Intake {
             return encoded;
         }
         let Some((mended, request)) = readable(api, told, mended) else { return encoded };
-        let Some(request) = settled(request, &mended.cut) else { return encoded };
+        let Some(mut request) = settled(request, &mended.cut) else { return encoded };
         let Some(named) = self.parts.models.find(request.model.as_deref()) else {
             encoded.fail(Reason::UnknownModel);
             return encoded;
@@ -45,6 +45,14 @@ impl Intake {
         let mut clock = Stopwatch::start();
         let salt =
             Salt { lora: named.adapter.clone(), cache: told.tenant.clone().or_else(|| request.cache_salt.clone()) };
+        if let openai::Prompt::Chat(chat) = &mut request.prompt
+            && chat.has_media()
+        {
+            // The cut may be in the midst of any item, and then it is another.
+            chat.media_options = true;
+            self.read_illustrated((&named, &salt), &request, &mut encoded, &mut clock);
+            return encoded;
+        }
         let tokens = self.tokens((&named, &salt), &request, &mut encoded, &mut clock);
         let Some(mut tokens) = tokens.ok().and_then(|mut prompts| prompts.pop()) else { return encoded };
         let guessed = tokens.len() as f64 * whole as f64 / shown.len().max(1) as f64;

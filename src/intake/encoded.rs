@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::{Models, Named};
 use crate::block::SequenceHash;
 use crate::openai::{Api, Extension, Shape};
+use crate::parity::Foretold;
 use crate::router::{Prompt, Reason};
 use crate::worker::ModelName;
 
@@ -23,6 +24,9 @@ pub(super) struct Encoded {
     pub(super) model: Option<ModelName>,
     pub(super) adapter: Option<String>,
     pub(super) prompt: Prompt,
+    /// Whether we made its tokens from text.
+    pub(super) ours: bool,
+    pub(super) foretold: Foretold,
     pub(super) tracked: Option<Vec<Arc<[SequenceHash]>>>,
     pub(super) tokens: Vec<Vec<u32>>,
     pub(super) extension: Option<Box<Extension>>,
@@ -41,6 +45,8 @@ impl Encoded {
             model: None,
             adapter: None,
             prompt,
+            ours: false,
+            foretold: Foretold::Nothing,
             tracked: None,
             tokens: vec![],
             extension: None,

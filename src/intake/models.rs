@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::block::Windows;
+use crate::block::{MediaTokens, Windows};
 use crate::prompt::Encoder;
 use crate::worker::{BlockSize, ModelName};
 
@@ -15,6 +15,8 @@ pub struct Model {
     pub block_size: BlockSize,
     /// How its engines cut prompts into blocks.
     pub windows: Windows,
+    /// Placeholder tokens, where its engines' events are read with them.
+    pub media: MediaTokens,
     /// How its prompts become tokens; `None` where no tokenizer is configured.
     pub encoder: Option<Arc<Encoder>>,
 }

@@ -1,6 +1,6 @@
 use super::encoded::MOST_ESTIMATED;
 use super::*;
-use crate::block::Windows;
+use crate::block::{MediaTokens, Windows};
 use crate::prompt;
 use crate::worker::BlockSize;
 use crate::worker::ModelName;
@@ -14,6 +14,7 @@ fn parts(models: Models, clients: ClientsConfig, limits: Limits) -> Parts {
         tracking: TrackingHash::Public,
         sessions: None,
         shared: None,
+        tokens: Default::default(),
     }
 }
 
@@ -32,6 +33,7 @@ fn with_tokenizer(limits: Limits) -> Arc<Intake> {
         name: "m".into(),
         block_size: BlockSize::new(16).unwrap(),
         windows: Windows::Plain,
+        media: MediaTokens::default(),
         encoder: Some(Arc::new(Encoder::load(&files).unwrap())),
     };
     let mut models = Models::default();
@@ -73,7 +75,13 @@ async fn an_encoder_that_missed_its_deadline_keeps_its_place_until_it_is_done() 
 fn tokens_only(clients: ClientsConfig) -> Arc<Intake> {
     let mut models = Models::default();
     let size = BlockSize::new(4).unwrap();
-    let model = Model { name: "base".into(), block_size: size, windows: Windows::Plain, encoder: None };
+    let model = Model {
+        name: "base".into(),
+        block_size: size,
+        windows: Windows::Plain,
+        media: MediaTokens::default(),
+        encoder: None,
+    };
     models.add(model, &["alias".into()], &["tuned".into()]);
     let limits = Limits { inline: 4096, queue: 1, deadline: Duration::from_secs(1) };
     Intake::new(parts(models, clients, limits))
@@ -237,4 +245,80 @@ fn only_wanted_bodies_are_asked_for() {
     for (path, wanted) in [("/v1/completions", true), ("/v1/models", false), ("/favicon.ico", false)] {
         assert_eq!(intake.wants_body(path, &|_| None), wanted, "{path}");
     }
+}
+
+/// A way in for a model that sees, with a system prompt before every image so that some blocks come before it.
+fn seeing() -> Arc<Intake> {
+    let files = prompt::Config {
+        tokenizer: "examples/models/qwen2.5/tokenizer.json.gz".into(),
+        tokenizer_config: Some("tests/data/tokens/qwen2-vl/tokenizer_config.json".into()),
+        chat_template: None,
+    };
+    let image = r#"{"token":"<|image_pad|>","rule":"qwen2_vl","preprocessor":"tests/data/tokens/qwen2-vl/preprocessor_config.json"}"#;
+    let image = Some(serde_json::from_str(image).unwrap());
+    let media = Some(prompt::MediaConfig { image, ..prompt::MediaConfig::default() });
+    let traits = prompt::Traits { name: "m".into(), media, ..prompt::Traits::default() };
+    let model = Model {
+        name: "m".into(),
+        block_size: BlockSize::new(4).unwrap(),
+        windows: Windows::Plain,
+        media: MediaTokens::default(),
+        encoder: Some(Arc::new(Encoder::load_as(&files, &traits).unwrap())),
+    };
+    let mut models = Models::default();
+    models.add(model, &[], &[]);
+    let limits = Limits { inline: 1 << 20, queue: 1, deadline: Duration::from_secs(60) };
+    Intake::new(parts(models, ClientsConfig::default(), limits))
+}
+
+/// The beginning of a PNG of 56 by 56 pixels, as a data URL; its colours are these.
+fn picture(colour: u8) -> String {
+    use base64::Engine as _;
+    let mut bytes = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x38\0\0\0\x38\x08".to_vec();
+    bytes.extend([colour, 0, 0, 0, 1, 2, 3, 4]);
+    format!("data:image/png;base64,{}", base64::engine::general_purpose::STANDARD.encode(bytes))
+}
+
+fn conversation(url: &str, after: &str) -> String {
+    serde_json::json!({"model": "m", "messages": [
+        {"role": "system", "content": "one two three four five six seven eight nine ten"},
+        {"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": after}]}]})
+    .to_string()
+}
+
+#[test]
+fn images_tell_prompts_apart_and_what_comes_before_them_is_shared() {
+    let intake = seeing();
+    let path = "/v1/chat/completions";
+    let take = |body: &str| intake.take_now(path, &|_| None, body.as_bytes()).request.prompt;
+    let whole = |url: &str| match take(&conversation(url, "what is it?")) {
+        Prompt::Hashed(prompts) => prompts[0].locals().to_vec(),
+        prompt => panic!("{prompt:?}"),
+    };
+    let (one, same, other) = (whole(&picture(2)), whole(&picture(2)), whole(&picture(0)));
+    assert_eq!(one, same);
+    let shared = one.iter().zip(&other).take_while(|(one, other)| one == other).count();
+    assert!(shared > 0 && shared < one.len(), "{shared} of {}", one.len());
+    // An image that lies elsewhere: as much is known as comes before it.
+    let Prompt::Beginning { known, tokens, because } = take(&conversation("https://a/b.png", "what is it?")) else {
+        panic!()
+    };
+    assert_eq!((because, known.locals()), (Reason::Multimodal, &one[..known.len()]));
+    assert!(known.len() == shared && tokens > known.tokens() as u64, "{} of {shared} blocks", known.len());
+}
+
+#[tokio::test]
+async fn an_image_that_was_shown_in_part_is_no_image_yet() {
+    let intake = seeing();
+    let body = conversation(&picture(2), "what is it?");
+    let cut = body.find("base64,").unwrap() + 20;
+    let shown = Body::Cut { shown: Bytes::copy_from_slice(&body.as_bytes()[..cut]), length: Some(body.len() as u64) };
+    let taken = intake.take("/v1/chat/completions", &|_| None, &shown).await;
+    let Prompt::Beginning { known, .. } = taken.request.prompt else { panic!("{:?}", taken.request.prompt) };
+    let Prompt::Hashed(whole) = intake.take_now("/v1/chat/completions", &|_| None, body.as_bytes()).request.prompt
+    else {
+        panic!()
+    };
+    assert!(!known.is_empty() && whole[0].locals().starts_with(known.locals()));
 }

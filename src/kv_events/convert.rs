@@ -8,11 +8,11 @@ use std::num::NonZeroU32;
 
 use super::groups::Groups;
 use super::media::{self, MediaTokens};
+use super::reblock::{Fit, Reblocker, Regrouped, Run};
 use super::salts::Salts;
 use super::wire::{Event, ExtraKey, Kind, Locality, Medium, Origin, Ownership, Stored};
-use crate::block::hash::{Windows, locals};
 use crate::block::{EngineHash, Salt};
-use crate::index::{GroupNeed, KvEvent, StoredBlock};
+use crate::index::{GroupNeed, KvEvent, Outcome};
 use crate::tier::Tier;
 use crate::worker::BlockSize;
 
@@ -24,6 +24,8 @@ const SALT_MARK: &str = "dynamo-cache-salt:";
 pub enum Converted {
     /// It changes the index.
     Event(KvEvent),
+    /// It changes the index in several steps, or not yet: the engine's blocks are smaller than ours.
+    Regrouped(Vec<KvEvent>, Outcome),
     /// It concerns no prefix of its own, but tells what a cache group beside the main one holds.
     Group(Filtered, KvEvent),
     /// It does not concern the index.
@@ -60,7 +62,7 @@ pub enum Filtered {
     },
     /// The salt would be inherited from a block that was stored under two.
     AmbiguousSalt,
-    /// The engine cuts blocks of another size than configured.
+    /// The engine cuts blocks of another size than configured, and neither divides the other.
     BlockSize {
         /// Tokens per block in the event.
         engine: u32,
@@ -105,26 +107,45 @@ enum Admission {
 #[derive(Debug)]
 pub struct Normalizer {
     block_size: BlockSize,
-    media: MediaTokens,
     groups: Groups,
     salts: Salts,
+    reblocker: Reblocker,
 }
 
 impl Normalizer {
     /// A normalizer that has learned nothing yet.
     pub fn new(block_size: BlockSize, media: MediaTokens) -> Self {
-        Self { block_size, media, groups: Groups::default(), salts: Salts::default() }
+        let reblocker = Reblocker::new(block_size, media);
+        Self { block_size, groups: Groups::default(), salts: Salts::default(), reblocker }
     }
 
     /// Forgets everything learned: the engine is a new one.
     pub fn reset(&mut self) {
         self.groups = Groups::default();
+        self.emptied();
+    }
+
+    /// Forgets the blocks: none is held any more.
+    pub fn emptied(&mut self) {
         self.salts.clear();
+        self.reblocker.clear();
     }
 
     /// Events were lost for good.
     pub fn doubt(&mut self) {
         self.salts.doubt();
+        self.reblocker.doubt();
+    }
+
+    /// What is doubted is gone; what the index is to be told before it forgets its share.
+    pub fn forget_doubted(&mut self) -> Vec<KvEvent> {
+        self.salts.forget_doubted();
+        self.reblocker.forget_doubted()
+    }
+
+    /// Tokens per block of the engine on the device, once it has told.
+    pub fn engine_block_size(&self) -> Option<BlockSize> {
+        self.reblocker.engine()
     }
 
     /// Converts one event. Order matters: later events lean on what earlier ones taught.
@@ -137,13 +158,13 @@ impl Normalizer {
             Event::Ignored => Err(Filtered::Ignored),
             Event::Cleared { ownership } => {
                 owned(*ownership)?;
-                self.salts.clear();
+                self.emptied();
                 Ok(Converted::Event(KvEvent::Cleared))
             }
             Event::Removed { hashes, origin } => match self.admission(origin)? {
                 Admission::Main(tier) => {
-                    self.salts.removed(hashes);
-                    Ok(Converted::Event(KvEvent::Removed { blocks: hashes.clone(), tier }))
+                    self.salts.removed(hashes, tier);
+                    Ok(regrouped(self.reblocker.removed(hashes, tier)))
                 }
                 Admission::Group(reason, group) => {
                     Ok(Converted::Group(reason, KvEvent::GroupRemoved { group, blocks: hashes.clone() }))
@@ -152,7 +173,7 @@ impl Normalizer {
             Event::Stored(stored) => {
                 self.teach(stored)?;
                 match self.admission(&stored.origin)? {
-                    Admission::Main(tier) => self.stored(stored, tier).map(Converted::Event),
+                    Admission::Main(tier) => self.stored(stored, tier),
                     Admission::Group(reason, group) => Ok(self.stored_in_group(stored, reason, group)),
                 }
             }
@@ -205,7 +226,7 @@ impl Normalizer {
         Converted::Group(reason, KvEvent::GroupStored { group, need, blocks: stored.hashes.clone() })
     }
 
-    fn stored(&mut self, stored: &Stored, tier: Tier) -> Result<KvEvent, Filtered> {
+    fn stored(&mut self, stored: &Stored, tier: Tier) -> Result<Converted, Filtered> {
         if matches!(stored.origin.kind, Some(Kind::Partial(_))) && !pairs_up(stored) {
             // Only the engine knows which of the tokens its blocks hold.
             return Err(Filtered::NonMainKind);
@@ -213,14 +234,26 @@ impl Normalizer {
         let salt = self.salt(stored)?;
         if repeats(stored) {
             // A run that meets itself has no place in a prefix tree.
-            return Ok(KvEvent::Removed { blocks: Vec::new(), tier });
+            return Ok(Converted::Event(KvEvent::Removed { blocks: Vec::new(), tier }));
         }
-        if stored.block_size as usize != self.block_size.tokens() {
-            return Err(Filtered::BlockSize { engine: stored.block_size });
-        }
-        self.salts.stored(&stored.hashes, salt.cache.as_deref());
-        let blocks = self.blocks(stored, &salt);
-        Ok(KvEvent::Stored { parent: stored.parent, blocks, tier })
+        let engine = BlockSize::new(stored.block_size);
+        let fit = engine.and_then(|engine| self.reblocker.fit(engine, tier));
+        let fit = fit.ok_or(Filtered::BlockSize { engine: stored.block_size })?;
+        self.salts.stored(&stored.hashes, tier, salt.cache.as_deref());
+        let run = Run {
+            parent: stored.parent,
+            names: &stored.hashes,
+            tokens: &stored.tokens.ids,
+            bigrams: stored.tokens.bigrams,
+            salt: &salt,
+            objects: media_of(stored),
+            tier,
+        };
+        Ok(match fit {
+            Fit::Same => Converted::Event(self.reblocker.split(run, NonZeroU32::MIN)),
+            Fit::Split(parts) => Converted::Event(self.reblocker.split(run, parts)),
+            Fit::Join(_) => regrouped(self.reblocker.join(run)),
+        })
     }
 
     /// The salt of a store: named outright, or in the first block's extra keys, or the parent's.
@@ -234,21 +267,12 @@ impl Normalizer {
         };
         Ok(Salt { lora, cache })
     }
+}
 
-    fn blocks(&self, stored: &Stored, salt: &Salt) -> Vec<StoredBlock> {
-        let bigrams = stored.tokens.bigrams;
-        let windows = if bigrams { Windows::Eagle } else { Windows::Plain };
-        let wanted = stored.hashes.len() * self.block_size.tokens() + usize::from(bigrams);
-        let tokens = &stored.tokens.ids[..stored.tokens.ids.len().min(wanted)];
-        let mut objects = media_of(stored);
-        let padded = if bigrams || objects.is_empty() {
-            None
-        } else {
-            media::normalize(tokens, &mut objects, self.block_size, self.media)
-        };
-        let tokens = padded.as_deref().unwrap_or(tokens);
-        let hashes = locals(tokens, self.block_size, salt, windows, &objects);
-        stored.hashes.iter().zip(hashes).map(|(&engine, local)| StoredBlock { engine, local }).collect()
+fn regrouped(Regrouped { mut events, outcome }: Regrouped) -> Converted {
+    match events.pop() {
+        Some(only) if events.is_empty() && outcome == Outcome::Ok => Converted::Event(only),
+        last => Converted::Regrouped(events.into_iter().chain(last).collect(), outcome),
     }
 }
 

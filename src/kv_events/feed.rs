@@ -2,13 +2,17 @@
 //! counted. Synchronous on purpose: a batch is applied whole, and what the network does in between cannot be seen here.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::convert::{Converted, Filtered, Normalizer};
+use super::doubts::{self, Doubts, Due};
 use super::sequencer::{Digest, Live, Repeated, Sequencer};
 use super::wire::{self, Batch, Event};
-use super::{RankSink, SourceSpec};
+use super::witness::unix_now;
+use super::{RankSink, SourceSpec, Witness};
 use crate::index::{KvEvent, Outcome};
 use crate::metrics::{EventLabels, Metrics, OutcomeLabel};
+use crate::trust::{Because, Heard, Resync, Source};
 use crate::worker::{BlockSize, WorkerRank};
 
 /// A live batch that came too early: the numbers in between are missing.
@@ -30,6 +34,9 @@ pub(super) struct Feed {
     metrics: Arc<Metrics>,
     tally: Vec<(EventLabels, u64)>,
     complaints: Complaints,
+    witness: Witness,
+    resync: Resync,
+    doubts: Doubts,
 }
 
 /// What was complained of already; the second time says nothing new.
@@ -43,7 +50,7 @@ struct Complaints {
 }
 
 impl Feed {
-    pub(super) fn new(spec: &SourceSpec, sink: RankSink, metrics: Arc<Metrics>) -> Self {
+    pub(super) fn new(spec: &SourceSpec, sink: RankSink, metrics: Arc<Metrics>, witness: Witness) -> Self {
         Self {
             rank: spec.rank,
             block_size: spec.block_size,
@@ -53,6 +60,9 @@ impl Feed {
             metrics,
             tally: Vec::new(),
             complaints: Complaints::default(),
+            witness,
+            resync: spec.resync,
+            doubts: Doubts::default(),
         }
     }
 
@@ -64,11 +74,14 @@ impl Feed {
             verdict = self.sequencer.place(seq);
         }
         match verdict {
-            Live::Gap { from, to } => return Some(Gap { from, to }),
+            Live::Gap { from, to } => {
+                self.witness.note(Source::gap);
+                return Some(Gap { from, to });
+            }
             Live::Stale | Live::Restart => self.count("stale"),
             // Not moving the mark past a batch that cannot be read makes the next one ask for it again.
             Live::Apply => {
-                if self.apply(payload) {
+                if self.apply(payload, Way::Live(seq)) {
                     self.sequencer.advance(seq, Digest::of(payload));
                 }
             }
@@ -88,7 +101,7 @@ impl Feed {
         match self.sequencer.place(gap.to) {
             Live::Stale | Live::Restart => self.count("stale"),
             Live::Apply => {
-                if self.apply(payload) {
+                if self.apply(payload, Way::Live(gap.to)) {
                     self.sequencer.advance(gap.to, Digest::of(payload));
                 }
             }
@@ -102,7 +115,7 @@ impl Feed {
         let verdict = self.sequencer.repeated(seq, digest);
         match verdict {
             Repeated::Apply => {
-                if !self.apply(payload) {
+                if !self.apply(payload, Way::Repeated(seq)) {
                     // Asking a third time would bring the same bytes.
                     self.lost(seq, seq.saturating_add(1));
                 }
@@ -126,7 +139,7 @@ impl Feed {
     /// Gives up what is missing in front of a batch and applies it.
     pub(super) fn jump(&mut self, gap: Gap, payload: &[u8]) {
         self.lost(gap.from, gap.to);
-        self.apply(payload);
+        self.apply(payload, Way::Repeated(gap.to));
         self.sequencer.advance(gap.to, Digest::of(payload));
     }
 
@@ -147,8 +160,46 @@ impl Feed {
 
     /// What was missed while detached cannot be found out.
     pub(super) fn doubt(&mut self) {
+        if self.resync == Resync::Clear {
+            tracing::info!(rank = %self.rank, "what is known of this rank is forgotten, to be learned anew");
+            self.normalizer.emptied();
+            (self.sink.apply)(&KvEvent::Cleared);
+            self.emptied();
+            return;
+        }
         self.normalizer.doubt();
         (self.sink.doubt)();
+        let held = (self.sink.held)();
+        let room = doubts::room(self.normalizer.engine_block_size(), self.block_size, held);
+        self.doubts.begin(held, room);
+        self.witness.note(|source| source.doubted(held.doubted));
+    }
+
+    /// Nothing is held any more.
+    fn emptied(&mut self) {
+        self.doubts.end();
+        self.witness.note(Source::emptied);
+    }
+
+    /// Looks what has become of doubts.
+    fn look_at_doubts(&mut self) {
+        match self.doubts.due() {
+            Due::Nothing => return,
+            Due::Count => {}
+            Due::Forget => {
+                tracing::info!(
+                    rank = %self.rank,
+                    "blocks that may be gone since events were lost are forgotten: a whole cache of others was stored since"
+                );
+                for event in self.normalizer.forget_doubted() {
+                    (self.sink.apply)(&event);
+                }
+                (self.sink.forget_doubted)();
+            }
+        }
+        let held = (self.sink.held)();
+        self.doubts.counted(held);
+        self.witness.note(|source| source.doubted(held.doubted));
     }
 
     /// Notes a message that does not have the shape of a batch.
@@ -161,6 +212,7 @@ impl Feed {
 
     fn lost(&mut self, from: u64, to: u64) {
         tracing::warn!(rank = %self.rank, from, to, "KV event batches are lost; what is known of this rank may be out of date");
+        self.witness.note(|source| source.lost(to - from));
         self.doubt();
     }
 
@@ -169,18 +221,22 @@ impl Feed {
         self.metrics.kv_event_restarts.inc();
         self.normalizer.reset();
         (self.sink.apply)(&KvEvent::Cleared);
+        self.doubts.end();
+        self.witness.note(Source::restarted);
     }
 
     /// Decodes and applies one batch; false if it cannot be read.
-    fn apply(&mut self, payload: &[u8]) -> bool {
+    fn apply(&mut self, payload: &[u8], way: Way) -> bool {
         match wire::decode(payload) {
             Ok(batch) => {
                 self.complaints.undecodable = false;
                 self.apply_batch(&batch);
+                self.heard(&batch, way);
                 true
             }
             Err(error) => {
                 self.count("undecodable");
+                self.witness.note(Source::undecodable);
                 if !std::mem::replace(&mut self.complaints.undecodable, true) {
                     tracing::warn!(rank = %self.rank, %error, "KV event batch cannot be read");
                 }
@@ -193,6 +249,7 @@ impl Feed {
         if let Some(named) = batch.rank.filter(|&named| named != self.rank.rank.0) {
             // Another rank's blocks under this rank's name would be prefixes that do not exist.
             self.count("other_rank");
+            self.witness.note(|source| source.named(false));
             if !std::mem::replace(&mut self.complaints.other_rank, true) {
                 tracing::error!(
                     rank = %self.rank, named,
@@ -204,12 +261,15 @@ impl Feed {
         }
         for event in &batch.events {
             let labels = match self.normalizer.convert(event) {
-                Converted::Event(event) => {
-                    EventLabels { kind: event.kind(), outcome: (self.sink.apply)(&event).as_str() }
+                Converted::Event(event) => EventLabels { kind: event.kind(), outcome: self.tell(&event).as_str() },
+                Converted::Regrouped(events, outcome) => {
+                    let told: Vec<_> = events.iter().map(|event| self.tell(event)).collect();
+                    let failed = told.into_iter().find(|outcome| !is_fine(*outcome));
+                    EventLabels { kind: kind(event), outcome: failed.unwrap_or(outcome).as_str() }
                 }
                 Converted::Group(reason, share) => {
                     self.complain(reason);
-                    let outcome = match (self.sink.apply)(&share) {
+                    let outcome = match self.tell(&share) {
                         Outcome::TooManyGroups => Outcome::TooManyGroups.as_str(),
                         _ => reason.label(),
                     };
@@ -226,19 +286,55 @@ impl Feed {
             }
         }
         self.count("applied");
+        self.look_at_doubts();
         for (labels, count) in self.tally.drain(..) {
             self.metrics.kv_events.get_or_create(&labels).inc_by(count);
         }
     }
 
+    /// Hands one event to the index.
+    fn tell(&mut self, event: &KvEvent) -> Outcome {
+        let outcome = (self.sink.apply)(event);
+        match event {
+            KvEvent::Stored { blocks, .. } => self.doubts.stored(blocks.len() as u64),
+            KvEvent::Removed { blocks, .. } => self.doubts.removed(blocks.len() as u64),
+            KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {}
+            KvEvent::Cleared => self.emptied(),
+        }
+        outcome
+    }
+
+    /// Tells of a batch that was taken.
+    fn heard(&mut self, batch: &Batch, way: Way) {
+        let (number, written) = match way {
+            Way::Live(number) => (number, Some(batch.timestamp)),
+            Way::Repeated(number) => (number, None),
+        };
+        let own = batch.rank.is_none_or(|named| named == self.rank.rank.0);
+        let engine = self.normalizer.engine_block_size();
+        self.witness.note(|source| {
+            source.heard(Heard { at: Instant::now(), unix: unix_now(), written, number });
+            if let Some(engine) = engine {
+                source.sized(engine);
+            }
+            source.named(own);
+        });
+    }
+
     fn complain(&mut self, reason: Filtered) {
+        if let Filtered::BlockSize { engine } = reason
+            && self.normalizer.engine_block_size().is_none()
+        {
+            let engine = BlockSize::new(engine);
+            self.witness.note(|source| source.unusable(Because::BlockSizeMismatch, engine));
+        }
         let configured = self.block_size.tokens();
         match reason {
             Filtered::BlockSize { engine } if !std::mem::replace(&mut self.complaints.block_size, true) => {
                 tracing::error!(
                     rank = %self.rank, engine, configured,
-                    "the engine's blocks have another size than configured, so its cache cannot be used; \
-                     correct the block size"
+                    "the engine's blocks have another size than configured, and neither divides the other, so its cache \
+                     cannot be used and it is chosen by load; correct the block size"
                 );
             }
             Filtered::GroupBlockSize { engine } if !std::mem::replace(&mut self.complaints.group_block_size, true) => {
@@ -257,6 +353,19 @@ impl Feed {
     }
 }
 
+/// How a batch came.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    /// By itself, with this number.
+    Live(u64),
+    /// Because it was asked for.
+    Repeated(u64),
+}
+
+fn is_fine(outcome: Outcome) -> bool {
+    matches!(outcome, Outcome::Ok | Outcome::DuplicateStore)
+}
+
 fn kind(event: &Event) -> &'static str {
     match event {
         Event::Stored(_) => "stored",
@@ -270,6 +379,7 @@ fn kind(event: &Event) -> &'static str {
 mod tests {
     use super::*;
     use crate::index::{GroupNeed, PrefixIndex};
+    use crate::kv_events::Held;
     use crate::worker::{Attach, DpRank, EventSource, Slot, WorkerId};
 
     /// Plays captured batches of a model with a sliding window into a rank with blocks of some size.
@@ -289,6 +399,7 @@ mod tests {
             },
             block_size: BlockSize::new(block_size).unwrap(),
             media: Default::default(),
+            resync: Resync::Keep,
         };
         let (told, metrics) = (Arc::new(parking_lot::Mutex::new(Vec::new())), Arc::new(Metrics::new()));
         let mut writer = PrefixIndex::new().join(Slot(0));
@@ -297,8 +408,13 @@ mod tests {
             heard.lock().push(event.clone());
             writer.apply(event)
         };
-        let sink = RankSink { apply: Box::new(apply), doubt: Box::new(|| {}) };
-        assert_eq!(Feed::new(&spec, sink, metrics.clone()).live(0, &payload), None);
+        let sink = RankSink {
+            apply: Box::new(apply),
+            doubt: Box::new(|| {}),
+            held: Box::new(Held::default),
+            forget_doubted: Box::new(|| {}),
+        };
+        assert_eq!(Feed::new(&spec, sink, metrics.clone(), Witness::default()).live(0, &payload), None);
         let told = told.lock().clone();
         (metrics, told)
     }

@@ -21,8 +21,9 @@ use super::dealer::{Dealer, Events, PAUSE as UNANSWERED};
 use super::feed::Feed;
 use super::replay::{self, BURST};
 use super::sequencer::Incomplete;
-use super::{RankSink, SourceSpec, SourceState};
-use crate::metrics::{Metrics, RankLabels};
+use super::{RankSink, SourceSpec, SourceState, Witness};
+use crate::metrics::Metrics;
+use crate::trust::Link;
 use crate::worker::{Attach, EventSource, WorkerRank};
 
 /// Longest wait for a connection.
@@ -57,12 +58,12 @@ pub async fn run(
     spec: SourceSpec,
     sink: RankSink,
     metrics: Arc<Metrics>,
-    state: watch::Sender<SourceState>,
+    (state, witness): (watch::Sender<SourceState>, Witness),
 ) -> Infallible {
-    let view = View { rank: spec.rank, metrics: metrics.clone(), state };
+    let view = View { rank: spec.rank, witness: witness.clone(), state };
     view.set(SourceState::Connecting);
     let mut listener = Listener {
-        feed: Feed::new(&spec, sink, metrics),
+        feed: Feed::new(&spec, sink, metrics, witness),
         replay: spec.source.replay.as_deref().map(Dealer::new),
         view,
         source: spec.source,
@@ -90,13 +91,15 @@ pub async fn run(
 
 /// Why a socket was given up.
 #[derive(Debug, thiserror::Error)]
-enum Detached {
+pub(super) enum Detached {
     #[error("the engine closed the connection")]
     Closed,
     #[error(
         "the engine published, but nothing arrived; the connection is dead, or the topic {0:?} is not the engine's"
     )]
     Silent(String),
+    #[error("requests were answered that had to store blocks, and nothing was heard of it")]
+    Knocked,
     #[error("the endpoint has no fixed path to bind")]
     Wildcard,
     #[error(transparent)]
@@ -106,24 +109,23 @@ enum Detached {
 /// Where others see how far the source is.
 struct View {
     rank: WorkerRank,
-    metrics: Arc<Metrics>,
+    witness: Witness,
     state: watch::Sender<SourceState>,
 }
 
 impl View {
     fn set(&self, state: SourceState) {
-        let live = i64::from(state == SourceState::Live);
-        self.metrics.kv_event_source_live.get_or_create(&RankLabels::from(self.rank)).set(live);
+        self.witness.note(|source| {
+            source.linked(match state {
+                SourceState::Connecting => Link::Connecting,
+                SourceState::Replaying => Link::Replaying,
+                SourceState::Live => Link::Attached,
+            });
+        });
         let changed = self.state.send_if_modified(|known| std::mem::replace(known, state) != state);
         if changed {
             tracing::info!(rank = %self.rank, ?state, "KV event source");
         }
-    }
-}
-
-impl Drop for View {
-    fn drop(&mut self) {
-        self.metrics.kv_event_source_live.remove(&RankLabels::from(self.rank));
     }
 }
 
@@ -146,6 +148,7 @@ impl Listener {
             self.attached().await;
         }
         let mut burst = 0;
+        let knocks = self.view.witness.clone();
         loop {
             let check = self.check;
             let due = async move {
@@ -170,6 +173,7 @@ impl Listener {
                     }
                 }
                 () = due => self.check().await?,
+                () = knocks.knocked() => return Err(Detached::Knocked),
             }
         }
     }
@@ -263,7 +267,7 @@ impl Listener {
 }
 
 /// Number and payload of a live message: exactly topic, number and payload.
-fn frames(message: &ZmqMessage) -> Result<(u64, &Bytes), &'static str> {
+pub(super) fn frames(message: &ZmqMessage) -> Result<(u64, &Bytes), &'static str> {
     let (3, Some(seq), Some(payload)) = (message.len(), message.get(1), message.get(2)) else {
         return Err("it does not have three frames");
     };
@@ -272,7 +276,7 @@ fn frames(message: &ZmqMessage) -> Result<(u64, &Bytes), &'static str> {
 }
 
 /// A subscribed socket, connected or bound.
-async fn open(source: &EventSource) -> Result<(SubSocket, Events), Detached> {
+pub(super) async fn open(source: &EventSource) -> Result<(SubSocket, Events), Detached> {
     let mut options = SocketOptions::default();
     options.connect_timeout(CONNECT);
     let mut socket = SubSocket::with_options(options);
@@ -319,7 +323,8 @@ mod tests {
 
     use super::*;
     use crate::index::Outcome;
-    use crate::kv_events::MediaTokens;
+    use crate::kv_events::{Held, MediaTokens};
+    use crate::trust::Resync;
     use crate::worker::{BlockSize, DpRank, WorkerId};
 
     fn listener(replay: &str) -> Listener {
@@ -330,14 +335,22 @@ mod tests {
             replay: Some(replay.to_owned()),
         };
         let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
-        let spec = SourceSpec { rank, source, block_size: BlockSize::new(2).unwrap(), media: MediaTokens::default() };
-        let sink = RankSink { apply: Box::new(|_| Outcome::Ok), doubt: Box::new(|| {}) };
+        let block_size = BlockSize::new(2).unwrap();
+        let (media, resync) = (MediaTokens::default(), Resync::Keep);
+        let spec = SourceSpec { rank, source, block_size, media, resync };
+        let sink = RankSink {
+            apply: Box::new(|_| Outcome::Ok),
+            doubt: Box::new(|| {}),
+            held: Box::new(Held::default),
+            forget_doubted: Box::new(|| {}),
+        };
+        let witness = Witness::default();
         let metrics = Arc::new(Metrics::new());
         let (state, _) = watch::channel(SourceState::default());
         Listener {
-            feed: Feed::new(&spec, sink, metrics.clone()),
+            feed: Feed::new(&spec, sink, metrics, witness.clone()),
             replay: Some(Dealer::new(replay)),
-            view: View { rank, metrics, state },
+            view: View { rank, witness, state },
             source: spec.source,
             check: None,
         }

@@ -7,11 +7,12 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use serde::Deserialize;
-use serde::de::{self, Deserializer, IgnoredAny, SeqAccess, Unexpected, Visitor};
+use serde::de::{self, Deserializer, SeqAccess, Unexpected, Visitor};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
-use super::chat::{Chat, Content, Forwarded, Message, Part};
+use super::chat::{Chat, Content, Forwarded, Message};
+use super::part::{Media, Modality, Part, Source, Typed};
 use super::{ParseError, Prompt, Request};
 
 /// Begins a line that Claude Code changes with every request, and that vLLM drops for the sake of its cache.
@@ -34,6 +35,8 @@ struct Body<'a> {
     #[serde(default)]
     output_config: Option<OutputConfig>,
     #[serde(default)]
+    thinking: Option<Thinking>,
+    #[serde(default)]
     chat_template_kwargs: Option<Map<String, Value>>,
     #[serde(default)]
     kv_transfer_params: Option<Forwarded>,
@@ -45,6 +48,12 @@ struct Body<'a> {
 struct OutputConfig {
     #[serde(default)]
     effort: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Thinking {
+    #[serde(default, rename = "type")]
+    kind: Option<String>,
 }
 
 pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
@@ -71,6 +80,8 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         add_generation_prompt: true,
         chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
         reasoning_effort: body.output_config.and_then(|config| config.effort),
+        put_together: true,
+        thinking_off: body.thinking.is_some_and(|thinking| thinking.kind.as_deref() == Some("disabled")),
         forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.has_tokens()),
         ..Chat::default()
     };
@@ -132,7 +143,7 @@ struct Block {
     #[serde(default)]
     text: Option<String>,
     #[serde(default)]
-    source: Option<IgnoredAny>,
+    source: Option<Picture>,
     #[serde(default)]
     id: Option<String>,
     #[serde(default)]
@@ -152,7 +163,7 @@ struct Block {
 struct Output {
     text: String,
     texts: usize,
-    images: usize,
+    images: Vec<Part>,
     lost: bool,
 }
 
@@ -162,6 +173,28 @@ struct OutputBlock {
     kind: Option<String>,
     #[serde(default)]
     text: Option<String>,
+    #[serde(default)]
+    source: Option<Picture>,
+}
+
+/// Where an image is: at a URL, or where that is not said, here.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Picture {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    url: Option<String>,
+    data: Option<String>,
+}
+
+impl Picture {
+    fn part(self) -> Part {
+        let source = match self.kind.as_deref() {
+            Some("url") => Source::Url(self.url.unwrap_or_default()),
+            _ => Source::Base64(self.data.unwrap_or_default()),
+        };
+        Part::of_media(Media { modality: Modality::Image, source: Some(source), uuid: None })
+    }
 }
 
 impl Turns {
@@ -204,23 +237,19 @@ impl Turns {
 /// A single text is plain content.
 fn joined(parts: Vec<Part>) -> Content {
     match <[Part; 1]>::try_from(parts) {
-        Ok([Part::Typed { kind: Some(kind), text: Some(text), .. }]) if kind == "text" => Content::Text(text),
+        Ok([Part::Typed(Typed { kind: Some(kind), text: Some(text), .. })]) if kind == "text" => Content::Text(text),
         Ok([part]) => Content::Parts(vec![part]),
         Err(parts) => Content::Parts(parts),
     }
 }
 
-fn part(kind: &str, text: Option<String>) -> Part {
-    Part::Typed { kind: Some(kind.to_owned()), text, refusal: None, thinking: None, uuid: None }
-}
-
 impl Blocks {
     fn fold(&mut self, block: Block) -> Option<()> {
         match block.kind.as_str() {
-            "text" => {
-                self.parts.extend(block.text.filter(|text| !text.is_empty()).map(|text| part("text", Some(text))))
-            }
-            "image" => self.parts.extend(block.source.map(|_| part("image_url", None))),
+            "text" => self
+                .parts
+                .extend(block.text.filter(|text| !text.is_empty()).map(|text| Part::typed("text", Some(text)))),
+            "image" => self.parts.extend(block.source.map(Picture::part)),
             "thinking" => {
                 if let Some(thinking) = block.thinking {
                     self.thoughts.get_or_insert_default().push_str(&thinking);
@@ -244,8 +273,8 @@ impl Blocks {
                 }
                 let tool_call_id = Some(block.tool_use_id.unwrap_or_default());
                 self.results.push(Message { tool_call_id, ..Message::of("tool", text) });
-                if images > 0 {
-                    let content = Some(Content::Parts(vec![part("image_url", None)]));
+                if !images.is_empty() {
+                    let content = Some(Content::Parts(images));
                     self.results.push(Message { role: "user".to_owned(), content, ..Message::default() });
                 }
             }
@@ -332,7 +361,7 @@ impl Folded for Output {
                 self.texts += 1;
                 self.text.push_str(&block.text.unwrap_or_default());
             }
-            Some("image") => self.images += 1,
+            Some("image") => self.images.extend(block.source.map(Picture::part)),
             _ => self.lost = true,
         }
     }

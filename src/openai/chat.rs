@@ -6,6 +6,7 @@ use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
+use super::part::{Media, Part};
 use super::{ParseError, Prompt, Request, Side, Tokenization};
 
 /// A conversation and what its rendering depends on.
@@ -27,6 +28,16 @@ pub struct Chat {
     pub chat_template_kwargs: Map<String, Value>,
     /// How hard to think.
     pub reasoning_effort: Option<String>,
+    /// Whether the request says how its images and the like are to be read and cut.
+    pub media_options: bool,
+    /// Which of the tools the model may or must use, as sent.
+    pub tool_choice: Option<Value>,
+    /// Whether it was put together from a request of another API.
+    pub put_together: bool,
+    /// Whether the client wants no thoughts, in the words of an API where engines find out what that is for a model.
+    pub thinking_off: bool,
+    /// Whether finished prompt tokens come beside the messages, which some engines take in their place.
+    pub brings_tokens: bool,
     /// Whether another engine forwards finished prompt tokens that stand in for the messages.
     pub forwarded_tokens: bool,
 }
@@ -42,6 +53,9 @@ pub struct Message {
     /// Name of the speaker.
     #[serde(default)]
     pub name: Option<Value>,
+    /// What some templates are told to do.
+    #[serde(default)]
+    pub task: Option<Value>,
     /// Calls the assistant made, as sent.
     #[serde(default)]
     pub tool_calls: Option<Vec<Value>>,
@@ -72,32 +86,6 @@ pub enum Content {
     Parts(Vec<Part>),
 }
 
-/// One part of a message.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(untagged)]
-pub enum Part {
-    /// A bare string.
-    Bare(String),
-    /// A typed part.
-    Typed {
-        /// `text`, `image_url` and so on.
-        #[serde(default, rename = "type")]
-        kind: Option<String>,
-        /// Text of a text part.
-        #[serde(default)]
-        text: Option<String>,
-        /// Text of a refusal.
-        #[serde(default)]
-        refusal: Option<String>,
-        /// Text of a thought.
-        #[serde(default)]
-        thinking: Option<String>,
-        /// The client's name for a media item.
-        #[serde(default)]
-        uuid: Option<Value>,
-    },
-}
-
 impl Chat {
     /// Whether a part is something else than text.
     pub fn has_media(&self) -> bool {
@@ -113,6 +101,11 @@ impl Chat {
         self.messages.iter().map(plain).sum::<usize>() + self.parts().map(Part::text_bytes).sum::<usize>()
     }
 
+    /// What is shown and played, in its order.
+    pub fn media(&self) -> impl Iterator<Item = &Media> {
+        self.parts().filter_map(Part::media)
+    }
+
     fn parts(&self) -> impl Iterator<Item = &Part> {
         self.messages.iter().flat_map(|message| match &message.content {
             Some(Content::Parts(parts)) => &parts[..],
@@ -125,27 +118,6 @@ impl Message {
     /// A message that says a text.
     pub(super) fn of(role: &str, text: String) -> Self {
         Self { role: role.to_owned(), content: Some(Content::Text(text)), ..Self::default() }
-    }
-}
-
-impl Part {
-    fn is_media(&self) -> bool {
-        const TEXT: [&str; 6] = ["text", "refusal", "input_text", "output_text", "thinking", "tool_reference"];
-        match self {
-            Part::Bare(_) => false,
-            Part::Typed { kind, uuid, .. } => {
-                uuid.is_some() || !kind.as_deref().is_some_and(|kind| TEXT.contains(&kind))
-            }
-        }
-    }
-
-    pub(super) fn text_bytes(&self) -> usize {
-        match self {
-            Part::Bare(text) => text.len(),
-            Part::Typed { text, refusal, thinking, .. } => {
-                [text, refusal, thinking].into_iter().flatten().map(String::len).sum()
-            }
-        }
     }
 }
 
@@ -178,6 +150,14 @@ struct Body<'a> {
     #[serde(default)]
     reasoning_effort: Option<String>,
     #[serde(default)]
+    tool_choice: Option<Value>,
+    #[serde(default)]
+    input_ids: Option<IgnoredAny>,
+    #[serde(default)]
+    media_io_kwargs: Option<Map<String, Value>>,
+    #[serde(default)]
+    mm_processor_kwargs: Option<Map<String, Value>>,
+    #[serde(default)]
     kv_transfer_params: Option<Forwarded>,
     #[serde(default)]
     add_special_tokens: Option<bool>,
@@ -209,8 +189,10 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
     if messages.is_empty() {
         return Err(ParseError::Empty("messages"));
     }
+    let options = [&body.media_io_kwargs, &body.mm_processor_kwargs];
     let chat = Chat {
         messages,
+        media_options: options.into_iter().flatten().any(|options| !options.is_empty()),
         tools: body.tools,
         documents: body.documents,
         add_generation_prompt: body.add_generation_prompt.unwrap_or(true),
@@ -218,6 +200,10 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         chat_template: body.chat_template,
         chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
         reasoning_effort: body.reasoning_effort,
+        tool_choice: body.tool_choice,
+        put_together: false,
+        thinking_off: false,
+        brings_tokens: body.input_ids.is_some(),
         forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.has_tokens()),
     };
     Ok(Request {
@@ -230,6 +216,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
             add_special_tokens: body.add_special_tokens,
             truncate_prompt_tokens: body.truncate_prompt_tokens,
             truncation_side: body.truncation_side,
+            ..Tokenization::default()
         },
         extension: body.nvext.map(|raw| raw.get().into()),
     })

@@ -57,6 +57,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
             add_special_tokens: body.add_special_tokens,
             truncate_prompt_tokens: body.truncate_prompt_tokens,
             truncation_side: body.truncation_side,
+            ..Tokenization::default()
         },
         extension: body.nvext.map(|raw| raw.get().into()),
     })

@@ -70,7 +70,8 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         tokenization: Tokenization {
             add_special_tokens: body.add_special_tokens,
             truncate_prompt_tokens: body.truncate_prompt_tokens,
-            truncation_side: Some(body.truncation_side.unwrap_or(Side::Right)),
+            truncation_side: body.truncation_side,
+            tokenizer_side: Side::Right,
         },
         extension: body.nvext.map(|raw| raw.get().into()),
         ..Request::of(body.model, prompt)

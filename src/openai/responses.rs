@@ -11,7 +11,8 @@ use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
-use super::chat::{Chat, Content, Forwarded, Message, Part};
+use super::chat::{Chat, Content, Forwarded, Message};
+use super::part::{Part, Typed};
 use super::{ParseError, Prompt, Request, Tokenization};
 
 #[derive(Deserialize)]
@@ -97,6 +98,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         continue_final_message: input.unfinished,
         chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
         reasoning_effort: body.reasoning.and_then(|reasoning| reasoning.effort),
+        put_together: true,
         forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.has_tokens()),
         ..Chat::default()
     };
@@ -107,7 +109,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         tokenization: Tokenization {
             add_special_tokens: Some(true),
             truncate_prompt_tokens: (body.truncation.as_deref() != Some("disabled")).then_some(-1),
-            truncation_side: None,
+            ..Tokenization::default()
         },
         extension,
         ..Request::of(body.model, Prompt::Chat(Box::new(chat)))
@@ -271,7 +273,7 @@ fn only_text(content: Option<Content>, wanted: &str) -> Option<String> {
         None => Some(String::new()),
         Some(Content::Text(text)) => Some(text),
         Some(Content::Parts(parts)) => match <[Part; 1]>::try_from(parts) {
-            Ok([Part::Typed { kind: Some(kind), text: Some(text), .. }]) if kind == wanted => Some(text),
+            Ok([Part::Typed(Typed { kind: Some(kind), text: Some(text), .. })]) if kind == wanted => Some(text),
             Ok(_) => None,
             Err(parts) => parts.is_empty().then(String::new),
         },

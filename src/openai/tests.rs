@@ -75,8 +75,11 @@ fn fields_that_routing_needs_are_read_and_unknown_ones_ignored() {
     assert!(request.stream);
     assert_eq!(request.cache_salt.as_deref(), Some("s"));
     assert_eq!(request.max_output_tokens, Some(7));
-    let tokenization =
-        Tokenization { add_special_tokens: None, truncate_prompt_tokens: Some(-1), truncation_side: Some(Side::Right) };
+    let tokenization = Tokenization {
+        truncate_prompt_tokens: Some(-1),
+        truncation_side: Some(Side::Right),
+        ..Tokenization::default()
+    };
     assert_eq!(request.tokenization, tokenization);
     let Prompt::Chat(chat) = request.prompt else { panic!() };
     assert!(chat.add_generation_prompt);

@@ -7,16 +7,22 @@ use serde_json::{Map, Value as Json};
 use super::EncodeError;
 use super::detect::ContentFormat;
 use super::python::{self, Dict};
-use crate::openai::{Content, Message, Part};
+use super::stage::Stage;
+use crate::openai::{Content, Meaning, Message, Modality, Part};
 
 /// One message on its way into a template.
 pub(super) struct Turn {
     pub role: String,
     pub content: Said,
-    rest: Vec<(&'static str, Value)>,
+    pub(super) rest: Vec<(&'static str, Value)>,
 }
 
 impl Turn {
+    /// A message that says a text.
+    pub(super) fn plain(role: &str, text: String) -> Self {
+        Self { role: role.to_owned(), content: Said::Text(text), rest: Vec::new() }
+    }
+
     /// Whether the message carries the assistant's thoughts.
     pub(super) fn has_thoughts(&self) -> bool {
         self.rest.iter().any(|(key, _)| *key == "reasoning")
@@ -27,31 +33,96 @@ impl Turn {
 pub(super) enum Said {
     /// One string.
     Text(String),
-    /// A list of text parts.
-    Parts(Vec<String>),
+    /// A list of parts.
+    Parts(Vec<Piece>),
+}
+
+/// A part on its way into a template.
+pub(super) struct Piece {
+    what: What,
+    /// Keys of which the engine knows nothing.
+    extra: Vec<(String, Value)>,
+}
+
+enum What {
+    Text(String),
+    Media(Modality),
+    Reference(String),
 }
 
 impl Said {
+    /// A list of texts.
+    pub(super) fn of_texts(texts: Vec<String>) -> Self {
+        Self::Parts(texts.into_iter().map(|text| Piece { what: What::Text(text), extra: Vec::new() }).collect())
+    }
+
     /// The text that an answer would go on from.
     pub(super) fn last_text(&mut self) -> Option<&mut String> {
         match self {
             Self::Text(text) => Some(text),
-            Self::Parts(parts) => parts.last_mut(),
+            Self::Parts(parts) => parts.iter_mut().rev().find_map(Piece::text_mut),
         }
     }
 }
 
-/// The messages as vLLM hands them to the template.
-pub(super) fn turns(messages: &[Message], format: ContentFormat) -> Result<Vec<Turn>, EncodeError> {
-    messages.iter().map(|message| turn(message, format)).collect()
+impl Piece {
+    fn text_mut(&mut self) -> Option<&mut String> {
+        match &mut self.what {
+            What::Text(text) => Some(text),
+            What::Media(_) | What::Reference(_) => None,
+        }
+    }
+
+    fn into_text(self) -> Option<String> {
+        match self.what {
+            What::Text(text) => Some(text),
+            What::Media(_) | What::Reference(_) => None,
+        }
+    }
+
+    fn into_value(self) -> Value {
+        let mut dict = match self.what {
+            What::Text(text) => Dict::from_iter([("type", Value::from("text")), ("text", Value::from(text))]),
+            What::Media(modality) => Dict::from_iter([("type", Value::from(modality.as_str()))]),
+            What::Reference(name) => {
+                Dict::from_iter([("type", Value::from("tool_reference")), ("name", Value::from(name))])
+            }
+        };
+        for (key, value) in self.extra {
+            dict.push(&key, value);
+        }
+        dict.into_value()
+    }
 }
 
-fn turn(message: &Message, format: ContentFormat) -> Result<Turn, EncodeError> {
-    let parts = parts(message.content.as_ref())?;
-    // Templates seldom take lists from tools, so the engine joins those always.
+/// Begins a line that Claude Code changes with every request, and that vLLM drops from system messages for the sake of its
+/// cache.
+const BILLING: &str = "x-anthropic-billing-header";
+
+/// The messages as vLLM hands them to the template.
+pub(super) fn turns(
+    messages: &[Message],
+    format: ContentFormat,
+    stage: &mut Stage<'_>,
+) -> Result<Vec<Turn>, EncodeError> {
+    messages.iter().map(|message| turn(message, format, stage)).collect()
+}
+
+fn turn(message: &Message, format: ContentFormat, stage: &mut Stage<'_>) -> Result<Turn, EncodeError> {
+    let plain;
+    let parts: &[Part] = match &message.content {
+        None => &[],
+        Some(Content::Text(text)) => {
+            plain = [Part::Bare(text.clone())];
+            &plain
+        }
+        Some(Content::Parts(parts)) => parts,
+    };
+    let is_system = message.role == "system";
+    let parts = parts.iter().filter_map(|part| if is_system { without_billing(part) } else { Some((part, None)) });
     let content = match format {
-        ContentFormat::Parts if message.role != "tool" => Said::Parts(parts),
-        _ => Said::Text(parts.join("\n")),
+        ContentFormat::Parts => listed(message, parts, stage)?,
+        ContentFormat::Text => Said::Text(joined(parts, stage)?),
     };
     let mut rest = Vec::new();
     match message.role.as_str() {
@@ -62,10 +133,99 @@ fn turn(message: &Message, format: ContentFormat) -> Result<Turn, EncodeError> {
         }
         _ => {}
     }
-    if let Some(Json::String(name)) = &message.name {
-        rest.push(("name", Value::from(name.as_str())));
+    for (key, value) in [("name", &message.name), ("task", &message.task)] {
+        if let Some(Json::String(text)) = value {
+            rest.push((key, Value::from(text.as_str())));
+        }
     }
     Ok(Turn { role: message.role.clone(), content, rest })
+}
+
+/// A part of a system message, and where it begins with the line of the bill, what of its text is left.
+fn without_billing(part: &Part) -> Option<(&Part, Option<&str>)> {
+    let is_text = match part {
+        Part::Bare(_) => true,
+        Part::Typed(part) => part.kind.as_deref() == Some("text"),
+    };
+    match part.meaning() {
+        Meaning::Text(text) if is_text && text.starts_with(BILLING) => {
+            let (_, rest) = text.split_once('\n')?;
+            (!rest.is_empty()).then_some((part, Some(rest)))
+        }
+        _ => Some((part, None)),
+    }
+}
+
+/// The parts as a list of dicts.
+fn listed<'p>(
+    message: &Message,
+    parts: impl Iterator<Item = (&'p Part, Option<&'p str>)>,
+    stage: &mut Stage<'_>,
+) -> Result<Said, EncodeError> {
+    let mut pieces = Vec::new();
+    for (part, shortened) in parts {
+        let what = match understood(part)? {
+            Meaning::Text(text) => What::Text(shortened.unwrap_or(text).to_owned()),
+            Meaning::Media(media) => stage.listed(media.modality)?.map_or(What::Media(media.modality), What::Text),
+            Meaning::Reference(name) => What::Reference(name.to_owned()),
+            _ => continue,
+        };
+        let extra = part.extra().map(|(key, value)| Ok((key.clone(), python::value(value)?)));
+        let extra = if matches!(what, What::Reference(_)) { Vec::new() } else { extra.collect::<Result<_, _>>()? };
+        pieces.push(Piece { what, extra });
+    }
+    // Templates seldom take lists of texts from tools, so the engine joins those always.
+    if message.role == "tool" && pieces.iter_mut().all(|piece| piece.text_mut().is_some()) {
+        let texts: Vec<String> = pieces.into_iter().filter_map(Piece::into_text).collect();
+        return Ok(Said::Text(texts.join("\n")));
+    }
+    Ok(Said::Parts(pieces))
+}
+
+/// The parts as one text: what stands for items goes to its front, as far as the text does not say it already.
+fn joined<'p>(
+    parts: impl Iterator<Item = (&'p Part, Option<&'p str>)>,
+    stage: &mut Stage<'_>,
+) -> Result<String, EncodeError> {
+    let mut texts: Vec<&str> = Vec::new();
+    let mut placeholders: Vec<(String, usize)> = Vec::new();
+    for (part, shortened) in parts {
+        match understood(part)? {
+            Meaning::Text(text) => texts.push(shortened.unwrap_or(text)),
+            Meaning::Reference(name) => texts.push(name),
+            Meaning::Media(media) => {
+                let Some(text) = stage.placeholder(media.modality)? else { continue };
+                match placeholders.iter_mut().find(|(known, _)| *known == text) {
+                    Some((_, count)) => *count += 1,
+                    None => placeholders.push((text, 1)),
+                }
+            }
+            _ => {}
+        }
+    }
+    // An empty text is no part, and leaves no line.
+    texts.retain(|text| !text.is_empty());
+    let text = texts.join("\n");
+    let mut lines: Vec<&str> = Vec::new();
+    for (placeholder, count) in &placeholders {
+        let missing = count
+            .checked_sub(text.matches(placeholder.as_str()).count())
+            .ok_or_else(|| EncodeError::rejected("more placeholders in the text than items"))?;
+        lines.extend(std::iter::repeat_n(placeholder.as_str(), missing));
+    }
+    if !text.is_empty() {
+        lines.push(&text);
+    }
+    Ok(lines.join("\n"))
+}
+
+/// What a part means, where its words can be known.
+fn understood(part: &Part) -> Result<Meaning<'_>, EncodeError> {
+    match part.meaning() {
+        Meaning::Hollow(kind) => Err(EncodeError::uncertain(format!("an empty part of type {kind}"))),
+        Meaning::Other(kind) => Err(EncodeError::Multimodal(kind.to_owned())),
+        meaning => Ok(meaning),
+    }
 }
 
 fn assistant(message: &Message, rest: &mut Vec<(&'static str, Value)>) -> Result<(), EncodeError> {
@@ -79,38 +239,6 @@ fn assistant(message: &Message, rest: &mut Vec<(&'static str, Value)>) -> Result
         rest.push(("reasoning_content", Value::from(thought.as_str())));
     }
     Ok(())
-}
-
-fn parts(content: Option<&Content>) -> Result<Vec<String>, EncodeError> {
-    match content {
-        None => Ok(Vec::new()),
-        Some(Content::Text(text)) => Ok(vec![text.clone()]),
-        Some(Content::Parts(parts)) => parts.iter().filter_map(|part| part_text(part).transpose()).collect(),
-    }
-}
-
-/// The text of a part; a text part without text is skipped.
-fn part_text(part: &Part) -> Result<Option<String>, EncodeError> {
-    let (kind, text, refusal, thinking, uuid) = match part {
-        Part::Bare(text) => return Ok(Some(text.clone())),
-        Part::Typed { kind, text, refusal, thinking, uuid } => (kind, text, refusal, thinking, uuid),
-    };
-    let kind = kind.as_deref().ok_or_else(|| EncodeError::Multimodal("unnamed".to_owned()))?;
-    if uuid.is_some() {
-        return Err(EncodeError::Multimodal(kind.to_owned()));
-    }
-    match kind {
-        "text" => Ok(text.clone()),
-        "refusal" => Ok(refusal.clone()),
-        "input_text" | "output_text" => known(kind, text.as_ref()),
-        "thinking" => known(kind, thinking.as_ref()),
-        "tool_reference" => Err(EncodeError::uncertain("a tool_reference part")),
-        media => Err(EncodeError::Multimodal(media.to_owned())),
-    }
-}
-
-fn known(kind: &str, text: Option<&String>) -> Result<Option<String>, EncodeError> {
-    text.map(|text| Some(text.clone())).ok_or_else(|| EncodeError::uncertain(format!("an empty part of type {kind}")))
 }
 
 /// A call as validation leaves it: known keys in the order of the schema, then the others as sent. One that the engine put
@@ -149,10 +277,11 @@ fn with_others<const N: usize>(
     Ok(dict.into_value())
 }
 
-/// Arguments are parsed, and what is not JSON becomes an empty object; Python's idea of JSON is a little wider than ours.
+/// Arguments are parsed, and what is no JSON object becomes an empty one; Python's idea of JSON is a little wider than ours.
 fn arguments_value(text: &str) -> Result<Value, EncodeError> {
     match serde_json::from_str::<Json>(text) {
-        Ok(json) => python::value(&json),
+        Ok(json @ Json::Object(_)) => python::value(&json),
+        Ok(_) => Ok(Dict::default().into_value()),
         Err(error) => {
             let reason = error.to_string();
             let wider = ["NaN", "Infinity", "\\u"].iter().any(|mark| text.contains(mark))
@@ -180,7 +309,7 @@ pub(super) fn without_developers(mut turns: Vec<Turn>) -> Vec<Turn> {
         .into_iter()
         .map(|turn| match turn.content {
             Said::Text(text) => text,
-            Said::Parts(parts) => parts.join("\n"),
+            Said::Parts(parts) => parts.into_iter().filter_map(Piece::into_text).collect::<Vec<_>>().join("\n"),
         })
         .filter(|text| !text.is_empty())
         .collect();
@@ -196,17 +325,13 @@ pub(super) fn into_value(turns: Vec<Turn>) -> Value {
 fn message_value(turn: Turn) -> Value {
     let content = match turn.content {
         Said::Text(text) => Value::from(text),
-        Said::Parts(parts) => python::list(parts.into_iter().map(text_part).collect()),
+        Said::Parts(parts) => python::list(parts.into_iter().map(Piece::into_value).collect()),
     };
     let mut dict = Dict::from_iter([("role", Value::from(turn.role)), ("content", content)]);
     for (key, value) in turn.rest {
         dict.push(key, value);
     }
     dict.into_value()
-}
-
-fn text_part(text: String) -> Value {
-    Dict::from_iter([("type", Value::from("text")), ("text", Value::from(text))]).into_value()
 }
 
 /// Tools as the engine's validation leaves them: known keys in the order of the schema, missing ones `null`.
@@ -223,23 +348,30 @@ fn tool(tool: &Json) -> Result<Value, EncodeError> {
     if !matches!(tool.get("type").map(Json::as_str), None | Some(Some("function"))) {
         return Err(EncodeError::rejected("a tool that is not a function"));
     }
-    if let Some(key) = tool.keys().find(|key| !["type", "function"].contains(&key.as_str())) {
-        return Err(EncodeError::uncertain(format!("the field `{key}` of a tool")));
-    }
-    let known = ["name", "description", "parameters", "strict"];
-    if let Some(key) = function.keys().find(|key| !known.contains(&key.as_str())) {
-        return Err(EncodeError::uncertain(format!("the field `{key}` of a function")));
-    }
     let mut dict = Dict::default();
     dict.push("name", field(function, "name", |value| value.is_string())?);
     dict.push("description", field(function, "description", |value| value.is_string() || value.is_null())?);
     dict.push("parameters", field(function, "parameters", |value| value.is_object() || value.is_null())?);
-    match function.get("strict") {
-        None => {}
-        Some(Json::Bool(strict)) => dict.push("strict", Value::from(*strict)),
-        Some(_) => return Err(EncodeError::uncertain("the field `strict` of a function is not a boolean")),
+    flag(function, "strict", &mut dict)?;
+    // What delays a tool delays its function, and not the other way round.
+    let of_tool = tool.get("defer_loading").filter(|value| !value.is_null());
+    match (function.get("defer_loading").filter(|value| !value.is_null()), of_tool) {
+        (None, Some(_)) => flag(tool, "defer_loading", &mut dict)?,
+        _ => flag(function, "defer_loading", &mut dict)?,
     }
-    Ok(Dict::from_iter([("type", Value::from("function")), ("function", dict.into_value())]).into_value())
+    let mut outer = Dict::from_iter([("type", Value::from("function")), ("function", dict.into_value())]);
+    flag(tool, "defer_loading", &mut outer)?;
+    Ok(outer.into_value())
+}
+
+/// A flag of a function, which is left out where it says nothing.
+fn flag(function: &Map<String, Json>, key: &str, dict: &mut Dict) -> Result<(), EncodeError> {
+    match function.get(key) {
+        None | Some(Json::Null) => {}
+        Some(Json::Bool(flag)) => dict.push(key, Value::from(*flag)),
+        Some(_) => return Err(EncodeError::uncertain(format!("the field `{key}` of a function is not a boolean"))),
+    }
+    Ok(())
 }
 
 fn field(function: &Map<String, Json>, name: &str, good: impl Fn(&Json) -> bool) -> Result<Value, EncodeError> {

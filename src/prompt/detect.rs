@@ -1,7 +1,9 @@
 //! What a template expects, told from its syntax tree as vLLM tells it from Jinja2's: does it loop over the parts of a
 //! message, or does it take the content for one string? The rules follow vLLM's to the letter, oddities included.
 
-use minijinja::machinery::ast::{Const, Expr, ForLoop, Set, Spanned, Stmt};
+use std::collections::HashMap;
+
+use minijinja::machinery::ast::{Call, CallArg, Const, Expr, ForLoop, Macro, Set, Spanned, Stmt};
 
 use super::syntax::{Node, walk};
 
@@ -16,34 +18,98 @@ pub(super) enum ContentFormat {
 
 /// The content format of a template. A target that is not a plain name makes vLLM give up, and then it takes `string`.
 pub(super) fn content_format(template: &Stmt<'_>) -> ContentFormat {
-    let mut loops = Vec::new();
-    let mut sets = Vec::new();
+    let mut found = Found::default();
     walk(template, &mut |node| match node {
-        Node::Stmt(Stmt::ForLoop(node)) => loops.push(node),
-        Node::Stmt(Stmt::Set(node)) => sets.push(node),
+        Node::Stmt(Stmt::ForLoop(node)) => found.loops.push(node),
+        Node::Stmt(Stmt::Set(node)) => found.sets.push(node),
+        Node::Stmt(Stmt::Macro(node)) => found.macros.push(node),
+        Node::Expr(Expr::Call(node)) => found.calls.push(node),
         _ => {}
     });
-    match loops_over_content(&loops, &sets) {
+    match found.loops_over_content() {
         Some(true) => ContentFormat::Parts,
         Some(false) | None => ContentFormat::Text,
     }
 }
 
-fn loops_over_content(loops: &[&Spanned<ForLoop<'_>>], sets: &[&Spanned<Set<'_>>]) -> Option<bool> {
-    let lists = aliases_of_messages(sets)?;
-    let mut messages = Vec::new();
-    for node in loops {
-        if lists.iter().any(|list| reads(&node.iter, list, None)) {
-            messages.push(name(&node.target)?);
+/// What of a template matters for its format.
+#[derive(Default)]
+struct Found<'t> {
+    loops: Vec<&'t Spanned<ForLoop<'t>>>,
+    sets: Vec<&'t Spanned<Set<'t>>>,
+    macros: Vec<&'t Spanned<Macro<'t>>>,
+    calls: Vec<&'t Spanned<Call<'t>>>,
+}
+
+impl<'t> Found<'t> {
+    fn loops_over_content(&self) -> Option<bool> {
+        let lists = aliases_of_messages(&self.sets)?;
+        let mut messages = Vec::new();
+        for node in &self.loops {
+            if lists.iter().any(|list| reads(&node.iter, list, None)) {
+                messages.push(name(&node.target)?);
+            }
         }
-    }
-    for node in loops {
-        let over_content = messages.iter().any(|message| reads(&node.iter, message, Some("content")));
-        if over_content || name(&node.iter) == Some("content") {
-            return name(&node.target).map(|_| true);
+        let mut in_macros: HashMap<*const Spanned<ForLoop<'t>>, Vec<&str>> = HashMap::new();
+        for node in &self.macros {
+            let bound = self.bound_to_content(node, &messages);
+            for inner in loops_in(&node.body) {
+                let names = in_macros.entry(std::ptr::from_ref(inner)).or_default();
+                // Of macros in macros that both take the content, the inner one counts.
+                if !bound.is_empty() {
+                    names.clone_from(&bound);
+                }
+            }
         }
+        for &node in &self.loops {
+            let over_content = messages.iter().any(|message| reads(&node.iter, message, Some("content")));
+            let over_name = match (name(&node.iter), in_macros.get(&std::ptr::from_ref(node))) {
+                (Some(iter), Some(bound)) => bound.contains(&iter),
+                (Some(iter), None) => iter == "content",
+                (None, _) => false,
+            };
+            if over_content || over_name {
+                return name(&node.target).map(|_| true);
+            }
+        }
+        Some(false)
     }
-    Some(false)
+
+    /// The parameters of a macro to which some call hands the content of a message.
+    fn bound_to_content(&self, node: &Macro<'t>, messages: &[&str]) -> Vec<&'t str> {
+        let is_content = |value: &Expr<'_>| messages.iter().any(|message| reads(value, message, Some("content")));
+        let parameters: Vec<&'t str> = node.args.iter().filter_map(name).collect();
+        let mut bound = Vec::new();
+        for call in self.calls.iter().filter(|call| name(&call.expr) == Some(node.name)) {
+            let mut place = 0;
+            for arg in &call.args {
+                match arg {
+                    CallArg::Pos(value) => {
+                        bound.extend(parameters.get(place).filter(|_| is_content(value)));
+                        place += 1;
+                    }
+                    CallArg::Kwarg(key, value) if is_content(value) => {
+                        bound.extend(parameters.iter().find(|parameter| *parameter == key));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        bound
+    }
+}
+
+/// The loops in the body of a macro.
+fn loops_in<'t>(body: &'t [Stmt<'t>]) -> Vec<&'t Spanned<ForLoop<'t>>> {
+    let mut loops = Vec::new();
+    for stmt in body {
+        walk(stmt, &mut |node| {
+            if let Node::Stmt(Stmt::ForLoop(node)) = node {
+                loops.push(node);
+            }
+        });
+    }
+    loops
 }
 
 /// The variables that hold the messages or some of them.
@@ -62,7 +128,8 @@ fn aliases_of_messages<'t>(sets: &[&'t Spanned<Set<'t>>]) -> Option<Vec<&'t str>
     Some(aliases)
 }
 
-fn name<'t>(expr: &Expr<'t>) -> Option<&'t str> {
+/// The name of a plain variable.
+pub(super) fn name<'t>(expr: &Expr<'t>) -> Option<&'t str> {
     match expr {
         Expr::Var(var) => Some(var.id),
         _ => None,
@@ -84,7 +151,8 @@ fn reads(expr: &Expr<'_>, variable: &str, attribute: Option<&str>) -> bool {
     }
 }
 
-fn is_text(expr: &Expr<'_>, text: &str) -> bool {
+/// Whether an expression is this text.
+pub(super) fn is_text(expr: &Expr<'_>, text: &str) -> bool {
     let constant: Option<&Const> = match expr {
         Expr::Const(node) => Some(node),
         _ => None,

@@ -12,7 +12,8 @@ use serde_json::{Map, Value};
 use thiserror::Error;
 use tokenizers::Tokenizer;
 
-use super::Config;
+use super::rebuild::{self, Said};
+use super::{Config, Engine, MediaConfig, Traits, Transformers, sglang};
 
 /// Why a model's files cannot be used.
 #[derive(Debug, Error)]
@@ -75,6 +76,12 @@ struct TokenizerConfig {
     #[serde(default)]
     split_special_tokens: Option<bool>,
     #[serde(default)]
+    tokenizer_class: Option<String>,
+    #[serde(default)]
+    legacy: Option<bool>,
+    #[serde(default)]
+    add_prefix_space: Option<bool>,
+    #[serde(default)]
     added_tokens_decoder: Map<String, Value>,
     #[serde(flatten)]
     rest: Map<String, Value>,
@@ -97,6 +104,21 @@ struct Named {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fingerprint([u8; 32]);
 
+impl Fingerprint {
+    /// With what the operator says of the model.
+    pub fn with(self, traits: &Traits) -> Result<Self, LoadError> {
+        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        // Only models whose prompts hold media need their name, and the others may share an encoder.
+        let name = traits.media.as_ref().map(|_| traits.name.as_str());
+        hasher.update(format!("{name:?} {:?} {:?} {:?}", traits.engine, traits.transformers, traits.media).as_bytes());
+        for path in traits.media.iter().flat_map(MediaConfig::files) {
+            let bytes = fs::read(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })?;
+            hasher.update(&(bytes.len() as u64).to_le_bytes()).update(&bytes);
+        }
+        Ok(Self(hasher.finalize().into()))
+    }
+}
+
 impl Config {
     /// What the files say now.
     pub fn fingerprint(&self) -> Result<Fingerprint, LoadError> {
@@ -105,8 +127,9 @@ impl Config {
         let config_folder = config.as_deref().and_then(Path::parent).unwrap_or(folder);
         let template = self.chat_template.clone().or_else(|| beside(config_folder, "chat_template.jinja"));
         let special_tokens = beside(config_folder, "special_tokens_map.json");
+        let model = beside(config_folder, MODEL);
         let mut hasher = blake3::Hasher::new();
-        for file in [Some(self.tokenizer.clone()), config, template, special_tokens] {
+        for file in [Some(self.tokenizer.clone()), config, template, special_tokens, model] {
             // An absent file is another thing than an empty one, and no file runs into the next.
             let Some(path) = file else {
                 hasher.update(&[0]);
@@ -119,24 +142,52 @@ impl Config {
     }
 }
 
-pub(super) fn load(config: &Config) -> Result<Loaded, LoadError> {
+/// What the model is, beside its tokenizer.
+const MODEL: &str = "config.json";
+
+#[derive(Deserialize)]
+struct ModelFile {
+    #[serde(default)]
+    model_type: Option<String>,
+}
+
+pub(super) fn load(config: &Config, traits: &Traits) -> Result<Loaded, LoadError> {
+    let transformers = traits.transformers;
     let folder = config.tokenizer.parent().unwrap_or(Path::new(""));
     let config_path = config.tokenizer_config.clone().or_else(|| beside(folder, "tokenizer_config.json"));
     let settings: TokenizerConfig = config_path.as_deref().map(json).transpose()?.unwrap_or_default();
     let config_path = config_path.unwrap_or_else(|| config.tokenizer.clone());
     let config_folder = config_path.parent().unwrap_or(Path::new("")).to_owned();
 
-    let tokenizer = tokenizer(&config.tokenizer, &settings)?;
+    let model_type = match beside(&config_folder, MODEL).filter(|_| transformers == Transformers::V5) {
+        Some(path) => json::<ModelFile>(&path)?.model_type,
+        None => None,
+    };
+    let said = Said {
+        class: settings.tokenizer_class.as_deref().filter(|_| transformers == Transformers::V5),
+        model_type: model_type.as_deref(),
+        legacy: settings.legacy,
+        add_prefix_space: settings.add_prefix_space,
+        engine: traits.engine,
+    };
+    let tokenizer = tokenizer(&config.tokenizer, &settings, &said)?;
     check_added_tokens(&tokenizer, &settings, &config_path)?;
     let special_tokens = special_tokens(&settings, &config_folder)?;
-    let special_tokens_doubt = special_tokens_doubt(&tokenizer, &settings, &special_tokens);
-    let templates = templates(config, settings.chat_template, &config_path, &config_folder)?;
+    let special_tokens_doubt = special_tokens_doubt(&tokenizer, &settings, &special_tokens, traits.engine);
+    let templates = templates((config, traits.engine), settings.chat_template, &config_path, &config_folder)?;
     Ok(Loaded { tokenizer, templates, special_tokens, special_tokens_doubt })
 }
 
-fn tokenizer(path: &Path, settings: &TokenizerConfig) -> Result<Tokenizer, LoadError> {
+fn tokenizer(path: &Path, settings: &TokenizerConfig, said: &Said<'_>) -> Result<Tokenizer, LoadError> {
     let content = |error: tokenizers::Error| LoadError::Content { path: path.to_owned(), problem: error.to_string() };
-    let mut tokenizer = Tokenizer::from_bytes(read(path)?).map_err(content)?;
+    let mut bytes = read(path)?;
+    if said.is_rebuilt() {
+        let mut whole: Value = serde_json::from_slice(&bytes).map_err(|error| content(error.into()))?;
+        if rebuild::rebuild(&mut whole, said) {
+            bytes = serde_json::to_vec(&whole).map_err(|error| content(error.into()))?;
+        }
+    }
+    let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(content)?;
     tokenizer.with_truncation(None).map_err(content)?;
     tokenizer.with_padding(None);
     tokenizer.set_encode_special_tokens(settings.split_special_tokens.unwrap_or(false));
@@ -175,6 +226,7 @@ fn special_tokens_doubt(
     tokenizer: &Tokenizer,
     settings: &TokenizerConfig,
     special: &[(&'static str, String)],
+    engine: Engine,
 ) -> Option<String> {
     let added = tokenizer.encode_fast("", true).ok()?;
     let check = |asked: Option<bool>, name: &str, setting: &str| {
@@ -183,13 +235,17 @@ fn special_tokens_doubt(
         let adds = tokenizer.token_to_id(token).is_some_and(|id| added.get_ids().contains(&id));
         (asked != adds).then(|| format!("{setting} is {asked}, but the tokenizer's post-processor says otherwise"))
     };
-    check(settings.add_bos_token, "bos_token", "add_bos_token")
+    // SGLang restores what transformers 5 forgets of these classes, and takes it for asked where nothing is said.
+    let class = settings.tokenizer_class.as_deref().map(|class| class.trim_end_matches("Fast"));
+    let restored = ["LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"];
+    let by_default = (engine == Engine::Sglang && class.is_some_and(|class| restored.contains(&class))).then_some(true);
+    check(settings.add_bos_token.or(by_default), "bos_token", "add_bos_token")
         .or_else(|| check(settings.add_eos_token, "eos_token", "add_eos_token"))
 }
 
 /// The chat templates in their order of precedence: the operator's, `chat_template.jinja`, the configuration's.
 fn templates(
-    config: &Config,
+    (config, engine): (&Config, Engine),
     configured: Option<ChatTemplate>,
     config_path: &Path,
     folder: &Path,
@@ -198,6 +254,8 @@ fn templates(
     if let Some(path) = file {
         let source = String::from_utf8(read(&path)?)
             .map_err(|error| LoadError::Content { path: path.clone(), problem: error.to_string() })?;
+        let given = engine == Engine::Sglang && config.chat_template.is_some();
+        let source = if given { sglang::template_file(&source) } else { source };
         return Ok(Some(Sources { path, named: vec![("default".to_owned(), source)] }));
     }
     let named = match configured {

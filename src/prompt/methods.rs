@@ -5,6 +5,7 @@ use minijinja::value::ValueKind;
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 use minijinja_contrib::pycompat;
 
+use super::number;
 use super::python::{self, DOUBT};
 
 /// Methods of strings and dicts that behave as in Python.
@@ -40,7 +41,7 @@ pub(super) const METHODS: [&str; 28] = [
 ];
 
 /// Filters that behave as in Jinja2.
-pub(super) const FILTERS: [&str; 29] = [
+pub(super) const FILTERS: [&str; 30] = [
     "abs",
     "capitalize",
     "count",
@@ -48,6 +49,7 @@ pub(super) const FILTERS: [&str; 29] = [
     "default",
     "dictsort",
     "first",
+    "float",
     "int",
     "items",
     "join",
@@ -117,6 +119,8 @@ pub(super) fn install(env: &mut Environment<'_>) {
         strip_with(&python::text(value), chars, true, true).to_owned()
     });
     env.add_filter("capitalize", |value: &Value| capitalize(&python::text(value)));
+    env.add_filter("int", number::int_filter);
+    env.add_filter("float", number::float_filter);
     env.add_filter("join", join);
     env.add_filter("items", |value: &Value| minijinja::filters::items(value).and_then(|pairs| tuples(&pairs)));
     env.add_filter("dictsort", |value: &Value, options: minijinja::value::Kwargs| {

@@ -1,11 +1,9 @@
-//! Numbers as Python prints them, which is what reaches the prompt.
+//! Numbers as Python reads and prints them, which is what reaches the prompt.
 
-use super::EncodeError;
+use minijinja::value::ValueKind;
+use minijinja::{Error, ErrorKind, Value};
 
-/// Digits that survive any JSON reader; with more, readers may disagree in the last one.
-const SAFE_DIGITS: usize = 15;
-/// Powers of ten that a double holds exactly.
-const SAFE_EXPONENT: i32 = 22;
+use super::{EncodeError, methods};
 
 /// A finite double as Python's `repr`: the shortest digits, in scientific notation from 1e16 and below 1e-4.
 pub(super) fn repr(value: f64) -> String {
@@ -19,14 +17,10 @@ pub(super) fn repr(value: f64) -> String {
     format!("{digits}e{sign}{:02}", exponent.unsigned_abs())
 }
 
-/// Refuses doubles that the engine may have read as something else: with many digits, or an integer too long for us.
+/// Refuses doubles that may have been sent as integers, which Python keeps whole however long they are.
 pub(super) fn certain(value: f64) -> Result<f64, EncodeError> {
-    let scientific = format!("{value:e}");
-    let (digits, exponent) = split(&scientific);
-    let count = digits.bytes().filter(u8::is_ascii_digit).count();
-    let too_long_an_integer = exponent > 18;
-    if count > SAFE_DIGITS || exponent.abs() > SAFE_EXPONENT || too_long_an_integer {
-        return Err(EncodeError::uncertain(format!("the number {scientific}")));
+    if value.fract() == 0.0 && value.abs() >= 9e18 {
+        return Err(EncodeError::uncertain(format!("the number {value:e}")));
     }
     Ok(value)
 }
@@ -34,6 +28,75 @@ pub(super) fn certain(value: f64) -> Result<f64, EncodeError> {
 fn split(scientific: &str) -> (&str, i32) {
     let (digits, exponent) = scientific.split_once('e').unwrap_or((scientific, "0"));
     (digits, exponent.parse().unwrap_or(0))
+}
+
+/// Jinja2's filter `int`: what is no number is the default.
+pub(super) fn int_filter(value: &Value, default: Option<&Value>) -> Result<Value, Error> {
+    let default = || Ok(default.cloned().unwrap_or_else(|| Value::from(0)));
+    if let Some(text) = value.as_str() {
+        return match number_text(text)? {
+            Some(digits) if is_integer(&digits) => {
+                digits.parse::<i128>().map(Value::from).map_err(|_| doubt("an integer of many digits"))
+            }
+            Some(digits) => digits.parse().map_or_else(|_| default(), |float| whole(float).map_or_else(default, Ok)),
+            None => default(),
+        };
+    }
+    match value.kind() {
+        ValueKind::Undefined => Err(Error::new(ErrorKind::UndefinedError, "undefined is no number")),
+        ValueKind::Bool => Ok(Value::from(i64::from(value.is_true()))),
+        ValueKind::Number if value.is_integer() => Ok(value.clone()),
+        ValueKind::Number => f64::try_from(value.clone()).ok().and_then(whole).map_or_else(default, Ok),
+        _ => default(),
+    }
+}
+
+/// Jinja2's filter `float`: what is no number is the default.
+pub(super) fn float_filter(value: &Value, default: Option<&Value>) -> Result<Value, Error> {
+    let default = || Ok(default.cloned().unwrap_or_else(|| Value::from(0.0)));
+    if let Some(text) = value.as_str() {
+        return match number_text(text)?.map(|digits| digits.parse::<f64>()) {
+            Some(Ok(float)) if float.is_finite() => Ok(Value::from(float)),
+            Some(Ok(_)) => Err(doubt("a number that is not finite")),
+            Some(Err(_)) | None => default(),
+        };
+    }
+    match value.kind() {
+        ValueKind::Undefined => Err(Error::new(ErrorKind::UndefinedError, "undefined is no number")),
+        ValueKind::Bool => Ok(Value::from(if value.is_true() { 1.0 } else { 0.0 })),
+        ValueKind::Number => f64::try_from(value.clone()).map(Value::from),
+        _ => default(),
+    }
+}
+
+fn doubt(what: &str) -> Error {
+    Error::new(ErrorKind::InvalidOperation, format!("{what}, which only Python reads"))
+}
+
+/// The text of a number without space around it and without underscores between its digits; `None` if those are elsewhere.
+/// Digits beyond ASCII count for Python, whose tables we do not have.
+fn number_text(text: &str) -> Result<Option<String>, Error> {
+    let text = methods::strip(text);
+    if text.chars().any(|c| !c.is_ascii() && c.is_numeric()) {
+        return Err(doubt("digits of another script"));
+    }
+    let bytes = text.as_bytes();
+    let between = |at: usize| {
+        let digit = |at: Option<usize>| at.and_then(|at| bytes.get(at)).is_some_and(u8::is_ascii_digit);
+        digit(at.checked_sub(1)) && digit(Some(at + 1))
+    };
+    let misplaced = bytes.iter().enumerate().any(|(at, &byte)| byte == b'_' && !between(at));
+    Ok((!misplaced).then(|| text.replace('_', "")))
+}
+
+fn is_integer(text: &str) -> bool {
+    let digits = text.strip_prefix(['+', '-']).unwrap_or(text);
+    !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+/// The whole part of a number that has one.
+fn whole(float: f64) -> Option<Value> {
+    (float.is_finite() && float.abs() < 1e38).then(|| Value::from(float as i128))
 }
 
 #[cfg(test)]
@@ -61,10 +124,32 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_readers_may_disagree_on_is_uncertain() {
-        assert!(certain(0.123_456_789_012_345).is_ok());
-        assert!(certain(0.123_456_789_012_345_67).is_err());
+    fn texts_become_numbers_as_in_jinja() {
+        for (text, int, float) in [
+            ("7", "7", "7.0"),
+            (" -7\n", "-7", "-7.0"),
+            ("1_000", "1000", "1000.0"),
+            ("_1", "0", "0.0"),
+            ("7.9", "7", "7.9"),
+            ("1e3", "1000", "1000.0"),
+            ("", "0", "0.0"),
+            ("rain", "0", "0.0"),
+            ("1__0", "0", "0.0"),
+        ] {
+            let value = Value::from(text);
+            assert_eq!(int_filter(&value, None).unwrap().to_string(), int, "{text}");
+            assert_eq!(repr(float_filter(&value, None).unwrap().try_into().unwrap()), float, "{text}");
+        }
+        assert!(float_filter(&Value::from("nan"), None).is_err());
+        assert!(int_filter(&Value::from("\u{661}"), None).is_err());
+        assert_eq!(int_filter(&Value::from("x"), Some(&Value::from(5))).unwrap(), Value::from(5));
+    }
+
+    #[test]
+    fn a_number_that_may_be_a_long_integer_is_uncertain() {
+        assert!(certain(0.123_456_789_012_345_67).is_ok());
+        assert!(certain(1e-30).is_ok());
         assert!(certain(1e19).is_err());
-        assert!(certain(1e-30).is_err());
+        assert!(certain(1e21).is_err());
     }
 }

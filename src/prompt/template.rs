@@ -13,7 +13,8 @@ use super::conversation::{self, Turn};
 use super::detect::{self, ContentFormat};
 use super::files::{LoadError, Sources};
 use super::python::{self, DOUBT, Dict};
-use super::{EncodeError, Exactness, continuation, methods, support};
+use super::stage::{Show, Stage};
+use super::{EncodeError, Engine, Exactness, continuation, methods, sglang, support};
 use crate::openai::Chat;
 
 /// Instructions a template may spend: thousands of messages, or about a second.
@@ -41,6 +42,7 @@ const RESERVED: [&str; 14] = [
 pub(super) struct Templates {
     named: BTreeMap<String, Template>,
     special_tokens: Vec<(&'static str, String)>,
+    engine: Engine,
 }
 
 impl fmt::Debug for Templates {
@@ -65,15 +67,38 @@ impl Templates {
             })?;
             named.insert(name, template);
         }
-        Ok(Self { named, special_tokens })
+        Ok(Self { named, special_tokens, engine: Engine::Vllm })
     }
 
-    /// The prompt of a conversation.
+    /// The same, rendered as this engine does.
+    pub(super) fn of_engine(self, engine: Engine) -> Self {
+        Self { engine, ..self }
+    }
+
+    /// The prompt of a conversation that shows and plays nothing.
     pub(super) fn render(&self, chat: &Chat) -> Result<(String, Exactness), EncodeError> {
-        check(chat)?;
+        self.render_as(chat, Show::Nothing)
+    }
+
+    /// Whether the template of a conversation takes lists of parts.
+    pub(super) fn takes_parts(&self, chat: &Chat) -> Result<bool, EncodeError> {
+        Ok(self.of(chat)?.format == ContentFormat::Parts)
+    }
+
+    fn of(&self, chat: &Chat) -> Result<&Template, EncodeError> {
         let with_tools = self.named.get("tool_use").filter(|_| chat.tools.is_some());
-        let template = with_tools.or_else(|| self.named.get("default")).ok_or(EncodeError::NoTemplate)?;
-        let mut turns = conversation::turns(&chat.messages, template.format)?;
+        with_tools.or_else(|| self.named.get("default")).ok_or(EncodeError::NoTemplate)
+    }
+
+    /// The prompt of a conversation, its images and the like shown like this.
+    pub(super) fn render_as(&self, chat: &Chat, show: Show<'_>) -> Result<(String, Exactness), EncodeError> {
+        check(chat)?;
+        let template = self.of(chat)?;
+        if self.engine == Engine::Sglang {
+            return self.render_for_sglang(template, chat);
+        }
+        template.check_switch(chat)?;
+        let mut turns = conversation::turns(&chat.messages, template.format, &mut Stage::new(show))?;
         if !template.knows_developers && turns.iter().any(|turn| turn.role == "developer") {
             turns = conversation::without_developers(turns);
         }
@@ -87,12 +112,32 @@ impl Templates {
         }
     }
 
+    fn render_for_sglang(&self, template: &Template, chat: &Chat) -> Result<(String, Exactness), EncodeError> {
+        sglang::check(chat)?;
+        if self.named.len() > 1 {
+            return Err(EncodeError::uncertain("SGLang takes the first of several templates"));
+        }
+        let special = self.special_tokens.iter().map(|(name, token)| ((*name).to_owned(), Value::from(token.as_str())));
+        let mut variables: BTreeMap<String, Value> = special.collect();
+        variables.extend(sglang::variables(chat)?);
+        variables.insert("messages".to_owned(), sglang::messages(chat, template.format_in_sglang)?);
+        let variables = Dict::from_iter(variables.iter().map(|(name, value)| (name.as_str(), value.clone())));
+        match template.render(variables.into_value()) {
+            // It tries once more with its tools in another form.
+            Err(EncodeError::Render(_)) if chat.tools.is_some() => {
+                Err(EncodeError::uncertain("SGLang renders anew where the template fails"))
+            }
+            rendered => rendered,
+        }
+    }
+
     /// Everything the template sees, later entries over earlier ones.
     fn variables(&self, chat: &Chat, turns: Vec<Turn>) -> Result<Value, EncodeError> {
         let mut variables: BTreeMap<&str, Value> = BTreeMap::new();
         variables.extend(self.special_tokens.iter().map(|(name, token)| (*name, Value::from(token.as_str()))));
         variables.insert("documents", Value::from(()));
-        for (name, value) in &chat.chat_template_kwargs {
+        // A null is as if it were not there.
+        for (name, value) in chat.chat_template_kwargs.iter().filter(|(_, value)| !value.is_null()) {
             variables.insert(name, python::value(value)?);
         }
         if let Some(effort) = chat.reasoning_effort.as_deref().filter(|effort| *effort != "auto") {
@@ -136,8 +181,11 @@ type Clock = Arc<dyn Fn() -> jiff::Zoned + Send + Sync>;
 struct Template {
     env: Environment<'static>,
     format: ContentFormat,
+    format_in_sglang: Option<ContentFormat>,
     knows_developers: bool,
     reads_content: bool,
+    /// Whether it asks how much is to be thought.
+    switches_thoughts: bool,
     /// Versions of transformers differ in the names under which thoughts reach a template.
     reads_thinking: bool,
     reads_clock: bool,
@@ -152,17 +200,27 @@ impl Template {
         let tree = parse(&source, NAME, Default::default(), whitespace).map_err(|error| error.to_string())?;
         support::check(&tree)?;
         let format = detect::content_format(&tree);
+        let format_in_sglang = sglang::content_format(&tree, &source);
         let mut env = environment(now);
         env.add_template_owned(NAME, source.clone()).map_err(|error| error.to_string())?;
         let holds = |words: &[&str]| words.iter().any(|word| source.contains(word));
         Ok(Self {
             env,
             format,
+            format_in_sglang,
+            switches_thoughts: holds(&["reasoning_effort", "enable_thinking"]),
             knows_developers: holds(&["\"developer\"", "'developer'"]),
             reads_content: holds(&["content"]),
             reads_thinking: holds(&[".thinking", "'thinking'", "\"thinking\""]),
             reads_clock: holds(&["strftime_now"]),
         })
+    }
+
+    fn check_switch(&self, chat: &Chat) -> Result<(), EncodeError> {
+        if self.switches_thoughts && chat.thinking_off {
+            return Err(EncodeError::uncertain("which effort stands for no thoughts, which engines try out"));
+        }
+        Ok(())
     }
 
     fn check_thoughts(&self, turns: &[Turn]) -> Result<(), EncodeError> {

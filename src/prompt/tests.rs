@@ -64,13 +64,17 @@ fn the_content_format_is_told_from_loops_over_the_content() {
         "{% for m in messages %}{% for p in m.content %}{% endfor %}{% endfor %}",
         "{% for m in messages[1:] %}{% for p in m['content'] | list %}{% endfor %}{% endfor %}",
         "{% set l = messages %}{% set k = l[:1] %}{% for m in k %}{% for p in m.content %}{% endfor %}{% endfor %}",
-        "{% macro f(content) %}{% for p in content %}{% endfor %}{% endmacro %}",
+        "{% for p in content %}{% endfor %}",
+        "{% macro f(c) %}{% for p in c %}{% endfor %}{% endmacro %}{% for m in messages %}{{ f(m.content) }}{% endfor %}",
+        "{% macro f(a, c) %}{% for p in c %}{% endfor %}{% endmacro %}{% for m in messages %}{{ f(1, c=m['content']) }}{% endfor %}",
     ] {
         assert!(shows_parts(template), "{template}");
     }
     for template in [
         "{% for m in messages %}{{ m.content }}{% endfor %}",
         "{% for m in messages %}{% for p in m.other %}{% endfor %}{% endfor %}",
+        "{% macro f(content) %}{% for p in content %}{% endfor %}{% endmacro %}",
+        "{% macro f(c) %}{% for p in c %}{% endfor %}{% endmacro %}{% for m in messages %}{{ f(m.text) }}{% endfor %}",
         "{% for m in messages %}{% set c = m.content %}{% for p in c %}{% endfor %}{% endfor %}",
     ] {
         assert!(!shows_parts(template), "{template}");

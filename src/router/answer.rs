@@ -9,6 +9,7 @@ use serde::Serialize;
 use crate::disagg::Bypass;
 use crate::index::TierBlocks;
 use crate::schedule::{Choice, Constraints, Ineligible};
+use crate::trust::Trust;
 use crate::worker::{BlockSize, Endpoint, ModelName, WorkerRank};
 
 /// Step of the degradation ladder.
@@ -64,6 +65,8 @@ pub enum Reason {
     NoTokenizer,
     /// The tokenizer or the chat template refused the prompt.
     EncodeFailed,
+    /// The engine was asked for its tokens and did not give them, and there are no others.
+    EngineTokensFailed,
     /// The prompt holds images, audio or video.
     Multimodal,
     /// The request has more prompts than are looked at.
@@ -78,6 +81,8 @@ pub enum Reason {
     Deadline,
     /// No event source of any candidate has caught up.
     IndexCold,
+    /// The blocks of no candidate's engine can be brought to the size that is configured.
+    BlockSizeMismatch,
     /// No worker is known.
     NoFleet,
     /// No known worker serves the model in that role.
@@ -90,6 +95,8 @@ pub enum Reason {
     Unsatisfied,
     /// There is no prefill worker, and there has to be one.
     NoPrefill,
+    /// Its engines make other tokens of prompts than we do.
+    ParityMismatch,
     /// Too many requests wait already.
     QueueFull,
     /// No worker was free in time.
@@ -112,6 +119,7 @@ impl Reason {
             Reason::UnknownModel => "unknown_model",
             Reason::NoTokenizer => "no_tokenizer",
             Reason::EncodeFailed => "encode_failed",
+            Reason::EngineTokensFailed => "engine_tokens_failed",
             Reason::Multimodal => "multimodal",
             Reason::TooManyPrompts => "too_many_prompts",
             Reason::UnknownPrompt => "unknown_prompt",
@@ -119,12 +127,14 @@ impl Reason {
             Reason::TokenizerBusy => "tokenizer_busy",
             Reason::Deadline => "deadline",
             Reason::IndexCold => "index_cold",
+            Reason::BlockSizeMismatch => "block_size_mismatch",
             Reason::NoFleet => "no_fleet",
             Reason::NoCandidate => "no_candidate",
             Reason::BadPin => "bad_pin",
             Reason::Overloaded => "overloaded",
             Reason::Unsatisfied => "unsatisfied",
             Reason::NoPrefill => "no_prefill",
+            Reason::ParityMismatch => "parity_mismatch",
             Reason::QueueFull => "queue_full",
             Reason::QueueDeadline => "queue_deadline",
             Reason::RouterFailed => "router_failed",
@@ -194,6 +204,8 @@ pub struct Prefill {
     pub overlap: TierBlocks,
     /// Prompt tokens it will not compute.
     pub cached_tokens: u64,
+    /// How far its event source can be believed.
+    pub trust: Trust,
     /// The choice with its cost.
     pub choice: Choice,
 }
@@ -225,10 +237,16 @@ pub struct Route {
     pub prompt_blocks: u64,
     /// What the chosen worker rank holds of them.
     pub overlap: TierBlocks,
+    /// How far its event source can be believed.
+    pub trust: Trust,
     /// Prompt tokens the engine will report as cached: it always computes at least the last one itself.
     pub predicted_cached_tokens: u64,
     /// The same for the candidate that holds most.
     pub best_cached_tokens: u64,
+    /// The same for a candidate taken by chance, on the average.
+    pub chance_cached_tokens: u64,
+    /// Prompt tokens that an engine could find cached at best.
+    pub reusable_tokens: u64,
     /// How many candidates were costed.
     pub candidates: usize,
     /// The choice with its cost.
@@ -361,6 +379,9 @@ impl Route {
         let lower = [("host", held.host), ("disk", held.disk), ("external", held.external)];
         for (tier, blocks) in lower.into_iter().filter(|(_, blocks)| *blocks > 0) {
             line.push_str(&format!(" {tier}={blocks}"));
+        }
+        if matches!(self.trust, Trust::Stale | Trust::CatchingUp) {
+            line.push_str(&format!(" trust={}", self.trust.as_str()));
         }
         let (cached, candidates, ties) = (self.predicted_cached_tokens, self.candidates, self.choice.ties);
         line.push_str(&format!(" cached_tokens={cached} candidates={candidates} ties={ties}"));

@@ -21,6 +21,7 @@ use crate::fleet::Member;
 use crate::index::TierBlocks;
 use crate::load::{Load, LoadView};
 use crate::schedule::{Cost, Weights};
+use crate::trust::Standing;
 use crate::worker::{BlockSize, Endpoint, ModelName, Role, WorkerRank};
 use telling::{Telling, unrouted};
 
@@ -84,6 +85,8 @@ pub struct Judged {
     pub role: Role,
     /// What it has cached, tier by tier.
     pub overlap: TierBlocks,
+    /// How far its event source can be believed, and why not further.
+    pub source: Standing,
     /// Prompt tokens that its engine would report as cached.
     pub cached_tokens: u64,
     /// What it is busy with, without this request.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use dashmap::DashMap;
 
 use super::Router;
+use super::answer::Mode;
 use super::leg::Legs;
 use super::placing::Booked;
 use super::pools::{Pools, Standings};
@@ -63,6 +64,9 @@ impl Router {
         let now = self.load.now();
         let chosen = booked.chosen.worker;
         let prefill = booked.route.prefill().map(|prefill| prefill.to.rank.worker);
+        if answer.from == AnswerFrom::Chosen && (200..300).contains(&answer.status) {
+            self.expect_events(booked, now);
+        }
         // What fails after a remote prefill may have failed on either side.
         let said =
             Some(Outcome::of_status(answer.status)).filter(|said| *said != Outcome::Failure || prefill.is_none());
@@ -78,6 +82,20 @@ impl Router {
         // Probes without a verdict are given back.
         let mut probes = std::mem::take(&mut booked.probes);
         verdicts.filter_map(|(worker, outcome)| self.verdict(worker, outcome, &mut probes, now)).collect()
+    }
+
+    /// Whoever computed the prompt of an answered request has stored blocks, unless it had all of them, and will say so.
+    fn expect_events(&self, booked: &Booked, now: Instant) {
+        let route = &booked.route;
+        let (rank, overlap) = match route.prefill() {
+            Some(prefill) => (prefill.to.rank, prefill.overlap),
+            None => (booked.chosen, route.overlap),
+        };
+        let size = self.trust(rank).engine_block_size.unwrap_or(route.block_size).tokens() as u64;
+        let held = u64::from(overlap.total()) * route.block_size.tokens() as u64;
+        if route.mode == Mode::Exact && route.prompt_tokens / size > held / size {
+            self.sources.answered(rank, booked.placed, now);
+        }
     }
 
     /// Takes note of what a worker made of a request, with the probe of it if that is among these; says what it changed.

@@ -146,6 +146,7 @@ impl<'f> Decision<'_, 'f> {
                 slot: member.slot,
                 rank: member.rank,
                 overlap: self.prepared.overlap(member),
+                trust_credit: self.prepared.trust_credit(member),
                 load,
                 additional_blocks: if tracks { additional() } else { 0 },
                 preference: preference(&pool.constraints, &member.worker),

@@ -138,6 +138,7 @@ impl Router {
             slot: member.slot,
             rank: member.rank,
             overlap: prepared.overlap(member),
+            trust_credit: prepared.trust_credit(member),
             load: view.load(member.slot, member.rank).unwrap_or_default(),
             additional_blocks: if tracks { additional() } else { 0 },
             preference: preference(&prepared.request.constraints, &member.worker),

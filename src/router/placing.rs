@@ -13,6 +13,7 @@ use crate::block::BlockHashes;
 use crate::fleet::Member;
 use crate::health::{Condition, Probe};
 use crate::load::Reservation;
+use crate::parity::Sighting;
 use crate::predict::Lease;
 use crate::worker::{Endpoint, WorkerRank};
 
@@ -27,12 +28,16 @@ pub struct Booked {
     pub probes: Vec<Probe>,
     /// Its blocks, as far as they are predicted.
     pub leases: Vec<Lease>,
+    /// The duty to look for its blocks when it was answered.
+    pub(super) sighting: Option<Sighting>,
     /// Its prompts, as far as they are known, until it is known who serves it.
     pub(super) prompts: Vec<BlockHashes>,
     /// Who will have them cached; whoever answers comes first. Empty where nothing is predicted.
     pub(super) expected: Vec<Member>,
     /// How many of the leases, from the first on, are on the worker rank that answers.
     pub(super) own_leases: usize,
+    /// When it was placed.
+    pub(super) placed: Instant,
     /// Who was chosen to answer, whoever did.
     pub(super) chosen: WorkerRank,
     /// Who answered, where that is nobody whom we know.
@@ -49,6 +54,13 @@ impl Booked {
 }
 
 impl Router {
+    /// The request was answered well: its blocks are to be looked for where they should be.
+    pub fn answered_well(&self, booked: &mut Booked) {
+        if let Some(sighting) = booked.sighting.take() {
+            sighting.answered(booked.route.to.rank);
+        }
+    }
+
     /// Takes the right to try chosen workers that were out. Only one request has it, or none would be spared.
     pub(super) fn probes(&self, legs: &Legs<'_>, pools: &Pools<'_>, now: Instant) -> Result<Vec<Probe>, Undecided> {
         let due = |member: &&Member| pools.standings.unwell.get(&member.rank.worker) == Some(&Condition::Due);

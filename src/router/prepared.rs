@@ -10,14 +10,17 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::answer::Reason;
 use super::pools::serving;
 use super::question::{Prompt, RouteRequest};
 use super::settings::RouterSettings;
+use super::sources::Trusted;
 use crate::block::{BlockHashes, SequenceHash};
 use crate::fleet::{Fleet, Member};
 use crate::index::{Overlaps, TierBlocks};
 use crate::load::LoadView;
 use crate::schedule::Weights;
+use crate::trust::{Because, Standing};
 use crate::worker::{BlockSize, Role, Slot};
 
 /// Tables of overlaps that are kept to be used again.
@@ -65,6 +68,8 @@ pub struct Prepared {
     pub(super) track_prefill: bool,
     /// Time for the overlaps.
     pub(super) index_time: Duration,
+    /// How far event sources could be believed when it was looked up.
+    pub(super) trust: Arc<Trusted>,
     pub(super) scratch: Scratch,
 }
 
@@ -82,13 +87,22 @@ impl Looked {
     }
 }
 
-/// Cached prompt tokens on a slot; `as_reported` leaves the last token to the engine, which always computes it.
-pub(super) fn cached_tokens(prompts: &[Looked], slot: Slot, as_reported: bool) -> u64 {
+/// How cached tokens are counted.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Counting {
+    /// Tokens per block of the engine, which reuses whole blocks of its own only; ours where it is not known.
+    pub(super) engine: Option<BlockSize>,
+    /// Whether the last token is left to the engine, which always computes it.
+    pub(super) as_reported: bool,
+}
+
+/// Cached prompt tokens on a slot.
+pub(super) fn cached_tokens(prompts: &[Looked], slot: Slot, counting: Counting) -> u64 {
     let of_prompt = |looked: &Looked| {
-        let size = looked.block_size.tokens();
-        let held = looked.table.get(slot).total() as usize;
-        let most = if as_reported { looked.tokens.saturating_sub(1) / size } else { usize::MAX };
-        (held.min(most) * size) as u64
+        let size = counting.engine.unwrap_or(looked.block_size).tokens();
+        let held = looked.table.get(slot).total() as usize * looked.block_size.tokens();
+        let most = if counting.as_reported { looked.tokens.saturating_sub(1) } else { usize::MAX };
+        (held.min(most) / size * size) as u64
     };
     prompts.iter().map(of_prompt).sum()
 }
@@ -101,12 +115,55 @@ impl Prepared {
 
     /// What a member has cached, all prompts together.
     pub(super) fn overlap(&self, member: &Member) -> TierBlocks {
-        self.overlaps.iter().fold(TierBlocks::default(), |sum, looked| sum.plus(looked.table.get(member.slot)))
+        let whole = |looked: &Looked| {
+            let held = looked.table.get(member.slot);
+            match self.engine_blocks(member, looked.block_size) {
+                Some(count) if held.total() > 0 => held.cut(held.total() / count * count),
+                _ => held,
+            }
+        };
+        self.overlaps.iter().fold(TierBlocks::default(), |sum, looked| sum.plus(whole(looked)))
+    }
+
+    /// How many of our blocks one of the engine's is, where that is more than one.
+    fn engine_blocks(&self, member: &Member, ours: BlockSize) -> Option<u32> {
+        let engine = self.standing(member).engine_block_size?;
+        (engine > ours).then(|| engine.0.get() / ours.0)
+    }
+
+    /// How far a member's event source can be believed.
+    pub(super) fn standing(&self, member: &Member) -> Standing {
+        self.trust.standing(member.rank)
+    }
+
+    /// What is left of the credit for what a member has cached.
+    pub(super) fn trust_credit(&self, member: &Member) -> f64 {
+        let holds = self.overlaps.iter().any(|looked| looked.table.get(member.slot).total() > 0);
+        if holds { self.settings.trust.credit(self.standing(member).trust) } else { 1.0 }
+    }
+
+    /// Why nothing is known of anybody's cache.
+    pub(super) fn why_cold(&self, candidates: &[&Member]) -> Reason {
+        let mismatch = |member: &&Member| self.standing(member).because == Some(Because::BlockSizeMismatch);
+        if candidates.iter().any(mismatch) { Reason::BlockSizeMismatch } else { Reason::IndexCold }
     }
 
     /// Cached prompt tokens on a member; `as_reported` leaves the last token to the engine, which always computes it.
     pub(super) fn cached_tokens(&self, member: &Member, as_reported: bool) -> u64 {
-        cached_tokens(&self.overlaps, member.slot, as_reported)
+        cached_tokens(&self.overlaps, member.slot, self.counting(member, as_reported))
+    }
+
+    fn counting(&self, member: &Member, as_reported: bool) -> Counting {
+        Counting { engine: self.standing(member).engine_block_size, as_reported }
+    }
+
+    /// Prompt tokens that an engine could find cached at best: whole blocks, and never the last token.
+    pub(super) fn reusable_tokens(&self) -> u64 {
+        let of_prompt = |looked: &Looked| {
+            let size = looked.block_size.tokens();
+            (looked.tokens.saturating_sub(1) / size * size) as u64
+        };
+        self.overlaps.iter().map(of_prompt).sum()
     }
 
     /// Most tokens that anybody has cached of the prompts who might have to compute them.
@@ -114,10 +171,11 @@ impl Prepared {
         let Ok(members) = serving(fleet, &self.request) else { return 0 };
         let apart = members.iter().any(|member| member.worker.role == Role::Prefill);
         let computes = |member: &&&Member| !apart || member.worker.role != Role::Decode;
-        let slots: Vec<_> = members.iter().filter(computes).map(|member| member.slot).collect();
+        let members: Vec<_> = members.iter().filter(computes).collect();
         let best = |looked: &Looked| {
-            let held = slots.iter().map(|slot| looked.table.get(*slot).total()).max().unwrap_or(0);
-            u64::from(held) * looked.block_size.tokens() as u64
+            let one = std::slice::from_ref(looked);
+            let held = |member: &&&Member| cached_tokens(one, member.slot, self.counting(member, false));
+            members.iter().map(held).max().unwrap_or(0)
         };
         self.overlaps.iter().map(best).sum()
     }

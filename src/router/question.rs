@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::Reason;
 use crate::block::{BlockHashes, SequenceHash};
+use crate::parity::Foretold;
 use crate::schedule::{Constraints, Overrides, Pin};
 use crate::worker::{ModelName, WorkerRank};
 
@@ -66,6 +67,8 @@ pub struct RouteRequest {
     pub model: Option<ModelName>,
     /// Its prompt.
     pub prompt: Prompt,
+    /// What we foretold of its blocks, to be compared with what its engine tells.
+    pub foretold: Foretold,
     /// By which names the load tells blocks apart, where not by the sequence hashes; one list per prompt.
     pub tracked: Option<Vec<Arc<[SequenceHash]>>>,
     /// Ranges of blocks, sorted and disjoint, that a cache shared by all workers holds.
@@ -116,6 +119,7 @@ impl RouteRequest {
         Self {
             model,
             prompt,
+            foretold: Foretold::Nothing,
             tracked: None,
             shared: Vec::new(),
             constraints: Constraints::default(),

@@ -2,7 +2,7 @@
 //! there now, and so is the cache. Everything that was booked or expected at the chosen worker rank moves in one step.
 
 use super::placing::Booked;
-use super::prepared::Looked;
+use super::prepared::{Counting, Looked};
 use super::{Router, destination, prepared};
 use crate::fleet::Member;
 use crate::health::Condition;
@@ -58,6 +58,9 @@ impl Router {
         // The request still names the rank that it was to go to.
         let named = to.several_ranks.then_some(to.rank.rank);
         let by_durations = self.settings().tracking.prefill_durations;
+        let trust = self.sources.table();
+        let counting =
+            |member: &Member| Counting { engine: trust.standing(member.rank).engine_block_size, as_reported: false };
         let mut found = None;
         let is_booked = booked.reservation.relocate(|view, before| {
             let loaded = |member: &&'f Member| Some((view.load(member.slot, member.rank)?, *member));
@@ -65,7 +68,7 @@ impl Router {
                 (Some(member.rank.rank) != named, load.active_requests, load.active_blocks, member.rank)
             })?;
             found = Some(member);
-            let cached_tokens = prepared::cached_tokens(&looked, member.slot, false);
+            let cached_tokens = prepared::cached_tokens(&looked, member.slot, counting(member));
             let (slot, rank) = (member.slot, member.rank);
             let mut booking = Booking { slot, rank, cached_tokens, prefill_time: None, ..before.clone() };
             if by_durations {

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::disagg::Disaggregation;
 use crate::health::HealthRules;
 use crate::schedule::{Thresholds, Weights};
+use crate::trust::TrustRules;
 
 /// Everything that steers a decision beside the request itself.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -21,6 +22,8 @@ pub struct RouterSettings {
     pub when_all_overloaded: WhenOverloaded,
     /// When a worker is taken out.
     pub health: HealthRules,
+    /// What is made of event sources that may be out of date.
+    pub trust: TrustRules,
     /// How many further endpoints a route names at most, for Envoy to try when it cannot reach the chosen one.
     pub fallbacks: usize,
     /// Whether a route names the cost of every candidate.

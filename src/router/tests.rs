@@ -9,6 +9,7 @@ mod herd;
 mod outside;
 mod phases;
 mod standing;
+mod trust;
 
 use super::*;
 use crate::block::BlockHashes;

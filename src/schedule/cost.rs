@@ -14,7 +14,9 @@ pub struct Cost {
     pub prefill_blocks: f64,
     /// What fading leaves of the device credit, 1 when nothing fades.
     pub credit_decay: f64,
-    /// Credit for blocks on the device, after fading.
+    /// What is left of the credit because the event source may be out of date, 1 where it is exact.
+    pub trust_credit: f64,
+    /// Credit for blocks on the device, after fading and as far as they are believed.
     pub device_credit: f64,
     /// Credit for blocks in host memory.
     pub host_credit: f64,
@@ -80,9 +82,11 @@ impl<'a> Scale<'a> {
         let weights = self.weights;
         let overlap = candidate.overlap;
         let credit_decay = self.credit_decay(candidate);
-        let device_credit = weights.overlap_score_credit * credit_decay * f64::from(overlap.device);
-        let host_credit = weights.host_cache_hit_weight * f64::from(overlap.host);
-        let disk_credit = weights.disk_cache_hit_weight * (f64::from(overlap.disk) + f64::from(overlap.external));
+        let trust_credit = candidate.trust_credit;
+        let device_credit = weights.overlap_score_credit * credit_decay * f64::from(overlap.device) * trust_credit;
+        let host_credit = weights.host_cache_hit_weight * f64::from(overlap.host) * trust_credit;
+        let lowest = f64::from(overlap.disk) + f64::from(overlap.external);
+        let disk_credit = weights.disk_cache_hit_weight * lowest * trust_credit;
         let shared_credit = weights.shared_cache_multiplier * self.question.shared_beyond(overlap.device) as f64;
         let credit = device_credit + host_credit + disk_credit + shared_credit;
         let prefill_blocks = self.prefill_tokens(candidate) as f64 / self.block_size;
@@ -97,6 +101,7 @@ impl<'a> Scale<'a> {
         Cost {
             prefill_blocks,
             credit_decay,
+            trust_credit,
             device_credit,
             host_credit,
             disk_credit,

@@ -6,6 +6,7 @@ use crate::worker::{DpRank, WorkerId};
 
 fn candidate(slot: u32) -> Candidate {
     Candidate {
+        trust_credit: 1.0,
         slot: Slot(slot),
         rank: WorkerRank { worker: WorkerId(u64::from(slot)), rank: DpRank(0) },
         overlap: TierBlocks::default(),

@@ -15,6 +15,9 @@ pub struct EnvoyConfig {
     /// Name of the cluster the endpoints belong to.
     #[serde(default = "workers")]
     pub cluster: String,
+    /// Envoy's admin page, for `warmroute doctor`; nothing else asks it.
+    #[serde(default)]
+    pub admin: Option<String>,
 }
 
 fn workers() -> String {
@@ -26,6 +29,13 @@ impl EnvoyConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let nameless = self.cluster.is_empty();
         let text = "the cluster has no name; write the one Envoy's `eds_cluster_config` has, `workers` by default";
-        nameless.then(|| Problem::of("cluster", text)).into_iter().collect()
+        let page = self.admin.as_deref().filter(|url| !url.starts_with("http://") && !url.starts_with("https://"));
+        let wrong = page.map(|url| {
+            Problem::of(
+                "admin",
+                format!("`{url}` is not the address of a page; write for example http://127.0.0.1:9900"),
+            )
+        });
+        nameless.then(|| Problem::of("cluster", text)).into_iter().chain(wrong).collect()
     }
 }

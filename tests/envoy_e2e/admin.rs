@@ -68,7 +68,7 @@ async fn readiness_names_what_is_pending_until_nothing_is() {
 }
 
 /// Families that have no member, and so no line, until something is less than perfect, or is used that is not used here.
-const NOT_HERE: [&str; 17] = [
+const NOT_HERE: [&str; 18] = [
     "warmroute_admin_token_reloads",
     "warmroute_api_calls",
     "warmroute_chosen_not_reached",
@@ -80,6 +80,7 @@ const NOT_HERE: [&str; 17] = [
     "warmroute_non_max_overlap_choices",
     "warmroute_pool_info",
     "warmroute_served_elsewhere",
+    "warmroute_setting_mismatches",
     "warmroute_shared_cache_errors",
     "warmroute_task_restarts",
     "warmroute_tls_certificate_expires_seconds",
@@ -151,7 +152,7 @@ async fn the_metrics_page_is_open_metrics_and_shows_the_traffic() {
     assert!(indexed > 30.0, "{indexed}");
     for id in ["1", "2"] {
         let worker = [("worker_id", id), ("dp_rank", "0")];
-        assert_eq!(page.sum("kv_event_source_live", &worker), 1.0);
+        assert_eq!(page.sum("kv_event_source_trust", &[worker[0], worker[1], ("trust", "exact")]), 1.0);
         assert_eq!(page.samples("worker_cached_blocks").count(), 2 * 4, "two engines, four tiers");
         for family in ["worker_active_requests", "worker_active_decode_blocks", "worker_active_prefill_tokens"] {
             assert_eq!((page.samples(family).count(), page.sum(family, &worker)), (2, 0.0), "{family} of {id}");

@@ -65,7 +65,8 @@ async fn a_prefix_on_one_data_parallel_rank_brings_its_follow_ups_to_that_rank()
     for rank in ["0", "1"] {
         let labels = [("worker_id", "9"), ("dp_rank", rank)];
         assert!(page.sum("worker_cached_blocks", &labels) > 0.0, "rank {rank}:\n{}", page.text());
-        assert_eq!(page.sum("kv_event_source_live", &labels), 1.0, "rank {rank}");
+        let exact = [labels[0], labels[1], ("trust", "exact")];
+        assert_eq!(page.sum("kv_event_source_trust", &exact), 1.0, "rank {rank}");
     }
 }
 

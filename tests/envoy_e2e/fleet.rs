@@ -58,14 +58,18 @@ async fn edits_of_the_workers_file_take_effect_without_a_restart() {
     deployment.metrics_show("the removed engine is gone", |page| page.sum("workers", &[]) == 2.0).await;
     assert_eq!(served(&deployment, 30, topic).await, set(&["2", "3"]));
     let page = deployment.metrics().await;
-    for family in ["worker_active_requests", "worker_cached_blocks", "kv_event_source_live"] {
+    for family in ["worker_active_requests", "worker_cached_blocks", "kv_event_source_trust"] {
         let of = |id: &str| page.samples(family).filter(|sample| sample.labels["worker_id"] == id).count();
         assert!(of("1") == 0 && of("2") > 0 && of("3") > 0, "{family}:\n{}", page.text());
     }
 
     // Back again with the prefixes it kept: the engine's replay tells them.
     deployment.write_workers().unwrap();
-    deployment.metrics_show("it is back", |page| page.sum("kv_event_source_live", &[("worker_id", "1")]) == 1.0).await;
+    deployment
+        .metrics_show("it is back", |page| {
+            page.sum("kv_event_source_trust", &[("worker_id", "1"), ("trust", "exact")]) == 1.0
+        })
+        .await;
     deployment.settle().await;
     assert_eq!(deployment.router().unwrap().pid(), router);
     assert!(deployment.router().unwrap().is_running());

@@ -6,7 +6,7 @@ use crate::bed::{Bed, Patience, SOON, all, chat, stream};
 use crate::support::ports::until;
 use crate::support::stack::EngineSpec;
 
-const LIVE: &str = r#"warmroute_kv_event_source_live{worker_id="1",dp_rank="0"}"#;
+const LIVE: &str = r#"warmroute_kv_event_source_trust{worker_id="1",dp_rank="0",trust="exact"}"#;
 
 #[tokio::test]
 async fn requests_for_the_warm_cache_of_a_killed_engine_are_answered_by_another() {

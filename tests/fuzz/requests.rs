@@ -68,7 +68,13 @@ const MOST_ESTIMATED: u64 = 131_072;
 fn intake(trusted: bool, named: bool) -> Arc<Intake> {
     let mut models = Models::default();
     let size = BlockSize::new(4).expect("four tokens are a block");
-    let model = |name: &str, windows| Model { name: name.into(), block_size: size, windows, encoder: None };
+    let model = |name: &str, windows| Model {
+        name: name.into(),
+        block_size: size,
+        windows,
+        media: Default::default(),
+        encoder: None,
+    };
     models.add(model("m", Windows::Plain), &["alias".into()], &["tuned".into()]);
     if named {
         models.add(model("n", Windows::Plain), &[], &[]);
@@ -87,6 +93,7 @@ fn intake(trusted: bool, named: bool) -> Arc<Intake> {
             final_headers: vec!["x-final".to_owned()],
         }),
         shared: None,
+        tokens: Default::default(),
     })
 }
 

@@ -243,6 +243,7 @@ impl Case {
         let DpRank(dp_rank) = member.rank.rank;
         let load = case.loads.iter().find(|load| load.dp_rank == dp_rank);
         Candidate {
+            trust_credit: 1.0,
             slot: member.slot,
             rank: member.rank,
             overlap: case.overlap_of(dp_rank),

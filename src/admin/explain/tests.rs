@@ -6,6 +6,7 @@ use serde_json::Value;
 use super::*;
 use crate::admin::routes;
 use crate::app::Offline;
+use crate::audit::Audit;
 use crate::config::Config;
 use crate::entrance::{Entrance, SessionWord};
 use crate::lifecycle::Readiness;
@@ -45,9 +46,11 @@ impl Pages {
         if loaded {
             way_in.intake.store(Some(intake));
         }
+        let metrics = Arc::new(Metrics::new());
         let admin = Admin {
             entrance: entrance.clone(),
-            metrics: Arc::new(Metrics::new()),
+            audit: Audit::new(entrance.router().clone(), metrics.clone()),
+            metrics,
             readiness: Readiness::default(),
             config: Arc::default(),
             way_in,

@@ -32,6 +32,8 @@ fn sink(held: &Arc<Mutex<Held>>) -> RankSink {
             Outcome::Ok
         }),
         doubt: Box::new(move || doubted.lock().doubted = true),
+        held: Box::new(Default::default),
+        forget_doubted: Box::new(|| {}),
     }
 }
 
@@ -42,8 +44,9 @@ fn feed(held: &Arc<Mutex<Held>>) -> Feed {
         source,
         block_size: BlockSize::new(1).unwrap(),
         media: MediaTokens::default(),
+        resync: Default::default(),
     };
-    Feed::new(&spec, sink(held), Arc::new(Metrics::new()))
+    Feed::new(&spec, sink(held), Arc::new(Metrics::new()), Default::default())
 }
 
 /// An engine that numbers its batches, holds the newest ones, and answers as badly as it is told to.

@@ -87,7 +87,7 @@ fn prompts_of_the_smaller_apis_are_read() {
 fn conversations_to_be_pooled_begin_no_answer_and_are_cut_on_the_right() {
     let body = json!({"messages": [{"role": "user", "content": "x"}], "truncate_prompt_tokens": 5, "cache_salt": "s"});
     let request = read(Api::Embeddings, &body);
-    assert_eq!(request.tokenization.truncation_side, Some(Side::Right));
+    assert_eq!(request.tokenization.tokenizer_side, Side::Right);
     assert_eq!((request.tokenization.truncate_prompt_tokens, request.cache_salt.as_deref()), (Some(5), Some("s")));
     let Prompt::Chat(chat) = request.prompt else { panic!() };
     assert!(!chat.add_generation_prompt);

@@ -3,6 +3,7 @@
 use super::{Judged, PhaseExplained};
 use crate::disagg::Bypass;
 use crate::router::answer::{Mode, Phases, Reason, Route, RouteError};
+use crate::trust::Trust;
 use crate::worker::Role;
 
 /// Why the request goes where it goes.
@@ -79,7 +80,10 @@ fn held(route: &Route, phases: &[PhaseExplained]) -> Option<String> {
     let phase = phases.iter().find(|phase| phase.taken)?;
     let (winner, blocks) = (winner(phase)?, route.prompt_blocks);
     let own = winner.overlap.total();
-    let text = format!("it holds {own} of {blocks} blocks");
+    let is_doubted = own > 0 && matches!(winner.source.trust, Trust::Stale | Trust::CatchingUp);
+    let doubt = winner.source.because.filter(|_| is_doubted);
+    let doubt = doubt.map(|because| format!(", which may be out of date ({})", because.as_str())).unwrap_or_default();
+    let text = format!("it holds {own} of {blocks} blocks{doubt}");
     let others = phase.judged.iter().filter(|judged| judged.cost.is_some());
     let most = others.max_by_key(|judged| judged.overlap.total()).filter(|judged| judged.overlap.total() > own);
     let more = most.and_then(|most| {
@@ -105,6 +109,7 @@ fn because(reason: Reason) -> &'static str {
         Reason::UnknownModel => "the request names a model that is not configured",
         Reason::NoTokenizer => "the model has no tokenizer",
         Reason::EncodeFailed => "the tokenizer or the chat template refuses the prompt",
+        Reason::EngineTokensFailed => "the engine did not say its tokens, and there are no others",
         Reason::Multimodal => "the prompt holds images, audio or video",
         Reason::TooManyPrompts => "the request has more prompts than are looked at",
         Reason::UnknownPrompt => "only the engine knows how it puts the prompt together",
@@ -112,9 +117,11 @@ fn because(reason: Reason) -> &'static str {
         Reason::TokenizerBusy => "too many prompts wait for the tokenizer",
         Reason::Deadline => "the tokenizer took longer than its deadline",
         Reason::IndexCold => "no event source of any candidate has caught up",
+        Reason::BlockSizeMismatch => "the blocks of the engines cannot be brought to the configured size",
         Reason::NoFleet | Reason::NoCandidate | Reason::Unsatisfied | Reason::NoPrefill => "there is no candidate",
         Reason::BadPin => "the request is pinned to a worker that will not do",
         Reason::Overloaded => "all eligible workers are overloaded",
+        Reason::ParityMismatch => "the engines make other tokens of prompts than we do",
         Reason::QueueFull | Reason::QueueDeadline => "the request waits",
         Reason::RouterFailed => "the router made a mistake",
     }

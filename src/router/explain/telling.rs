@@ -115,6 +115,7 @@ impl<'f> Telling<'_, 'f> {
             endpoint: member.worker.endpoint,
             role: member.worker.role,
             overlap: self.prepared.overlap(member),
+            source: self.prepared.standing(member),
             cached_tokens: self.prepared.cached_tokens(member, true),
             load,
             prefill_tokens: load.active_prefill_tokens + prompt_tokens,

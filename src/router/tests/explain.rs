@@ -8,6 +8,7 @@ use crate::index::{KvEvent, RankWriter, StoredBlock};
 use crate::predict::{Policy, Predictor, Ttl};
 use crate::schedule::{Pin, Subset, Thresholds, Weights};
 use crate::tier::Tier;
+use crate::trust::Standing;
 use crate::worker::DpRank;
 
 fn rank(id: u64) -> WorkerRank {
@@ -81,7 +82,7 @@ fn an_explanation_shows_tiers_load_every_term_the_runner_up_and_the_margin() {
                     compared, because no event source of any candidate has caught up.";
     assert_eq!(explanation.sentence, sentence);
 
-    router.set_live(rank(2), true);
+    router.set_trust(rank(2), Standing::EXACT);
     let sentence = router.explain(request(&[(0..10).collect()])).sentence;
     assert!(sentence.ends_with("; it holds 4 of 10 blocks, while 1/0 holds 8 and costs 4.750 more."), "{sentence}");
 }
@@ -200,7 +201,7 @@ fn prefill_and_decode_are_explained_apart_each_with_its_runner_up() {
     };
     let router = router_of(pools(), RouterSettings::default());
     let _warm = holds(&router, 2, 0..3, Tier::Device);
-    router.set_live(rank(11), true);
+    router.set_trust(rank(11), Standing::EXACT);
     let _busy = booked_at(&router, 11, vec![50, 51]);
     let explanation = router.explain(request(&[(0..4).collect()]));
     let [prefill, decode] = &explanation.phases[..] else { panic!("{explanation:?}") };
@@ -400,7 +401,7 @@ fn the_short_form_leaves_out_what_changes_nothing() {
     let router = router_of(workers, RouterSettings { weights, ..RouterSettings::default() });
     let mut cache = holds(&router, 1, 0..1, Tier::Device);
     store(&mut cache, 1..2, Tier::HostPinned);
-    router.set_live(rank(11), true);
+    router.set_trust(rank(11), Standing::EXACT);
     let _busy = booked_at(&router, 11, vec![8]);
     let mut wished = request(&[vec![0, 1, 2]]);
     wished.constraints.preferred_taints.insert("gpu".into(), 1.0);

@@ -7,6 +7,7 @@ use crate::index::{KvEvent, RankWriter, StoredBlock};
 use crate::predict::{Policy, Predictor, Ttl};
 use crate::schedule::{Ineligible, Pin, Subset};
 use crate::tier::Tier;
+use crate::trust::Standing;
 use crate::worker::{DpRank, EventSource};
 
 fn at(id: u64) -> Worker {
@@ -49,7 +50,7 @@ fn holds(router: &Router, id: u64, blocks: u64) -> RankWriter {
     let mut writer = router.index().join(router.fleet().slot(rank(id)).unwrap());
     let blocks = (1..=blocks).map(|at| StoredBlock { engine: crate::block::EngineHash(at), local: LocalHash(at) });
     writer.apply(&KvEvent::Stored { parent: None, blocks: blocks.collect(), tier: Tier::Device });
-    router.set_live(rank(id), true);
+    router.set_trust(rank(id), Standing::EXACT);
     writer
 }
 

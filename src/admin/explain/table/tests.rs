@@ -16,6 +16,7 @@ fn judged(id: u64, total: Option<f64>, excluded: Option<&str>) -> Judged {
         endpoint: format!("10.0.0.{id}:8000").parse().unwrap(),
         role: Role::Aggregated,
         overlap: TierBlocks { device: id as u32, ..TierBlocks::default() },
+        source: Default::default(),
         cached_tokens: 16 * id,
         load: Load { active_blocks: 3, active_prefill_tokens: 1234, active_requests: 2 },
         prefill_tokens: 1300,

@@ -1,0 +1,323 @@
+//! Compares our tokens with the engines', for ever: canaries when a worker comes, when it may be another engine than before,
+//! and after every interval; and beside it the blocks of real requests, a while after they were answered.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::stream::{self, StreamExt as _};
+use tokio::sync::watch;
+use tokio::time::MissedTickBehavior;
+use tracing::{info, warn};
+
+use super::App;
+use super::reload::Next;
+use crate::config::Config;
+use crate::engine_client::config::EnginesConfig;
+use crate::engine_client::{EngineClient, EngineUrl};
+use crate::index::Overlaps;
+use crate::intake::Models;
+use crate::lifecycle::supervise;
+use crate::metrics::{Metrics, ModelLabel, ModelOutcomeLabels};
+use crate::parity::{Change, Evidence, Sighting, Standing, Verdict};
+use crate::router::Router;
+use crate::self_test::Subject;
+use crate::self_test::config::SelfTestConfig;
+use crate::worker::{Endpoint, ModelName, Worker, WorkerId, WorkerRank};
+
+/// How often it is looked who is to be tested, and whose blocks are to be looked for.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// Who did not answer is asked again so soon: a worker that starts is tested when it serves.
+const SOON: Duration = Duration::from_secs(5);
+
+/// Workers tested at once.
+const AT_ONCE: usize = 4;
+
+/// What is tested, and how.
+struct Task {
+    config: SelfTestConfig,
+    engines: EnginesConfig,
+    client: EngineClient,
+    subjects: HashMap<ModelName, Subject>,
+}
+
+impl Task {
+    /// Tokenises the canaries of all models.
+    fn new(config: &Config, models: &Models) -> anyhow::Result<Self> {
+        let named = |name: &ModelName| models.find(Some(name.as_str()));
+        let subject = |name: &ModelName| Some((name.clone(), Subject::new(&named(name)?.model)?));
+        let subjects = match config.self_test.enabled {
+            true => config.models.iter().filter_map(|model| subject(&model.name)).collect(),
+            false => HashMap::new(),
+        };
+        Ok(Self {
+            config: config.self_test.clone(),
+            engines: config.engines.clone(),
+            client: EngineClient::new(&config.engines)?,
+            subjects,
+        })
+    }
+}
+
+/// What tells one life of a worker from the next.
+#[derive(Clone, Debug, PartialEq)]
+struct Life {
+    endpoint: Endpoint,
+    out: bool,
+    restarts: u64,
+}
+
+/// A worker under test.
+struct Known {
+    life: Life,
+    /// When it is tested next.
+    due: Instant,
+}
+
+struct Runner {
+    router: Arc<Router>,
+    metrics: Arc<Metrics>,
+    known: HashMap<WorkerId, Known>,
+    /// Requests to be looked after, oldest first, and since when.
+    answered: VecDeque<(Instant, ModelName, Sighting)>,
+    scratch: Overlaps,
+}
+
+impl App {
+    /// Compares our tokens with the engines' from now on.
+    pub(super) fn test_tokens(&mut self, config: &Config, router: &Arc<Router>, models: &Models) -> anyhow::Result<()> {
+        let (tasks, task) = watch::channel(Arc::new(Task::new(config, models)?));
+        self.reloader.part("self_test", move |next: &Next| {
+            let (tasks, task) = (tasks.clone(), Arc::new(Task::new(&next.config, &next.models)?));
+            Ok(Box::new(move || _ = tasks.send_replace(task)))
+        });
+        let (router, metrics, stop) = (router.clone(), self.reloader.metrics.clone(), self.stop.clone());
+        self.background.spawn(async move {
+            supervise("self_test", &metrics, stop, || {
+                let runner = Runner::new(router.clone(), metrics.clone());
+                runner.run(task.clone())
+            })
+            .await;
+        });
+        Ok(())
+    }
+}
+
+impl Runner {
+    fn new(router: Arc<Router>, metrics: Arc<Metrics>) -> Self {
+        let (known, answered, scratch) = (HashMap::new(), VecDeque::new(), Overlaps::new());
+        Self { router, metrics, known, answered, scratch }
+    }
+
+    async fn run(mut self, mut tasks: watch::Receiver<Arc<Task>>) -> anyhow::Result<()> {
+        let mut tick = tokio::time::interval(LOOK);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        // Tests wait for engines, and real requests are not to wait for tests.
+        let mut tests = None;
+        loop {
+            tokio::select! {
+                _ = tick.tick() => {}
+                tested = run_all(&mut tests), if tests.is_some() => self.take(tested),
+                changed = tasks.changed() => {
+                    changed?;
+                    // Other tokenizers, or other ways to ask.
+                    self.known.clear();
+                }
+            }
+            let task = tasks.borrow_and_update().clone();
+            if tests.is_none() {
+                let due = self.due(&task);
+                if !due.is_empty() {
+                    tests = Some(Box::pin(test(task.clone(), due)));
+                }
+            }
+            self.look(&task.config);
+            self.count();
+        }
+    }
+
+    /// The workers that are to be tested now.
+    fn due(&mut self, task: &Task) -> Vec<Arc<Worker>> {
+        let (fleet, now) = (self.router.fleet(), Instant::now());
+        let out: HashSet<WorkerId> = self.router.out().into_iter().collect();
+        self.known.retain(|id, _| fleet.worker(*id).is_some());
+        for (model, standing) in self.router.parity().standings() {
+            let tested = task.subjects.contains_key(&model);
+            let serves = |id| tested && fleet.worker(id).is_some_and(|worker| worker.model == model);
+            let change = standing.retain(serves);
+            tell(&model, change, "nobody is left who differs");
+            if !task.config.traffic {
+                tell(&model, standing.forget_events(), "events are not compared");
+            }
+        }
+        let tested = fleet.workers().filter(|worker| task.subjects.contains_key(&worker.model));
+        let mut due = Vec::new();
+        for worker in tested {
+            let restarts = |rank| self.router.sources().facts(WorkerRank { worker: worker.id, rank });
+            let restarts = worker.ranks.iter().filter_map(restarts).map(|facts| facts.restarts).sum();
+            let life = Life { endpoint: worker.endpoint, out: out.contains(&worker.id), restarts };
+            let known = self.known.entry(worker.id).or_insert_with(|| Known { life: life.clone(), due: now });
+            if known.life != life {
+                let back = known.life.out && !life.out;
+                let other = known.life.restarts != life.restarts || known.life.endpoint != life.endpoint;
+                known.life = life;
+                if back || other {
+                    known.due = now;
+                    if let Some(standing) = self.router.parity().of(&worker.model) {
+                        standing.restarted(worker.id);
+                    }
+                }
+            }
+            if known.due <= now && !known.life.out {
+                known.due = now + task.config.interval.get();
+                due.push(worker.clone());
+            }
+        }
+        due
+    }
+
+    /// Takes note of what was found out.
+    fn take(&mut self, tested: Vec<Tested>) {
+        for Tested { worker, verdict } in tested {
+            let Some(standing) = self.router.parity().of(&worker.model) else { continue };
+            let before = standing.parity().workers.get(&worker.id).cloned().unwrap_or_default();
+            let labels = ModelOutcomeLabels::new(&worker.model, verdict.label());
+            self.metrics.parity_tests.get_or_create(&labels).inc();
+            if let (Verdict::CannotTest { .. }, Some(known)) = (&verdict, self.known.get_mut(&worker.id)) {
+                known.due = known.due.min(Instant::now() + SOON);
+            }
+            let change = standing.tested(worker.id, verdict.clone());
+            if before != verdict {
+                self.report(&worker, &before, &verdict);
+            }
+            tell(&worker.model, change, "canaries");
+        }
+    }
+
+    fn report(&self, worker: &Worker, before: &Verdict, verdict: &Verdict) {
+        let (model, id) = (&worker.model, worker.id);
+        match verdict {
+            Verdict::Differs { difference } => {
+                self.mismatch(model);
+                let d = &**difference;
+                warn!(
+                    %model,
+                    worker = %id,
+                    canary = d.canary.as_deref().unwrap_or_default(),
+                    position = d.at,
+                    block = d.block,
+                    ours = ?d.ours,
+                    theirs = ?d.theirs,
+                    our_text = ?d.our_text.as_deref().unwrap_or_default(),
+                    their_text = ?d.their_text.as_deref().unwrap_or_default(),
+                    "the engine makes other tokens than we do; compare tokenizer, chat template and settings of the model"
+                );
+            }
+            Verdict::Agrees { compared, skipped } => {
+                let skipped = skipped.keys().map(String::as_str).collect::<Vec<_>>().join(" ");
+                info!(%model, worker = %id, compared, skipped, "the engine makes the same tokens as we do");
+            }
+            // Said once; a worker that starts is asked often.
+            Verdict::CannotTest { why } if !matches!(before, Verdict::CannotTest { .. }) => {
+                info!(%model, worker = %id, why, "the engine's tokens cannot be compared with ours");
+            }
+            Verdict::CannotTest { .. } | Verdict::Untested => {}
+        }
+    }
+
+    fn mismatch(&self, model: &ModelName) {
+        self.metrics.parity_mismatches.get_or_create(&ModelLabel::from(model)).inc();
+    }
+
+    /// Looks for the blocks of requests that were answered a while ago.
+    fn look(&mut self, config: &SelfTestConfig) {
+        let now = Instant::now();
+        for (model, standing) in self.router.parity().standings() {
+            let ready = standing.take_ready();
+            self.answered.extend(ready.into_iter().map(|sighting| (now, model.clone(), sighting)));
+        }
+        if !config.traffic {
+            self.answered.clear();
+        }
+        while let Some((since, ..)) = self.answered.front()
+            && since.elapsed() >= config.grace.get()
+            && let Some((_, model, sighting)) = self.answered.pop_front()
+        {
+            let found = self.router.look_for(sighting, &mut self.scratch);
+            let outcome = match found {
+                None => "unknown",
+                Some((Evidence::Confirmed, _)) => "confirmed",
+                Some((Evidence::Unconfirmed { .. }, _)) => "unconfirmed",
+            };
+            self.metrics.parity_sightings.get_or_create(&ModelOutcomeLabels::new(&model, outcome)).inc();
+            let Some((evidence, change)) = found else { continue };
+            if let (Evidence::Unconfirmed { block }, Change::Mistrusted) = (evidence, change) {
+                self.mismatch(&model);
+                warn!(
+                    %model,
+                    block,
+                    "the blocks of several requests in a row do not appear in their engines' events, which tell of others"
+                );
+            }
+            tell(&model, change, "events");
+        }
+    }
+
+    fn count(&self) {
+        for (model, standing) in self.router.parity().standings() {
+            let mistrusted = i64::from(standing.is_mistrusted());
+            self.metrics.parity_mistrusted.get_or_create(&ModelLabel::from(&model)).set(mistrusted);
+            self.count_workers(&model, &standing);
+        }
+    }
+
+    fn count_workers(&self, model: &ModelName, standing: &Standing) {
+        let parity = standing.parity();
+        for label in ["untested", "agrees", "differs", "cannot_test"] {
+            let workers = parity.workers.values().filter(|verdict| verdict.label() == label).count();
+            let labels = ModelOutcomeLabels::new(model, label);
+            self.metrics.parity_workers.get_or_create(&labels).set(workers as i64);
+        }
+    }
+}
+
+/// What was found out of one worker.
+struct Tested {
+    worker: Arc<Worker>,
+    verdict: Verdict,
+}
+
+type Tests = std::pin::Pin<Box<dyn Future<Output = Vec<Tested>> + Send>>;
+
+/// The end of the tests that are under way.
+async fn run_all(tests: &mut Option<Tests>) -> Vec<Tested> {
+    let Some(running) = tests else { return Vec::new() };
+    let tested = running.await;
+    *tests = None;
+    tested
+}
+
+async fn test(task: Arc<Task>, due: Vec<Arc<Worker>>) -> Vec<Tested> {
+    let one = |worker: Arc<Worker>| {
+        let task = task.clone();
+        async move {
+            let url: EngineUrl = task.engines.url(worker.endpoint);
+            let subject = task.subjects.get(&worker.model)?;
+            let verdict = subject.test(&task.client, &url, task.config.deadline.get()).await;
+            Some(Tested { worker, verdict })
+        }
+    };
+    stream::iter(due).map(one).buffer_unordered(AT_ONCE).filter_map(std::future::ready).collect().await
+}
+
+/// Tells whoever reads the log what follows.
+fn tell(model: &ModelName, change: Change, by: &str) {
+    match change {
+        Change::None => {}
+        Change::Mistrusted => {
+            warn!(%model, by, "our tokens are not used any more: requests go by load, or with the engines' own tokens");
+        }
+        Change::Trusted => info!(%model, by, "our tokens are used again"),
+    }
+}

@@ -1,0 +1,152 @@
+//! What the engine says of its cache against what is configured: blocks, how many, whether prompts share them, and of how
+//! many ranks.
+
+use super::facts::{WorkerFacts, why};
+use crate::cmd::doctor::finding::{At, Finding};
+use crate::engine_client::{CacheConfig, EngineError};
+use crate::parity::Verdict;
+
+/// Every check of it.
+pub(super) fn check(facts: &WorkerFacts) -> Vec<Finding> {
+    let mut findings: Vec<Finding> = vec![tokens(facts)];
+    match &facts.metrics {
+        Err(error) => {
+            findings.push(At::new("engine.metrics", facts.subject()).skipped(format!("/metrics: {}", why(error))));
+        }
+        Ok(page) => {
+            let caches = page.caches();
+            if caches.is_empty() {
+                let at = At::new("engine.metrics", facts.subject());
+                findings.push(at.skipped("/metrics has no vllm:cache_config_info"));
+            }
+            let checks = [
+                block_size(facts, &caches),
+                prefix_caching(facts, &caches),
+                capacity(facts, &caches),
+                ranks(facts, &caches),
+            ];
+            findings.extend(checks.into_iter().flatten());
+        }
+    }
+    findings
+}
+
+fn block_size(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
+    let theirs = caches.iter().find_map(|cache| cache.block_size)?;
+    Some(block_size_is(facts, theirs, "/metrics"))
+}
+
+/// The verdict on a block size that somebody told.
+pub(super) fn block_size_is(facts: &WorkerFacts, theirs: u32, by: &str) -> Finding {
+    let at = At::new("engine.block_size", facts.subject());
+    let (ours, model) = (facts.worker.block_size.0.get(), &facts.worker.model);
+    if theirs == ours {
+        return at.ok(format!("{ours} tokens on both sides, by {by}"));
+    }
+    let seen = format!("the engine's blocks have {theirs} tokens by {by}, configured are {ours}");
+    let mend =
+        format!("write `block_size: {theirs}` for the model {model}, or start the engine with `--block-size {ours}`");
+    if theirs.is_multiple_of(ours) || ours.is_multiple_of(theirs) {
+        at.warning(format!("{seen}: its events are brought to our size, and what is foreseen is less exact"), mend)
+    } else {
+        at.error(format!("{seen}, and neither divides the other: nothing of its cache can be used"), mend)
+    }
+}
+
+/// Tokens per block of the engine, as far as it tells.
+pub(super) fn blocks_of(facts: &WorkerFacts) -> usize {
+    let told = facts.metrics.as_ref().ok().and_then(|page| page.caches().iter().find_map(|cache| cache.block_size));
+    told.map_or(facts.worker.block_size.tokens(), |tokens| tokens as usize)
+}
+
+fn prefix_caching(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
+    let at = At::new("engine.prefix_caching", facts.subject());
+    let on = caches.iter().filter_map(|cache| cache.prefix_caching).reduce(|all, one| all && one)?;
+    Some(if on {
+        at.ok("on")
+    } else {
+        at.error(
+            "off: every prompt is computed anew, wherever it goes",
+            "start the engine with `--enable-prefix-caching`, without `--no-enable-prefix-caching`",
+        )
+    })
+}
+
+fn capacity(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
+    let theirs = caches.iter().find_map(|cache| cache.num_gpu_blocks)?;
+    let at = At::new("engine.capacity", facts.subject());
+    let mend = format!("write `total_kv_blocks: {theirs}` for worker {}", facts.worker.id);
+    Some(match facts.worker.capacity.total_kv_blocks {
+        Some(ours) if ours == theirs => at.ok(format!("{ours} blocks on both sides")),
+        Some(ours) => at.warning(format!("the engine has {theirs} blocks per rank, configured are {ours}"), mend),
+        None if facts.blocks_wanted => {
+            at.warning(format!("the engine has {theirs} blocks per rank, and a setting of ours needs to know"), mend)
+        }
+        None => at.ok(format!("{theirs} blocks per rank, which nothing asks for")),
+    })
+}
+
+fn ranks(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
+    let by_metrics: Vec<u32> = caches.iter().filter_map(CacheConfig::rank).collect();
+    let by_sources: Vec<u32> = facts.publishers.iter().flatten().map(|publisher| publisher.rank).collect();
+    let (theirs, by) =
+        if by_metrics.len() >= by_sources.len() { (by_metrics, "/metrics") } else { (by_sources, "/kv_event_sources") };
+    let at = At::new("engine.ranks", facts.subject());
+    let ours = facts.worker.ranks;
+    let first = *theirs.iter().min()?;
+    let count = theirs.len();
+    Some(if count == ours.size.get() as usize {
+        at.ok(format!("{count} on both sides"))
+    } else {
+        let listed = theirs.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        at.error(
+            format!(
+                "the engine has the data-parallel ranks {listed} by {by}, configured are {} from {}",
+                ours.size, ours.start
+            ),
+            format!(
+                "write `data_parallel: {{start: {first}, size: {count}}}` for worker {}, or start the engine with \
+                 `--data-parallel-size {}`",
+                facts.worker.id, ours.size
+            ),
+        )
+    })
+}
+
+fn tokens(facts: &WorkerFacts) -> Finding {
+    let at = At::new("engine.tokenizer", facts.subject());
+    let model = &facts.worker.model;
+    match &facts.tokens {
+        Verdict::Untested => at.skipped(format!("the model {model} has no tokenizer here")),
+        Verdict::CannotTest { why } => at.skipped(why.clone()),
+        Verdict::Agrees { compared, skipped } => {
+            let names = skipped.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            let but = if skipped.is_empty() { String::new() } else { format!("; not compared: {names}") };
+            at.ok(format!("our tokens are the engine's for {compared} canaries{but}"))
+        }
+        Verdict::Differs { difference } => {
+            let token = |token: Option<u32>| token.map_or("nothing".to_owned(), |token| token.to_string());
+            let texts = match (&difference.our_text, &difference.their_text) {
+                (Some(ours), Some(theirs)) => format!(" (around it we have {ours:?}, the engine {theirs:?})"),
+                _ => String::new(),
+            };
+            let seen = format!(
+                "canary {}: token {} is {} for us and {} for the engine{texts}: no block from there on is ever found",
+                difference.canary.as_deref().unwrap_or("without a name"),
+                difference.at,
+                token(difference.ours),
+                token(difference.theirs),
+            );
+            let mend = format!(
+                "give the model {model} the files that the engine loads: `tokenizer`, `tokenizer_config`, and `chat_template` \
+                 where the engine runs with `--chat-template`"
+            );
+            at.error(seen, mend)
+        }
+    }
+}
+
+/// Whether the engine wants credentials.
+pub(super) fn denied<T>(answer: &Result<T, EngineError>) -> bool {
+    answer.as_ref().is_err_and(EngineError::is_denied)
+}

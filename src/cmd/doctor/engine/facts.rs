@@ -1,0 +1,109 @@
+//! What was found out about one worker: what its engine says of itself, what it made of a canary, and what was heard of
+//! that on its event sockets.
+
+use std::time::{Duration, SystemTime};
+
+use crate::block::Windows;
+use crate::engine_client::{EngineError, EngineModel, EventsOfRank, MetricsPage};
+use crate::kv_events::listen::Heard;
+use crate::parity::Verdict;
+use crate::worker::{Attach, DpRank, EventSource, ModelName, Worker};
+
+/// A question to an engine, answered or not.
+pub type Told<T> = Result<T, EngineError>;
+
+/// One worker, looked at.
+#[derive(Clone, Debug)]
+pub struct WorkerFacts {
+    /// As it is configured, and what it says of itself where nothing is.
+    pub worker: Worker,
+    /// Whether its event sources are those that it told of.
+    pub sources_learned: bool,
+    /// How its blocks are cut out of prompts.
+    pub windows: Windows,
+    /// Further names under which requests for adapters come.
+    pub adapters: Vec<ModelName>,
+    /// Whether a setting asks how many KV blocks it has.
+    pub blocks_wanted: bool,
+    /// Whether it says that it is well.
+    pub health: Told<()>,
+    /// The time it says it is, with ours.
+    pub date: Option<(SystemTime, SystemTime)>,
+    /// What it serves.
+    pub models: Told<Vec<EngineModel>>,
+    /// Its measures.
+    pub metrics: Told<MetricsPage>,
+    /// Where its ranks publish.
+    pub publishers: Told<Vec<EventsOfRank>>,
+    /// Its tokens against ours.
+    pub tokens: Verdict,
+    /// Rank by rank.
+    pub ranks: Vec<RankFacts>,
+}
+
+/// One data-parallel rank.
+#[derive(Clone, Debug)]
+pub struct RankFacts {
+    /// Which.
+    pub rank: DpRank,
+    /// Where its events should come from.
+    pub source: Option<EventSource>,
+    /// What became of listening there.
+    pub attached: Option<Attached>,
+    /// Everything heard.
+    pub heard: Vec<Heard>,
+    /// The canary that was sent to it; none: none was.
+    pub canary: Option<Told<Canary>>,
+    /// Whether the replay endpoint answered, and with how many batches.
+    pub replay: Option<Option<usize>>,
+    /// How long was listened.
+    pub patience: Duration,
+}
+
+/// What became of attaching to an event source.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Attached {
+    /// As configured.
+    As(Attach),
+    /// It could not be connected to.
+    Refused(String),
+    /// It could not be bound.
+    Taken(String),
+    /// It could not be bound, because the engine did: it could be connected to.
+    Connectable(String),
+    /// It was bound, and nobody came.
+    Nobody,
+    /// It was bound, nobody came, and the engine could be connected to at this endpoint.
+    Elsewhere(String),
+}
+
+/// A canary and its answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Canary {
+    /// Its tokens as we, or else the engine, have them.
+    pub tokens: Option<Vec<u32>>,
+    /// What the engine counted.
+    pub prompt_tokens: Option<usize>,
+    /// How many of them it reused, asked a second time; none where it does not say.
+    pub cached: Option<usize>,
+}
+
+impl WorkerFacts {
+    /// The worker in a word.
+    pub fn subject(&self) -> String {
+        format!("worker {}", self.worker.id)
+    }
+
+    /// One of its ranks in a word.
+    pub fn rank_subject(&self, rank: DpRank) -> String {
+        if self.worker.ranks.size.get() == 1 { self.subject() } else { format!("worker {}/{rank}", self.worker.id) }
+    }
+}
+
+/// Why a question was not answered, in words.
+pub fn why(error: &EngineError) -> String {
+    match error {
+        EngineError::Status { status, message: Some(message) } => format!("status {status}: {message}"),
+        other => other.to_string(),
+    }
+}

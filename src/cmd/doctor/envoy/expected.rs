@@ -1,0 +1,124 @@
+//! What our configuration says that Envoy's has to agree with.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::dump::Address;
+use crate::config::Config;
+use crate::ext_proc::config::FailureMode;
+use crate::ext_proc::contract::Contract;
+use crate::worker::Worker;
+
+/// What Envoy must add to the longest wait of a request.
+const MARGIN: Duration = Duration::from_millis(500);
+
+/// Our side.
+#[derive(Clone, Debug)]
+pub struct Expected {
+    /// Where Envoy reaches us by TCP.
+    pub tcp: Option<SocketAddr>,
+    /// Whether that is encrypted.
+    pub tls: bool,
+    /// Where Envoy reaches us by a unix socket.
+    pub unix: Option<PathBuf>,
+    /// Longest body that we take.
+    pub body: u64,
+    /// How long we may take for a prompt.
+    pub exchange_deadline: Duration,
+    /// How long a request may wait for its turn or its session, and the margin; none: nobody waits.
+    pub wait: Option<Duration>,
+    /// Whether requests get 503 where no worker can be chosen.
+    pub fail_closed: bool,
+    /// Whether Envoy is asked to look for its route again.
+    pub clear_route_cache: bool,
+    /// Headers that we set.
+    pub headers: Vec<String>,
+    /// Those of them that hold the worker's endpoint.
+    pub endpoint_headers: Vec<String>,
+    /// Headers that no client may set.
+    pub reserved: Vec<String>,
+    /// The file that we write for Envoy, and the cluster it is for.
+    pub endpoints_file: Option<(PathBuf, String)>,
+    /// The workers that may get requests.
+    pub workers: Vec<Worker>,
+}
+
+/// Headers that trusted clients may pin workers by, as envoy/README.md says.
+const PINS: [&str; 9] = [
+    "x-worker-instance-id",
+    "x-prefill-instance-id",
+    "x-dp-rank",
+    "x-data-parallel-rank",
+    "x-prefill-dp-rank",
+    "x-dynamo-worker-instance-id",
+    "x-dynamo-prefill-instance-id",
+    "x-dynamo-dp-rank",
+    "x-dynamo-prefill-dp-rank",
+];
+
+impl Expected {
+    /// Reads our configuration.
+    pub fn new(config: &Config, workers: &[Worker]) -> Self {
+        let contract: Contract = config.gateway.contract();
+        let names = |names: &mut dyn Iterator<Item = &str>| names.map(str::to_owned).collect::<Vec<_>>();
+        let mut reserved = names(&mut contract.reserved());
+        if config.clients.trusted {
+            reserved.retain(|name| !PINS.contains(&name.as_str()));
+        }
+        Self {
+            tcp: config.listen.tcp,
+            tls: config.listen.tls.is_some(),
+            unix: config.listen.unix.clone(),
+            body: config.limits.body.0,
+            exchange_deadline: config.limits.exchange_deadline.get(),
+            wait: wait(config),
+            fail_closed: config.failure.mode == FailureMode::FailClosed,
+            clear_route_cache: config.gateway.clear_route_cache,
+            headers: names(&mut contract.names()),
+            endpoint_headers: names(&mut contract.endpoint_names()),
+            reserved,
+            endpoints_file: config.envoy.as_ref().map(|envoy| (envoy.endpoints_file.clone(), envoy.cluster.clone())),
+            workers: workers.iter().filter(|worker| !worker.draining).cloned().collect(),
+        }
+    }
+
+    /// Whether this is where we listen, as far as an address can tell: a name may be anybody's.
+    pub fn is_ours(&self, address: &Address) -> bool {
+        match (address, self.tcp, &self.unix) {
+            (Address::Pipe(path), _, Some(unix)) => unix.as_os_str() == path.as_str(),
+            (Address::Socket(_, port), Some(ours), _) => {
+                let named = address.numeric();
+                *port == ours.port() && named.is_none_or(|named| ours.ip().is_unspecified() || named.ip() == ours.ip())
+            }
+            _ => false,
+        }
+    }
+
+    /// Where we listen, in words, and as Envoy writes it.
+    pub fn listening(&self) -> (String, String) {
+        let pipe = self
+            .unix
+            .as_ref()
+            .map(|path| (path.display().to_string(), format!("address: {{pipe: {{path: {}}}}}", path.display())));
+        let socket = self.tcp.map(|at| {
+            let text = format!("address: {{socket_address: {{address: {}, port_value: {}}}}}", at.ip(), at.port());
+            (at.to_string(), text)
+        });
+        let all: Vec<_> = [pipe, socket].into_iter().flatten().collect();
+        let words = all.iter().map(|(words, _)| words.as_str()).collect::<Vec<_>>().join(" and ");
+        (words, all.into_iter().next().map(|(_, text)| text).unwrap_or_default())
+    }
+}
+
+/// The longest wait that a request may ask Envoy for.
+fn wait(config: &Config) -> Option<Duration> {
+    let queue = &config.queue;
+    let gated = |tokens: Option<u64>, share: Option<f64>| tokens.is_some() || share.is_some();
+    let waits = gated(queue.prefill_busy_threshold, queue.prefill_busy_threshold_frac)
+        || queue.classes.iter().any(|class| gated(class.prefill_busy_threshold, class.prefill_busy_threshold_frac));
+    let turn = waits.then(|| queue.deadline.get());
+    let session = config.sessions.as_ref().map(|sessions| sessions.wait.get());
+    let longest: Duration = turn.into_iter().chain(session).sum();
+    (!longest.is_zero()).then(|| longest + MARGIN)
+}

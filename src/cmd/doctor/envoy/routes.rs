@@ -1,0 +1,208 @@
+//! The routes of generations: how large a body may be, how long an answer may take, when it is tried again, and what a
+//! client may say for us.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::dump::is;
+use super::filter::{buffers, seconds};
+use super::parts::RetryPolicy;
+use super::server::{Held, breakers};
+use super::site::{Active, Site};
+use super::ways::{Way, clusters, deciding_headers, way};
+use crate::cmd::doctor::finding::{At, Finding};
+use crate::settings::{Period, Size};
+
+/// Envoy's defaults.
+const BUFFER: u64 = 1 << 20;
+const TIMEOUT: Duration = Duration::from_secs(15);
+const IDLE: Duration = Duration::from_secs(300);
+
+/// Retries that may come when a worker has begun: a prompt is computed twice.
+const LATE: [&str; 5] = ["5xx", "gateway-error", "reset", "retriable-status-codes", "retriable-4xx"];
+
+/// Every check of the routes.
+pub(super) fn check(site: &Site<'_>) -> Vec<Finding> {
+    let mut findings: Vec<Finding> = client_headers(site).into_iter().chain(idle(site)).collect();
+    for active in &site.active {
+        let checks = [body_limit(site, active), Some(timeout(site, active)), retry(site, active)];
+        for finding in checks.into_iter().flatten() {
+            if !findings.contains(&finding) {
+                findings.push(finding);
+            }
+        }
+    }
+    for (cluster, _) in clusters(site) {
+        let at = At::new("envoy.circuit_breakers", format!("cluster {}", cluster.name));
+        findings.push(breakers(at, cluster, Held::Requests));
+    }
+    findings
+}
+
+/// Bodies that Envoy gathers and we refuse go on unrouted; those that it refuses never come.
+fn body_limit(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
+    if !buffers(&active.filter) {
+        return None;
+    }
+    let at = site.at_route("envoy.body_limit", active);
+    let (route, host) = (active.route, active.host);
+    let said = [
+        (route.request_body_buffer_limit, "request_body_buffer_limit of the route"),
+        (host.request_body_buffer_limit, "request_body_buffer_limit of the virtual host"),
+        (route.per_request_buffer_limit_bytes, "per_request_buffer_limit_bytes of the route"),
+        (host.per_request_buffer_limit_bytes, "per_request_buffer_limit_bytes of the virtual host"),
+        (site.server.connection_buffer, "per_connection_buffer_limit_bytes of the listener"),
+    ];
+    let said = said.into_iter().find_map(|(limit, name)| Some((limit?, name)));
+    let (limit, name) = said.unwrap_or((BUFFER, "the default"));
+    let seen = format!("{} ({name}), limits.body: {}", Size(limit), Size(site.expected.body));
+    let mend = format!(
+        "in the virtual host `{}` write `request_body_buffer_limit: {}`, or in our configuration `limits: {{body: {}}}`",
+        host.name,
+        site.expected.body,
+        Size(limit)
+    );
+    Some(match limit.cmp(&site.expected.body) {
+        std::cmp::Ordering::Equal => at.ok(seen),
+        std::cmp::Ordering::Less => {
+            at.warning(format!("{seen}; longer bodies are a 413, though we would take them"), mend)
+        }
+        std::cmp::Ordering::Greater => {
+            at.error(format!("{seen}; bodies between the two go to any worker, unrouted"), mend)
+        }
+    })
+}
+
+fn timeout(site: &Site<'_>, active: &Active<'_>) -> Finding {
+    let at = site.at_route("envoy.route_timeout", active);
+    let mend = format!("write `timeout: 0s` in the {}", active.route.title());
+    match active.action.timeout.map(|given| given.0) {
+        Some(Duration::ZERO) => at.ok("a generation may take as long as it takes"),
+        Some(given) => at.warning(format!("timeout: {}; longer generations are cut", Period(given)), mend),
+        None => at.error(format!("timeout: {}, the default; longer generations are cut", Period(TIMEOUT)), mend),
+    }
+}
+
+fn retry(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
+    let at = site.at_route("envoy.retry", active);
+    let policy = active.action.retry_policy.as_ref().or(active.host.retry_policy.as_ref());
+    let to: Vec<Way> = active.action.clusters().filter_map(|name| site.dump.clusters.get(name)).map(way).collect();
+    let several = to.iter().any(|way| matches!(way, Way::Override(_)));
+    let Some(RetryPolicy { retry_on, retry_host_predicate }) = policy else {
+        return several.then(|| {
+            at.warning(
+                "no retry_policy: a request to a dead worker is a 503, until we leave the worker out",
+                format!("write the `retry_policy` of envoy/standalone.yaml in the {}", active.route.title()),
+            )
+        });
+    };
+    let late: Vec<&str> = retry_on.split(',').map(str::trim).filter(|on| LATE.contains(on)).collect();
+    if !late.is_empty() {
+        return Some(at.warning(
+            format!(
+                "retry_on: {retry_on}: after {} a prompt that a worker has begun is computed again",
+                late.join(" and ")
+            ),
+            format!(
+                "in the `retry_policy` of the {} write `retry_on: connect-failure,refused-stream,reset-before-request`",
+                active.route.title()
+            ),
+        ));
+    }
+    let elsewhere = retry_host_predicate.iter().any(|predicate| predicate.name.contains("previous_hosts"));
+    Some(if elsewhere || !several {
+        at.ok(format!("retry_on: {retry_on}"))
+    } else {
+        at.warning(
+            "no previous_hosts predicate: a retry may go to the same dead worker again",
+            format!(
+                "write the `retry_host_predicate` and the `host_selection_retry_max_attempts` of envoy/standalone.yaml in the \
+                 `retry_policy` of the {}",
+                active.route.title()
+            ),
+        )
+    })
+}
+
+/// Who waits for a turn moves nothing.
+fn idle(site: &Site<'_>) -> Option<Finding> {
+    let at = site.at("envoy.idle_timeout");
+    let given = site.server.hcm.stream_idle_timeout.map_or(IDLE, |given| given.0);
+    let needed = site.expected.wait.unwrap_or_default();
+    Some(if given.is_zero() || given > needed {
+        at.ok(format!("stream_idle_timeout: {}", Period(given)))
+    } else {
+        at.error(
+            format!(
+                "stream_idle_timeout: {}, the longest wait: {}; requests are ended while they wait",
+                Period(given),
+                Period(needed)
+            ),
+            format!(
+                "in the connection manager of listener `{}` write `stream_idle_timeout: {}`",
+                site.server.listener,
+                seconds(needed + Duration::from_secs(600))
+            ),
+        )
+    })
+}
+
+/// Our headers are ours to set. What a client sends is removed by us, where we are asked; Envoy has to do it where a
+/// header decides and nobody asks us.
+fn client_headers(site: &Site<'_>) -> Option<Finding> {
+    let at = site.at("envoy.client_headers");
+    let stripped = stripped(site);
+    let missing: Vec<&str> =
+        site.expected.reserved.iter().map(String::as_str).filter(|name| !stripped.contains(*name)).collect();
+    if missing.is_empty() {
+        return Some(at.ok(format!("Envoy takes all {} routing headers from clients", site.expected.reserved.len())));
+    }
+    let lines = missing.iter().map(|name| format!("- remove: {name}")).collect::<Vec<_>>().join("; ");
+    let mend = format!(
+        "in the connection manager of listener `{}`, under `early_header_mutation_extensions` as in envoy/standalone.yaml, \
+         write {lines}",
+        site.server.listener
+    );
+    let decide = deciding(site);
+    let dangerous: Vec<&str> = missing.iter().copied().filter(|name| decide.contains(*name)).collect();
+    Some(if dangerous.is_empty() {
+        at.warning(format!("Envoy leaves clients {}: workers see them while we are away", missing.join(", ")), mend)
+    } else {
+        at.error(
+            format!(
+                "Envoy leaves clients {}: while we are away a client chooses its worker by it",
+                dangerous.join(", ")
+            ),
+            mend,
+        )
+    })
+}
+
+/// Headers that are removed before our filter or a route sees them.
+fn stripped(site: &Site<'_>) -> BTreeSet<String> {
+    let early =
+        site.server.hcm.early_header_mutation_extensions.iter().map(|extension| &extension.typed_config["mutations"]);
+    let before = site.server.hcm.http_filters.iter().take(site.main.at).map(|filter| &filter.typed_config);
+    let before =
+        before.filter(|config| is(config, "HeaderMutation")).map(|config| &config["mutations"]["request_mutations"]);
+    let removed = |mutations: &Value| {
+        let list = mutations.as_array().into_iter().flatten();
+        list.filter_map(|mutation| mutation["remove"].as_str()).map(str::to_ascii_lowercase).collect::<Vec<_>>()
+    };
+    early.chain(before).flat_map(removed).collect()
+}
+
+/// Headers by which Envoy itself chooses a host or a route.
+fn deciding(site: &Site<'_>) -> BTreeSet<String> {
+    let by_cluster = clusters(site).into_iter().flat_map(|(cluster, _)| deciding_headers(&way(cluster)));
+    let by_route = site.active.iter().flat_map(|active| {
+        let matched = active.route.matches.headers.iter().map(|header| header.name.clone());
+        matched.chain(active.action.cluster_header.clone())
+    });
+    let rules =
+        site.server.hcm.http_filters.iter().filter_map(|filter| filter.typed_config["request_rules"].as_array());
+    let by_rule = rules.flatten().filter_map(|rule| rule["header"].as_str()).map(str::to_owned);
+    by_cluster.chain(by_route).chain(by_rule).map(|name| name.to_ascii_lowercase()).collect()
+}

@@ -1,0 +1,300 @@
+//! Gathers what is judged elsewhere: asks the engines, listens to their events while a canary is computed, and asks Envoy.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use futures_util::{StreamExt as _, stream};
+use serde_json::json;
+use tokio::net::{TcpStream, UnixStream};
+
+use super::engine::facts::{Attached, Canary, RankFacts, Told, WorkerFacts};
+use crate::app;
+use crate::config::{ApproximatePolicy, Config};
+use crate::engine_client::{EngineClient, EngineUrl, EventsOfRank, MetricsPage};
+use crate::intake::Model;
+use crate::kv_events::listen::{self, Ear, Heard};
+use crate::openai::{self, Api};
+use crate::parity::Verdict;
+use crate::self_test::Subject;
+use crate::worker::{Attach, DpRank, EventSource, ModelName, Worker};
+
+/// Workers that are looked at side by side.
+const AT_ONCE: usize = 8;
+/// A subscription takes effect a little after it was asked for.
+const SETTLES: Duration = Duration::from_millis(300);
+/// How often a canary is sent anew while its blocks do not come.
+const TRIES: u32 = 2;
+/// Blocks of a canary.
+const BLOCKS: usize = 4;
+/// What a canary is made of, one token each for most tokenizers.
+const WORDS: [&str; 16] = [
+    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "red", "blue", "green", "north",
+    "south", "west",
+];
+
+/// Who gathers.
+pub(super) struct Gatherer<'c> {
+    pub(super) config: &'c Config,
+    pub(super) client: EngineClient,
+    pub(super) models: HashMap<ModelName, Arc<Model>>,
+    /// How long events and publishers are waited for.
+    pub(super) patience: Duration,
+    /// Whether a canary is sent.
+    pub(super) canaries: bool,
+}
+
+impl Gatherer<'_> {
+    /// Everything about every worker, in their order.
+    pub(super) async fn workers(&self, workers: &[Worker]) -> Vec<WorkerFacts> {
+        stream::iter(workers).map(|worker| self.worker(worker)).buffered(AT_ONCE).collect().await
+    }
+
+    async fn worker(&self, worker: &Worker) -> WorkerFacts {
+        let engine = &self.config.engines.url(worker.endpoint);
+        let health = self.client.health(engine).await;
+        let (models, metrics, publishers, date) = tokio::join!(
+            self.client.models(engine),
+            self.client.metrics(engine),
+            self.client.kv_event_sources(engine),
+            self.client.time(engine),
+        );
+        let (worker, sources_learned) = self.completed(worker, metrics.as_ref().ok(), publishers.as_ref().ok());
+        let mut facts = WorkerFacts {
+            sources_learned,
+            windows: self.models.get(&worker.model).map(|model| model.windows).unwrap_or_default(),
+            worker: worker.clone(),
+            adapters: self.adapters(&worker.model),
+            blocks_wanted: self.blocks_wanted(),
+            health,
+            date: date.map(|theirs| (theirs, SystemTime::now())),
+            models,
+            metrics,
+            publishers,
+            tokens: Verdict::Untested,
+            ranks: Vec::new(),
+        };
+        if super::engine::is_there(&facts) {
+            if let Some(subject) = self.models.get(&worker.model).and_then(|model| Subject::new(model)) {
+                facts.tokens = subject.test(&self.client, engine, self.config.self_test.deadline.get()).await;
+            }
+            // One rank takes what comes; of several each has to be asked by its number.
+            let told = facts.metrics.as_ref().map_or(0, |page| page.caches().len());
+            let several = told > 1 || worker.ranks.size.get() > 1;
+            facts.ranks = self.ranks(engine, &worker, several).await;
+        }
+        facts
+    }
+
+    /// The worker with what a running warmroute would learn of it, and whether that is where its events come from.
+    fn completed(
+        &self,
+        worker: &Worker,
+        metrics: Option<&MetricsPage>,
+        publishers: Option<&Vec<EventsOfRank>>,
+    ) -> (Worker, bool) {
+        let mut completed = worker.clone();
+        if self.config.learn.enabled {
+            let caches = metrics.map(MetricsPage::caches).unwrap_or_default();
+            let publishers = publishers.map(Vec::as_slice).unwrap_or_default();
+            app::learned(worker.endpoint, &caches, publishers).fill(&mut completed, None);
+        }
+        let learned = worker.event_sources.is_empty() && !completed.event_sources.is_empty();
+        (completed, learned)
+    }
+
+    fn adapters(&self, model: &ModelName) -> Vec<ModelName> {
+        let found = self.config.models.iter().find(|known| known.name == *model);
+        found.map(|known| known.adapters.clone()).unwrap_or_default()
+    }
+
+    /// Whether a setting asks how many KV blocks a worker has.
+    fn blocks_wanted(&self) -> bool {
+        let approximate = &self.config.approximate;
+        let by_blocks = approximate.policy == ApproximatePolicy::Lru && approximate.default_blocks.is_none();
+        by_blocks || self.config.overload.decode_blocks.is_some()
+    }
+
+    /// One after the other: ranks share an engine, and what is heard of one canary must not be that of another.
+    async fn ranks(&self, engine: &EngineUrl, worker: &Worker, several: bool) -> Vec<RankFacts> {
+        let mut found = Vec::new();
+        for rank in worker.ranks.iter() {
+            found.push(self.rank(engine, worker, rank, several).await);
+        }
+        found
+    }
+
+    async fn rank(&self, engine: &EngineUrl, worker: &Worker, rank: DpRank, several: bool) -> RankFacts {
+        let source = worker.event_source(rank).cloned();
+        let (mut ear, mut attached) = (None, None);
+        if let Some(source) = &source {
+            let (heard_by, how) = self.attach(worker, source).await;
+            (ear, attached) = (heard_by, Some(how));
+        }
+        let (mut heard, mut canary) = (Vec::new(), None);
+        if self.canaries && !worker.draining {
+            let sent = self.canary(engine, worker, several.then_some(rank.0), ear.as_mut());
+            let (answer, messages) = sent.await;
+            (canary, heard) = (Some(answer), messages);
+        }
+        let last = heard.iter().map(|heard| heard.seq).max();
+        let replay = match source.as_ref().and_then(|source| source.replay.as_deref()) {
+            // From behind everything there is: only whether it answers is asked.
+            Some(endpoint) => Some(listen::replayed(endpoint, last.unwrap_or(u64::from(u32::MAX))).await),
+            None => None,
+        };
+        RankFacts { rank, source, attached, heard, canary, replay, patience: self.patience }
+    }
+
+    /// Attaches as it is configured; where that fails, looks whether the other way round would do.
+    async fn attach(&self, worker: &Worker, source: &EventSource) -> (Option<Ear>, Attached) {
+        let opened = Ear::open(&source.endpoint, source.attach).await;
+        match (source.attach, opened) {
+            (Attach::Connect, Ok(ear)) => (Some(ear), Attached::As(Attach::Connect)),
+            (Attach::Connect, Err(why)) => (None, Attached::Refused(why)),
+            (Attach::Bind, Err(why)) => {
+                let here =
+                    source.endpoint.replacen("//*:", "//127.0.0.1:", 1).replacen("//0.0.0.0:", "//127.0.0.1:", 1);
+                match Ear::open(&here, Attach::Connect).await {
+                    Ok(ear) => (Some(ear), Attached::Connectable(here)),
+                    Err(_) => (None, Attached::Taken(why)),
+                }
+            }
+            (Attach::Bind, Ok(mut ear)) => {
+                if ear.visited(self.patience).await {
+                    return (Some(ear), Attached::As(Attach::Bind));
+                }
+                drop(ear);
+                let port = source.endpoint.rsplit(':').next().unwrap_or_default();
+                let there = format!("tcp://{}:{port}", worker.endpoint.0.ip());
+                match Ear::open(&there, Attach::Connect).await {
+                    Ok(ear) => (Some(ear), Attached::Elsewhere(there)),
+                    Err(_) => (None, Attached::Nobody),
+                }
+            }
+        }
+    }
+
+    /// Sends a canary and hears what comes of it; again, as another one, where nothing does. Then the same once more, to see
+    /// whether it is found.
+    async fn canary(
+        &self,
+        engine: &EngineUrl,
+        worker: &Worker,
+        rank: Option<u32>,
+        mut ear: Option<&mut Ear>,
+    ) -> (Told<Canary>, Vec<Heard>) {
+        let mut heard = Vec::new();
+        let tries = if ear.is_some() { TRIES } else { 1 };
+        for turn in 1..=tries {
+            let (body, tokens) = self.prompt(engine, worker).await;
+            if let Some(ear) = ear.as_deref_mut() {
+                heard.extend(hear(ear, SETTLES, |_| false).await);
+            }
+            let first = match self.client.complete(engine, body.clone(), rank, self.patience).await {
+                Ok(usage) => usage,
+                Err(error) => return (Err(error), heard),
+            };
+            let mut news = Vec::new();
+            if let Some(ear) = ear.as_deref_mut() {
+                let wanted = |one: &Heard| tokens.as_ref().is_none_or(|tokens| begins(one, tokens));
+                news = hear(ear, self.patience / tries, wanted).await;
+            }
+            let came = !news.is_empty();
+            heard.extend(news);
+            if came || turn == tries {
+                let second = self.client.complete(engine, body, rank, self.patience).await;
+                let cached = second.as_ref().ok().and_then(|usage| usage.cached_tokens);
+                return (Ok(Canary { tokens, prompt_tokens: first.prompt_tokens, cached }), heard);
+            }
+        }
+        (Err(crate::engine_client::EngineError::Timeout), heard)
+    }
+
+    /// A prompt that nobody sent before, with its tokens as we have them, or else the engine.
+    async fn prompt(&self, engine: &EngineUrl, worker: &Worker) -> (bytes::Bytes, Option<Vec<u32>>) {
+        let words: Vec<&str> =
+            (0..worker.block_size.tokens() * BLOCKS + 8).map(|_| WORDS[rand::random_range(0..WORDS.len())]).collect();
+        let text = format!("A canary of warmroute, {:016x}: {}", rand::random::<u64>(), words.join(" "));
+        let model = worker.model.as_str();
+        let body = json!({"model": model, "prompt": text, "max_tokens": 1, "temperature": 0}).to_string();
+        let encoder = self.models.get(&worker.model).and_then(|model| model.encoder.as_ref());
+        let ours = encoder.and_then(|encoder| {
+            let request = openai::parse(Api::Completions, body.as_bytes()).ok()?;
+            encoder.encode(&request).ok()?.prompts.into_iter().next()
+        });
+        let tokens = match ours {
+            Some(tokens) => Some(tokens),
+            None => {
+                let asked = json!({"model": model, "prompt": text}).to_string();
+                let told = self.client.tokenize(engine, asked.into(), self.client.deadline()).await;
+                told.ok().map(|told| told.tokens)
+            }
+        };
+        (body.into(), tokens)
+    }
+}
+
+/// Hears until something is wanted, or so long.
+async fn hear(ear: &mut Ear, within: Duration, wanted: impl Fn(&Heard) -> bool) -> Vec<Heard> {
+    let mut heard = Vec::new();
+    let hearing = async {
+        while let Some(one) = ear.next().await {
+            let last = wanted(&one);
+            heard.push(one);
+            if last {
+                return;
+            }
+        }
+        // The connection is lost; nothing more will come.
+    };
+    _ = tokio::time::timeout(within, hearing).await;
+    heard
+}
+
+/// Whether a message stores blocks that begin like this prompt.
+fn begins(heard: &Heard, tokens: &[u32]) -> bool {
+    use crate::kv_events::wire::Event;
+    let Ok(batch) = &heard.batch else { return false };
+    batch.events.iter().any(|event| match event {
+        Event::Stored(stored) => !stored.tokens.ids.is_empty() && tokens.starts_with(&stored.tokens.ids),
+        _ => false,
+    })
+}
+
+/// Envoy's page.
+pub(super) async fn config_dump(url: &str, patience: Duration) -> Result<String, String> {
+    let url = format!("{}/config_dump?include_eds", url.trim_end_matches('/'));
+    let client = crate::tls::client().timeout(patience).build().map_err(|error| error.to_string())?;
+    let answer = client.get(&url).send().await.map_err(|error| format!("{url}: {}", causes(&error)))?;
+    let status = answer.status();
+    if !status.is_success() {
+        return Err(format!("{url} answers {status}"));
+    }
+    answer.text().await.map_err(|error| format!("{url}: {}", causes(&error)))
+}
+
+/// An error with what is behind it: the outermost says little.
+fn causes(error: &dyn std::error::Error) -> String {
+    let next = std::iter::successors(error.source(), |cause| cause.source());
+    std::iter::once(error.to_string()).chain(next.map(ToString::to_string)).collect::<Vec<_>>().join(": ")
+}
+
+/// Where we are to listen, and whether somebody does.
+pub(super) async fn listening(config: &Config, patience: Duration) -> Vec<(String, Option<bool>)> {
+    let mut places = Vec::new();
+    if let Some(path) = &config.listen.unix {
+        let listens =
+            tokio::time::timeout(patience, UnixStream::connect(path)).await.is_ok_and(|socket| socket.is_ok());
+        places.push((path.display().to_string(), Some(listens)));
+    }
+    if let Some(mut address) = config.listen.tcp {
+        if address.ip().is_unspecified() {
+            address.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
+        }
+        let listens =
+            tokio::time::timeout(patience, TcpStream::connect(address)).await.is_ok_and(|socket| socket.is_ok());
+        places.push((address.to_string(), Some(listens)));
+    }
+    places
+}

@@ -1,0 +1,348 @@
+//! Asks engines over HTTP what only they know for certain: which tokens a request becomes, how large their blocks are, where
+//! their events come from. One pool of connections for all of them. An engine is asked beside its work, so every call is
+//! bounded in time, in the size of its answer, and in number; and what comes back is looked at as if a stranger had sent it.
+
+mod answers;
+mod bearer;
+mod canary;
+pub mod config;
+mod metrics;
+mod url;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use reqwest::header::{AUTHORIZATION, CONTENT_TYPE};
+use reqwest::redirect::Policy;
+use reqwest::{Certificate, Client, ClientBuilder, Method, Response, StatusCode};
+use serde::de::DeserializeOwned;
+use thiserror::Error;
+use tokio::sync::Semaphore;
+
+use bearer::Bearer;
+use config::EnginesConfig;
+
+pub use answers::{EngineModel, EventsOfRank, Rendered, RenderedObject, Tokenized};
+pub use canary::Usage;
+pub use metrics::{CacheConfig, MetricsPage, Sample};
+pub use url::EngineUrl;
+
+/// Most bytes of a refusal that are read.
+const REFUSAL: usize = 4096;
+
+/// Most characters of a refusal that are kept.
+const MESSAGE: usize = 300;
+
+/// Which requests an engine is asked to render.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RenderApi {
+    /// `/v1/chat/completions`
+    Chat,
+    /// `/v1/completions`
+    Completions,
+    /// `/v1/responses`
+    Responses,
+    /// `/v1/messages`
+    Messages,
+}
+
+impl RenderApi {
+    fn path(self) -> &'static str {
+        match self {
+            RenderApi::Chat => "v1/chat/completions/render",
+            RenderApi::Completions => "v1/completions/render",
+            RenderApi::Responses => "v1/responses/render",
+            RenderApi::Messages => "v1/messages/render",
+        }
+    }
+}
+
+/// Why an engine's answer is not there.
+#[derive(Clone, Debug, Error)]
+pub enum EngineError {
+    /// The client could not be made.
+    #[error("the client could not be made: {0}")]
+    Client(String),
+    /// As many calls are under way as are allowed.
+    #[error("too many calls to engines under way")]
+    Busy,
+    /// Nobody there, or the connection broke.
+    #[error("the connection failed: {0}")]
+    Unreachable(String),
+    /// No whole answer in time.
+    #[error("no answer within the deadline")]
+    Timeout,
+    /// The engine has no such endpoint, or was started without it: 403, 404, 405 and 501.
+    #[error("the engine does not offer this (status {0})")]
+    NotOffered(u16),
+    /// Another status than 200.
+    #[error("status {status}")]
+    Status {
+        /// The status.
+        status: u16,
+        /// What the engine says. It may quote the request: only of requests of our own may this be shown.
+        message: Option<Arc<str>>,
+    },
+    /// An answer of another form than engines give.
+    #[error("the answer cannot be read: {0}")]
+    Unreadable(&'static str),
+    /// A longer answer than is allowed.
+    #[error("the answer is longer than {0} bytes")]
+    TooLarge(usize),
+}
+
+impl EngineError {
+    /// The reason, as named in metrics.
+    pub fn label(&self) -> &'static str {
+        match self {
+            EngineError::Client(_) => "client",
+            EngineError::Busy => "busy",
+            EngineError::Unreachable(_) => "unreachable",
+            EngineError::Timeout => "timeout",
+            EngineError::NotOffered(_) => "not_offered",
+            EngineError::Status { .. } => "status",
+            EngineError::Unreadable(_) => "unreadable",
+            EngineError::TooLarge(_) => "too_large",
+        }
+    }
+
+    /// Whether the engine read the request and found it wrong, so that it would be refused elsewhere, too.
+    pub fn is_refusal(&self) -> bool {
+        matches!(self, EngineError::Status { status: 400 | 404 | 413 | 422, .. })
+    }
+
+    /// Whether the engine wants credentials that it did not get.
+    pub fn is_denied(&self) -> bool {
+        matches!(self, EngineError::Status { status: 401, .. })
+    }
+}
+
+/// The way to engines; clones share one pool.
+#[derive(Clone, Debug)]
+pub struct EngineClient {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    client: Client,
+    bearer: Option<Bearer>,
+    longest: usize,
+    permits: Semaphore,
+    deadline: Duration,
+}
+
+/// One question.
+struct Call<'a> {
+    method: Method,
+    engine: &'a EngineUrl,
+    path: &'a str,
+    body: Option<Bytes>,
+    deadline: Duration,
+}
+
+impl EngineClient {
+    /// A client; it connects with the first call.
+    pub fn new(config: &EnginesConfig) -> Result<Self, EngineError> {
+        let broken = |problem: String| EngineError::Client(problem);
+        // Engines are neighbours: where one sends us instead we have no business.
+        let build = |builder: ClientBuilder| {
+            let builder = builder.redirect(Policy::none()).tcp_nodelay(true);
+            builder.pool_max_idle_per_host(config.in_flight as usize).build()
+        };
+        let client = match &config.ca_file {
+            Some(path) => {
+                let pem = std::fs::read(path).map_err(|error| broken(format!("{}: {error}", path.display())))?;
+                let certificates = Certificate::from_pem_bundle(&pem).map_err(|error| broken(error.to_string()))?;
+                build(crate::tls::client().tls_certs_only(certificates))
+            }
+            // Small images have no authorities, and engines without TLS need none.
+            None => build(crate::tls::believing_the_system()).or_else(|_| build(crate::tls::client())),
+        };
+        let shared = Shared {
+            client: client.map_err(|error| broken(told(&error)))?,
+            bearer: config.token_file.clone().map(Bearer::new),
+            longest: config.answer.bytes(),
+            permits: Semaphore::new((config.in_flight as usize).min(Semaphore::MAX_PERMITS)),
+            deadline: config.deadline.get(),
+        };
+        Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// How long a call takes at most where nothing else is said.
+    pub fn deadline(&self) -> Duration {
+        self.shared.deadline
+    }
+
+    /// The tokens of a conversation or of one text: `POST /tokenize`. It ignores `truncate_prompt_tokens`, and of a
+    /// conversation everything that is not messages, tools or a setting of the template.
+    pub async fn tokenize(
+        &self,
+        engine: &EngineUrl,
+        body: Bytes,
+        deadline: Duration,
+    ) -> Result<Tokenized, EngineError> {
+        self.post(engine, "tokenize", body, deadline).await
+    }
+
+    /// The tokens of a request as the engine would compute it: `POST /v1/…/render` with the request itself, one answer per
+    /// prompt.
+    pub async fn render(
+        &self,
+        engine: &EngineUrl,
+        api: RenderApi,
+        body: Bytes,
+        deadline: Duration,
+    ) -> Result<Vec<Rendered>, EngineError> {
+        self.post::<answers::Renderings>(engine, api.path(), body, deadline).await?.read()
+    }
+
+    /// What it serves: `GET /v1/models`.
+    pub async fn models(&self, engine: &EngineUrl) -> Result<Vec<EngineModel>, EngineError> {
+        Ok(self.get::<answers::ModelList>(engine, "v1/models").await?.data)
+    }
+
+    /// Its version: `GET /version`.
+    pub async fn version(&self, engine: &EngineUrl) -> Result<String, EngineError> {
+        Ok(self.get::<answers::Version>(engine, "version").await?.version)
+    }
+
+    /// Its measures: `GET /metrics`.
+    pub async fn metrics(&self, engine: &EngineUrl) -> Result<MetricsPage, EngineError> {
+        let page = self.ask(&self.question(engine, "metrics")).await?;
+        let text = String::from_utf8(page).map_err(|_| EngineError::Unreadable("the page is not UTF-8"))?;
+        Ok(MetricsPage::read(&text))
+    }
+
+    /// Where its ranks publish their KV events: `GET /kv_event_sources`, in the order of the ranks.
+    pub async fn kv_event_sources(&self, engine: &EngineUrl) -> Result<Vec<EventsOfRank>, EngineError> {
+        self.get::<answers::EventSources>(engine, "kv_event_sources").await?.read()
+    }
+
+    /// Whether it says that it is well: `GET /health`.
+    pub async fn health(&self, engine: &EngineUrl) -> Result<(), EngineError> {
+        self.ask(&self.question(engine, "health")).await.map(drop)
+    }
+
+    /// Any other question whose answer is JSON: `POST` to a path below the engine's address.
+    pub async fn post<T: DeserializeOwned>(
+        &self,
+        engine: &EngineUrl,
+        path: &str,
+        body: Bytes,
+        deadline: Duration,
+    ) -> Result<T, EngineError> {
+        let call = Call { method: Method::POST, engine, path, body: Some(body), deadline };
+        read(&self.ask(&call).await?)
+    }
+
+    /// Any other question whose answer is JSON: `GET` of a path below the engine's address.
+    pub async fn get<T: DeserializeOwned>(&self, engine: &EngineUrl, path: &str) -> Result<T, EngineError> {
+        read(&self.ask(&self.question(engine, path)).await?)
+    }
+
+    fn question<'a>(&self, engine: &'a EngineUrl, path: &'a str) -> Call<'a> {
+        Call { method: Method::GET, engine, path, body: None, deadline: self.shared.deadline }
+    }
+
+    async fn ask(&self, call: &Call<'_>) -> Result<Vec<u8>, EngineError> {
+        let asking = async {
+            match self.shared.exchange(call).await {
+                // Its file may have changed since it was looked at.
+                Err(error) if error.is_denied() && self.shared.has_news().await => self.shared.exchange(call).await,
+                answered => answered,
+            }
+        };
+        let permit = self.shared.permits.try_acquire().map_err(|_| EngineError::Busy)?;
+        let answered = tokio::time::timeout(call.deadline, asking).await;
+        drop(permit);
+        answered.map_err(|_| EngineError::Timeout)?
+    }
+}
+
+impl Shared {
+    async fn has_news(&self) -> bool {
+        match &self.bearer {
+            Some(bearer) => bearer.read_again().await,
+            None => false,
+        }
+    }
+
+    async fn exchange(&self, call: &Call<'_>) -> Result<Vec<u8>, EngineError> {
+        let mut request = self.client.request(call.method.clone(), call.engine.join(call.path));
+        if let Some(bearer) = &self.bearer
+            && let Some(value) = bearer.header().await
+        {
+            request = request.header(AUTHORIZATION, value);
+        }
+        if let Some(body) = &call.body {
+            request = request.header(CONTENT_TYPE, "application/json").body(body.clone());
+        }
+        let response = request.send().await.map_err(|error| broken(&error))?;
+        match response.status() {
+            StatusCode::OK => body(response, self.longest).await,
+            status => Err(refused(status, &beginning(response).await)),
+        }
+    }
+}
+
+async fn body(mut response: Response, longest: usize) -> Result<Vec<u8>, EngineError> {
+    let mut body = Vec::new();
+    while let Some(chunk) = response.chunk().await.map_err(|error| broken(&error))? {
+        if body.len() + chunk.len() > longest {
+            return Err(EngineError::TooLarge(longest));
+        }
+        body.extend_from_slice(&chunk);
+    }
+    Ok(body)
+}
+
+/// The beginning of a refusal, as far as it comes.
+async fn beginning(mut response: Response) -> Vec<u8> {
+    let mut text = Vec::new();
+    while let Ok(Some(chunk)) = response.chunk().await {
+        text.extend_from_slice(&chunk[..chunk.len().min(REFUSAL - text.len())]);
+        if text.len() == REFUSAL {
+            break;
+        }
+    }
+    text
+}
+
+fn refused(status: StatusCode, text: &[u8]) -> EngineError {
+    let message = answers::message(text);
+    let message = message.map(|text| text.chars().take(MESSAGE).collect::<String>().into());
+    let code = status.as_u16();
+    match code {
+        // Engines say this of models and adapters, at endpoints that they do have.
+        404 if message.as_ref().is_some_and(|text: &Arc<str>| text.contains("does not exist")) => {
+            EngineError::Status { status: code, message }
+        }
+        403 | 404 | 405 | 501 => EngineError::NotOffered(code),
+        _ => EngineError::Status { status: code, message },
+    }
+}
+
+fn read<T: DeserializeOwned>(body: &[u8]) -> Result<T, EngineError> {
+    // Not what serde says of it: that quotes what was sent.
+    serde_json::from_slice(body).map_err(|_| EngineError::Unreadable("not the JSON that was expected"))
+}
+
+fn broken(problem: &reqwest::Error) -> EngineError {
+    if problem.is_timeout() { EngineError::Timeout } else { EngineError::Unreachable(told(problem)) }
+}
+
+/// With its causes: the outermost says only that sending failed.
+fn told(problem: &reqwest::Error) -> String {
+    let mut text = problem.to_string();
+    let mut cause = std::error::Error::source(problem);
+    while let Some(next) = cause {
+        text = format!("{text}: {next}");
+        cause = next.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests;

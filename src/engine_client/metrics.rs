@@ -1,0 +1,186 @@
+//! A page of measures in Prometheus' text format, and what it says of an engine's cache. vLLM tells the settings of its cache
+//! as labels of a gauge that is always 1, one per data-parallel engine.
+
+/// One line of a page.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sample {
+    /// Name of the measure.
+    pub name: String,
+    /// Its labels, in the order of the page.
+    pub labels: Vec<(String, String)>,
+    /// Its value.
+    pub value: f64,
+}
+
+impl Sample {
+    /// One of its labels.
+    pub fn label(&self, name: &str) -> Option<&str> {
+        self.labels.iter().find(|(label, _)| label == name).map(|(_, value)| value.as_str())
+    }
+}
+
+/// The settings of one engine's cache; what is `None` the engine did not say.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CacheConfig {
+    /// Which data-parallel engine; the number of its rank.
+    pub engine: String,
+    /// Tokens per block.
+    pub block_size: Option<u32>,
+    /// Blocks on the device.
+    pub num_gpu_blocks: Option<u64>,
+    /// Whether prompts are cached at all.
+    pub prefix_caching: Option<bool>,
+    /// How the engine hashes blocks.
+    pub hash_algorithm: Option<String>,
+}
+
+impl CacheConfig {
+    /// The data-parallel rank.
+    pub fn rank(&self) -> Option<u32> {
+        self.engine.parse().ok()
+    }
+}
+
+/// A page of measures.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct MetricsPage {
+    samples: Vec<Sample>,
+}
+
+impl MetricsPage {
+    /// Reads a page; lines that are not of the format are left out.
+    pub fn read(text: &str) -> Self {
+        let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+        Self { samples: lines.filter_map(sample).collect() }
+    }
+
+    /// The lines of one measure.
+    pub fn samples(&self, name: &str) -> impl Iterator<Item = &Sample> {
+        self.samples.iter().filter(move |sample| sample.name == name)
+    }
+
+    /// The sum over the lines of one measure; `None` where there is none.
+    pub fn sum(&self, name: &str) -> Option<f64> {
+        let mut lines = self.samples(name).map(|sample| sample.value).peekable();
+        lines.peek()?;
+        Some(lines.sum())
+    }
+
+    /// The settings of the caches, one per data-parallel engine. vLLM writes `None` where it has no value.
+    pub fn caches(&self) -> Vec<CacheConfig> {
+        let cache = |sample: &Sample| {
+            let text = |name| sample.label(name).filter(|value| *value != "None");
+            CacheConfig {
+                engine: text("engine").unwrap_or("0").to_owned(),
+                block_size: text("block_size").and_then(|value| value.parse().ok()).filter(|size| *size > 0),
+                num_gpu_blocks: text("num_gpu_blocks").and_then(|value| value.parse().ok()),
+                prefix_caching: text("enable_prefix_caching").and_then(truth),
+                hash_algorithm: text("prefix_caching_hash_algo").map(str::to_owned),
+            }
+        };
+        self.samples("vllm:cache_config_info").map(cache).collect()
+    }
+
+    /// Whether all engines cache prompts; `None` where none says so.
+    pub fn prefix_caching(&self) -> Option<bool> {
+        self.caches().iter().filter_map(|cache| cache.prefix_caching).reduce(|all, one| all && one)
+    }
+}
+
+fn truth(text: &str) -> Option<bool> {
+    match text {
+        "True" | "true" => Some(true),
+        "False" | "false" => Some(false),
+        _ => None,
+    }
+}
+
+fn sample(line: &str) -> Option<Sample> {
+    let end = line.find(|sign: char| sign == '{' || sign.is_whitespace())?;
+    let (name, rest) = line.split_at(end);
+    let (labels, rest) = match rest.strip_prefix('{') {
+        Some(rest) => labels(rest)?,
+        None => (Vec::new(), rest),
+    };
+    // A timestamp may follow.
+    let value = rest.split_whitespace().next()?.parse().ok()?;
+    Some(Sample { name: name.to_owned(), labels, value })
+}
+
+/// The labels up to the closing brace, and what follows it.
+fn labels(text: &str) -> Option<(Vec<(String, String)>, &str)> {
+    let mut labels = Vec::new();
+    let mut rest = text.trim_start();
+    loop {
+        rest = rest.trim_start_matches([',', ' ']);
+        if let Some(rest) = rest.strip_prefix('}') {
+            return Some((labels, rest));
+        }
+        let (name, quoted) = rest.split_once('=')?;
+        let (value, after) = value(quoted.trim_start().strip_prefix('"')?)?;
+        labels.push((name.trim().to_owned(), value));
+        rest = after;
+    }
+}
+
+/// The text up to the closing quote, and what follows it.
+fn value(text: &str) -> Option<(String, &str)> {
+    let mut value = String::new();
+    let mut signs = text.char_indices();
+    while let Some((at, sign)) = signs.next() {
+        match sign {
+            '"' => return Some((value, &text[at + 1..])),
+            '\\' => match signs.next()?.1 {
+                'n' => value.push('\n'),
+                sign => value.push(sign),
+            },
+            sign => value.push(sign),
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn real_pages_tell_block_size_blocks_and_caching_of_each_engine() {
+        let inst_a = MetricsPage::read(include_str!("../../tests/data/engines/metrics-vllm.txt"));
+        let expected = |engine: &str, hash: &str| CacheConfig {
+            engine: engine.into(),
+            block_size: Some(32),
+            num_gpu_blocks: Some(512),
+            prefix_caching: Some(true),
+            hash_algorithm: Some(hash.into()),
+        };
+        assert_eq!(inst_a.caches(), [expected("0", "sha256")]);
+        assert_eq!(inst_a.prefix_caching(), Some(true));
+        assert!(inst_a.sum("vllm:prefix_cache_queries_total").is_some_and(|tokens| tokens > 0.0));
+        let dp2 = MetricsPage::read(include_str!("../../tests/data/engines/metrics-vllm-dp2.txt"));
+        assert_eq!(dp2.caches(), [expected("0", "sha256_cbor"), expected("1", "sha256_cbor")]);
+        assert_eq!(dp2.caches().iter().map(CacheConfig::rank).collect::<Vec<_>>(), [Some(0), Some(1)]);
+    }
+
+    #[test]
+    fn what_is_not_of_the_format_is_left_out() {
+        let page = "a{x=\"1\"} 2 1700000000\nb 3\n# TYPE c\nc{\nd{x=1} 1\ne{x=\"1\" 4\nf{x=\"\\\"\\\\\\n\",y=\"}\",} 5\ng\nh x\n\n";
+        let page = MetricsPage::read(page);
+        let names: Vec<_> = page.samples.iter().map(|sample| sample.name.as_str()).collect();
+        assert_eq!(names, ["a", "b", "f"]);
+        assert_eq!(page.samples[2].label("x"), Some("\"\\\n"));
+        assert_eq!(page.samples[2].label("y"), Some("}"));
+        assert_eq!((page.sum("a"), page.sum("z")), (Some(2.0), None));
+        assert_eq!((page.caches(), page.prefix_caching()), (vec![], None));
+    }
+
+    #[test]
+    fn a_value_that_is_none_is_not_known() {
+        let page = MetricsPage::read(
+            "vllm:cache_config_info{block_size=\"0\",num_gpu_blocks=\"None\",enable_prefix_caching=\"False\"} 1.0",
+        );
+        let [cache] = &page.caches()[..] else { panic!("one cache") };
+        assert_eq!((cache.block_size, cache.num_gpu_blocks, cache.engine.as_str()), (None, None, "0"));
+        assert_eq!(page.prefix_caching(), Some(false));
+    }
+}

@@ -1,0 +1,367 @@
+//! Tokens that the engine made itself, in place of ours: the body is shown to a worker or to a render server, which answers
+//! with the prompt as it would compute it, images included. It costs a call, so it is asked for where the operator wants
+//! it, always or only while our own tokens are known to differ. One who does not answer soon is not waited for: a second is
+//! asked beside it, those that fail repeatedly rest, and in the end there are our own tokens, or the load.
+
+mod breaker;
+pub mod config;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use futures_util::stream::{FuturesUnordered, StreamExt as _};
+use parking_lot::Mutex;
+use serde::de::IgnoredAny;
+use tracing::{debug, info};
+
+use super::{Body, Encoded, Intake, Named, Told};
+use crate::block::multimodal::{ObjectHash, PromptObject};
+use crate::block::{BlockHashes, Content, Salt, SequenceHash, placeholders};
+use crate::engine_client::config::EnginesConfig;
+use crate::engine_client::{EngineClient, EngineError, EngineUrl, RenderApi, Rendered, RenderedObject, Tokenized};
+use crate::metrics::{Metrics, ModelOutcomeLabels};
+use crate::openai::{self, Api};
+use crate::parity::{Change, Evidence, Foretold, Standing};
+use crate::router::{Prompt, Reason, Router};
+use crate::worker::{ModelName, WorkerRank};
+use breaker::Breaker;
+use config::{EngineTokensConfig, RenderPath, When};
+
+/// Those who are asked for one request at most.
+const MOST_TRIES: usize = 2;
+
+/// What `/tokenize` does not read although it changes the prompt.
+const NOT_TOKENIZED: [&str; 5] =
+    ["documents", "reasoning_effort", "truncate_prompt_tokens", "truncation_side", "prompt_embeds"];
+
+/// Of so many prompts that engines render while our own tokens are not believed, one is compared with ours.
+const COMPARED: usize = 8;
+
+/// Where a model's tokens come from.
+pub struct TokenSource {
+    /// Whether our own are believed.
+    pub standing: Arc<Standing>,
+    /// The engines', where they are asked.
+    pub engine: Option<EngineTokens>,
+}
+
+/// The token sources by model.
+pub type TokenSources = HashMap<ModelName, TokenSource>;
+
+/// What engines said of a prompt.
+#[derive(Default)]
+pub(super) enum Said {
+    /// They were not asked.
+    #[default]
+    NotAsked,
+    /// Its tokens.
+    Tokens(ModelName, Vec<Rendered>),
+    /// They were asked in vain.
+    Failed,
+}
+
+/// Asks engines for their tokens.
+pub struct EngineTokens {
+    client: EngineClient,
+    config: EngineTokensConfig,
+    engines: EnginesConfig,
+    urls: Vec<EngineUrl>,
+    router: Arc<Router>,
+    metrics: Arc<Metrics>,
+    breakers: Mutex<HashMap<EngineUrl, Breaker>>,
+    turn: AtomicUsize,
+}
+
+/// One question, for all who are asked.
+#[derive(Clone)]
+struct Question {
+    api: RenderApi,
+    body: Bytes,
+    started: Instant,
+}
+
+impl EngineTokens {
+    /// A source of one model.
+    pub fn new(
+        config: &EngineTokensConfig,
+        engines: &EnginesConfig,
+        router: Arc<Router>,
+        metrics: Arc<Metrics>,
+    ) -> Result<Self, EngineError> {
+        let token_file = config.token_file.clone().or(engines.token_file.clone());
+        let own = EnginesConfig { token_file, in_flight: config.in_flight, ..engines.clone() };
+        Ok(Self {
+            client: EngineClient::new(&own)?,
+            urls: config.urls.iter().filter_map(|url| url.parse().ok()).collect(),
+            config: config.clone(),
+            engines: own,
+            router,
+            metrics,
+            breakers: Mutex::default(),
+            turn: AtomicUsize::new(0),
+        })
+    }
+
+    fn is_wanted(&self, standing: &Standing) -> bool {
+        self.config.when == When::Always || standing.is_mistrusted()
+    }
+
+    /// Those who may be asked, each time beginning with another.
+    fn targets(&self, model: &ModelName) -> Vec<EngineUrl> {
+        let mut targets = self.urls.clone();
+        if targets.is_empty() {
+            let fleet = self.router.fleet();
+            let serving = fleet.workers().filter(|worker| worker.model == *model);
+            let usable = serving.filter(|worker| {
+                let rank = |rank| WorkerRank { worker: worker.id, rank };
+                worker.ranks.iter().any(|dp| self.router.is_usable(rank(dp)))
+            });
+            targets.extend(usable.map(|worker| self.engines.url(worker.endpoint)));
+            targets.sort_unstable();
+        }
+        if !targets.is_empty() {
+            let first = self.turn.fetch_add(1, Ordering::Relaxed) % targets.len();
+            targets.rotate_left(first);
+        }
+        let mut breakers = self.breakers.lock();
+        if breakers.len() > 2 * targets.len() + 16 {
+            breakers.retain(|url, _| targets.contains(url));
+        }
+        targets
+    }
+
+    fn admits(&self, url: &EngineUrl) -> bool {
+        let mut breakers = self.breakers.lock();
+        breakers.entry(url.clone()).or_default().admits(Instant::now(), self.config.rest.get())
+    }
+
+    /// The first usable answer.
+    async fn ask(&self, model: &ModelName, question: Question) -> Result<Vec<Rendered>, &'static str> {
+        let mut targets = self.targets(model).into_iter();
+        let mut next = || targets.by_ref().find(|url| self.admits(url));
+        let mut calls = FuturesUnordered::new();
+        calls.push(self.one(next().ok_or("nobody")?, question.clone()));
+        let mut tries = 1;
+        let hedge = tokio::time::sleep(self.config.hedge_after.get());
+        tokio::pin!(hedge);
+        let mut waits = true;
+        loop {
+            let more = tokio::select! {
+                answered = calls.next() => match answered {
+                    Some(Ok(rendered)) => return Ok(rendered),
+                    Some(Err(error)) if error.is_refusal() => return Err("refused"),
+                    Some(Err(error)) => {
+                        debug!(%model, %error, "an engine did not say its tokens");
+                        Some(error.label())
+                    }
+                    None => return Err("nobody"),
+                },
+                () = &mut hedge, if waits => None,
+            };
+            waits = waits && more.is_some();
+            let late = question.started.elapsed() >= self.config.deadline.get();
+            let another = if tries < MOST_TRIES && !late { next() } else { None };
+            match (another, more) {
+                (Some(url), _) => {
+                    tries += 1;
+                    calls.push(self.one(url, question.clone()));
+                }
+                (None, Some(label)) if calls.is_empty() => return Err(label),
+                _ => {}
+            }
+        }
+    }
+
+    async fn one(&self, url: EngineUrl, question: Question) -> Result<Vec<Rendered>, EngineError> {
+        let left = self.config.deadline.get().saturating_sub(question.started.elapsed());
+        let answered = match self.config.path {
+            RenderPath::Render => self.client.render(&url, question.api, question.body, left).await,
+            RenderPath::Tokenize => {
+                let tokenized = self.client.tokenize(&url, question.body, left).await;
+                tokenized.map(|Tokenized { tokens, .. }| {
+                    vec![Rendered { token_ids: tokens, cache_salt: None, objects: vec![] }]
+                })
+            }
+        };
+        let mut breakers = self.breakers.lock();
+        let breaker = breakers.entry(url).or_default();
+        match &answered {
+            // Ours is the fault.
+            Err(EngineError::Busy | EngineError::Client(_)) => {}
+            Err(error) if !error.is_refusal() => {
+                breaker.failed(Instant::now(), self.config.failures, self.config.rest.get());
+            }
+            _ => breaker.succeeded(),
+        }
+        drop(breakers);
+        answered
+    }
+
+    /// The body as it is asked with; `None` where the engine's answer would not be its prompt.
+    fn question(&self, api: Api, body: &[u8]) -> Option<(RenderApi, Bytes)> {
+        let render = match api {
+            Api::ChatCompletions => RenderApi::Chat,
+            Api::Completions => RenderApi::Completions,
+            Api::Responses => RenderApi::Responses,
+            Api::Messages => RenderApi::Messages,
+            _ => return None,
+        };
+        match self.config.path {
+            // Without it the answer holds every pixel.
+            RenderPath::Render => Some((render, openai::edit::set_field(body, "mm_payload", b"\"none\"")?.into())),
+            RenderPath::Tokenize => {
+                let keys: BTreeMap<String, IgnoredAny> = serde_json::from_slice(body).ok()?;
+                let read = !NOT_TOKENIZED.iter().any(|key| keys.contains_key(*key));
+                let known = matches!(render, RenderApi::Chat | RenderApi::Completions);
+                (known && read).then(|| (render, Bytes::copy_from_slice(body)))
+            }
+        }
+    }
+}
+
+impl Intake {
+    /// Asks engines for the tokens of a body, where that is wanted of its model.
+    pub(super) async fn ask_engines(self: &Arc<Self>, api: Api, told: &mut Told, body: &Body) {
+        if self.parts.tokens.values().all(|source| source.engine.is_none()) {
+            return;
+        }
+        let Body::Whole(bytes) = body else { return };
+        let asked = openai::model_quickly(bytes);
+        let Some(named) = self.parts.models.find(asked.as_deref()) else { return };
+        let model = &named.model.name;
+        let Some(source) = self.parts.tokens.get(model) else { return };
+        let Some(engine) = source.engine.as_ref().filter(|engine| engine.is_wanted(&source.standing)) else { return };
+        let started = Instant::now();
+        let Some((api, body)) = self.prepared(api, model, bytes).await else { return };
+        let answered = engine.ask(model, Question { api, body, started }).await;
+        let outcome = answered.as_ref().err().copied().unwrap_or("ok");
+        let label = ModelOutcomeLabels { model: model.as_str().to_owned(), outcome };
+        engine.metrics.engine_tokens.get_or_create(&label).inc();
+        told.engine = answered.map_or(Said::Failed, |rendered| Said::Tokens(model.clone(), rendered));
+        told.waited = started.elapsed();
+    }
+
+    /// Made beside the async threads where it is long.
+    async fn prepared(self: &Arc<Self>, api: Api, model: &ModelName, body: &Bytes) -> Option<(RenderApi, Bytes)> {
+        if body.len() <= self.parts.limits.inline {
+            return self.parts.tokens.get(model)?.engine.as_ref()?.question(api, body);
+        }
+        let (intake, model, body) = (self.clone(), model.clone(), body.clone());
+        let prepare = move || intake.parts.tokens.get(&model)?.engine.as_ref()?.question(api, &body);
+        tokio::task::spawn_blocking(prepare).await.ok()?
+    }
+
+    /// Takes what the engine said for the prompt; false where it said nothing of use.
+    pub(super) fn take_engine_tokens(
+        &self,
+        (named, salt): (&Named, &Salt),
+        told: &Told,
+        request: &openai::Request,
+        encoded: &mut Encoded,
+    ) -> bool {
+        let Said::Tokens(model, rendered) = &told.engine else { return false };
+        let Some(source) = self.parts.tokens.get(model).filter(|_| *model == named.model.name) else { return false };
+        let has_media = matches!(&request.prompt, openai::Prompt::Chat(chat) if chat.has_media());
+        let tokenize_only = source.engine.as_ref().is_some_and(|engine| engine.config.path == RenderPath::Tokenize);
+        let own = encoded.extension.as_ref().is_some_and(|extension| extension.token_data.is_some());
+        let asked = match &request.prompt {
+            openai::Prompt::Chat(_) => 1,
+            openai::Prompt::Texts(texts) => texts.len(),
+            openai::Prompt::Tokens(lists) => lists.len(),
+            // Too many, or nothing that tokens say all of.
+            _ => return false,
+        };
+        // `/tokenize` does not say which images there are.
+        if own || (has_media && tokenize_only) || rendered.len() != asked {
+            return false;
+        }
+        let prompts: Vec<_> = rendered.iter().map(|one| one.token_ids.clone()).collect();
+        let (hashes, tracked): (Vec<_>, Vec<_>) =
+            rendered.iter().map(|one| self.engine_blocks((named, salt), one)).unzip();
+        encoded.tracked = tracked.into_iter().map(|mut names| names.as_mut().and_then(Vec::pop)).collect();
+        encoded.prompt = Prompt::Hashed(hashes);
+        if source.standing.is_mistrusted() && !has_media {
+            self.compare(named, source, request, &prompts);
+        }
+        encoded.tokens = prompts;
+        true
+    }
+
+    /// The blocks of a prompt as its engine made it, and their names in the load.
+    fn engine_blocks(
+        &self,
+        (named, salt): (&Named, &Salt),
+        rendered: &Rendered,
+    ) -> (BlockHashes, Option<Vec<Arc<[SequenceHash]>>>) {
+        let object = |object: &RenderedObject| {
+            let ranges = std::iter::once(object.offset..object.offset + object.length).collect();
+            Some(PromptObject { object: ObjectHash::of(&object.hash)?, ranges })
+        };
+        let objects: Vec<_> = rendered.objects.iter().filter_map(object).collect();
+        let model = &named.model;
+        let plain = Content::plain(&rendered.token_ids, salt);
+        let content = Content { windows: model.windows, objects: &objects, ..plain };
+        let hashes = placeholders::hashes(&content, model.block_size, model.media);
+        let names = self.tracked_content(named, &content, &hashes);
+        (hashes, names)
+    }
+
+    /// Compares our tokens with the engine's for one request of some, so that ours are believed again when they agree.
+    fn compare(&self, named: &Named, source: &TokenSource, request: &openai::Request, theirs: &[Vec<u32>]) {
+        let (Some(engine), Some(encoder)) = (&source.engine, &named.model.encoder) else { return };
+        if !engine.turn.load(Ordering::Relaxed).is_multiple_of(COMPARED) {
+            return;
+        }
+        let Ok(ours) = encoder.encode(request) else { return };
+        let differs = ours.prompts.iter().zip(theirs).find_map(|(ours, theirs)| {
+            let same = ours.iter().zip(theirs).take_while(|(ours, theirs)| ours == theirs).count();
+            (same < ours.len().max(theirs.len())).then_some(same / named.model.block_size.tokens())
+        });
+        let evidence = differs.map_or(Evidence::Confirmed, |block| Evidence::Unconfirmed { block });
+        if source.standing.seen(evidence) == Change::Trusted {
+            info!(model = %named.model.name, "our tokens are the engine's again");
+        }
+    }
+
+    /// Lets a prompt be known only as far as its tokens are believed.
+    pub(super) fn judged(&self, told: &Told, mut encoded: Encoded) -> Encoded {
+        if !matches!(told.engine, Said::NotAsked) {
+            encoded.times.push(("engine_tokens", told.waited));
+        }
+        if matches!(told.engine, Said::Failed) && encoded.prompt.because() == Some(Reason::NoTokenizer) {
+            encoded.fail(Reason::EngineTokensFailed);
+        }
+        let source = encoded.model.as_ref().and_then(|model| self.parts.tokens.get(model));
+        let Some(source) = source.filter(|_| encoded.ours) else { return encoded };
+        if !source.standing.is_mistrusted() {
+            encoded.foretold = Foretold::Prompt;
+            return encoded;
+        }
+        let tokens = encoded.prompt.tokens();
+        let doubted = Prompt::Estimated { tokens, because: Reason::ParityMismatch };
+        let shadow = match std::mem::replace(&mut encoded.prompt, doubted) {
+            Prompt::Hashed(prompts) => <[BlockHashes; 1]>::try_from(prompts).ok(),
+            Prompt::Beginning { .. } => None,
+            // What was not known is not doubted.
+            prompt @ Prompt::Estimated { .. } => {
+                encoded.prompt = prompt;
+                return encoded;
+            }
+        };
+        encoded.foretold = shadow.map_or(Foretold::Nothing, |[hashes]| Foretold::Shadow(Box::new(hashes)));
+        encoded.tracked = None;
+        encoded.tokens = Vec::new();
+        encoded
+    }
+}
+
+/// How much of a deadline is left after engines were asked.
+pub(super) fn left(deadline: Duration, told: &Told) -> Duration {
+    deadline.saturating_sub(told.waited)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,157 @@
+use std::sync::atomic::AtomicUsize;
+
+use axum::Router as Routes;
+use axum::http::StatusCode;
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+
+use super::*;
+use crate::block::Windows;
+use crate::index::PrefixIndex;
+use crate::intake::{Limits, Model, Models, Parts};
+use crate::kv_events::{Converted, MediaTokens, Normalizer, wire};
+use crate::load::LoadTracker;
+use crate::router::RouterSettings;
+use crate::settings::Period;
+use crate::worker::BlockSize;
+
+const PATH: &str = "/v1/chat/completions";
+
+/// A render server that answers after a while, and how often it was asked.
+async fn server(status: u16, text: String, after: Duration) -> (String, Arc<AtomicUsize>) {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let count = asked.clone();
+    let answer = move || {
+        let (count, text) = (count.clone(), text.clone());
+        async move {
+            count.fetch_add(1, Ordering::SeqCst);
+            tokio::time::sleep(after).await;
+            (StatusCode::from_u16(status).unwrap(), text)
+        }
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move { axum::serve(listener, Routes::new().fallback(answer)).await.unwrap() });
+    (url, asked)
+}
+
+fn intake(config: &EngineTokensConfig, media: MediaTokens) -> (Arc<Intake>, Arc<Metrics>) {
+    let router = Router::new(PrefixIndex::new(), LoadTracker::new(Instant::now), RouterSettings::default(), 1);
+    let metrics = Arc::new(Metrics::new());
+    let engine = EngineTokens::new(config, &EnginesConfig::default(), Arc::new(router), metrics.clone()).unwrap();
+    let source = TokenSource { standing: Arc::default(), engine: Some(engine) };
+    let block_size = BlockSize::new(32).unwrap();
+    let mut models = Models::default();
+    let model = Model { name: "m".into(), block_size, windows: Windows::Plain, media, encoder: None };
+    models.add(model, &[], &[]);
+    let limits = Limits { inline: 4096, queue: 1, deadline: Duration::from_secs(30) };
+    let parts = Parts {
+        models,
+        paths: openai::Paths::default(),
+        clients: super::super::config::ClientsConfig::default(),
+        limits,
+        tracking: crate::block::TrackingHash::Public,
+        sessions: None,
+        shared: None,
+        tokens: HashMap::from([("m".into(), source)]),
+    };
+    (Intake::new(parts), metrics)
+}
+
+fn patient(urls: Vec<String>) -> EngineTokensConfig {
+    let long = Period::seconds(30);
+    EngineTokensConfig { urls, deadline: long, hedge_after: long, ..EngineTokensConfig::default() }
+}
+
+async fn ask(intake: &Arc<Intake>) -> Result<Vec<Vec<u32>>, Reason> {
+    let body = Bytes::from(json!({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).to_string());
+    let taken = intake.take(PATH, &|_| None, &Body::Whole(body)).await;
+    match taken.request.prompt {
+        Prompt::Estimated { because, .. } => Err(because),
+        _ => Ok(taken.tokens),
+    }
+}
+
+fn outcomes(metrics: &Metrics, outcome: &'static str) -> u64 {
+    metrics.engine_tokens.get_or_create(&ModelOutcomeLabels::new(&"m".into(), outcome)).get()
+}
+
+const TOKENS: &str = r#"{"token_ids":[1,2,3]}"#;
+
+#[tokio::test]
+async fn a_second_one_is_asked_beside_one_that_is_slow_and_after_one_that_fails() {
+    let (slow, _) = server(200, TOKENS.into(), Duration::from_secs(60)).await;
+    let (quick, asked) = server(200, TOKENS.into(), Duration::ZERO).await;
+    let (broken, _) = server(500, String::new(), Duration::ZERO).await;
+    for first in [slow, broken] {
+        let config = EngineTokensConfig { hedge_after: Period::millis(5), ..patient(vec![first, quick.clone()]) };
+        let (intake, metrics) = intake(&config, MediaTokens::default());
+        // Whoever's turn it is, there is an answer.
+        for _ in 0..4 {
+            assert_eq!(ask(&intake).await, Ok(vec![vec![1, 2, 3]]));
+        }
+        assert_eq!(outcomes(&metrics, "ok"), 4);
+    }
+    assert!(asked.load(Ordering::SeqCst) >= 8);
+}
+
+#[tokio::test]
+async fn a_refusal_is_taken_for_an_answer_and_failures_in_a_row_are_not_asked_again() {
+    let (refuses, refused) = server(400, r#"{"message":"no"}"#.into(), Duration::ZERO).await;
+    let (other, unasked) = server(400, String::new(), Duration::ZERO).await;
+    let (way, metrics) = intake(&patient(vec![refuses, other]), MediaTokens::default());
+    assert_eq!(ask(&way).await, Err(Reason::EngineTokensFailed));
+    let calls = refused.load(Ordering::SeqCst) + unasked.load(Ordering::SeqCst);
+    assert_eq!((calls, outcomes(&metrics, "refused")), (1, 1), "nobody else would take it");
+    let (broken, asked) = server(503, String::new(), Duration::ZERO).await;
+    let config = EngineTokensConfig { failures: 2, rest: Period::seconds(600), ..patient(vec![broken]) };
+    let (way, metrics) = intake(&config, MediaTokens::default());
+    for _ in 0..5 {
+        assert_eq!(ask(&way).await, Err(Reason::EngineTokensFailed));
+    }
+    assert_eq!((asked.load(Ordering::SeqCst), outcomes(&metrics, "status"), outcomes(&metrics, "nobody")), (2, 2, 3));
+}
+
+#[tokio::test]
+async fn nobody_waits_longer_than_the_deadline() {
+    let (slow, _) = server(200, TOKENS.into(), Duration::from_secs(60)).await;
+    let config = EngineTokensConfig { deadline: Period::millis(50), ..patient(vec![slow.clone(), slow]) };
+    let (intake, metrics) = intake(&config, MediaTokens::default());
+    let started = Instant::now();
+    assert_eq!(ask(&intake).await, Err(Reason::EngineTokensFailed));
+    assert!(started.elapsed() < Duration::from_secs(20));
+    assert_eq!(outcomes(&metrics, "timeout"), 1);
+}
+
+/// The local hashes of the first event of a real engine that computed the same image.
+fn told(media: MediaTokens) -> Vec<crate::block::LocalHash> {
+    let capture: Value = serde_json::from_str(include_str!("../../../tests/data/kv_events/e02-image.json")).unwrap();
+    let frame = capture["frames"][0][2].as_str().unwrap();
+    let digit = |at: usize| u8::from_str_radix(&frame[at..at + 2], 16).unwrap();
+    let payload: Vec<u8> = (0..frame.len()).step_by(2).map(digit).collect();
+    let batch = wire::decode(&payload).unwrap();
+    let mut normalizer = Normalizer::new(BlockSize::new(32).unwrap(), media);
+    match normalizer.convert(&batch.events[0]) {
+        Converted::Event(crate::index::KvEvent::Stored { blocks, .. }) => {
+            blocks.iter().map(|block| block.local).collect()
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn the_blocks_of_a_rendered_image_are_those_that_its_engine_tells_of() {
+    let rendered = include_str!("../../../tests/data/engines/render-image.json");
+    let (url, _) = server(200, rendered.to_owned(), Duration::ZERO).await;
+    for image in [None, Some(151_655)] {
+        let media = MediaTokens { image, video: None };
+        let (intake, _) = intake(&patient(vec![url.clone()]), media);
+        let body = json!({"model": "m", "messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
+            {"type": "text", "text": "What is this?"}]}]});
+        let taken = intake.take(PATH, &|_| None, &Body::Whole(body.to_string().into())).await;
+        let [blocks] = taken.request.prompt.blocks() else { panic!("{:?}", taken.request.prompt) };
+        assert_eq!((blocks.tokens(), blocks.len()), (124, 3));
+        assert_eq!(blocks.locals(), told(media), "{image:?}");
+    }
+}

@@ -1,0 +1,95 @@
+//! Listening to an event source for a moment, without an index: for whoever wants to know what an engine says, and under
+//! which topic. Nothing is put in order and nothing is left out.
+
+use std::time::{Duration, SystemTime};
+
+use futures_util::StreamExt as _;
+use tokio::time::timeout;
+use zeromq::{SocketEvent, SocketRecv as _, SubSocket};
+
+use super::dealer::{Dealer, Events};
+use super::replay::{Repeater as _, Reply};
+use super::subscriber::{frames, open};
+use super::wire::{self, Batch};
+use crate::worker::{Attach, EventSource};
+
+/// Most replies that one question may bring before it is given up.
+const REPLIES: usize = 100_000;
+
+/// One message.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Heard {
+    /// Its topic.
+    pub topic: String,
+    /// Its number.
+    pub seq: u64,
+    /// What it says, or why it cannot be read.
+    pub batch: Result<Batch, String>,
+    /// When it came, by our clock.
+    pub at: SystemTime,
+}
+
+/// A socket that hears every topic.
+pub struct Ear {
+    socket: SubSocket,
+    events: Events,
+}
+
+impl Ear {
+    /// Connects to an engine, or binds for one, and asks for all topics. In vain for at most a few seconds.
+    pub async fn open(endpoint: &str, attach: Attach) -> Result<Self, String> {
+        let source = EventSource { endpoint: endpoint.to_owned(), topic: String::new(), attach, replay: None };
+        let (socket, events) = open(&source).await.map_err(|problem| problem.to_string())?;
+        Ok(Self { socket, events })
+    }
+
+    /// Waits until an engine has connected to a bound socket; false if none did.
+    pub async fn visited(&mut self, within: Duration) -> bool {
+        let visit = async {
+            while let Some(event) = self.events.next().await {
+                if matches!(event, SocketEvent::Accepted(..)) {
+                    return true;
+                }
+            }
+            false
+        };
+        timeout(within, visit).await.unwrap_or(false)
+    }
+
+    /// The next message; none where the connection is lost. May be cancelled.
+    pub async fn next(&mut self) -> Option<Heard> {
+        loop {
+            let message = tokio::select! {
+                biased;
+                message = self.socket.recv() => message.ok()?,
+                event = self.events.next() => match event {
+                    Some(SocketEvent::Disconnected(_)) | None => return None,
+                    Some(_) => continue,
+                },
+            };
+            let at = SystemTime::now();
+            let topic = message.get(0).map(|topic| String::from_utf8_lossy(topic).into_owned()).unwrap_or_default();
+            return Some(match frames(&message) {
+                Ok((seq, payload)) => {
+                    Heard { topic, seq, batch: wire::decode(payload).map_err(|error| error.to_string()), at }
+                }
+                Err(problem) => Heard { topic, seq: 0, batch: Err(problem.to_owned()), at },
+            });
+        }
+    }
+}
+
+/// Asks a replay endpoint for every batch from a number on: how many came until it said that these were all, or nothing
+/// where it did not answer so.
+pub async fn replayed(endpoint: &str, from: u64) -> Option<usize> {
+    let mut engine = Dealer::new(endpoint);
+    engine.ask(from).await;
+    for batches in 0..REPLIES {
+        match engine.next().await {
+            Reply::Batch(..) => {}
+            Reply::End => return Some(batches),
+            Reply::Silence => return None,
+        }
+    }
+    None
+}

@@ -1,0 +1,198 @@
+//! What engines say of themselves, against what is configured. What nobody configured is filled in; where both speak and
+//! differ, the operator is told both values. The configured one holds, because it was meant; only of its own blocks the
+//! engine knows better, and those are brought to our size as its events come.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use crate::worker::{BlockSize, EventSource, Ranks, Worker};
+
+/// What an engine says of itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Learned {
+    /// Tokens per block.
+    pub block_size: Option<BlockSize>,
+    /// KV blocks of one rank; the fewest where ranks differ.
+    pub total_kv_blocks: Option<u64>,
+    /// Its data-parallel ranks.
+    pub ranks: Option<Ranks>,
+    /// Where its ranks publish.
+    pub event_sources: BTreeMap<u32, EventSource>,
+}
+
+/// Two values of one setting.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Mismatch {
+    /// Its name in the configuration.
+    pub setting: &'static str,
+    /// What is configured.
+    pub configured: String,
+    /// What the engine says.
+    pub engine: String,
+}
+
+impl Mismatch {
+    fn of(setting: &'static str, configured: &impl ToString, engine: &impl ToString) -> Self {
+        Self { setting, configured: configured.to_string(), engine: engine.to_string() }
+    }
+}
+
+impl Learned {
+    /// Whether nothing was said.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Fills in what is not configured, and tells what is configured otherwise. `block_size` is what the operator gave.
+    pub fn fill(&self, worker: &mut Worker, block_size: Option<BlockSize>) -> Vec<Mismatch> {
+        let mut found = Vec::new();
+        if let (Some(configured), Some(engine)) = (block_size, self.block_size)
+            && configured != engine
+        {
+            found.push(Mismatch::of("block_size", &configured.0, &engine.0));
+        }
+        match (worker.capacity.total_kv_blocks, self.total_kv_blocks) {
+            (None, learned) => worker.capacity.total_kv_blocks = learned,
+            (Some(configured), Some(engine)) if configured != engine => {
+                found.push(Mismatch::of("total_kv_blocks", &configured, &engine));
+            }
+            _ => {}
+        }
+        if let Some(engine) = self.ranks.filter(|engine| *engine != worker.ranks) {
+            // With sources that were counted out for other ranks, these cannot be changed alone.
+            if worker.ranks == Ranks::ONE && worker.event_sources.is_empty() {
+                worker.ranks = engine;
+            } else {
+                found.push(Mismatch::of("data_parallel", &told(worker.ranks), &told(engine)));
+            }
+        }
+        found.extend(self.fill_sources(worker));
+        found
+    }
+
+    fn fill_sources(&self, worker: &mut Worker) -> Vec<Mismatch> {
+        let of_rank: Vec<Option<&EventSource>> =
+            worker.ranks.iter().map(|rank| self.event_sources.get(&rank.0)).collect();
+        if worker.event_sources.is_empty() {
+            // All or none: sources are counted by rank.
+            if let Some(all) = of_rank.into_iter().map(Option::<&EventSource>::cloned).collect::<Option<Vec<_>>>() {
+                worker.event_sources = all;
+            }
+            return Vec::new();
+        }
+        let mut found = Vec::new();
+        for (configured, learned) in worker.event_sources.iter_mut().zip(of_rank) {
+            let Some(learned) = learned else { continue };
+            if port(&configured.endpoint) != port(&learned.endpoint) {
+                found.push(Mismatch::of("kv_events.endpoint", &configured.endpoint, &learned.endpoint));
+                // Another publisher than the engine tells of; its replay is none of ours either.
+                continue;
+            }
+            if !learned.topic.starts_with(&configured.topic) {
+                found.push(Mismatch::of("kv_events.topic", &configured.topic, &learned.topic));
+            }
+            match (&configured.replay, &learned.replay) {
+                (None, Some(_)) => configured.replay = learned.replay.clone(),
+                (Some(ours), Some(engines)) if port(ours) != port(engines) => {
+                    found.push(Mismatch::of("kv_events.replay", ours, engines));
+                }
+                _ => {}
+            }
+        }
+        found.sort();
+        found
+    }
+}
+
+/// What has to be the same on both sides; hosts have several names.
+fn port(endpoint: &str) -> &str {
+    match endpoint.strip_prefix("tcp://") {
+        Some(address) => address.rsplit_once(':').map_or(address, |(_, port)| port),
+        None => endpoint,
+    }
+}
+
+fn told(ranks: Ranks) -> String {
+    format!("{} from {}", ranks.size, ranks.start)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU32;
+
+    use super::*;
+    use crate::worker::{Attach, WorkerId};
+
+    fn source(port: u16, replay: Option<u16>) -> EventSource {
+        EventSource {
+            endpoint: format!("tcp://10.0.0.1:{port}"),
+            topic: "kv".to_owned(),
+            attach: Attach::Connect,
+            replay: replay.map(|port| format!("tcp://10.0.0.1:{port}")),
+        }
+    }
+
+    fn size(tokens: u32) -> BlockSize {
+        BlockSize::new(tokens).unwrap()
+    }
+
+    fn worker() -> Worker {
+        Worker::new(WorkerId(1), "10.0.0.1:8000".parse().unwrap(), "m".into(), size(16))
+    }
+
+    fn learned(sources: &[EventSource]) -> Learned {
+        Learned {
+            block_size: Some(size(32)),
+            total_kv_blocks: Some(512),
+            ranks: NonZeroU32::new(sources.len() as u32).map(|size| Ranks { start: 0, size }),
+            event_sources: (0..).zip(sources.iter().cloned()).collect(),
+        }
+    }
+
+    #[test]
+    fn what_is_not_configured_is_filled_in() {
+        let mut worker = worker();
+        let sources = [source(5557, Some(5657)), source(5558, Some(5658))];
+        assert_eq!(learned(&sources).fill(&mut worker, None), []);
+        assert_eq!(worker.capacity.total_kv_blocks, Some(512));
+        assert_eq!((worker.ranks.size.get(), &worker.event_sources[..]), (2, &sources[..]));
+        assert_eq!(worker.block_size, size(16), "its blocks are brought to ours");
+    }
+
+    #[test]
+    fn what_is_configured_holds_and_both_values_are_told() {
+        let mut worker = worker();
+        worker.capacity.total_kv_blocks = Some(100);
+        worker.event_sources = vec![EventSource { topic: "other".to_owned(), ..source(5557, Some(7)) }];
+        let before = worker.clone();
+        let found = learned(&[source(5557, Some(5657)), source(5558, None)]).fill(&mut worker, Some(size(16)));
+        assert_eq!(worker, before);
+        let found: Vec<_> = found.iter().map(|one| (one.setting, &one.configured[..], &one.engine[..])).collect();
+        let expected = [
+            ("block_size", "16", "32"),
+            ("total_kv_blocks", "100", "512"),
+            ("data_parallel", "1 from 0", "2 from 0"),
+            ("kv_events.replay", "tcp://10.0.0.1:7", "tcp://10.0.0.1:5657"),
+            ("kv_events.topic", "other", "kv"),
+        ];
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn a_replay_endpoint_is_added_to_the_source_it_belongs_to_only() {
+        for (port, replay) in [(5557, Some("tcp://10.0.0.1:5657".to_owned())), (6000, None)] {
+            let mut worker = worker();
+            worker.event_sources = vec![source(port, None)];
+            let found = learned(&[source(5557, Some(5657))]).fill(&mut worker, None);
+            assert_eq!((&worker.event_sources[0].replay, found.is_empty()), (&replay, replay.is_some()));
+        }
+    }
+
+    #[test]
+    fn sources_of_some_ranks_are_no_sources() {
+        let mut worker = Worker { ranks: Ranks { start: 0, size: NonZeroU32::new(2).unwrap() }, ..worker() };
+        let found = learned(&[source(5557, None)]).fill(&mut worker, None);
+        assert_eq!((worker.event_sources.len(), found[0].setting), (0, "data_parallel"));
+    }
+}

@@ -1,0 +1,112 @@
+use std::collections::BTreeMap;
+
+use super::*;
+use crate::block::Salt;
+use crate::worker::{BlockSize, DpRank};
+
+const ONE: WorkerId = WorkerId(1);
+const TWO: WorkerId = WorkerId(2);
+
+fn agrees() -> Verdict {
+    Verdict::Agrees { compared: 10, skipped: BTreeMap::new() }
+}
+
+fn differs() -> Verdict {
+    let difference = Difference {
+        what: What::Tokens,
+        canary: Some("plain".into()),
+        at: 3,
+        block: 0,
+        ours: Some(1),
+        theirs: Some(2),
+        our_text: None,
+        their_text: None,
+    };
+    Verdict::Differs { difference: Box::new(difference) }
+}
+
+fn silent() -> Verdict {
+    Verdict::CannotTest { why: "timeout".into() }
+}
+
+#[test]
+fn a_model_is_believed_as_long_as_somebody_agrees() {
+    // Who was tested with what, and whether our tokens are believed after it.
+    let cases: &[(WorkerId, Verdict, bool, Change)] = &[
+        (ONE, silent(), true, Change::None),
+        (ONE, differs(), false, Change::Mistrusted),
+        (ONE, differs(), false, Change::None),
+        // Silence after a proof is no proof to the contrary.
+        (ONE, silent(), false, Change::None),
+        (TWO, silent(), false, Change::None),
+        (TWO, agrees(), true, Change::Trusted),
+        (TWO, silent(), true, Change::None),
+        (TWO, differs(), false, Change::Mistrusted),
+        (ONE, agrees(), true, Change::Trusted),
+    ];
+    let standing = Standing::default();
+    for (at, (worker, verdict, believed, change)) in cases.iter().enumerate() {
+        assert_eq!(standing.tested(*worker, verdict.clone()), *change, "step {at}");
+        assert_eq!(!standing.is_mistrusted(), *believed, "step {at}");
+    }
+    assert_eq!(standing.parity().state(), "some_differ");
+    assert_eq!(standing.retain(|worker| worker == TWO), Change::Mistrusted, "who agreed has left");
+    assert_eq!(standing.retain(|_| false), Change::Trusted, "nobody is left who differs");
+    assert_eq!(standing.parity().state(), "untested");
+}
+
+#[test]
+fn a_restarted_engine_that_cannot_be_asked_is_not_judged_by_the_one_before() {
+    let standing = Standing::default();
+    standing.tested(ONE, differs());
+    standing.restarted(ONE);
+    assert!(standing.is_mistrusted(), "not before it was asked again");
+    assert_eq!(standing.tested(ONE, silent()), Change::Trusted);
+    assert_eq!(standing.parity().state(), "cannot_test");
+}
+
+#[test]
+fn events_prove_a_difference_only_in_a_row_and_heal_it_in_a_row() {
+    let standing = Standing::default();
+    let missing = Evidence::Unconfirmed { block: 2 };
+    for round in 0..5 {
+        for _ in 0..7 {
+            assert_eq!(standing.seen(missing), Change::None, "{round}");
+        }
+        assert_eq!(standing.seen(Evidence::Confirmed), Change::None);
+    }
+    let changes: Vec<_> = (0..9).map(|_| standing.seen(missing)).collect();
+    assert_eq!(changes[7], Change::Mistrusted);
+    assert_eq!(changes.iter().filter(|change| **change != Change::None).count(), 1);
+    let found = standing.parity().events.differs.unwrap();
+    assert_eq!((found.what, found.block, found.our_text), (What::Events, 2, None));
+    // A worker that agrees does not outweigh what events prove.
+    assert_eq!(standing.tested(ONE, agrees()), Change::None);
+    let healing = [Evidence::Confirmed, Evidence::Confirmed, missing, Evidence::Confirmed, Evidence::Confirmed];
+    assert!(healing.into_iter().all(|evidence| standing.seen(evidence) == Change::None));
+    assert_eq!(standing.seen(Evidence::Confirmed), Change::Trusted);
+}
+
+#[test]
+fn what_is_looked_after_has_a_limit_and_needs_news_to_say_anything() {
+    let standing = Arc::new(Standing::default());
+    let rank = WorkerRank { worker: ONE, rank: DpRank(0) };
+    let hashes = || BlockHashes::of(&[7; 40], BlockSize::new(8).unwrap(), &Salt::default());
+    let mut held: Vec<_> = (0..MOST_SIGHTINGS).map(|_| standing.sighting(rank, hashes(), 5).unwrap()).collect();
+    assert!(standing.sighting(rank, hashes(), 5).is_none());
+    // Answered by somebody else, it is forgotten.
+    held.pop().unwrap().answered(WorkerRank { worker: TWO, rank: DpRank(0) });
+    assert!(standing.take_ready().is_empty());
+    for (held, stores, expected) in [
+        (5, 5, Some(Evidence::Confirmed)),
+        (0, 5, None),
+        (0, 6, Some(Evidence::Unconfirmed { block: 0 })),
+        (4, 6, Some(Evidence::Unconfirmed { block: 4 })),
+    ] {
+        standing.sighting(rank, hashes(), 5).unwrap().answered(rank);
+        let found = standing.take_ready().pop().unwrap().found((held, 5), stores);
+        assert_eq!(found.map(|(evidence, _)| evidence), expected, "{held} {stores}");
+    }
+    drop(held);
+    assert_eq!(standing.sightings.load(Ordering::Relaxed), 0);
+}

@@ -1,0 +1,170 @@
+//! The verdict on one model: what each worker's answers said, and what its events say.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Serialize;
+
+use super::sighting::Evidence;
+use crate::worker::WorkerId;
+
+/// Requests in a row whose blocks did not appear, until that is a proof: blocks may be evicted at once, or a request be
+/// given up in the middle, but not eight times in a row while the engine goes on telling of others.
+const PROOF: u32 = 8;
+
+/// Requests in a row whose blocks did appear, until that is believed after a proof to the contrary.
+const HEALED: u32 = 3;
+
+/// What was compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum What {
+    /// The tokens of a canary.
+    Tokens,
+    /// The length of a canary: one side ends where the other goes on.
+    Length,
+    /// The blocks of real requests, against events.
+    Events,
+}
+
+/// A proven difference.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Difference {
+    /// What was compared.
+    pub what: What,
+    /// The canary, where it was one.
+    pub canary: Option<String>,
+    /// The first token that differs; of real requests the first block.
+    pub at: usize,
+    /// The block it lies in.
+    pub block: usize,
+    /// Our token there.
+    pub ours: Option<u32>,
+    /// The engine's token there.
+    pub theirs: Option<u32>,
+    /// Our text around it. Canaries are ours; of real requests there is none.
+    pub our_text: Option<String>,
+    /// The engine's text around it.
+    pub their_text: Option<String>,
+}
+
+/// What one worker's answers say.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case", tag = "verdict")]
+pub enum Verdict {
+    /// It was not asked yet.
+    #[default]
+    Untested,
+    /// It tokenises as we do.
+    Agrees {
+        /// Canaries that were compared.
+        compared: usize,
+        /// Canaries that were not, and why.
+        skipped: BTreeMap<String, String>,
+    },
+    /// It does not.
+    Differs {
+        /// Where.
+        difference: Box<Difference>,
+    },
+    /// It cannot be asked.
+    CannotTest {
+        /// Why.
+        why: String,
+    },
+}
+
+impl Verdict {
+    /// The name in metrics.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Verdict::Untested => "untested",
+            Verdict::Agrees { .. } => "agrees",
+            Verdict::Differs { .. } => "differs",
+            Verdict::CannotTest { .. } => "cannot_test",
+        }
+    }
+}
+
+/// What the events of real requests say.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct EventsVerdict {
+    /// The difference, while it is proven.
+    pub differs: Option<Difference>,
+    /// Requests in a row without their blocks.
+    unconfirmed: u32,
+    /// Requests in a row with them.
+    confirmed: u32,
+}
+
+impl EventsVerdict {
+    pub(super) fn note(&mut self, evidence: Evidence) {
+        match evidence {
+            Evidence::Confirmed => {
+                self.unconfirmed = 0;
+                self.confirmed = self.confirmed.saturating_add(1);
+                if self.confirmed >= HEALED {
+                    self.differs = None;
+                }
+            }
+            Evidence::Unconfirmed { block } => {
+                self.confirmed = 0;
+                self.unconfirmed = self.unconfirmed.saturating_add(1);
+                if self.unconfirmed >= PROOF && self.differs.is_none() {
+                    let (canary, our_text, their_text) = (None, None, None);
+                    let (ours, theirs) = (None, None);
+                    let what = What::Events;
+                    self.differs =
+                        Some(Difference { what, canary, at: block, block, ours, theirs, our_text, their_text });
+                }
+            }
+        }
+    }
+}
+
+/// What is known of one model.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct ModelParity {
+    /// By worker.
+    pub workers: BTreeMap<WorkerId, Verdict>,
+    /// Of real requests.
+    pub events: EventsVerdict,
+    /// Workers that may be other engines than were tested.
+    #[serde(skip)]
+    pub(super) doubted: BTreeSet<WorkerId>,
+}
+
+impl ModelParity {
+    pub(super) fn tested(&mut self, worker: WorkerId, verdict: Verdict) {
+        let doubted = self.doubted.remove(&worker);
+        let known = self.workers.entry(worker).or_default();
+        // Who does not answer has not changed its tokens, unless it is somebody else by now.
+        if doubted || !matches!(verdict, Verdict::CannotTest { .. }) || !known.is_proven() {
+            *known = verdict;
+        }
+    }
+
+    /// Whether our own tokens are not to be believed.
+    pub fn is_mistrusted(&self) -> bool {
+        let differs = self.workers.values().any(|verdict| matches!(verdict, Verdict::Differs { .. }));
+        let agrees = self.workers.values().any(|verdict| matches!(verdict, Verdict::Agrees { .. }));
+        (differs && !agrees) || self.events.differs.is_some()
+    }
+
+    /// In one word, for metrics.
+    pub fn state(&self) -> &'static str {
+        let any = |label: &str| self.workers.values().any(|verdict| verdict.label() == label);
+        match () {
+            () if self.is_mistrusted() => "differs",
+            () if any("differs") => "some_differ",
+            () if any("agrees") => "agrees",
+            () if any("cannot_test") => "cannot_test",
+            () => "untested",
+        }
+    }
+}
+
+impl Verdict {
+    fn is_proven(&self) -> bool {
+        matches!(self, Verdict::Agrees { .. } | Verdict::Differs { .. })
+    }
+}

@@ -1,0 +1,56 @@
+//! Comparing what was foretold of a request's blocks with what its engine tells of them. Only where the engine's events
+//! are followed and caught up, and only for a few requests at a time.
+
+use std::sync::Arc;
+
+use super::answer::Phases;
+use super::placing::Booked;
+use super::prepared::Prepared;
+use super::{Prompt, Router};
+use crate::index::Overlaps;
+use crate::parity::{Change, Evidence, Foretold, Parity, Sighting};
+use crate::trust::Trust;
+use crate::worker::WorkerRank;
+
+impl Router {
+    /// What is known of the models' tokens.
+    pub fn parity(&self) -> &Arc<Parity> {
+        &self.parity
+    }
+
+    /// A place to look after a request that was just booked, where there is something to be learnt.
+    pub(super) fn sighting(&self, booked: &Booked, prepared: &Prepared) -> Option<Sighting> {
+        let request = &prepared.request;
+        let hashes = match (&request.foretold, &request.prompt) {
+            (Foretold::Shadow(hashes), _) => &**hashes,
+            (Foretold::Prompt, Prompt::Hashed(prompts)) => prompts.first().filter(|_| prompts.len() == 1)?,
+            _ => return None,
+        };
+        let rank = booked.route.to.rank;
+        // Who only decodes has its blocks from elsewhere, and not all engines tell of those.
+        if hashes.is_empty() || matches!(booked.route.phases, Phases::Remote(_)) || !self.is_exact(rank) {
+            return None;
+        }
+        let standing = self.parity.of(&booked.route.model)?;
+        let stores = self.index.stores(self.fleet.load().slot(rank)?)?;
+        standing.sighting(rank, hashes.clone(), stores)
+    }
+
+    fn is_exact(&self, rank: WorkerRank) -> bool {
+        self.trust(rank).trust == Trust::Exact
+    }
+
+    /// Looks for the blocks of an answered request; `None` where nothing can be said.
+    pub fn look_for(&self, sighting: Sighting, scratch: &mut Overlaps) -> Option<(Evidence, Change)> {
+        let rank = sighting.rank();
+        let slot = self.fleet.load().slot(rank).filter(|_| self.is_exact(rank))?;
+        let stores = self.index.stores(slot)?;
+        let hashes = sighting.hashes();
+        // An engine with larger blocks than ours tells of whole ones of its own only.
+        let engine =
+            self.trust(rank).engine_block_size.map_or(1, |engine| engine.tokens() / hashes.block_size().tokens());
+        let of = hashes.len() / engine.max(1) * engine.max(1);
+        let held = self.index.leading(hashes, slot, scratch);
+        sighting.found((held, of), stores)
+    }
+}

@@ -1,0 +1,126 @@
+use super::*;
+
+fn heard(at: Instant, number: u64) -> Heard {
+    Heard { at, unix: 100.0, written: Some(99.5), number }
+}
+
+fn attached() -> Source {
+    let mut source = Source::new(1.0);
+    source.linked(Link::Attached);
+    source
+}
+
+fn stands(source: &Source) -> (Trust, Option<Because>) {
+    let standing = source.standing();
+    (standing.trust, standing.because)
+}
+
+#[test]
+fn what_happens_decides_how_a_source_stands() {
+    type Case = (&'static str, fn(&mut Source), Trust, Option<Because>);
+    let cases: [Case; 10] = [
+        ("new", |_| {}, Trust::Exact, None),
+        ("replaying", |source| source.linked(Link::Replaying), Trust::CatchingUp, Some(Because::Replaying)),
+        ("detached", |source| source.linked(Link::Connecting), Trust::Stale, Some(Because::Detached)),
+        ("undecodable", Source::undecodable, Trust::Stale, Some(Because::Undecodable)),
+        (
+            "lost",
+            |source| {
+                source.lost(3);
+                source.doubted(7);
+            },
+            Trust::Stale,
+            Some(Because::LostBatches),
+        ),
+        // Where nothing was held nothing can be out of date.
+        ("lost before anything was held", |source| source.lost(3), Trust::Exact, None),
+        (
+            "confirmed",
+            |source| {
+                source.doubted(7);
+                source.doubted(0);
+            },
+            Trust::Exact,
+            None,
+        ),
+        (
+            "cleared",
+            |source| {
+                source.doubted(7);
+                source.emptied();
+            },
+            Trust::Exact,
+            None,
+        ),
+        (
+            "unusable",
+            |source| source.unusable(Because::BlockSizeMismatch, BlockSize::new(24)),
+            Trust::Absent,
+            Some(Because::BlockSizeMismatch),
+        ),
+        (
+            "a new engine with other blocks",
+            |source| {
+                source.unusable(Because::BlockSizeMismatch, BlockSize::new(24));
+                source.restarted();
+            },
+            Trust::Exact,
+            None,
+        ),
+    ];
+    for (name, happens, trust, because) in cases {
+        let mut source = attached();
+        happens(&mut source);
+        assert_eq!(stands(&source), (trust, because), "{name}");
+    }
+    assert_eq!(stands(&Source::new(0.0)), (Trust::CatchingUp, Some(Because::Connecting)));
+}
+
+#[test]
+fn who_says_nothing_after_several_answers_is_silent_until_the_next_batch() {
+    let rules = TrustRules { silence_requests: 2, silence_after: Duration::from_secs(5), ..TrustRules::default() };
+    let (mut source, start) = (attached(), Instant::now());
+    let at = |seconds: u64| start + Duration::from_secs(seconds);
+    source.answered(at(0), at(1));
+    source.look(at(60), &rules);
+    assert!(!source.is_silent(), "one request proves nothing");
+    source.answered(at(2), at(60));
+    assert_eq!(source.facts().unheard_requests, 2);
+    source.look(at(5), &rules);
+    assert!(!source.is_silent(), "its batch may still be on its way");
+    source.look(at(6), &rules);
+    assert_eq!(stands(&source), (Trust::Stale, Some(Because::Silent)));
+    source.heard(heard(at(7), 4));
+    assert_eq!((stands(&source).0, source.facts().unheard_requests), (Trust::Exact, 0));
+    // Routed before the batch came, which may have been its own.
+    (0..5).for_each(|_| source.answered(at(6), at(8)));
+    source.look(at(60), &rules);
+    assert!(!source.is_silent());
+}
+
+#[test]
+fn facts_tell_of_the_last_batch_and_of_clocks_that_differ() {
+    let mut source = attached();
+    source.heard(heard(Instant::now(), 9));
+    let facts = source.facts();
+    assert_eq!((facts.lag_seconds, facts.clock_skew), (Some(0.5), false));
+    assert_eq!((facts.last_number, facts.last_event, facts.batches), (Some(9), Some(100.0), 1));
+    source.heard(Heard { written: Some(101.0), ..heard(Instant::now(), 10) });
+    assert_eq!((source.facts().lag_seconds, source.facts().clock_skew), (Some(-1.0), true));
+}
+
+#[test]
+fn since_when_it_stands_so_changes_with_the_standing_only() {
+    let mut source = attached();
+    assert!(!source.change(5.0, Source::gap));
+    assert_eq!(source.facts().since, 1.0);
+    assert!(source.change(6.0, Source::undecodable));
+    assert_eq!((source.facts().since, source.facts().gaps), (6.0, 1));
+}
+
+#[test]
+fn only_what_may_be_out_of_date_is_discounted() {
+    let rules = TrustRules { stale_credit: 0.25, ..TrustRules::default() };
+    let credit = Trust::ALL.map(|trust| rules.credit(trust));
+    assert_eq!(credit, [1.0, 0.25, 0.25, 1.0]);
+}

@@ -1,0 +1,434 @@
+//! Files of captured requests, held against our tokens: every `*.json` and `*.json.gz` of a folder that is a list of
+//! tokenisation cases or a scenario. `WARMROUTE_TOKEN_CASES=DIR cargo test --test tokens` runs those of DIR; without it the
+//! ones in `tests/data/tokens/engine` run. A file `models.yaml` in the folder tells tokenizers by the name of the model.
+
+use std::collections::BTreeMap;
+use std::io::{Read as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use flate2::read::GzDecoder;
+use serde::Deserialize;
+use serde_json::Value;
+use warmroute::openai::{self, Api, Chat, Prompt, Source};
+use warmroute::prompt::media::{ItemRule, Rule};
+use warmroute::prompt::{Config, Encoder, Illustrated, MediaConfig, Traits};
+
+#[test]
+#[expect(clippy::disallowed_methods, reason = "the switch that names another folder")]
+fn every_captured_file_of_a_folder_agrees() {
+    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/engine");
+    let folder = std::env::var_os("WARMROUTE_TOKEN_CASES").map_or(own, PathBuf::from);
+    let mut models = Tokenizers::of(&folder);
+    let mut files: Vec<PathBuf> = std::fs::read_dir(&folder)
+        .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| [".json", ".json.gz"].iter().any(|end| file_name(path).ends_with(end)))
+        .collect();
+    files.sort();
+    let mut report = format!("\ntokens: files of {}\n", folder.display());
+    let (mut compared, mut different) = (0, 0);
+    for file in &files {
+        let tally = match serde_json::from_slice(&contents(file)) {
+            Ok(json) => Tally::of(file, &json, &mut models),
+            Err(error) => Tally::unread(format!("not read: {error}")),
+        };
+        compared += tally.equal;
+        different += tally.different.len();
+        report += &tally.text(file_name(file));
+    }
+    // Straight to the terminal: what tests print by macros is shown only when they fail.
+    std::io::stderr().write_all(report.as_bytes()).unwrap();
+    assert_eq!(different, 0, "tokens differ from the engine's; the cases are named above");
+    assert!(compared > 0, "nothing was compared");
+}
+
+fn file_name(path: &Path) -> &str {
+    path.file_name().and_then(|name| name.to_str()).unwrap_or_default()
+}
+
+/// What a file holds, plain or compressed.
+pub(super) fn contents(path: &Path) -> Vec<u8> {
+    let bytes = std::fs::read(path).unwrap();
+    if !bytes.starts_with(&[0x1f, 0x8b]) {
+        return bytes;
+    }
+    let mut plain = Vec::new();
+    GzDecoder::new(bytes.as_slice()).read_to_end(&mut plain).unwrap();
+    plain
+}
+
+/// What became of the cases of one file.
+#[derive(Default)]
+struct Tally {
+    cases: usize,
+    equal: usize,
+    different: Vec<String>,
+    skipped: Vec<String>,
+}
+
+enum Outcome {
+    Equal,
+    Different(String),
+    Skipped(String),
+}
+
+impl Tally {
+    fn unread(why: String) -> Self {
+        Self { skipped: vec![why], ..Self::default() }
+    }
+
+    fn of(file: &Path, json: &Value, models: &mut Tokenizers) -> Self {
+        let name = file_name(file).trim_end_matches(".gz").trim_end_matches(".json");
+        let mut tally = Self::default();
+        match json {
+            Value::Array(cases) => {
+                let model = name.strip_prefix("tokenization-cases-").unwrap_or(name);
+                for (at, case) in cases.iter().enumerate() {
+                    let label = case["case"].as_str().map_or_else(|| format!("case {at}"), str::to_owned);
+                    tally.add(&label, compare(&Asked::of_case(case), models, &[model]));
+                }
+            }
+            Value::Object(scenario) => {
+                let steps = scenario.get("steps").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+                let served = |step: &Value| step["request"]["model"].as_str().map(str::to_owned);
+                let mut names: Vec<String> = steps.iter().filter_map(served).collect();
+                names.extend(scenario.get("instance").and_then(|one| one["model"].as_str()).map(str::to_owned));
+                // Engines name their topics `kv@instance@model`.
+                let messages = scenario.get("zmq_messages").and_then(Value::as_array).into_iter().flatten();
+                names.extend(
+                    messages.filter_map(|message| Some(message["topic"].as_str()?.rsplit('@').next()?.to_owned())),
+                );
+                for (at, step) in steps.iter().enumerate() {
+                    // An adapter has the tokenizer of the model it lies on.
+                    let asked: Vec<&str> =
+                        step["request"]["model"].as_str().into_iter().chain(names.iter().map(String::as_str)).collect();
+                    tally.add(&format!("step {at}"), compare(&Asked::of_step(step), models, &asked));
+                }
+                if steps.is_empty() {
+                    tally.skipped.push("no steps".to_owned());
+                }
+            }
+            _ => tally.skipped.push("neither cases nor a scenario".to_owned()),
+        }
+        tally
+    }
+
+    fn add(&mut self, label: &str, outcome: Outcome) {
+        self.cases += 1;
+        match outcome {
+            Outcome::Equal => self.equal += 1,
+            Outcome::Different(how) => self.different.push(format!("{label}: {how}")),
+            Outcome::Skipped(why) => self.skipped.push(format!("{label}: {why}")),
+        }
+    }
+
+    fn text(&self, file: &str) -> String {
+        let (different, skipped) = (self.different.len(), self.skipped.len());
+        let mut text =
+            format!("{file}: {} cases, {} equal, {different} different, {skipped} skipped\n", self.cases, self.equal);
+        text.extend(self.different.iter().map(|line| format!("    DIFFERENT {line}\n")));
+        text.extend(self.skipped.iter().map(|line| format!("    skipped {line}\n")));
+        text
+    }
+}
+
+/// A request, and what the engine made of it.
+struct Asked<'j> {
+    api: Option<Api>,
+    request: &'j Value,
+    engine: Engine,
+    /// The engine's names of images and the like, by modality.
+    items: Option<&'j serde_json::Map<String, Value>>,
+}
+
+enum Engine {
+    /// The tokens of each prompt.
+    Tokens(Vec<Vec<u32>>),
+    /// Only how many they are together.
+    Count(usize),
+    Refused,
+    Silent,
+}
+
+impl<'j> Asked<'j> {
+    fn of_case(case: &'j Value) -> Self {
+        let request = &case["request"];
+        // What its engine used beats what it says it would, and `/tokenize` knows nothing of truncation.
+        let keys = ["chat_prompt_token_ids", "prompt_token_ids", "engine", "token_ids", "render"];
+        let answers: Vec<&Value> =
+            keys.iter().filter_map(|key| case.get(key)).filter(|value| !value.is_null()).collect();
+        let told = answers.iter().find_map(|answer| tokens_in(answer));
+        let truncated = request["truncate_prompt_tokens"].is_number();
+        let engine = match told {
+            Some(tokens) if !answers.first().is_some_and(|first| is_refusal(first)) => Engine::Tokens(tokens),
+            _ if answers.iter().any(|answer| is_refusal(answer)) => Engine::Refused,
+            _ => match tokens_in(&case["tokenize"]).filter(|_| !truncated) {
+                Some(tokens) => Engine::Tokens(tokens),
+                None => Engine::Silent,
+            },
+        };
+        Self { api: api_of(case, request), request, engine, items: case["mm_hashes"].as_object() }
+    }
+
+    fn of_step(step: &'j Value) -> Self {
+        let (request, response) = (&step["request"], &step["response"]);
+        let choices = response["choices"].as_array().map_or(&[][..], Vec::as_slice);
+        let prompts = request["n"].as_u64().map_or(1, |n| n.max(1)) as usize;
+        let of_choices: Option<Vec<Vec<u32>>> =
+            choices.iter().step_by(prompts).map(|choice| tokens_in(&choice["prompt_token_ids"])?.pop()).collect();
+        let told = tokens_in(&response["prompt_token_ids"]).or_else(|| tokens_in(&response["token_ids"]));
+        let told = told.or(of_choices.filter(|lists| !lists.is_empty()));
+        let count = response["usage"]["prompt_tokens"].as_u64().or_else(|| response["usage"]["input_tokens"].as_u64());
+        let engine = match (told, count) {
+            _ if is_refusal(response) => Engine::Refused,
+            (Some(tokens), _) => Engine::Tokens(tokens),
+            (None, Some(count)) => Engine::Count(count as usize),
+            (None, None) => Engine::Silent,
+        };
+        Self { api: api_of(step, request), request, engine, items: None }
+    }
+}
+
+fn api_of(holder: &Value, request: &Value) -> Option<Api> {
+    match holder["path"].as_str() {
+        Some(path) => Api::of_path(path.trim_end_matches("/render")),
+        None if request.get("messages").is_some() => Some(Api::ChatCompletions),
+        None if request.get("prompt").is_some() => Some(Api::Completions),
+        None if request.get("input").is_some() => Some(Api::Responses),
+        None => None,
+    }
+}
+
+fn is_refusal(answer: &Value) -> bool {
+    let status = |key: &str| answer[key].as_u64().is_some_and(|status| status >= 400);
+    answer.get("error").is_some_and(|error| !error.is_null())
+        || ["HTTP", "status", "code"].iter().any(|key| status(key))
+}
+
+/// Token lists in any of the shapes that answers have.
+fn tokens_in(value: &Value) -> Option<Vec<Vec<u32>>> {
+    let ids = |list: &[Value]| -> Option<Vec<u32>> { list.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect() };
+    match value {
+        Value::Array(list) if list.first().is_some_and(Value::is_array) => {
+            list.iter().map(|entry| ids(entry.as_array()?)).collect()
+        }
+        Value::Array(list) if list.first().is_some_and(Value::is_object) => {
+            list.iter().map(|entry| tokens_in(&entry["token_ids"])?.pop()).collect()
+        }
+        Value::Array(list) => Some(vec![ids(list)?]),
+        Value::Object(map) => {
+            ["token_ids", "prompt_token_ids", "tokens"].iter().find_map(|key| tokens_in(map.get(*key)?))
+        }
+        _ => None,
+    }
+}
+
+fn compare(asked: &Asked<'_>, models: &mut Tokenizers, names: &[&str]) -> Outcome {
+    let skipped = |why: String| Outcome::Skipped(why);
+    let Some(api) = asked.api else { return skipped("not a request for a prompt".to_owned()) };
+    let body = serde_json::to_vec(asked.request).unwrap();
+    let request = match openai::parse(api, &body) {
+        _ if matches!(asked.engine, Engine::Refused) => return skipped("the engine refused it".to_owned()),
+        _ if matches!(asked.engine, Engine::Silent) => return skipped("the engine told no tokens".to_owned()),
+        Ok(request) => request,
+        Err(error) => return skipped(format!("not read: {error}")),
+    };
+    let ours = match (&request.prompt, models.find(names)) {
+        // Tokens need no tokenizer.
+        (Prompt::Tokens(_), Err(_)) => models.any().encode(&request),
+        (_, Err(why)) => return skipped(why),
+        (Prompt::Chat(chat), Ok(encoder)) if chat.has_media() => {
+            if models.remembers_another(chat) {
+                return skipped("the engine remembers another item of this uuid".to_owned());
+            }
+            return match encoder.illustrate(&request) {
+                Ok(ours) => against_illustrated(&ours, asked, models.names_media(names)),
+                Err(error) => skipped(error.to_string()),
+            };
+        }
+        (_, Ok(encoder)) => encoder.encode(&request),
+    };
+    match ours {
+        Ok(ours) => against(&ours.prompts, &asked.engine),
+        Err(error) => skipped(error.to_string()),
+    }
+}
+
+fn against(ours: &[Vec<u32>], engine: &Engine) -> Outcome {
+    match engine {
+        Engine::Tokens(engine) if ours == engine => Outcome::Equal,
+        Engine::Tokens(engine) => Outcome::Different(difference(ours, engine)),
+        Engine::Count(count) => match ours.iter().map(Vec::len).sum::<usize>() {
+            ours if ours == *count => Outcome::Equal,
+            ours => Outcome::Different(format!("{ours} tokens, the engine counted {count}")),
+        },
+        Engine::Refused | Engine::Silent => Outcome::Skipped("the engine told no tokens".to_owned()),
+    }
+}
+
+/// Of a prompt that is known only up to an image, what is known must be right.
+fn against_illustrated(ours: &Illustrated, asked: &Asked<'_>, named: bool) -> Outcome {
+    let known = ours.tokens.len();
+    let engine = &asked.engine;
+    if let (true, Some(items)) = (named, asked.items) {
+        let mut theirs = items.clone();
+        for item in &ours.items {
+            let ids = theirs.get_mut(item.modality.as_str()).and_then(Value::as_array_mut);
+            match ids.filter(|ids| !ids.is_empty()).map(|ids| ids.remove(0)) {
+                Some(id) if id == item.id.as_str() => {}
+                other => return Outcome::Different(format!("an item is named {}, by the engine {other:?}", item.id)),
+            }
+        }
+    }
+    match engine {
+        _ if ours.whole => against(std::slice::from_ref(&ours.tokens), engine),
+        Engine::Tokens(lists) => match lists.as_slice() {
+            [engine] if engine.starts_with(&ours.tokens) => {
+                Outcome::Skipped(format!("partial: the first {known} of {} tokens are known, and equal", engine.len()))
+            }
+            _ => Outcome::Different(difference(std::slice::from_ref(&ours.tokens), lists)),
+        },
+        _ => Outcome::Skipped(format!("partial: the first {known} tokens are known")),
+    }
+}
+
+fn difference(ours: &[Vec<u32>], engine: &[Vec<u32>]) -> String {
+    if ours.len() != engine.len() {
+        return format!("{} prompts, the engine had {}", ours.len(), engine.len());
+    }
+    let (at, (ours, engine)) = ours.iter().zip(engine).enumerate().find(|(_, (ours, engine))| ours != engine).unwrap();
+    let same = ours.iter().zip(engine).take_while(|(ours, engine)| ours == engine).count();
+    let near = |ids: &[u32]| format!("{:?}", &ids[same.min(ids.len())..(same + 6).min(ids.len())]);
+    format!(
+        "prompt {at}: {} tokens, the engine has {}; from token {same} on {} and not {}",
+        ours.len(),
+        engine.len(),
+        near(ours),
+        near(engine)
+    )
+}
+
+/// One entry of `models.yaml`.
+#[derive(Deserialize)]
+struct Entry {
+    name: String,
+    tokenizer: PathBuf,
+    #[serde(default)]
+    config: Option<PathBuf>,
+    #[serde(default)]
+    chat_template: Option<PathBuf>,
+    /// What stands for images; otherwise told by a `preprocessor_config.json` beside the configuration.
+    #[serde(default)]
+    media: Option<MediaConfig>,
+}
+
+/// The tokenizers by the names of their models, each loaded when it is first asked for.
+struct Tokenizers {
+    entries: BTreeMap<String, (Config, Option<MediaConfig>)>,
+    loaded: BTreeMap<String, Result<Arc<Encoder>, String>>,
+    /// What clients named, by the name.
+    named: BTreeMap<String, Option<Source>>,
+}
+
+impl Tokenizers {
+    fn of(folder: &Path) -> Self {
+        let mut entries = BTreeMap::new();
+        let file = folder.join("models.yaml");
+        if file.is_file() {
+            let list: Vec<Entry> = serde_saphyr::from_str(&std::fs::read_to_string(&file).unwrap())
+                .unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+            for entry in list {
+                let tokenizer_config = entry.config.map(|config| folder.join(config));
+                let chat_template = entry.chat_template.map(|template| folder.join(template));
+                let config = Config { tokenizer: folder.join(entry.tokenizer), tokenizer_config, chat_template };
+                let media = entry.media.map(|mut media| {
+                    media.resolve(folder);
+                    media
+                });
+                entries.insert(entry.name, (config, media));
+            }
+        }
+        Self { entries, loaded: BTreeMap::new(), named: BTreeMap::new() }
+    }
+
+    /// The tokenizer of the first of these names that has one, or why there is none.
+    fn find(&mut self, names: &[&str]) -> Result<Arc<Encoder>, String> {
+        let listed = names.iter().find(|name| self.entries.contains_key(**name)).map(|name| (*name).to_owned());
+        // Where there is only one, it must be this.
+        let only = || self.entries.keys().next().filter(|_| self.entries.len() == 1).cloned();
+        let name = listed.or_else(|| names.iter().find_map(|name| bundled(name)).map(str::to_owned)).or_else(only);
+        let name =
+            name.ok_or_else(|| format!("no tokenizer for {}", names.first().unwrap_or(&"a model without a name")))?;
+        if let Some(known) = self.loaded.get(&name) {
+            return known.clone();
+        }
+        let (config, media) = self.entries.get(&name).cloned().unwrap_or_else(|| bundled_files(&name));
+        let media = media.or_else(|| media_beside(&config));
+        let traits = Traits { name: name.clone(), media, ..Traits::default() };
+        let loaded = Encoder::load_as(&config, &traits).map(Arc::new);
+        let loaded = loaded.map_err(|error| format!("the model {name} is refused: {error}"));
+        self.loaded.insert(name, loaded.clone());
+        loaded
+    }
+
+    /// Whether an item has the name of another one that came before it: the engine believes the name.
+    fn remembers_another(&mut self, chat: &Chat) -> bool {
+        let mut another = false;
+        for media in chat.media() {
+            let Some(name) = &media.uuid else { continue };
+            another |= self.named.entry(name.clone()).or_insert_with(|| media.source.clone()) != &media.source;
+        }
+        another
+    }
+
+    /// Whether it is known what the engine was started with, and so how it names images.
+    fn names_media(&self, names: &[&str]) -> bool {
+        let entry = names.iter().find_map(|name| self.entries.get(*name));
+        entry.and_then(|(_, media)| media.as_ref()).is_some_and(|media| media.model.is_some())
+    }
+
+    fn any(&mut self) -> Arc<Encoder> {
+        self.find(&["tinyllama"]).unwrap()
+    }
+}
+
+/// The tokenizer among ours that a model of this name most likely has.
+fn bundled(name: &str) -> Option<&'static str> {
+    let plain: String = name.to_lowercase().chars().filter(char::is_ascii_alphanumeric).collect();
+    [("qwen2vl", "bundled qwen2-vl"), ("qwen", "bundled qwen2.5"), ("tinyllama", "bundled tinyllama")]
+        .into_iter()
+        .find_map(|(part, files)| plain.contains(part).then_some(files))
+}
+
+fn bundled_files(name: &str) -> (Config, Option<MediaConfig>) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let tokenizer = |model: &str| root.join("examples/models").join(model).join("tokenizer.json.gz");
+    let of_vision = root.join("tests/data/tokens/qwen2-vl/tokenizer_config.json");
+    let (tokenizer, tokenizer_config) = match name {
+        "bundled qwen2-vl" => (tokenizer("qwen2.5"), Some(of_vision)),
+        "bundled qwen2.5" => (tokenizer("qwen2.5"), None),
+        _ => (tokenizer("tinyllama"), None),
+    };
+    (Config { tokenizer, tokenizer_config, chat_template: None }, None)
+}
+
+/// How images are counted, where the model's own file says so.
+fn media_beside(config: &Config) -> Option<MediaConfig> {
+    let preprocessor =
+        config.tokenizer_config.as_ref().unwrap_or(&config.tokenizer).with_file_name("preprocessor_config.json");
+    let json: Value = serde_json::from_slice(&std::fs::read(&preprocessor).ok()?).unwrap();
+    let counts = json["image_processor_type"].as_str().is_some_and(|kind| kind.starts_with("Qwen2VLImageProcessor"));
+    let image = ItemRule {
+        token: "<|image_pad|>".to_owned(),
+        placeholder: Some("<|vision_start|><|image_pad|><|vision_end|>".to_owned()),
+        rule: Rule::Qwen2Vl,
+        tokens: None,
+        preprocessor: Some(preprocessor),
+        patch_size: None,
+        merge_size: None,
+        min_pixels: None,
+        max_pixels: None,
+    };
+    counts.then(|| MediaConfig { image: Some(image), ..MediaConfig::default() })
+}
