@@ -56,7 +56,7 @@ fn awkward() -> Vec<AddedToken> {
         special("<|right|>").rstrip(true),
         special("<|both|>").lstrip(true).rstrip(true),
         special("word").single_word(true),
-        special("<alone>").single_word(true),
+        special("<single>").single_word(true),
         // The first of these is no edge, the second is.
         special("<e>"),
         special("<e>x"),
