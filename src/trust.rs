@@ -180,6 +180,8 @@ pub struct Facts {
     pub restarts: u64,
     /// Blocks, as the index counts them, that may be gone.
     pub doubted_blocks: u64,
+    /// Whether everything was heard since its cache was empty: of a cache that was warm before we listened nothing is told.
+    pub whole: bool,
     /// Requests answered without a word since the last batch, of those that had to store blocks.
     pub unheard_requests: u32,
 }
@@ -291,6 +293,7 @@ impl Source {
         self.facts.batches += 1;
         self.facts.last_event = Some(batch.unix);
         self.facts.last_number = Some(batch.number);
+        self.facts.whole |= batch.number == 0;
         if let Some(written) = batch.written {
             let lag = batch.unix - written;
             self.facts.lag_seconds = Some(lag);
@@ -314,6 +317,11 @@ impl Source {
         self.facts.lost_batches = self.facts.lost_batches.saturating_add(batches);
     }
 
+    /// Something was not heard.
+    pub fn missed(&mut self) {
+        self.facts.whole = false;
+    }
+
     /// So many blocks may be gone now.
     pub fn doubted(&mut self, blocks: u64) {
         self.facts.doubted_blocks = blocks;
@@ -322,9 +330,15 @@ impl Source {
     /// The engine is a new one, and nothing of the old one is believed any more.
     pub fn restarted(&mut self) {
         self.facts.restarts += 1;
-        self.emptied();
+        self.cleared();
         self.engine_block_size = None;
         self.unusable = None;
+    }
+
+    /// The engine emptied its cache.
+    pub fn cleared(&mut self) {
+        self.emptied();
+        self.facts.whole = true;
     }
 
     /// Nothing is held, and everything from now on is heard.

@@ -139,7 +139,9 @@ impl Feed {
     /// Gives up what is missing in front of a batch and applies it.
     pub(super) fn jump(&mut self, gap: Gap, payload: &[u8]) {
         self.lost(gap.from, gap.to);
-        self.apply(payload, Way::Repeated(gap.to));
+        if !self.apply(payload, Way::Repeated(gap.to)) {
+            self.lost(gap.to, gap.to.saturating_add(1));
+        }
         self.sequencer.advance(gap.to, Digest::of(payload));
     }
 
@@ -160,6 +162,7 @@ impl Feed {
 
     /// What was missed while detached cannot be found out.
     pub(super) fn doubt(&mut self) {
+        self.witness.note(Source::missed);
         if self.resync == Resync::Clear {
             tracing::info!(rank = %self.rank, "what is known of this rank is forgotten, to be learned anew");
             self.normalizer.emptied();
@@ -299,7 +302,10 @@ impl Feed {
             KvEvent::Stored { blocks, .. } => self.doubts.stored(blocks.len() as u64),
             KvEvent::Removed { blocks, .. } => self.doubts.removed(blocks.len() as u64),
             KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {}
-            KvEvent::Cleared => self.emptied(),
+            KvEvent::Cleared => {
+                self.doubts.end();
+                self.witness.note(Source::cleared);
+            }
         }
         outcome
     }

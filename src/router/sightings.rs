@@ -28,7 +28,7 @@ impl Router {
         };
         let rank = booked.route.to.rank;
         // Who only decodes has its blocks from elsewhere, and not all engines tell of those.
-        if hashes.is_empty() || matches!(booked.route.phases, Phases::Remote(_)) || !self.is_exact(rank) {
+        if hashes.is_empty() || matches!(booked.route.phases, Phases::Remote(_)) || !self.is_known(rank) {
             return None;
         }
         let standing = self.parity.of(&booked.route.model)?;
@@ -36,14 +36,17 @@ impl Router {
         standing.sighting(rank, hashes.clone(), stores)
     }
 
-    fn is_exact(&self, rank: WorkerRank) -> bool {
-        self.trust(rank).trust == Trust::Exact
+    /// Whether all that a worker rank holds was told. Of blocks that it held before anybody listened it says nothing, and
+    /// where those are hit no block of theirs is missing for another reason.
+    fn is_known(&self, rank: WorkerRank) -> bool {
+        let whole = || self.sources().facts(rank).is_some_and(|facts| facts.whole);
+        self.trust(rank).trust == Trust::Exact && whole()
     }
 
     /// Looks for the blocks of an answered request; `None` where nothing can be said.
     pub fn look_for(&self, sighting: Sighting, scratch: &mut Overlaps) -> Option<(Evidence, Change)> {
         let rank = sighting.rank();
-        let slot = self.fleet.load().slot(rank).filter(|_| self.is_exact(rank))?;
+        let slot = self.fleet.load().slot(rank).filter(|_| self.is_known(rank))?;
         let stores = self.index.stores(slot)?;
         let hashes = sighting.hashes();
         // An engine with larger blocks than ours tells of whole ones of its own only.

@@ -55,7 +55,11 @@ async fn the_old_cache_is_forgotten(replay: bool) {
     assert!(until(SOON, async || bed.metric(LIVE).await == 0.0).await, "the end of the feed must be noticed");
     bed.stack.engines[0].restart(&programs, &run_dir).await.unwrap();
     // Only what is computed after the feed is back can be known for sure without a replay.
-    assert!(until(SOON, async || bed.metric(LIVE).await == 1.0).await, "the feed does not come back");
+    let back = async || {
+        let fleet = bed.stack.debug("fleet").await.unwrap();
+        fleet["members"][0]["source"]["because"] != "detached"
+    };
+    assert!(until(SOON, back).await, "the feed does not come back");
     let fresh = chat("fresh", 2);
     bed.ask(&fresh).await;
     let heard = async || {

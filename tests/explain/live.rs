@@ -243,6 +243,7 @@ fn check(said: &Value, table: &str) {
             "disk_credit",
             "shared_credit",
             "credit_decay",
+            "trust_credit",
             "prefill_cost",
             "decode_cost",
             "request_cost",
@@ -251,7 +252,7 @@ fn check(said: &Value, table: &str) {
         ];
         assert_eq!(cost.len(), terms.len(), "every term is in the table");
         let terms = terms.map(|term| format!("{:.3}", cost[term].as_f64().unwrap()));
-        assert_eq!(costs[1..12], terms, "{table}");
+        assert_eq!(costs[1..13], terms, "{table}");
     }
 }
 

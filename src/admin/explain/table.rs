@@ -29,7 +29,7 @@ const STATE: [[&str; 2]; 13] = [
 ];
 
 /// Headings of the second table.
-const COSTS: [[&str; 2]; 13] = [
+const COSTS: [[&str; 2]; 14] = [
     ["", "worker"],
     ["prefill", "blocks"],
     ["credit:", "device"],
@@ -37,6 +37,7 @@ const COSTS: [[&str; 2]; 13] = [
     ["", "disk"],
     ["", "shared"],
     ["", "decay"],
+    ["", "trust"],
     ["cost:", "prefill"],
     ["", "decode"],
     ["", "requests"],
@@ -148,6 +149,7 @@ fn costs(phase: &PhaseExplained, judged: &Judged) -> Vec<String> {
             cost.disk_credit,
             cost.shared_credit,
             cost.credit_decay,
+            cost.trust_credit,
             cost.prefill_cost,
             cost.decode_cost,
             cost.request_cost,
