@@ -150,8 +150,7 @@ impl App {
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
         app.place = grpc.iter().find_map(GrpcListener::place);
-        app.test_tokens(&config, entrance.router(), &models)?;
-        let intake = parts::intake(&config, models, entrance.router(), &metrics)?;
+        let intake = parts::intake(&config, models.clone(), entrance.router(), &metrics)?;
         entrance.router().parity().configure(intake.standings());
         way_in.intake.store(Some(intake.clone()));
         let parts = api::Parts {
@@ -162,6 +161,8 @@ impl App {
             closing: app.closing.clone(),
         };
         app.reload_ways_in(entrance.router().clone(), way_in, parts.intake.clone());
+        // Only now are there standings to be told what is found out.
+        app.test_tokens(&config, entrance.router(), &models)?;
         app.serve_api(&sockets, &config, parts).await?;
         app.follow_secrets(&metrics);
         let service = app.ext_proc(&config, intake, entrance, &metrics);
