@@ -81,6 +81,11 @@ impl Standing {
         self.change(|parity| parity.tested(worker, verdict))
     }
 
+    /// Whether canaries showed that a worker makes other tokens than we do, where others do not.
+    pub fn is_known_to_differ(&self, worker: WorkerId) -> bool {
+        !self.is_mistrusted() && matches!(self.parity.lock().workers.get(&worker), Some(Verdict::Differs { .. }))
+    }
+
     /// These workers are all there are; what was found out of others is forgotten.
     pub fn retain(&self, keep: impl Fn(WorkerId) -> bool) -> Change {
         self.change(|parity| parity.workers.retain(|worker, _| keep(*worker)))

@@ -220,6 +220,11 @@ impl Encoder {
         (self, outcome)
     }
 
+    /// The engine whose tokens these are.
+    pub fn engine(&self) -> Engine {
+        self.engine
+    }
+
     /// The tokens of a request: [`Encoder::render`], then [`Encoder::tokenize`].
     pub fn encode(&self, request: &Request) -> Result<Encoded, EncodeError> {
         let rendered = self.render(request)?;

@@ -50,7 +50,7 @@ impl Subject {
     pub fn new(model: &Model) -> Option<Self> {
         let encoder = model.encoder.clone()?;
         let prepare = |canary: Canary| Prepared { ours: ours(&encoder, &canary), canary };
-        let canaries = canaries(model.name.as_str()).into_iter().map(prepare).collect();
+        let canaries = canaries(model.name.as_str(), encoder.engine()).into_iter().map(prepare).collect();
         Some(Self { encoder, block_size: model.block_size, canaries })
     }
 

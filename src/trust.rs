@@ -135,11 +135,13 @@ impl Default for TrustRules {
 
 impl TrustRules {
     /// What of the credit for cached blocks is left.
-    pub fn credit(&self, trust: Trust) -> f64 {
-        match trust {
+    pub fn credit(&self, standing: Standing) -> f64 {
+        match (standing.trust, standing.because) {
             // Of who has no source only predictions are known, which are no less true for that.
-            Trust::Exact | Trust::Absent => 1.0,
-            Trust::CatchingUp | Trust::Stale => self.stale_credit,
+            (Trust::Exact, _) | (Trust::Absent, None | Some(Because::NoSource)) => 1.0,
+            // What it told before it became unusable may be anything by now.
+            (Trust::Absent, Some(_)) => 0.0,
+            (Trust::CatchingUp | Trust::Stale, _) => self.stale_credit,
         }
     }
 }

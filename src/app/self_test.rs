@@ -121,8 +121,9 @@ impl Runner {
                 tested = run_all(&mut tests), if tests.is_some() => self.take(tested),
                 changed = tasks.changed() => {
                     changed?;
-                    // Other tokenizers, or other ways to ask.
+                    // Other tokenizers, or other ways to ask; what is found out of the old ones says nothing.
                     self.known.clear();
+                    tests = None;
                 }
             }
             let task = tasks.borrow_and_update().clone();

@@ -34,8 +34,17 @@ use config::{EngineTokensConfig, RenderPath, When};
 const MOST_TRIES: usize = 2;
 
 /// What `/tokenize` does not read although it changes the prompt.
-const NOT_TOKENIZED: [&str; 5] =
-    ["documents", "reasoning_effort", "truncate_prompt_tokens", "truncation_side", "prompt_embeds"];
+const NOT_TOKENIZED: [&str; 6] = [
+    "documents",
+    "reasoning_effort",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "prompt_embeds",
+    "kv_transfer_params",
+];
+
+/// What it does not rename in messages as the chat does, so that the template sees no thoughts.
+const NOT_RENAMED: &[u8] = b"\"reasoning_content\"";
 
 /// Of so many prompts that engines render while our own tokens are not believed, one is compared with ours.
 const COMPARED: usize = 8;
@@ -177,6 +186,7 @@ impl EngineTokens {
 
     async fn one(&self, url: EngineUrl, question: Question) -> Result<Vec<Rendered>, EngineError> {
         let left = self.config.deadline.get().saturating_sub(question.started.elapsed());
+        let asked = Asked { of: self, url: url.clone(), since: Some(Instant::now()) };
         let answered = match self.config.path {
             RenderPath::Render => self.client.render(&url, question.api, question.body, left).await,
             RenderPath::Tokenize => {
@@ -186,6 +196,7 @@ impl EngineTokens {
                 })
             }
         };
+        asked.answered();
         let mut breakers = self.breakers.lock();
         let breaker = breakers.entry(url).or_default();
         match &answered {
@@ -201,7 +212,7 @@ impl EngineTokens {
     }
 
     /// The body as it is asked with; `None` where the engine's answer would not be its prompt.
-    fn question(&self, api: Api, body: &[u8]) -> Option<(RenderApi, Bytes)> {
+    fn question(&self, api: Api, body: &Bytes) -> Option<(RenderApi, Bytes)> {
         let render = match api {
             Api::ChatCompletions => RenderApi::Chat,
             Api::Completions => RenderApi::Completions,
@@ -214,10 +225,35 @@ impl EngineTokens {
             RenderPath::Render => Some((render, openai::edit::set_field(body, "mm_payload", b"\"none\"")?.into())),
             RenderPath::Tokenize => {
                 let keys: BTreeMap<String, IgnoredAny> = serde_json::from_slice(body).ok()?;
-                let read = !NOT_TOKENIZED.iter().any(|key| keys.contains_key(*key));
+                let read = !NOT_TOKENIZED.iter().any(|key| keys.contains_key(*key))
+                    && memchr::memmem::find(body, NOT_RENAMED).is_none();
                 let known = matches!(render, RenderApi::Chat | RenderApi::Completions);
-                (known && read).then(|| (render, Bytes::copy_from_slice(body)))
+                (known && read).then(|| (render, body.clone()))
             }
+        }
+    }
+}
+
+/// One who was asked. Dropped without an answer after another one had to be asked, it has failed: who hangs would otherwise
+/// never rest.
+struct Asked<'a> {
+    of: &'a EngineTokens,
+    url: EngineUrl,
+    since: Option<Instant>,
+}
+
+impl Asked<'_> {
+    fn answered(mut self) {
+        self.since = None;
+    }
+}
+
+impl Drop for Asked<'_> {
+    fn drop(&mut self) {
+        let EngineTokens { breakers, config, .. } = self.of;
+        if self.since.is_some_and(|since| since.elapsed() >= config.hedge_after.get()) {
+            let mut breakers = breakers.lock();
+            breakers.entry(self.url.clone()).or_default().failed(Instant::now(), config.failures, config.rest.get());
         }
     }
 }

@@ -33,6 +33,10 @@ impl Fit {
     /// `None` where neither divides the other.
     pub(super) fn of(engine: BlockSize, ours: BlockSize) -> Option<Self> {
         let (engine, ours) = (engine.0.get(), ours.0.get());
+        // A size that no engine has would be as many names for every block.
+        if engine.max(ours) / engine.min(ours) > MOST_PARTS {
+            return None;
+        }
         match (NonZeroU32::new(engine / ours), NonZeroU32::new(ours / engine)) {
             _ if engine == ours => Some(Fit::Same),
             (Some(parts), _) if engine.is_multiple_of(ours) => Some(Fit::Split(parts)),
@@ -41,6 +45,9 @@ impl Fit {
         }
     }
 }
+
+/// Blocks of one side in a block of the other, at most.
+const MOST_PARTS: u32 = 1024;
 
 /// A run of the engine's blocks with what they hold.
 #[derive(Clone, Debug)]

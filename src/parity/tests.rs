@@ -56,12 +56,15 @@ fn a_model_is_believed_as_long_as_somebody_agrees() {
 }
 
 #[test]
-fn a_restarted_engine_that_cannot_be_asked_is_not_judged_by_the_one_before() {
+fn a_restarted_engine_that_cannot_be_asked_is_as_wrong_as_before_and_no_longer_right() {
     let standing = Standing::default();
     standing.tested(ONE, differs());
     standing.restarted(ONE);
     assert!(standing.is_mistrusted(), "not before it was asked again");
-    assert_eq!(standing.tested(ONE, silent()), Change::Trusted);
+    assert_eq!(standing.tested(ONE, silent()), Change::None, "no test is passed by silence");
+    assert_eq!(standing.tested(ONE, agrees()), Change::Trusted);
+    standing.restarted(ONE);
+    standing.tested(ONE, silent());
     assert_eq!(standing.parity().state(), "cannot_test");
 }
 

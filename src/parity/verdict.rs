@@ -135,12 +135,17 @@ pub struct ModelParity {
 
 impl ModelParity {
     pub(super) fn tested(&mut self, worker: WorkerId, verdict: Verdict) {
-        let doubted = self.doubted.remove(&worker);
         let known = self.workers.entry(worker).or_default();
-        // Who does not answer has not changed its tokens, unless it is somebody else by now.
-        if doubted || !matches!(verdict, Verdict::CannotTest { .. }) || !known.is_proven() {
-            *known = verdict;
+        if matches!(verdict, Verdict::CannotTest { .. }) {
+            // Who does not answer has not changed its tokens, unless it is somebody else by now; and even then what was
+            // wrong is wrong until a test is passed.
+            let stays = matches!(known, Verdict::Differs { .. }) || !self.doubted.contains(&worker);
+            if stays && known.is_proven() {
+                return;
+            }
         }
+        self.doubted.remove(&worker);
+        *known = verdict;
     }
 
     /// Whether our own tokens are not to be believed.

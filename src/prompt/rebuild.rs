@@ -116,6 +116,11 @@ pub(super) fn rebuild(tokenizer: &mut Value, said: &Said<'_>) -> bool {
         return false;
     }
     let Some([normalizer, pre_tokenizer, fallback]) = parts(said) else { return false };
+    // Where the model's family is not told, the file tells at least that it is none of those that the class is for: some
+    // families name it although their vocabulary is one of bytes.
+    if said.model_type.is_none() && Class::of(said) == Class::Llama && is_of_bytes(&tokenizer["pre_tokenizer"]) {
+        return false;
+    }
     // SGLang puts the written one back where its type was changed.
     let written = &tokenizer["pre_tokenizer"];
     let kept = said.engine == Engine::Sglang && !written.is_null() && written["type"] != pre_tokenizer["type"];
@@ -133,6 +138,12 @@ pub(super) fn rebuild(tokenizer: &mut Value, said: &Said<'_>) -> bool {
     set(&mut model["ignore_merges"], json!(false));
     set(&mut model["dropout"], Value::Null);
     changed
+}
+
+/// Whether a pre-tokenizer makes bytes of text.
+fn is_of_bytes(written: &Value) -> bool {
+    let listed = written["pretokenizers"].as_array().into_iter().flatten();
+    written["type"] == "ByteLevel" || listed.into_iter().any(|part| part["type"] == "ByteLevel")
 }
 
 /// Normalizer and pre-tokenizer of a class, and whether unknown characters become bytes; nothing for what is taken as written.

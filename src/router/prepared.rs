@@ -139,7 +139,7 @@ impl Prepared {
     /// What is left of the credit for what a member has cached.
     pub(super) fn trust_credit(&self, member: &Member) -> f64 {
         let holds = self.overlaps.iter().any(|looked| looked.table.get(member.slot).total() > 0);
-        if holds { self.settings.trust.credit(self.standing(member).trust) } else { 1.0 }
+        if holds { self.settings.trust.credit(self.standing(member)) } else { 1.0 }
     }
 
     /// Why nothing is known of anybody's cache.

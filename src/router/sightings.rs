@@ -32,6 +32,10 @@ impl Router {
             return None;
         }
         let standing = self.parity.of(&booked.route.model)?;
+        // Of an engine that is known to make other tokens there is nothing to learn about the others.
+        if standing.is_known_to_differ(rank.worker) {
+            return None;
+        }
         let stores = self.index.stores(self.fleet.load().slot(rank)?)?;
         standing.sighting(rank, hashes.clone(), stores)
     }

@@ -6,6 +6,7 @@ use bytes::Bytes;
 use serde_json::{Value, json};
 
 use crate::openai::Api;
+use crate::prompt::Engine;
 
 /// One request to compare.
 #[derive(Clone, Debug)]
@@ -18,15 +19,19 @@ pub struct Canary {
     pub body: Bytes,
 }
 
-/// All canaries, as requests for a model.
-pub fn canaries(model: &str) -> Vec<Canary> {
+/// What SGLang's `/tokenize` reads and its chat does not, or the other way round: what it says of these is not what it does.
+const NOT_AS_IN_SGLANGS_CHAT: [&str; 3] = ["chat_open", "chat_continued", "text_bare"];
+
+/// All canaries, as requests for a model of such engines.
+pub fn canaries(model: &str, engine: Engine) -> Vec<Canary> {
+    let tells = |name: &str| engine == Engine::Vllm || !NOT_AS_IN_SGLANGS_CHAT.contains(&name);
     let chats = chats().into_iter().map(|(name, body)| (name, Api::ChatCompletions, body));
     let texts = texts().into_iter().map(|(name, body)| (name, Api::Completions, body));
     let canary = |(name, api, mut body): (&'static str, Api, Value)| {
         body["model"] = model.into();
         Canary { name, api, body: body.to_string().into() }
     };
-    chats.chain(texts).map(canary).collect()
+    chats.chain(texts).filter(|(name, ..)| tells(name)).map(canary).collect()
 }
 
 fn says(role: &str, content: &str) -> Value {
@@ -118,7 +123,7 @@ mod tests {
 
     #[test]
     fn every_canary_is_a_request_of_its_api_and_has_a_name_of_its_own() {
-        let canaries = canaries("m");
+        let canaries = canaries("m", Engine::Vllm);
         for canary in &canaries {
             let request =
                 openai::parse(canary.api, &canary.body).unwrap_or_else(|error| panic!("{}: {error}", canary.name));

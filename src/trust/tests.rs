@@ -121,6 +121,11 @@ fn since_when_it_stands_so_changes_with_the_standing_only() {
 #[test]
 fn only_what_may_be_out_of_date_is_discounted() {
     let rules = TrustRules { stale_credit: 0.25, ..TrustRules::default() };
-    let credit = Trust::ALL.map(|trust| rules.credit(trust));
+    let credit = Trust::ALL.map(|trust| rules.credit(Standing::new(trust, None)));
     assert_eq!(credit, [1.0, 0.25, 0.25, 1.0]);
+    let absent = |because| rules.credit(Standing::new(Trust::Absent, Some(because)));
+    assert_eq!(
+        (absent(Because::NoSource), absent(Because::BlockSizeMismatch), absent(Because::OtherRank)),
+        (1.0, 0.0, 0.0)
+    );
 }
