@@ -375,6 +375,8 @@ impl Router {
             Prompt::Beginning { known, .. } if known.is_empty() => (Mode::LoadOnly, because),
             _ if guessed => (Mode::Approximate, because),
             _ if !candidates.iter().any(counts) => (Mode::LoadOnly, Some(prepared.why_cold(candidates))),
+            // It was not chosen for anything that it was known to hold.
+            _ if prepared.is_unusable(chosen) => (Mode::LoadOnly, Some(prepared.why_cold(&[chosen]))),
             Prompt::Beginning { .. } => (Mode::Partial, because),
             Prompt::Hashed(_) => (Mode::Exact, None),
         }

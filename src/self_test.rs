@@ -56,7 +56,8 @@ impl Subject {
 
     /// Compares with what one worker makes of the canaries.
     pub async fn test(&self, client: &EngineClient, engine: &EngineUrl, deadline: Duration) -> Verdict {
-        let mut way = Way::Tokenize;
+        // What `/tokenize` does is not all that the chat does; but not everybody renders, or for everybody.
+        let mut way = Way::Render;
         let mut compared = 0;
         let mut skipped = BTreeMap::new();
         for prepared in &self.canaries {
@@ -69,8 +70,9 @@ impl Subject {
                 }
             };
             let mut answered = ask(client, engine, (way, &prepared.canary), deadline).await;
-            if way == Way::Tokenize && matches!(answered, Err(EngineError::NotOffered(_))) {
-                way = Way::Render;
+            let closed = |error: &EngineError| matches!(error, EngineError::NotOffered(_)) || error.is_denied();
+            if way == Way::Render && answered.as_ref().is_err_and(closed) {
+                way = Way::Tokenize;
                 answered = ask(client, engine, (way, &prepared.canary), deadline).await;
             }
             match answered {

@@ -28,6 +28,9 @@ const LOOK: Duration = Duration::from_millis(500);
 /// Engines asked at once.
 const AT_ONCE: usize = 16;
 
+/// Who did not answer is asked again so soon.
+const SOON: Duration = Duration::from_secs(5);
+
 /// Who asks.
 pub(super) struct Learner {
     pub(super) router: Arc<Router>,
@@ -41,30 +44,33 @@ pub(super) struct Learner {
 impl Learner {
     /// Asks for ever.
     pub(super) async fn run(&self) -> anyhow::Result<()> {
-        let mut asked: HashMap<(WorkerId, Endpoint), Instant> = HashMap::new();
+        // When each is to be asked again.
+        let mut due_at: HashMap<(WorkerId, Endpoint), Instant> = HashMap::new();
         let mut looks = tokio::time::interval(LOOK);
         loop {
             looks.tick().await;
             let fleet = self.router.fleet();
             let workers: Vec<_> = fleet.workers().map(|worker| (worker.id, worker.endpoint)).collect();
-            asked.retain(|key, _| workers.contains(key));
+            due_at.retain(|key, _| workers.contains(key));
             let now = Instant::now();
-            let fresh = |at: &Instant| now.duration_since(*at) < self.settings.interval.get();
-            let due: Vec<_> = workers.iter().copied().filter(|key| !asked.get(key).is_some_and(fresh)).collect();
+            let due: Vec<_> =
+                workers.iter().copied().filter(|key| due_at.get(key).is_none_or(|due| *due <= now)).collect();
             if due.is_empty() {
                 continue;
             }
-            asked.extend(due.iter().map(|key| (*key, now)));
             let answers: Vec<_> = stream::iter(due)
                 .map(|key| async move { (key, self.ask(key.1).await) })
                 .buffer_unordered(AT_ONCE)
                 .collect()
                 .await;
+            // Who was not there may only be starting.
+            let wait = |pages: &Pages| if pages.are_missing() { SOON } else { self.settings.interval.get() };
+            due_at.extend(answers.iter().map(|(key, pages)| (*key, now + wait(pages))));
             self.said.send_if_modified(|said| {
                 let mut next = HashMap::clone(said);
                 next.retain(|key, _| workers.contains(key));
-                for ((id, endpoint), pages) in answers {
-                    let key = (id, endpoint);
+                for (key, pages) in answers {
+                    let endpoint = key.1;
                     let learned = pages.learned(endpoint, next.get(&key));
                     if !learned.is_empty() {
                         next.insert(key, learned);
@@ -101,6 +107,10 @@ struct Pages {
 }
 
 impl Pages {
+    fn are_missing(&self) -> bool {
+        self.caches.is_none() && self.sources.is_none()
+    }
+
     /// What is known now, with what was known before.
     fn learned(self, endpoint: Endpoint, before: Option<&Learned>) -> Learned {
         let (no_caches, no_sources) = (self.caches.is_none(), self.sources.is_none());

@@ -92,8 +92,9 @@ impl Router {
             None => (booked.chosen, route.overlap),
         };
         let size = self.trust(rank).engine_block_size.unwrap_or(route.block_size).tokens() as u64;
-        let held = u64::from(overlap.total()) * route.block_size.tokens() as u64;
-        if route.mode == Mode::Exact && route.prompt_tokens / size > held / size {
+        let ours = route.block_size.tokens() as u64;
+        let (whole, held) = (route.prompt_blocks * ours, u64::from(overlap.total()) * ours);
+        if route.mode == Mode::Exact && whole / size > held / size {
             self.sources.answered(rank, booked.placed, now);
         }
     }

@@ -20,7 +20,7 @@ use crate::fleet::{Fleet, Member};
 use crate::index::{Overlaps, TierBlocks};
 use crate::load::LoadView;
 use crate::schedule::Weights;
-use crate::trust::{Because, Standing};
+use crate::trust::{Because, Standing, Trust};
 use crate::worker::{BlockSize, Role, Slot};
 
 /// Tables of overlaps that are kept to be used again.
@@ -134,6 +134,12 @@ impl Prepared {
     /// How far a member's event source can be believed.
     pub(super) fn standing(&self, member: &Member) -> Standing {
         self.trust.standing(member.rank)
+    }
+
+    /// Whether a member tells of its cache and nothing of that can be used.
+    pub(super) fn is_unusable(&self, member: &Member) -> bool {
+        let standing = self.standing(member);
+        standing.trust == Trust::Absent && !matches!(standing.because, None | Some(Because::NoSource))
     }
 
     /// What is left of the credit for what a member has cached.
