@@ -66,8 +66,17 @@ fn sources_that_cannot_be_used_leave_the_load_to_decide() {
     assert_eq!(told(&router), (Mode::LoadOnly, Some(Reason::IndexCold)));
     router.set_trust(rank(1), Standing::new(Trust::Absent, Some(Because::BlockSizeMismatch)));
     assert_eq!(told(&router), (Mode::LoadOnly, Some(Reason::BlockSizeMismatch)));
+    // Beside one that can be used, it is by load only where the other is not chosen.
     router.set_trust(rank(2), stale());
-    assert_eq!(told(&router), (Mode::Exact, None));
+    let mut chosen = std::collections::BTreeSet::new();
+    for _ in 0..64 {
+        let route = router.ask(prompt()).unwrap();
+        let by_load = (Mode::LoadOnly, Some(Reason::BlockSizeMismatch));
+        let expected = if route.to.rank == rank(1) { by_load } else { (Mode::Exact, None) };
+        assert_eq!((route.mode, route.reason), expected, "{:?}", route.to);
+        chosen.insert(route.to.rank);
+    }
+    assert_eq!(chosen, [rank(1), rank(2)].into());
     router.sources().forget(rank(2));
     assert_eq!(router.trust(rank(2)), Standing::default());
 }
