@@ -163,6 +163,9 @@ impl Ranks {
     /// One rank, number 0: an engine without data parallelism.
     pub const ONE: Ranks = Ranks { start: 0, size: NonZeroU32::MIN };
 
+    /// More than any engine has; a larger number is an error that would allocate tables without end.
+    pub const MOST: u32 = 1024;
+
     /// The ranks in order.
     pub fn iter(self) -> impl Iterator<Item = DpRank> {
         self.range().map(DpRank)

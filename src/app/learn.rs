@@ -126,9 +126,6 @@ impl Pages {
     }
 }
 
-/// More ranks than any engine has are a mistake.
-const MOST_RANKS: usize = 1024;
-
 /// What two pages of an engine say.
 pub fn learned(endpoint: Endpoint, caches: &[CacheConfig], sources: &[EventsOfRank]) -> Learned {
     let mut sizes = caches.iter().map(|cache| cache.block_size);
@@ -150,7 +147,8 @@ fn ranks(told: impl Iterator<Item = u32>, count: usize) -> Option<Ranks> {
     all.sort_unstable();
     all.dedup();
     let start = *all.first()?;
-    let is_whole = count <= MOST_RANKS && all.len() == count && all.iter().zip(start..).all(|(rank, at)| *rank == at);
+    let is_whole =
+        count <= Ranks::MOST as usize && all.len() == count && all.iter().zip(start..).all(|(rank, at)| *rank == at);
     let size = NonZeroU32::new(u32::try_from(all.len()).ok()?)?;
     is_whole.then_some(Ranks { start, size })
 }

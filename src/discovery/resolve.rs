@@ -11,9 +11,6 @@ use super::zmq::ZmqEndpoint;
 use crate::settings::{Problem, Step, nearest};
 use crate::worker::{Attach, Capacity, DpRank, EventSource, Ranks, Worker};
 
-/// More ranks than any engine has; a larger number is a typing error that would allocate tables without end.
-const MOST_RANKS: u32 = 1024;
-
 /// The workers, or every mistake, each with its trail from the list.
 pub fn resolve(list: &[WorkerConfig], models: &[ServedModel]) -> Result<Vec<Worker>, Vec<Problem>> {
     let mut problems = duplicates(list);
@@ -117,8 +114,8 @@ fn model<'m>(config: &WorkerConfig, models: &'m [ServedModel]) -> Result<&'m Ser
 
 fn ranks(data_parallel: DataParallel) -> Result<Ranks, Problem> {
     let DataParallel { start, size } = data_parallel;
-    let fits = size.get() <= MOST_RANKS && start.checked_add(size.get()).is_some();
-    let text = format!("{size} ranks from {start} are more than an engine has; at most {MOST_RANKS} are taken");
+    let fits = size.get() <= Ranks::MOST && start.checked_add(size.get()).is_some();
+    let text = format!("{size} ranks from {start} are more than an engine has; at most {} are taken", Ranks::MOST);
     let wrong = || Problem::at(["data_parallel".into(), "size".into()], text);
     fits.then_some(Ranks { start, size }).ok_or_else(wrong)
 }

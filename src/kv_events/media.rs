@@ -1,15 +1,11 @@
 //! Multimodal objects in events: per block, the identifiers of the objects that fill its placeholder tokens.
 
-use xxhash_rust::xxh3::xxh3_64;
-
+use crate::block::ObjectHash;
 pub use crate::block::placeholders::{MediaTokens, normalize};
 
 /// The hash of an object's identifier: a content digest is shortened, any other name hashed, an empty one is none.
 pub fn identifier_hash(identifier: &str) -> Option<u64> {
-    if identifier.is_empty() {
-        return None;
-    }
-    Some(digest(identifier).unwrap_or_else(|| xxh3_64(identifier.as_bytes())))
+    ObjectHash::of(identifier).map(|object| object.0)
 }
 
 /// The first 16 of exactly 64 hex digits.
@@ -27,6 +23,8 @@ pub(super) fn marker(text: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use xxhash_rust::xxh3::xxh3_64;
+
     use super::*;
 
     #[test]
