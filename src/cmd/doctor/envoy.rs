@@ -59,8 +59,10 @@ fn absent(dump: &Dump, expected: &Expected) -> Finding {
 fn at_work(site: &Site<'_>) -> Finding {
     let at = site.at_filter("envoy.filter", &site.main);
     if site.server.routes.is_none() {
-        return at
-            .skipped("its routes come from elsewhere and are not on the page, so that nothing of them was looked at");
+        return at.skipped(
+            "its routes come from elsewhere and are not on the page: nothing of them was looked at, and the filter as it \
+             stands in the list",
+        );
     }
     match site.active.len() {
         0 => at.error(

@@ -65,6 +65,7 @@ impl Gatherer<'_> {
             windows: self.models.get(&worker.model).map(|model| model.windows).unwrap_or_default(),
             worker: worker.clone(),
             adapters: self.adapters(&worker.model),
+            images_of: self.images_of(&worker.model),
             blocks_wanted: self.blocks_wanted(),
             health,
             date: date.map(|theirs| (theirs, SystemTime::now())),
@@ -106,6 +107,14 @@ impl Gatherer<'_> {
     fn adapters(&self, model: &ModelName) -> Vec<ModelName> {
         let found = self.config.models.iter().find(|known| known.name == *model);
         found.map(|known| known.adapters.clone()).unwrap_or_default()
+    }
+
+    /// After which model our names for images are called; none where there are no images, or where engines are asked.
+    fn images_of(&self, model: &ModelName) -> Option<String> {
+        let media = self.config.models.iter().find(|known| known.name == *model)?.media.as_ref()?;
+        media.image.as_ref()?;
+        let served = (!self.config.learn.enabled).then(|| model.to_string());
+        media.model.clone().or(served)
     }
 
     /// Whether a setting asks how many KV blocks a worker has.

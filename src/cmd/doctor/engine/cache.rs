@@ -1,6 +1,8 @@
 //! What the engine says of its cache against what is configured: blocks, how many, whether prompts share them, and of how
 //! many ranks.
 
+use std::collections::BTreeSet;
+
 use super::facts::{WorkerFacts, why};
 use crate::cmd::doctor::finding::{At, Finding};
 use crate::engine_client::{CacheConfig, EngineError};
@@ -31,9 +33,12 @@ pub(super) fn check(facts: &WorkerFacts) -> Vec<Finding> {
     findings
 }
 
+/// Ranks may differ: the first that is not as configured is told.
 fn block_size(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
-    let theirs = caches.iter().find_map(|cache| cache.block_size)?;
-    Some(block_size_is(facts, theirs, "/metrics"))
+    let sizes: Vec<u32> = caches.iter().filter_map(|cache| cache.block_size).collect();
+    let ours = facts.worker.block_size.0.get();
+    let theirs = sizes.iter().find(|size| **size != ours).or(sizes.first())?;
+    Some(block_size_is(facts, *theirs, "/metrics"))
 }
 
 /// The verdict on a block size that somebody told.
@@ -72,45 +77,51 @@ fn prefix_caching(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding
     })
 }
 
+/// Engines count in their own blocks, we in ours; where ranks differ the one that has the fewest counts.
 fn capacity(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
-    let theirs = caches.iter().find_map(|cache| cache.num_gpu_blocks)?;
+    let ours = u64::from(facts.worker.block_size.0.get());
+    let in_ours = |cache: &CacheConfig| {
+        let size = cache.block_size.map_or(ours, u64::from);
+        Some(cache.num_gpu_blocks?.saturating_mul(size) / ours)
+    };
+    let theirs = caches.iter().filter_map(in_ours).min()?;
     let at = At::new("engine.capacity", facts.subject());
     let mend = format!("write `total_kv_blocks: {theirs}` for worker {}", facts.worker.id);
+    let has = format!("the engine has {theirs} blocks of {ours} tokens per rank");
     Some(match facts.worker.capacity.total_kv_blocks {
         Some(ours) if ours == theirs => at.ok(format!("{ours} blocks on both sides")),
-        Some(ours) => at.warning(format!("the engine has {theirs} blocks per rank, configured are {ours}"), mend),
-        None if facts.blocks_wanted => {
-            at.warning(format!("the engine has {theirs} blocks per rank, and a setting of ours needs to know"), mend)
-        }
+        Some(ours) => at.warning(format!("{has}, configured are {ours}"), mend),
+        None if facts.blocks_wanted => at.warning(format!("{has}, and a setting of ours needs to know"), mend),
         None => at.ok(format!("{theirs} blocks per rank, which nothing asks for")),
     })
 }
 
+/// Which ranks, not only how many: an engine that starts at another number has none of ours.
 fn ranks(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
-    let by_metrics: Vec<u32> = caches.iter().filter_map(CacheConfig::rank).collect();
-    let by_sources: Vec<u32> = facts.publishers.iter().flatten().map(|publisher| publisher.rank).collect();
+    let by_metrics: BTreeSet<u32> = caches.iter().filter_map(CacheConfig::rank).collect();
+    let by_sources: BTreeSet<u32> = facts.publishers.iter().flatten().map(|publisher| publisher.rank).collect();
     let (theirs, by) =
         if by_metrics.len() >= by_sources.len() { (by_metrics, "/metrics") } else { (by_sources, "/kv_event_sources") };
     let at = At::new("engine.ranks", facts.subject());
+    let (first, last) = (*theirs.first()?, *theirs.last()?);
     let ours = facts.worker.ranks;
-    let first = *theirs.iter().min()?;
-    let count = theirs.len();
-    Some(if count == ours.size.get() as usize {
-        at.ok(format!("{count} on both sides"))
-    } else {
-        let listed = theirs.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-        at.error(
-            format!(
-                "the engine has the data-parallel ranks {listed} by {by}, configured are {} from {}",
-                ours.size, ours.start
-            ),
-            format!(
-                "write `data_parallel: {{start: {first}, size: {count}}}` for worker {}, or start the engine with \
-                 `--data-parallel-size {}`",
-                facts.worker.id, ours.size
-            ),
-        )
-    })
+    let listed = theirs.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    if theirs.iter().copied().eq(ours.iter().map(|rank| rank.0)) {
+        return Some(at.ok(format!("{listed} on both sides")));
+    }
+    let seen = format!(
+        "the engine has the data-parallel ranks {listed} by {by}, configured are {} from {}",
+        ours.size, ours.start
+    );
+    let size = last - first + 1;
+    Some(at.error(
+        seen,
+        format!(
+            "write `data_parallel: {{start: {first}, size: {size}}}` for worker {}, or start the engine with \
+             `--data-parallel-size {} --data-parallel-start-rank {}`",
+            facts.worker.id, ours.size, ours.start
+        ),
+    ))
 }
 
 fn tokens(facts: &WorkerFacts) -> Finding {

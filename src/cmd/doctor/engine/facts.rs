@@ -23,6 +23,8 @@ pub struct WorkerFacts {
     pub windows: Windows,
     /// Further names under which requests for adapters come.
     pub adapters: Vec<ModelName>,
+    /// What our names for images begin with, where we know images at all and did not take it from the engine.
+    pub images_of: Option<String>,
     /// Whether a setting asks how many KV blocks it has.
     pub blocks_wanted: bool,
     /// Whether it says that it is well.

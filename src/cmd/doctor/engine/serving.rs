@@ -11,7 +11,7 @@ const SKEW: Duration = Duration::from_secs(5);
 
 /// Every check of it.
 pub(super) fn check(facts: &WorkerFacts) -> Vec<Finding> {
-    let checks = [Some(reachable(facts)), model(facts), clock(facts)];
+    let checks = [Some(reachable(facts)), model(facts), images(facts), clock(facts)];
     checks.into_iter().flatten().chain(adapters(facts)).collect()
 }
 
@@ -66,6 +66,22 @@ fn model(facts: &WorkerFacts) -> Option<Finding> {
              under `models`"
         ),
     ))
+}
+
+/// The name that an engine was started with enters its names for images.
+fn images(facts: &WorkerFacts) -> Option<Finding> {
+    let ours = facts.images_of.as_deref()?;
+    let at = At::new("engine.image_names", facts.subject());
+    let served = facts.models.as_ref().ok()?.iter().find(|model| model.id == facts.worker.model.as_str())?;
+    let theirs = served.root.as_deref()?;
+    Some(if theirs == ours {
+        at.ok(format!("images are those of {ours} on both sides"))
+    } else {
+        at.error(
+            format!("its images are those of {theirs}, and for us of {ours}: no block from an image on is ever found"),
+            format!("write `media: {{model: {theirs}, ..}}` for the model {}", facts.worker.model),
+        )
+    })
 }
 
 fn adapters(facts: &WorkerFacts) -> Vec<Finding> {

@@ -66,6 +66,7 @@ fn well() -> WorkerFacts {
         sources_learned: false,
         windows: Windows::Plain,
         adapters: Vec::new(),
+        images_of: None,
         blocks_wanted: false,
         health: Ok(()),
         date: None,
@@ -186,6 +187,56 @@ fn reuse_is_as_much_as_was_to_be_expected() {
         let Some(Ok(canary)) = &mut facts.ranks[0].canary else { panic!("no canary") };
         canary.prompt_tokens = Some(99);
     });
+}
+
+/// A page of measures with one line per rank: number, tokens per block, blocks.
+fn page_of(ranks: &[(u32, u32, u64)]) -> Result<MetricsPage, EngineError> {
+    let line = |(rank, size, blocks): &(u32, u32, u64)| {
+        format!("vllm:cache_config_info{{block_size=\"{size}\",engine=\"{rank}\",num_gpu_blocks=\"{blocks}\"}} 1.0\n")
+    };
+    Ok(MetricsPage::read(&ranks.iter().map(line).collect::<String>()))
+}
+
+#[test]
+fn what_any_rank_has_otherwise_is_told() {
+    let sized = |facts: &mut WorkerFacts, count: u32| {
+        facts.worker.ranks.size = std::num::NonZeroU32::new(count).unwrap();
+        facts.publishers = Err(EngineError::NotOffered(404));
+    };
+    let words =
+        ["the data-parallel ranks 1 by /metrics, configured are 1 from 0", "`data_parallel: {start: 1, size: 1}`"];
+    only(Level::Error, "engine.ranks", &words, |facts| facts.metrics = page_of(&[(1, 32, 9)]));
+    let words = ["blocks have 16 tokens by /metrics, configured are 32"];
+    only(Level::Warning, "engine.block_size", &words, |facts| {
+        sized(facts, 2);
+        facts.metrics = page_of(&[(0, 32, 9), (1, 16, 18)]);
+    });
+    // In blocks of ours: 64 of 16 tokens are 32 of 32.
+    for (configured, wrong_by) in
+        [(32, None), (64, Some("the engine has 32 blocks of 32 tokens per rank, configured are 64"))]
+    {
+        let found = wrong(|facts| {
+            sized(facts, 2);
+            facts.worker.capacity.total_kv_blocks = Some(configured);
+            facts.metrics = page_of(&[(0, 16, 80), (1, 16, 64)]);
+        });
+        let of_capacity = found.iter().find(|(_, check, _)| *check == "engine.capacity");
+        assert_eq!(of_capacity.is_some(), wrong_by.is_some(), "{found:?}");
+        assert!(of_capacity.is_none_or(|(.., text)| text.contains(wrong_by.unwrap_or_default())), "{found:?}");
+    }
+}
+
+#[test]
+fn images_have_to_be_of_the_same_model_on_both_sides() {
+    let of = |ours: &'static str| {
+        move |facts: &mut WorkerFacts| {
+            facts.images_of = Some(ours.to_owned());
+            facts.models.as_mut().unwrap()[0].root = Some("/models/qwen".to_owned());
+        }
+    };
+    assert_eq!(wrong(of("/models/qwen")), []);
+    let words = ["its images are those of /models/qwen, and for us of m", "write `media: {model: /models/qwen, ..}`"];
+    only(Level::Error, "engine.image_names", &words, of("m"));
 }
 
 #[test]

@@ -132,8 +132,12 @@ impl<'d> Site<'d> {
         format!("in the filter `{}` of listener `{}` write {text}", self.main.name, self.server.listener)
     }
 
-    /// The filter as the routes have it, each way once.
+    /// The filter as the routes have it, each way once; as the list of filters has it where no route is known to use it,
+    /// because what is wrong there is wrong wherever it is switched on.
     pub(super) fn variants(&self) -> Vec<&ExternalProcessing> {
+        if self.active.is_empty() {
+            return vec![&self.main.config];
+        }
         let mut variants: Vec<&ExternalProcessing> = Vec::new();
         for active in &self.active {
             if !variants.contains(&&active.filter) {

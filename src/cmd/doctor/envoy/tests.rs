@@ -124,6 +124,32 @@ fn a_filter_is_as_its_routes_have_it() {
 }
 
 #[test]
+fn where_no_route_is_on_the_page_the_filter_itself_is_looked_at() {
+    // Routes of which the page knows the name alone, and a fault in the filter.
+    let elsewhere = |fault: fn(&mut Value)| {
+        let mut page = by_control_plane(page("standalone"));
+        let configs = page["configs"].as_array_mut().unwrap();
+        configs.retain(|config| !config["@type"].as_str().unwrap().ends_with("RoutesConfigDump"));
+        let extensions = configs.iter_mut().find_map(|config| config.get_mut("ecds_filters")).unwrap();
+        fault(&mut extensions[0]["ecds_filter"]["typed_config"]);
+        let found = findings(&page, &config("standalone"));
+        found
+            .into_iter()
+            .filter(|one| one.level <= Level::Skipped)
+            .map(|one| (one.level, one.check))
+            .collect::<Vec<_>>()
+    };
+    let skipped = (Level::Skipped, "envoy.filter");
+    assert_eq!(elsewhere(|_| {}), [skipped]);
+    let trailers = elsewhere(|filter| filter["processing_mode"]["response_trailer_mode"] = json!("SKIP"));
+    assert_eq!(trailers, [skipped, (Level::Error, "envoy.response_trailers")]);
+    let namespaces = elsewhere(|filter| {
+        filter["metadata_options"].as_object_mut().unwrap().remove("receiving_namespaces");
+    });
+    assert!(namespaces.contains(&(Level::Warning, "envoy.probe")), "{namespaces:?}");
+}
+
+#[test]
 fn the_way_to_us_may_be_an_address_in_the_filter() {
     let cluster = r#""grpc_service":{"envoy_grpc":{"cluster_name":"ext_proc"}"#;
     let by = |target: &str| format!(r#""grpc_service":{{"google_grpc":{{"target_uri":"{target}","stat_prefix":"x"}}"#);
