@@ -86,6 +86,10 @@ pub enum Bypass {
     PrefillBusy,
     /// No decode worker stands where the prefill worker could hand over to.
     OutOfReach,
+    /// Requests of this kind cannot be handed from one worker to another.
+    NotHandedOver,
+    /// Prefill workers were asked and did not do it.
+    PrefillFailed,
 }
 
 impl Bypass {
@@ -95,6 +99,8 @@ impl Bypass {
             Bypass::LittleToCompute => "little_to_compute",
             Bypass::PrefillBusy => "prefill_busy",
             Bypass::OutOfReach => "out_of_reach",
+            Bypass::NotHandedOver => "not_handed_over",
+            Bypass::PrefillFailed => "prefill_failed",
         }
     }
 }

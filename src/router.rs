@@ -36,7 +36,7 @@ pub use outside::{Elsewhere, Foreign, Surveyed};
 pub use placing::Booked;
 pub use predictions::Predictions;
 pub use prepared::Prepared;
-pub use question::{Priority, Prompt, RouteRequest};
+pub use question::{Prefilled, Priority, Prompt, RouteRequest, Step};
 pub use served::Moved;
 pub use settings::{RouterSettings, Tracking, WhenOverloaded};
 pub use sources::{AllLearned, SharedSource, Sources};
@@ -327,16 +327,17 @@ impl Router {
         let (member, members) = (leg.member(), &leg.members);
         let (mode, reason) = self.mode(prepared, member, members);
         let cached = |member: &&Member| prepared.cached_tokens(member, true);
-        let phases = match (&legs.prefill, legs.bypass) {
-            (Some(leg), _) => Phases::Remote(Box::new(Prefill {
+        let phases = match (&legs.prefill, legs.bypass, &prepared.request.step) {
+            (Some(leg), ..) => Phases::Remote(Box::new(Prefill {
                 to: destination(leg.member()),
                 overlap: prepared.overlap(leg.member()),
                 cached_tokens: prepared.cached_tokens(leg.member(), true),
                 trust: prepared.standing(leg.member()).trust,
                 choice: leg.choice.clone(),
             })),
-            (None, Some(bypass)) => Phases::Kept(bypass),
-            (None, None) => Phases::Aggregated,
+            (None, _, Step::Decode(done)) => Phases::Remote(Box::new(done.prefill.clone())),
+            (None, Some(bypass), _) => Phases::Kept(bypass),
+            (None, None, _) => Phases::Aggregated,
         };
         Route {
             to: destination(member),

@@ -8,6 +8,7 @@ use rand::Rng;
 use super::answer::RouteError;
 use super::pools::{Pool, Pools};
 use super::prepared::Prepared;
+use super::question::Step;
 use super::settings::RouterSettings;
 use crate::admission::Gate;
 use crate::block::SequenceHash;
@@ -15,7 +16,7 @@ use crate::disagg::{Bypass, Facts};
 use crate::fleet::Member;
 use crate::load::{Booking, LoadView, Until};
 use crate::schedule::{self, Candidate, Choice, Question, Weights, preference};
-use crate::worker::Role;
+use crate::worker::{Role, Worker};
 
 /// One phase, decided.
 #[derive(Debug)]
@@ -51,6 +52,19 @@ pub(super) struct Legs<'f> {
     pub(super) bypass: Option<Bypass>,
     /// The prefill leg that there would have been.
     pub(super) bypassed: Option<Leg<'f>>,
+    /// What of it is carried out now.
+    now: Now,
+}
+
+/// What of a decision is carried out now, and so is booked, tried and expected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Now {
+    /// All of it.
+    Both,
+    /// The prefill, which is elsewhere.
+    Prefill,
+    /// The decode of what was computed elsewhere.
+    Decode,
 }
 
 /// Why nothing was decided.
@@ -85,18 +99,14 @@ pub(super) struct Decision<'a, 'f> {
 impl<'f> Decision<'_, 'f> {
     /// Decides both phases.
     pub(super) fn decide(&self, view: &LoadView<'_>, rng: &mut impl Rng) -> Result<Legs<'f>, Undecided> {
-        let Some(pool) = &self.pools.prefill else {
-            let decode = self.free(self.candidates(view, self.pools.decode.clone(), Phase::Both))?;
-            let decode = self.leg(decode, Phase::Both, rng)?;
-            return Ok(Legs { decode, prefill: None, bypass: None, bypassed: None });
-        };
+        let Some(pool) = &self.pools.prefill else { return self.alone(view, rng) };
         let prefill = self.candidates(view, pool.clone(), Phase::Prefill);
         let busy = self.is_busy(&prefill);
         if busy && !self.may_bypass() {
             return Err(Undecided::Busy);
         }
         let prefill = self.leg(prefill, Phase::Prefill, rng)?;
-        match self.after(&prefill) {
+        match self.after(&prefill.member().worker) {
             Some(pool) => {
                 let decode = self.leg(self.candidates(view, pool, Phase::Decode), Phase::Decode, rng)?;
                 let bypass = self.bypass(view, &prefill, &decode);
@@ -105,22 +115,46 @@ impl<'f> Decision<'_, 'f> {
                     return Err(Undecided::Busy);
                 }
                 let (prefill, bypassed) = if bypass.is_none() { (Some(prefill), None) } else { (None, Some(prefill)) };
-                Ok(Legs { decode, prefill, bypass, bypassed })
+                let first = prefill.is_some() && matches!(self.step(), Step::PrefillFirst { .. });
+                let now = if first { Now::Prefill } else { Now::Both };
+                Ok(Legs { decode, prefill, bypass, bypassed, now })
             }
             // Nobody stands where the prefill worker could hand over to.
             None if self.settings.disaggregation.enforce => Err(Undecided::Refused(RouteError::NoPrefill)),
             None => {
-                let decode = self.free(self.candidates(view, self.pools.decode.clone(), Phase::Both))?;
-                let decode = self.leg(decode, Phase::Both, rng)?;
-                Ok(Legs { decode, prefill: None, bypass: Some(Bypass::OutOfReach), bypassed: Some(prefill) })
+                let legs = self.alone(view, rng)?;
+                Ok(Legs { bypass: Some(Bypass::OutOfReach), bypassed: Some(prefill), ..legs })
             }
         }
     }
 
+    /// Decides where there is one worker to be found only.
+    fn alone(&self, view: &LoadView<'_>, rng: &mut impl Rng) -> Result<Legs<'f>, Undecided> {
+        let (phase, pool, now, bypass) = match self.step() {
+            // It waits for nobody: what was computed for it is kept for a short time.
+            Step::Decode(done) => {
+                let pool = self.after(&done.worker).ok_or(Undecided::Refused(RouteError::NoCandidate))?;
+                (Phase::Decode, pool, Now::Decode, None)
+            }
+            Step::Together(bypass) => {
+                let bypass = self.pools.has_prefills.then_some(*bypass);
+                (Phase::Both, self.pools.decode.clone(), Now::Both, bypass)
+            }
+            Step::Both | Step::PrefillFirst { .. } => (Phase::Both, self.pools.decode.clone(), Now::Both, None),
+        };
+        let seen = self.candidates(view, pool, phase);
+        let seen = if now == Now::Decode { seen } else { self.free(seen)? };
+        let decode = self.leg(seen, phase, rng)?;
+        Ok(Legs { decode, prefill: None, bypass, bypassed: None, now })
+    }
+
+    fn step(&self) -> &Step {
+        &self.prepared.request.step
+    }
+
     /// The decode pool under what the prefill worker demands.
-    fn after(&self, prefill: &Leg<'f>) -> Option<Pool<'f>> {
+    fn after(&self, worker: &Worker) -> Option<Pool<'f>> {
         let pool = &self.pools.decode;
-        let worker = &prefill.member().worker;
         if worker.kv_transfer.is_none() {
             return Some(pool.clone());
         }
@@ -231,12 +265,18 @@ enum Phase {
 }
 
 impl<'f> Legs<'f> {
-    /// Who was chosen; the worker that answers comes first.
+    /// Who gets the request now; the worker that answers comes first.
     pub(super) fn chosen(&self) -> impl Iterator<Item = &'f Member> {
-        [Some(&self.decode), self.prefill.as_ref()].into_iter().flatten().map(Leg::member)
+        let decode = Some(&self.decode).filter(|_| self.now != Now::Prefill);
+        [decode, self.prefill.as_ref()].into_iter().flatten().map(Leg::member)
     }
 
-    /// What is to be booked; the worker that answers comes first. `unshared` makes names that no other request uses.
+    /// Whether the worker that answers computes the prompt as well.
+    fn is_together(&self) -> bool {
+        self.prefill.is_none() && self.now != Now::Decode
+    }
+
+    /// What is to be booked, in the order of those who get the request now. `unshared` makes names that no other request uses.
     pub(super) fn bookings(
         &self,
         prepared: &Prepared,
@@ -244,15 +284,18 @@ impl<'f> Legs<'f> {
         unshared: impl FnOnce(usize) -> Arc<[SequenceHash]>,
     ) -> Vec<Booking> {
         let blocks = &prepared.blocks;
-        let sequences = match (settings.tracking.active_blocks, self.prefill.is_none() && prepared.reuse) {
-            (false, _) => Arc::new([]),
-            (true, true) => blocks.sequences.clone(),
-            (true, false) => unshared(blocks.complete as usize),
+        let decode = || {
+            let sequences = match (settings.tracking.active_blocks, self.is_together() && prepared.reuse) {
+                (false, _) => Arc::new([]),
+                (true, true) => blocks.sequences.clone(),
+                (true, false) => unshared(blocks.complete as usize),
+            };
+            self.booking(&self.decode, prepared, sequences, self.is_together())
         };
-        let decode = self.booking(&self.decode, prepared, sequences, self.prefill.is_none());
+        let decode = (self.now != Now::Prefill).then(decode);
         let prefill = self.prefill.as_ref().map(|leg| self.booking(leg, prepared, Arc::new([]), true));
         let prefill = prefill.map(|booking| Booking { until: Until::FirstToken, ..booking });
-        [decode].into_iter().chain(prefill).collect()
+        decode.into_iter().chain(prefill).collect()
     }
 
     fn booking(&self, leg: &Leg<'_>, prepared: &Prepared, sequences: Arc<[SequenceHash]>, prefills: bool) -> Booking {

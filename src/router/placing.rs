@@ -8,6 +8,7 @@ use super::answer::{Route, RouteError};
 use super::leg::{Legs, Undecided};
 use super::pools::Pools;
 use super::prepared::Prepared;
+use super::question::Prefilled;
 use crate::admission::{Attempt, Gate, Placing};
 use crate::block::BlockHashes;
 use crate::fleet::Member;
@@ -54,6 +55,14 @@ impl Booked {
 }
 
 impl Router {
+    /// The prefill of a request, once it is done, as whoever takes over has to know it; none where one worker does both
+    /// phases, or whoever did it has left.
+    pub fn prefilled_by(&self, route: &Route) -> Option<Prefilled> {
+        let prefill = route.prefill()?.clone();
+        let worker = self.fleet().worker(prefill.to.rank.worker)?.clone();
+        Some(Prefilled { prefill, worker })
+    }
+
     /// The request was answered well: its blocks are to be looked for where they should be.
     pub fn answered_well(&self, booked: &mut Booked) {
         if let Some(sighting) = booked.sighting.take() {

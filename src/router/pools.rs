@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use super::answer::RouteError;
-use super::question::RouteRequest;
+use super::question::{RouteRequest, Step};
 use super::settings::{RouterSettings, WhenOverloaded};
 use crate::fleet::{Fleet, Member};
 use crate::health::Condition;
@@ -45,6 +45,8 @@ pub(super) struct Pools<'f> {
     pub(super) decode: Pool<'f>,
     /// Who may do the prefill; none where whoever decodes does it.
     pub(super) prefill: Option<Pool<'f>>,
+    /// Whether anybody who serves the model does nothing but prefills, chosen or not.
+    pub(super) has_prefills: bool,
     pub(super) standings: Standings,
 }
 
@@ -77,16 +79,20 @@ impl<'f> Pools<'f> {
         if !members.iter().any(|member| request.constraints.lists(&member.worker)) {
             return Err(RouteError::Unsatisfied);
         }
-        let rejects = settings.when_all_overloaded == WhenOverloaded::Reject && request.has_prompt();
+        // Who has had its prefill is not turned away any more.
+        let takes_over = matches!(request.step, Step::Decode(_));
+        let rejects = settings.when_all_overloaded == WhenOverloaded::Reject && request.has_prompt() && !takes_over;
         let rules = Rules { settings, standings: &standings, rejects };
         let prefill = rules.prefill(members, request)?;
-        let role = if prefill.is_some() { Role::Decode } else { Role::Aggregated };
+        let apart = prefill.is_some() || takes_over;
+        let role = if apart { Role::Decode } else { Role::Aggregated };
         let mut decode = rules.pool(members, Constraints { role, ..request.constraints.clone() })?;
-        if prefill.is_some() && decode.members.iter().any(|member| member.worker.role == Role::Decode) {
+        if apart && decode.members.iter().any(|member| member.worker.role == Role::Decode) {
             decode.members.retain(|member| member.worker.role == Role::Decode);
         }
         decode.bind(request);
-        Ok(Self { decode, prefill, standings })
+        let has_prefills = members.iter().any(|member| member.worker.role == Role::Prefill);
+        Ok(Self { decode, prefill, has_prefills, standings })
     }
 }
 
@@ -131,9 +137,13 @@ impl Rules<'_> {
     }
 
     fn prefill<'f>(&self, members: &[&'f Member], request: &RouteRequest) -> Result<Option<Pool<'f>>, RouteError> {
-        if !request.has_prompt() {
+        if !request.has_prompt() || matches!(request.step, Step::Decode(_) | Step::Together(_)) {
             return Ok(None);
         }
+        let failed: &[WorkerId] = if let Step::PrefillFirst { failed } = &request.step { failed } else { &[] };
+        let left: Vec<&'f Member> =
+            members.iter().copied().filter(|member| !failed.contains(&member.rank.worker)).collect();
+        let members = &left[..];
         // Where every worker does both phases nothing is missing.
         let apart = members.iter().any(|member| member.worker.role != Role::Aggregated);
         let enforce = self.settings.disaggregation.enforce && apart;

@@ -3,11 +3,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::Reason;
+use super::{Prefill, Reason};
 use crate::block::{BlockHashes, SequenceHash};
+use crate::disagg::Bypass;
 use crate::parity::Foretold;
 use crate::schedule::{Constraints, Overrides, Pin};
-use crate::worker::{ModelName, WorkerRank};
+use crate::worker::{ModelName, Worker, WorkerId, WorkerRank};
 
 /// What is known of a request's prompt.
 #[derive(Clone, Debug)]
@@ -85,6 +86,35 @@ pub struct RouteRequest {
     pub expected_output_tokens: Option<u64>,
     /// Its place among requests that wait.
     pub priority: Priority,
+    /// What of it is to be decided.
+    pub step: Step,
+}
+
+/// What of a request is to be decided, where its prefill may be done elsewhere.
+#[derive(Clone, Debug, Default)]
+pub enum Step {
+    /// Both phases, and both are booked at once.
+    #[default]
+    Both,
+    /// Both phases, but where another worker does the prefill only that is booked: who decodes is decided anew when the
+    /// prefill is over, by the load of then.
+    PrefillFirst {
+        /// Prefill workers that had it and failed.
+        failed: Vec<WorkerId>,
+    },
+    /// Who takes over what was computed elsewhere.
+    Decode(Box<Prefilled>),
+    /// One worker for both phases, though there are prefill workers.
+    Together(Bypass),
+}
+
+/// A prefill that was done.
+#[derive(Clone, Debug)]
+pub struct Prefilled {
+    /// By whom, and why.
+    pub prefill: Prefill,
+    /// The same worker, for what it demands of who takes over.
+    pub worker: Arc<Worker>,
 }
 
 /// A request's place among others that wait.
@@ -128,6 +158,7 @@ impl RouteRequest {
             overrides: Overrides::default(),
             expected_output_tokens: None,
             priority: Priority::default(),
+            step: Step::default(),
         }
     }
 }

@@ -30,6 +30,13 @@ pub(super) fn routed(route: &Route, phases: &[PhaseExplained], temperature: f64,
         Phases::Kept(Bypass::OutOfReach) => {
             clauses.push("the chosen prefill worker could hand over to nobody, so it computes all itself".into());
         }
+        Phases::Kept(Bypass::NotHandedOver) => {
+            clauses
+                .push("what it asks for cannot be handed from one worker to another, so it computes all itself".into());
+        }
+        Phases::Kept(Bypass::PrefillFailed) => {
+            clauses.push("the prefill workers that were asked did not do it, so it computes all itself".into());
+        }
         Phases::Aggregated if phases.len() > 1 => {
             clauses.push("no prefill worker can be chosen, so it computes all itself".into());
         }

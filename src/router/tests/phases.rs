@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::*;
 use crate::disagg::{Bypass, Conditional, Disaggregation};
-use crate::schedule::Pin;
+use crate::schedule::{Constraints, Pin};
 use crate::worker::{DpRank, Enforcement, KvTransfer};
 
 fn with_role(id: u64, role: Role) -> Worker {
@@ -276,4 +276,74 @@ fn a_placed_request_leaves_no_prediction_before_it_is_sent_and_only_the_answerin
     assert_eq!(held(), [(1, 3, 0), (11, 3, 0)]);
     booked.grow();
     assert_eq!(held(), [(1, 3, 0), (11, 3, 1)]);
+}
+
+fn first(failed: &[u64]) -> RouteRequest {
+    let failed = failed.iter().map(|id| WorkerId(*id)).collect();
+    RouteRequest { step: Step::PrefillFirst { failed }, ..request(&[vec![1, 2, 3]]) }
+}
+
+fn taking_over(done: Prefilled) -> RouteRequest {
+    RouteRequest { step: Step::Decode(Box::new(done)), ..request(&[vec![1, 2, 3]]) }
+}
+
+#[test]
+fn what_is_done_first_is_booked_alone_and_who_takes_over_is_chosen_by_the_load_of_then() {
+    let router = router_of(pools(), RouterSettings::default());
+    let prefilling = router.route(first(&[])).unwrap();
+    let prefill = prefilling.route.prefill().unwrap().to.rank.worker.0;
+    assert_eq!(load_of(&router, prefill), (0, 13, 1));
+    assert_eq!((load_of(&router, 11), load_of(&router, 12)), ((0, 0, 0), (0, 0, 0)), "nobody decodes yet");
+
+    // Meanwhile another request fills the worker that would have been chosen.
+    let foreseen = prefilling.route.to.rank.worker;
+    let pin = Constraints { pin: pinned(foreseen.0), ..Constraints::default() };
+    let other = router.route(RouteRequest { constraints: pin, ..request(&[(10..20).collect()]) }).unwrap();
+    let done = router.prefilled_by(&prefilling.route).unwrap();
+    drop(prefilling);
+    assert_eq!(done.prefill.to.rank.worker.0, prefill);
+    let mut decoding = router.route(taking_over(done)).unwrap();
+    let decode = decoding.route.to.rank.worker;
+    assert_ne!(decode, foreseen);
+    assert_eq!(load_of(&router, decode.0), (3, 0, 1), "its blocks, and nothing to compute");
+    assert_eq!(decoding.route.prefill().unwrap().to.rank.worker.0, prefill, "the answer says who did it");
+    assert!(!decoding.reservation.first_token(), "there is no prefill left to end");
+    drop((decoding, other));
+    assert_eq!(router.load().snapshot().iter().map(|load| load.active_requests).sum::<u64>(), 0);
+}
+
+#[test]
+fn who_failed_a_prefill_does_not_get_it_again_and_after_the_last_the_decode_worker_does_it_unless_that_is_refused() {
+    let lenient = router_of(pools(), enforcing(false));
+    let by = |failed: &[u64]| Some(lenient.route(first(failed)).unwrap().route.prefill()?.to.rank.worker.0);
+    assert_eq!([by(&[1]), by(&[2]), by(&[1, 2])], [Some(2), Some(1), None]);
+    let together = |router: &Router| {
+        router.route(RouteRequest { step: Step::Together(Bypass::PrefillFailed), ..request(&[vec![1, 2]]) }).unwrap()
+    };
+    let booked = together(&lenient);
+    assert_eq!(booked.route.phases, Phases::Kept(Bypass::PrefillFailed));
+    assert_eq!(load_of(&lenient, booked.route.to.rank.worker.0), (2, 9, 1), "with its prefill");
+    let none = router_of([worker(21)], enforcing(false));
+    assert_eq!(together(&none).route.phases, Phases::Aggregated, "there is nobody who could have done it");
+    assert_eq!(router_of(pools(), enforcing(true)).route(first(&[1, 2])).unwrap_err(), RouteError::NoPrefill);
+}
+
+#[test]
+fn who_takes_over_stands_where_the_prefill_worker_can_reach_it() {
+    let at = |worker: Worker, zone: &str| Worker {
+        topology: BTreeMap::from([("zone".to_owned(), zone.to_owned())]),
+        kv_transfer: Some(KvTransfer { domain: "zone".to_owned(), enforcement: Enforcement::Required }),
+        ..worker
+    };
+    let workers = [
+        at(with_role(1, Role::Prefill), "a"),
+        at(with_role(11, Role::Decode), "b"),
+        at(with_role(12, Role::Decode), "a"),
+    ];
+    let router = router_of(workers.clone(), enforcing(false));
+    let booked = router.route(first(&[])).unwrap();
+    let done = router.prefilled_by(&booked.route).unwrap();
+    assert_eq!(router.route(taking_over(done.clone())).unwrap().route.to.rank.worker, WorkerId(12));
+    publish(&router, workers.into_iter().take(2));
+    assert_eq!(router.route(taking_over(done)).unwrap_err(), RouteError::NoCandidate, "out of reach");
 }
