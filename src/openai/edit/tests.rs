@@ -168,3 +168,29 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn several_fields_change_at_once_and_some_only_where_they_are() {
+    let changes =
+        [Change::set("max_tokens", b"1"), Change::set("room", b"7"), Change::replace("stream_options", b"null")];
+    let cases = [
+        (
+            r#"{"stream_options":{"a":[1]},"max_tokens":900,"x":1.50}"#,
+            r#"{"room":7,"stream_options":null,"max_tokens":1,"x":1.50}"#,
+        ),
+        (r#"{ "x":1}"#, r#"{"max_tokens":1,"room":7, "x":1}"#),
+        ("{}", r#"{"max_tokens":1,"room":7}"#),
+        (r#"{"room":1,"max_tokens":2}"#, r#"{"room":7,"max_tokens":1}"#),
+    ];
+    for (body, expected) in cases {
+        assert_eq!(String::from_utf8(change(body.as_bytes(), &changes).unwrap()).unwrap(), expected, "{body}");
+    }
+    assert_eq!(change(b"{\"x\":1}", &[]).unwrap(), b"{\"x\":1}");
+}
+
+#[test]
+fn values_are_found_where_they_stand() {
+    let body = br#"{"n": 2, "a":{"n":3}, "echo" :true,"\u006e":[4]}"#;
+    assert_eq!(look(body, &["echo", "n"]).unwrap(), [(1, &b"2"[..]), (0, b"true"), (1, b"[4]")]);
+    assert_eq!(look(b"[1]", &["n"]), None);
+}
