@@ -13,15 +13,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use reqwest::header::{AUTHORIZATION, CONTENT_TYPE};
+use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap};
 use reqwest::redirect::Policy;
-use reqwest::{Certificate, Client, ClientBuilder, Method, Response, StatusCode};
+use reqwest::{Body, Certificate, Client, ClientBuilder, Method, Response, StatusCode};
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 use tokio::sync::Semaphore;
 
 use bearer::Bearer;
-use config::EnginesConfig;
+use config::{EnginesConfig, Scheme};
 
 pub use answers::{EngineModel, EventsOfRank, Rendered, RenderedObject, Tokenized};
 pub use canary::Usage;
@@ -142,6 +142,20 @@ struct Call<'a> {
     deadline: Duration,
 }
 
+/// Somebody else's question, passed on with its headers.
+pub struct Forwarded<'a> {
+    /// To whom.
+    pub engine: &'a EngineUrl,
+    /// The path below the engine's address, with its query.
+    pub path: &'a str,
+    /// Its headers; where they bring credentials, ours are not added.
+    pub headers: HeaderMap,
+    /// JSON.
+    pub body: Body,
+    /// How long it may take.
+    pub deadline: Duration,
+}
+
 impl EngineClient {
     /// A client; it connects with the first call.
     pub fn new(config: &EnginesConfig) -> Result<Self, EngineError> {
@@ -149,7 +163,8 @@ impl EngineClient {
         // Engines are neighbours: where one sends us instead we have no business.
         let build = |builder: ClientBuilder| {
             let builder = builder.redirect(Policy::none()).tcp_nodelay(true);
-            builder.pool_max_idle_per_host(config.in_flight as usize).build()
+            let builder = builder.pool_max_idle_per_host(config.in_flight as usize);
+            if config.scheme == Scheme::H2c { builder.http2_prior_knowledge() } else { builder }.build()
         };
         let client = match &config.ca_file {
             Some(path) => {
@@ -242,6 +257,27 @@ impl EngineClient {
         read(&self.ask(&self.question(engine, path)).await?)
     }
 
+    /// Passes a request on, and reads the answer.
+    pub async fn forward(&self, forwarded: Forwarded<'_>) -> Result<Bytes, EngineError> {
+        let Forwarded { engine, path, headers, body, deadline } = forwarded;
+        let shared = &self.shared;
+        let asking = async {
+            let (path, query) = path.split_once('?').map_or((path, None), |(path, query)| (path, Some(query)));
+            let mut url = engine.join(path.trim_start_matches('/'));
+            url.set_query(query);
+            let mut request = shared.client.request(Method::POST, url);
+            if let Some(bearer) = shared.bearer.as_ref().filter(|_| !headers.contains_key(AUTHORIZATION))
+                && let Some(value) = bearer.header().await
+            {
+                request = request.header(AUTHORIZATION, value);
+            }
+            let request = request.headers(headers).header(CONTENT_TYPE, "application/json").body(body);
+            shared.answer(request.send().await).await
+        };
+        let _permit = shared.permits.try_acquire().map_err(|_| EngineError::Busy)?;
+        tokio::time::timeout(deadline, asking).await.map_err(|_| EngineError::Timeout)?.map(Bytes::from)
+    }
+
     fn question<'a>(&self, engine: &'a EngineUrl, path: &'a str) -> Call<'a> {
         Call { method: Method::GET, engine, path, body: None, deadline: self.shared.deadline }
     }
@@ -279,7 +315,11 @@ impl Shared {
         if let Some(body) = &call.body {
             request = request.header(CONTENT_TYPE, "application/json").body(body.clone());
         }
-        let response = request.send().await.map_err(|error| broken(&error))?;
+        self.answer(request.send().await).await
+    }
+
+    async fn answer(&self, response: reqwest::Result<Response>) -> Result<Vec<u8>, EngineError> {
+        let response = response.map_err(|error| broken(&error))?;
         match response.status() {
             StatusCode::OK => body(response, self.longest).await,
             status => Err(refused(status, &beginning(response).await)),

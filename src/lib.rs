@@ -23,6 +23,7 @@ pub mod learned;
 pub mod load;
 pub mod parity;
 pub mod predict;
+pub mod prefill;
 pub mod schedule;
 pub mod sessions;
 

@@ -34,8 +34,10 @@ pub enum Scheme {
     /// Plain.
     #[default]
     Http,
-    /// By TLS.
+    /// By TLS; whether it is HTTP/2 is agreed upon.
     Https,
+    /// Plain, and always HTTP/2.
+    H2c,
 }
 
 impl Default for EnginesConfig {
@@ -55,7 +57,7 @@ impl EnginesConfig {
     /// Where a worker is asked.
     pub fn url(&self, endpoint: Endpoint) -> EngineUrl {
         match self.scheme {
-            Scheme::Http => EngineUrl::http(endpoint),
+            Scheme::Http | Scheme::H2c => EngineUrl::http(endpoint),
             Scheme::Https => EngineUrl::https(endpoint),
         }
     }

@@ -1,0 +1,15 @@
+//! Carries out a prefill that was decided to be another worker's than the decode, so that no sidecar has to: by naming the
+//! prefill worker and nothing else, by giving both workers the same request with a room to meet in, or by asking the
+//! prefill worker first and handing what it says to the decode worker. Who they are is the router's to decide.
+
+mod call;
+mod config;
+mod handover;
+mod headers;
+mod meeting;
+
+pub use call::{Asked, Caller, Failure};
+pub use config::{By, PrefillConfig, Protocol};
+pub use handover::{Handing, NotHandedOver, Unfit, without_forged};
+pub use headers::forwarded;
+pub use meeting::{Meeting, Room};

@@ -1,0 +1,193 @@
+//! Asks a prefill worker to compute a prompt. Until the first byte has been sent the question can be taken back; from then on
+//! it runs to its end whoever has left, because an engine that is cut off in the middle of a prefill keeps its blocks for a
+//! decode worker that never comes. What the request holds of the load is held as long as the engine works on it.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use reqwest::header::HeaderMap;
+use thiserror::Error;
+use tokio::sync::oneshot;
+
+use crate::engine_client::config::EnginesConfig;
+use crate::engine_client::{EngineClient, EngineError, Forwarded};
+use crate::metrics::{Metrics, OutcomeLabel};
+use crate::worker::Endpoint;
+
+/// Why there was no prefill.
+#[derive(Clone, Debug, Error)]
+pub enum Failure {
+    /// The engine found the request wrong, so that it would be refused everywhere.
+    #[error("refused: {0}")]
+    Refused(EngineError),
+    /// The engine has too much to do, or too many prefills are under way.
+    #[error("busy: {0}")]
+    Busy(EngineError),
+    /// Nobody there, no answer in time, or a mistake of its own.
+    #[error("failed: {0}")]
+    Failed(EngineError),
+}
+
+impl Failure {
+    fn of(error: EngineError) -> Self {
+        match error {
+            EngineError::Status { status: 429 | 503, .. } | EngineError::Busy => Self::Busy(error),
+            EngineError::Status { status: 400..=499, .. } => Self::Refused(error),
+            EngineError::NotOffered(_) => Self::Refused(error),
+            error => Self::Failed(error),
+        }
+    }
+
+    /// The name in metrics.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Failure::Refused(_) => "refused",
+            Failure::Busy(_) => "busy",
+            Failure::Failed(EngineError::Timeout) => "timeout",
+            Failure::Failed(_) => "failed",
+        }
+    }
+}
+
+/// One prefill to be done.
+#[derive(Debug)]
+pub struct Asked {
+    /// By whom.
+    pub worker: Endpoint,
+    /// The path of the request.
+    pub path: String,
+    /// Its headers.
+    pub headers: HeaderMap,
+    /// What the engine is asked.
+    pub body: Bytes,
+}
+
+/// The way to prefill workers.
+#[derive(Clone)]
+pub struct Caller {
+    client: EngineClient,
+    engines: EnginesConfig,
+    deadline: Duration,
+    metrics: Arc<Metrics>,
+}
+
+impl Caller {
+    /// The way to prefill workers, each of whom has so long.
+    pub fn new(engines: EnginesConfig, deadline: Duration, metrics: Arc<Metrics>) -> Result<Self, EngineError> {
+        Ok(Self { client: EngineClient::new(&engines)?, engines, deadline, metrics })
+    }
+
+    /// How long one prefill may take.
+    pub fn deadline(&self) -> Duration {
+        self.deadline
+    }
+
+    /// Has a prefill done; `held` is what the request holds as long as the engine works on it. Dropping the future takes the
+    /// question back if nothing of it was sent yet; otherwise the prefill goes on, and `held` with it.
+    pub async fn prefill<T: Send + 'static>(&self, asked: Asked, held: T) -> (T, Result<Bytes, Failure>) {
+        let (here, left) = oneshot::channel::<()>();
+        let task = tokio::spawn(self.clone().carry(asked, held, left));
+        let answered = task.await;
+        drop(here);
+        match answered {
+            Ok(Some(answered)) => answered,
+            // Only who leaves takes it back, and a task that panics takes the process's panic hook with it.
+            Ok(None) => std::future::pending().await,
+            Err(panicked) => std::panic::resume_unwind(panicked.into_panic()),
+        }
+    }
+
+    async fn carry<T>(self, asked: Asked, held: T, left: oneshot::Receiver<()>) -> Option<(T, Result<Bytes, Failure>)> {
+        let sending = Arc::new(Sending::default());
+        let body = reqwest::Body::wrap(Noticed { body: Some(asked.body), sending: sending.clone() });
+        let engine = self.engines.url(asked.worker);
+        let call =
+            Forwarded { engine: &engine, path: &asked.path, headers: asked.headers, body, deadline: self.deadline };
+        let call = self.client.forward(call);
+        tokio::pin!(call);
+        let answer = tokio::select! {
+            biased;
+            answer = &mut call => answer,
+            // An error is the other side's drop.
+            _ = left => {
+                let taken_back = sending.take_back();
+                self.count(if taken_back { "left_before_start" } else { "left_after_start" });
+                if taken_back {
+                    return None;
+                }
+                call.await
+            }
+        };
+        let answer = answer.map_err(Failure::of);
+        self.count(answer.as_ref().map_or_else(Failure::label, |_| "done"));
+        Some((held, answer))
+    }
+
+    fn count(&self, outcome: &'static str) {
+        self.metrics.prefill_calls.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+}
+
+/// A body that notes when it begins to be sent: then there is a connection, and the engine will see it.
+struct Noticed {
+    body: Option<Bytes>,
+    sending: Arc<Sending>,
+}
+
+/// Whether a question is on its way. It is either sent or taken back, and never both.
+#[derive(Debug, Default)]
+struct Sending(AtomicU8);
+
+impl Sending {
+    const BEGUN: u8 = 1;
+    const TAKEN_BACK: u8 = 2;
+
+    fn begin(&self) -> bool {
+        self.settle(Self::BEGUN)
+    }
+
+    fn take_back(&self) -> bool {
+        self.settle(Self::TAKEN_BACK)
+    }
+
+    /// Whether it is so, now or before.
+    fn settle(&self, state: u8) -> bool {
+        match self.0.compare_exchange(0, state, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => true,
+            Err(settled) => settled == state,
+        }
+    }
+}
+
+/// The question was taken back.
+#[derive(Debug, Error)]
+#[error("the question was taken back")]
+struct TakenBack;
+
+impl Body for Noticed {
+    type Data = Bytes;
+    type Error = TakenBack;
+
+    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, TakenBack>>> {
+        if !self.sending.begin() {
+            return Poll::Ready(Some(Err(TakenBack)));
+        }
+        Poll::Ready(self.body.take().map(|body| Ok(Frame::data(body))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_none()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.body.as_ref().map_or(0, |body| body.len() as u64))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,197 @@
+//! What the prefill worker is asked, and how its answer becomes part of what the decode worker is asked. An engine believes
+//! whatever it is handed: the blocks of another request are a wrong answer with status 200. So a handover is made of one
+//! request and used up by it, cannot be copied, and never leaves this module but as the body it was put into.
+
+use bytes::Bytes;
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::value::RawValue;
+use thiserror::Error;
+
+use super::config::Protocol;
+use crate::openai::Api;
+use crate::openai::edit::{self, Change};
+
+/// What the field of a request means to vLLM: keep the KV of this prompt for somebody who will fetch it.
+const REMOTE_DECODE: &[u8] = br#"{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#;
+
+const CONTEXT_ONLY: &[u8] = br#"{"request_type":"context_only"}"#;
+
+const KV_TRANSFER: &str = "kv_transfer_params";
+const DISAGGREGATED: &str = "disaggregated_params";
+
+/// Fields by which engines are told whose KV to take. From a client they would be a way to another client's.
+const HANDOVERS: [&str; 5] = [KV_TRANSFER, DISAGGREGATED, "bootstrap_host", "bootstrap_port", "bootstrap_room"];
+
+/// Why a request is not for two workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum Unfit {
+    /// Engines hand over for chats and completions only.
+    #[error("its API is handed over by no engine")]
+    Api,
+    /// Its body was not shown, or is no JSON object.
+    #[error("its body cannot be changed")]
+    Body,
+    /// One prefill for several answers or prompts.
+    #[error("it asks for several answers")]
+    Several,
+    /// The answer tells of the prompt, which the decode worker does not compute.
+    #[error("its answer tells of the prompt")]
+    TellsPrompt,
+}
+
+/// Why the decode worker has nothing to take over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum NotHandedOver {
+    /// The prefill worker said nothing of it: the answer ended with its first token, or the engine keeps nothing.
+    #[error("the prefill worker handed nothing over")]
+    Nothing,
+    /// What it said cannot be read.
+    #[error("what the prefill worker said cannot be read")]
+    Unreadable,
+}
+
+/// One request on its way through two workers. It is made of the request's body and ends as the body that the decode worker
+/// gets. It cannot be copied:
+///
+/// ```compile_fail
+/// fn twice(handing: warmroute::prefill::Handing) -> [warmroute::prefill::Handing; 2] {
+///     [handing.clone(), handing]
+/// }
+/// ```
+///
+/// nor used again:
+///
+/// ```compile_fail
+/// fn again(handing: warmroute::prefill::Handing, answers: [&[u8]; 2]) {
+///     let _ = handing.decode_body(answers[0]);
+///     let _ = handing.decode_body(answers[1]);
+/// }
+/// ```
+#[derive(Debug)]
+pub struct Handing {
+    api: Api,
+    protocol: Protocol,
+    body: Bytes,
+}
+
+impl Handing {
+    /// A request that can be handed over.
+    pub fn new(api: Option<Api>, protocol: Protocol, body: &Bytes) -> Result<Self, Unfit> {
+        let api = api.filter(|api| matches!(api, Api::ChatCompletions | Api::Completions)).ok_or(Unfit::Api)?;
+        fit(body)?;
+        Ok(Self { api, protocol, body: body.clone() })
+    }
+
+    /// What the prefill worker is asked: the same prompt, one token, in one piece.
+    pub fn prefill_body(&self) -> Option<Bytes> {
+        let (field, asked) = match self.protocol {
+            Protocol::Vllm => (KV_TRANSFER, REMOTE_DECODE),
+            Protocol::Trtllm => (DISAGGREGATED, CONTEXT_ONLY),
+        };
+        let mut changes = vec![
+            Change::set("max_tokens", b"1"),
+            Change::set("stream", b"false"),
+            Change::set(field, asked),
+            // Both are refused beside the three above.
+            Change::replace("stream_options", b"null"),
+            Change::replace("min_tokens", b"0"),
+        ];
+        if self.api == Api::ChatCompletions {
+            changes.push(Change::set("max_completion_tokens", b"1"));
+        }
+        Some(edit::change(&self.body, &changes)?.into())
+    }
+
+    /// What the decode worker is asked, given what the prefill worker answered: the request as it came, and what it takes
+    /// over, byte for byte.
+    pub fn decode_body(self, answer: &[u8]) -> Result<Bytes, NotHandedOver> {
+        let (field, taken_over) = match self.protocol {
+            Protocol::Vllm => (KV_TRANSFER, transfer_params(answer)?.to_vec()),
+            Protocol::Trtllm => (DISAGGREGATED, disaggregated_params(answer)?),
+        };
+        let body = edit::set_field(&self.body, field, &taken_over).ok_or(NotHandedOver::Unreadable)?;
+        Ok(body.into())
+    }
+}
+
+/// Whether two workers can share a request.
+pub(super) fn fit(body: &[u8]) -> Result<(), Unfit> {
+    const KEYS: [&str; 8] =
+        ["n", "best_of", "use_beam_search", "prompt", "text", "input_ids", "echo", "prompt_logprobs"];
+    let found = edit::look(body, &KEYS).ok_or(Unfit::Body)?;
+    for (of, json) in found {
+        match KEYS[of] {
+            _ if json == b"null" => {}
+            "n" | "best_of" if json != b"1" => return Err(Unfit::Several),
+            "use_beam_search" if json != b"false" => return Err(Unfit::Several),
+            "prompt" | "text" | "input_ids" if !is_one_prompt(json) => return Err(Unfit::Several),
+            "echo" if json != b"false" => return Err(Unfit::TellsPrompt),
+            "prompt_logprobs" => return Err(Unfit::TellsPrompt),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// A text, the tokens of one, or a list of just one of either.
+fn is_one_prompt(json: &[u8]) -> bool {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Item {
+        Token(#[expect(dead_code, reason = "only what it is matters")] u64),
+        Other(IgnoredAny),
+    }
+    match json.first() {
+        Some(b'"') => true,
+        Some(b'[') => serde_json::from_slice::<Vec<Item>>(json)
+            .is_ok_and(|items| items.len() == 1 || items.iter().all(|item| matches!(item, Item::Token(_)))),
+        _ => false,
+    }
+}
+
+fn transfer_params(answer: &[u8]) -> Result<&[u8], NotHandedOver> {
+    let found = edit::look(answer, &[KV_TRANSFER]).ok_or(NotHandedOver::Unreadable)?;
+    match found[..] {
+        [] | [(_, b"null")] => Err(NotHandedOver::Nothing),
+        [(_, params)] if params.starts_with(b"{") => Ok(params),
+        // Which of several the engine means nobody knows.
+        _ => Err(NotHandedOver::Unreadable),
+    }
+}
+
+/// TensorRT-LLM's parameters stand in the choice, and are handed on as those of the other phase.
+fn disaggregated_params(answer: &[u8]) -> Result<Vec<u8>, NotHandedOver> {
+    #[derive(Deserialize)]
+    struct Answer<'a> {
+        #[serde(borrow)]
+        choices: Vec<Choice<'a>>,
+    }
+    #[derive(Deserialize)]
+    struct Choice<'a> {
+        #[serde(borrow, default)]
+        disaggregated_params: Option<&'a RawValue>,
+    }
+    let answer: Answer<'_> = serde_json::from_slice(answer).map_err(|_| NotHandedOver::Unreadable)?;
+    let [Choice { disaggregated_params }] = answer.choices[..] else { return Err(NotHandedOver::Unreadable) };
+    let params = disaggregated_params.ok_or(NotHandedOver::Nothing)?.get().as_bytes();
+    let named = edit::look(params, &["ctx_request_id"]).ok_or(NotHandedOver::Unreadable)?;
+    match named[..] {
+        [(_, id)] if id != b"null" => {}
+        _ => return Err(NotHandedOver::Nothing),
+    }
+    edit::set_field(params, "request_type", br#""generation_only""#).ok_or(NotHandedOver::Unreadable)
+}
+
+/// The body without what a client says of KV to take over; `None` where it says nothing of that kind.
+pub fn without_forged(body: &[u8]) -> Option<Bytes> {
+    let said = edit::look(body, &HANDOVERS)?;
+    if said.iter().all(|(_, json)| *json == b"null") {
+        return None;
+    }
+    let changes = HANDOVERS.map(|key| Change::replace(key, b"null"));
+    edit::change(body, &changes).map(Bytes::from)
+}
+
+#[cfg(test)]
+mod tests;

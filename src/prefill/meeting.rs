@@ -1,0 +1,128 @@
+//! Rooms in which a prefill and a decode worker meet that got the same request: SGLang's bootstrap fields. The number of the
+//! room is drawn for every request, and tells the decode worker which of the prefill worker's ranks has it.
+
+use bytes::Bytes;
+use rand::{Rng, RngExt as _};
+use serde_json::Value;
+
+use super::handover::{Unfit, fit};
+use crate::openai::Api;
+use crate::openai::edit::{self, Change};
+use crate::worker::{DpRank, Ranks};
+
+/// The number of a room: below 2^63, because engines keep it in a signed number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Room(u64);
+
+impl Room {
+    /// A room for a rank of a prefill worker: its number leaves the rank's place when it is divided by their count.
+    pub fn draw(ranks: Ranks, rank: DpRank, random: &mut impl Rng) -> Self {
+        let size = u64::from(ranks.size.get());
+        let place = u64::from(rank.0.saturating_sub(ranks.start)) % size;
+        let whole = (1 << 63) / size;
+        Self(random.random_range(0..whole) * size + place)
+    }
+
+    /// Its number.
+    pub fn number(self) -> u64 {
+        self.0
+    }
+}
+
+/// Where two workers meet over one request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Meeting {
+    /// The prefill worker's host.
+    pub host: String,
+    /// The port of its bootstrap server.
+    pub port: u16,
+    /// The room.
+    pub room: Room,
+    /// What both engines call the request, so that it can be aborted; the client's own name, if it gave one.
+    pub request: String,
+}
+
+impl Meeting {
+    /// The request with the way to its meeting, as both workers get it.
+    pub fn body(&mut self, api: Option<Api>, body: &[u8]) -> Result<Bytes, Unfit> {
+        if !matches!(api, Some(Api::ChatCompletions | Api::Completions | Api::SglangGenerate)) {
+            return Err(Unfit::Api);
+        }
+        fit(body)?;
+        let named = edit::look(body, &["rid"]).ok_or(Unfit::Body)?;
+        match named[..] {
+            [] | [(_, b"null")] => {}
+            // With a list of names it has a list of prompts.
+            [(_, json)] => self.request = serde_json::from_slice(json).map_err(|_| Unfit::Several)?,
+            _ => return Err(Unfit::Body),
+        }
+        let (host, name) = (Value::from(&*self.host).to_string(), Value::from(&*self.request).to_string());
+        let (port, room) = (self.port.to_string(), self.room.0.to_string());
+        let changes = [
+            Change::set("bootstrap_host", host.as_bytes()),
+            Change::set("bootstrap_port", port.as_bytes()),
+            Change::set("bootstrap_room", room.as_bytes()),
+            Change::set("rid", name.as_bytes()),
+        ];
+        edit::change(body, &changes).map(Bytes::from).ok_or(Unfit::Body)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU32;
+
+    use rand::SeedableRng as _;
+    use rand::rngs::StdRng;
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_room_says_the_place_of_its_rank_and_stays_below_the_sign() {
+        let mut random = StdRng::seed_from_u64(7);
+        let mut seen = std::collections::BTreeSet::new();
+        for (start, size, rank) in [(0, 1, 0), (0, 4, 3), (8, 3, 9), (0, 1024, 1023), (5, 7, 5)] {
+            let ranks = Ranks { start, size: NonZeroU32::new(size).unwrap() };
+            for _ in 0..1000 {
+                let room = Room::draw(ranks, DpRank(rank), &mut random).number();
+                assert_eq!(room % u64::from(size), u64::from(rank - start));
+                assert!(room < 1 << 63);
+                assert!(seen.insert(room), "no two are the same");
+            }
+        }
+        assert!(seen.last().unwrap() > &(1 << 62), "the whole range is used");
+    }
+
+    fn meeting() -> Meeting {
+        Meeting { host: "10.0.0.1".to_owned(), port: 8998, room: Room(1 << 62), request: "ours".to_owned() }
+    }
+
+    #[test]
+    fn the_way_to_a_meeting_is_put_into_the_body_and_nothing_else_changes() {
+        let body = br#"{"model":"m", "big":123456789012345678901,"messages":[]}"#;
+        let sent = meeting().body(Some(Api::ChatCompletions), body).unwrap();
+        let expected = r#"{"bootstrap_host":"10.0.0.1","bootstrap_port":8998,"bootstrap_room":4611686018427387904,"rid":"ours","model":"m", "big":123456789012345678901,"messages":[]}"#;
+        assert_eq!(std::str::from_utf8(&sent).unwrap(), expected);
+    }
+
+    #[test]
+    fn a_clients_own_name_holds_and_its_own_room_does_not() {
+        let mut meeting = meeting();
+        let body = json!({"rid": "theirs", "bootstrap_room": 1, "bootstrap_host": "elsewhere", "prompt": "x"});
+        let sent = meeting.body(Some(Api::Completions), body.to_string().as_bytes()).unwrap();
+        let sent: Value = serde_json::from_slice(&sent).unwrap();
+        assert_eq!((&sent["rid"], meeting.request.as_str()), (&json!("theirs"), "theirs"));
+        assert_eq!((&sent["bootstrap_room"], &sent["bootstrap_host"]), (&json!(1_u64 << 62), &json!("10.0.0.1")));
+        for (api, body, unfit) in [
+            (Some(Api::ChatCompletions), json!({"n": 2}), Unfit::Several),
+            (Some(Api::Completions), json!({"prompt": ["a", "b"]}), Unfit::Several),
+            (Some(Api::Completions), json!({"prompt": ["a"], "rid": ["x"]}), Unfit::Several),
+            (Some(Api::Responses), json!({}), Unfit::Api),
+            (None, json!({}), Unfit::Api),
+            (Some(Api::ChatCompletions), json!([]), Unfit::Body),
+        ] {
+            assert_eq!(meeting.body(api, body.to_string().as_bytes()), Err(unfit), "{body}");
+        }
+    }
+}
