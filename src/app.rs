@@ -165,7 +165,7 @@ impl App {
         app.test_tokens(&config, entrance.router(), &models)?;
         app.serve_api(&sockets, &config, parts).await?;
         app.follow_secrets(&metrics);
-        let service = app.ext_proc(&config, intake, entrance, &metrics);
+        let service = app.ext_proc(&config, intake, entrance, &metrics)?;
         for listener in grpc {
             let routes = Routes::new(app.health.service()).add_service(service.clone());
             app.servers.spawn(listener.serve(routes, app.closing.clone()));
@@ -305,17 +305,17 @@ impl App {
         intake: Arc<Intake>,
         entrance: Arc<Entrance>,
         metrics: &Arc<Metrics>,
-    ) -> Swap<ExternalProcessorServer<Service>> {
+    ) -> anyhow::Result<Swap<ExternalProcessorServer<Service>>> {
         let kept = Kept::new(metrics.clone(), self.audit.clone());
         let make = move |config: &Config, intake| gateway::service(config, intake, entrance.clone(), &kept);
-        let live = Swap::new(make(config, intake));
+        let live = Swap::new(make(config, intake)?);
         let place = live.clone();
         self.reloader.part("ext_proc", move |next: &Next| {
-            let service = make(&next.config, next.intake.clone());
+            let service = make(&next.config, next.intake.clone())?;
             let place = place.clone();
             Ok(Box::new(move || place.replace(service)))
         });
-        live
+        Ok(live)
     }
 
     /// Serves callers that are not Envoy, and ends what they book and forget.

@@ -151,6 +151,22 @@ impl Entrance {
         }
     }
 
+    /// Places a request anew that was let in before, because of what has become of it meanwhile: it keeps its session and
+    /// its turn, and waits for nobody. What it held is given back.
+    pub fn follow_up(&self, admitted: &mut Admitted, mut request: RouteRequest) -> Result<(), RouteError> {
+        if let (Some(hold), Some(affinities)) = (&admitted.session, &self.affinities) {
+            affinities.affinity.bind(&mut request, hold.target());
+        }
+        admitted.booked = self.router.route(request)?;
+        let target = admitted.booked.route.to.rank;
+        if let Some(hold) = admitted.session.as_mut().filter(|hold| hold.target() != target)
+            && !admitted.comes_back
+        {
+            hold.rebind(target);
+        }
+        Ok(())
+    }
+
     /// Says why a request would go where it would go now, without entering its session or taking a turn.
     pub fn explain(&self, mut request: RouteRequest, session: Option<&SessionWord>) -> Explanation {
         self.follow(&mut request, session);

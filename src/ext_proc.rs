@@ -2,6 +2,7 @@
 //! feeds it with a stream's messages and carries out its effects, [`pipeline`] turns a body into a routing question.
 //! This folder knows Envoy's wire types; nothing else of the request path does.
 
+pub mod carrying;
 pub mod config;
 pub mod contract;
 pub mod exchange;

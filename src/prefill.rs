@@ -6,10 +6,12 @@ mod call;
 mod config;
 mod handover;
 mod headers;
+mod ladder;
 mod meeting;
 
 pub use call::{Asked, Caller, Failure};
 pub use config::{By, PrefillConfig, Protocol};
 pub use handover::{Handing, NotHandedOver, Unfit, without_forged};
 pub use headers::forwarded;
+pub use ladder::{Call, Carried, Wanted};
 pub use meeting::{Meeting, Room};

@@ -60,6 +60,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("api", "intake"),
     ("ext_proc", "intake"),
     ("ext_proc", "openai"),
+    ("ext_proc", "prefill"),
     ("intake", "engine_client"),
     ("intake", "openai"),
     ("intake", "prompt"),

@@ -1,19 +1,26 @@
 //! What one configuration makes of exchanges with Envoy: the request path and the rules it follows, to be put in place of
 //! another's as a whole.
 
+use std::collections::HashMap;
 use std::sync::Arc;
+
+use anyhow::Context as _;
 
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessorServer;
 
 use crate::config::{Config, FirstToken};
+use crate::engine_client::config::EnginesConfig;
 use crate::entrance::Entrance;
+use crate::ext_proc::carrying::{Prefills, Way};
 use crate::ext_proc::config::AssumedBodies;
 use crate::ext_proc::exchange::{Answers, Options};
 use crate::ext_proc::message::{BodyMode, Modes};
 use crate::ext_proc::pipeline::{Pipeline, Policy};
 use crate::ext_proc::service::{Kept, Live, Service};
 use crate::intake::{Intake, Rewrites};
+use crate::metrics::Metrics;
 use crate::openai::paths::Paths;
+use crate::prefill::{By, Call, Caller};
 
 /// The ext_proc service of one configuration. What has to outlive a reload is shared with the one before.
 pub(super) fn service(
@@ -21,18 +28,33 @@ pub(super) fn service(
     intake: Arc<Intake>,
     entrance: Arc<Entrance>,
     kept: &Arc<Kept>,
-) -> ExternalProcessorServer<Service> {
+) -> anyhow::Result<ExternalProcessorServer<Service>> {
+    let (metrics, prefills) = (kept.metrics().clone(), prefills(config, kept.metrics())?);
     let live = Live {
-        pipeline: Pipeline::new(intake, entrance, kept.metrics().clone(), policy(config)),
+        pipeline: Pipeline::new(intake, entrance, metrics, policy(config), prefills),
         options: Arc::new(options(config)),
         upload: config.limits.upload.get(),
         held: config.limits.held_bodies.bytes(),
     };
     // tonic's own limit of 4 MiB would refuse bodies that the configuration allows, and with failure_mode_allow the
     // request would then silently go to a random worker.
-    ExternalProcessorServer::new(Service::new(live, kept.clone()))
+    Ok(ExternalProcessorServer::new(Service::new(live, kept.clone()))
         .max_decoding_message_size(super::most_bytes(config))
-        .max_encoding_message_size(usize::MAX)
+        .max_encoding_message_size(usize::MAX))
+}
+
+/// How prefills are carried out; each model that has them called for has a pool of its own.
+fn prefills(config: &Config, metrics: &Arc<Metrics>) -> anyhow::Result<Prefills> {
+    let mut ways = HashMap::new();
+    for model in &config.models {
+        let Some(prefill) = model.prefill.as_ref().filter(|prefill| prefill.by == By::Call) else { continue };
+        let engines = EnginesConfig { in_flight: prefill.in_flight, ..config.engines.clone() };
+        let caller = Caller::new(engines, prefill.deadline.get(), metrics.clone())
+            .with_context(|| format!("the prefills of {}", model.name))?;
+        let call = Call { caller, protocol: prefill.protocol, tries: prefill.tries };
+        ways.insert(model.name.clone(), Way::Call(call));
+    }
+    Ok(Prefills { ways, contract: config.gateway.contract(), trusting: config.clients.trusted })
 }
 
 fn policy(config: &Config) -> Policy {

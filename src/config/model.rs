@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::ext_proc::config::FailureMode;
 use crate::intake::engine_tokens::config::EngineTokensConfig;
 use crate::kv_events::MediaTokens;
+use crate::prefill::PrefillConfig;
 use crate::prompt::{Engine, MediaConfig, Transformers};
 use crate::settings::Problem;
 use crate::worker::{BlockSize, ModelName};
@@ -53,6 +54,9 @@ pub struct ModelConfig {
     /// The engines' own tokens in place of ours; none: ours only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine_tokens: Option<EngineTokensConfig>,
+    /// How its prefills are carried out where other workers do them than those that decode; none: they are named.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefill: Option<PrefillConfig>,
     /// What becomes of its requests when no worker can be chosen, where that is not as for others.
     #[serde(default)]
     pub failure_mode: Option<FailureMode>,
@@ -117,6 +121,8 @@ impl ModelConfig {
         problems.extend(self.wrong_video_token().map(|text| Problem::of("video_token", text)));
         let tokens = self.engine_tokens.iter().flat_map(EngineTokensConfig::problems);
         problems.extend(tokens.map(|problem| problem.within("engine_tokens")));
+        let prefill = self.prefill.iter().flat_map(PrefillConfig::problems);
+        problems.extend(prefill.map(|problem| problem.within("prefill")));
         for (key, names) in [("aliases", &self.aliases), ("adapters", &self.adapters)] {
             let empty = names.iter().enumerate().filter(|(_, name)| name.as_str().is_empty());
             let text = "one of the names is empty; write what requests say, or leave it out";

@@ -74,6 +74,14 @@ pub struct Edit {
     pub restore: Option<Renamed>,
 }
 
+impl Edit {
+    /// The same with another body in place of what there was.
+    pub(super) fn with(before: Option<Self>, body: Option<Bytes>) -> Option<Self> {
+        let Some(body) = body else { return before };
+        Some(Self { body, restore: before.and_then(|edit| edit.restore) })
+    }
+}
+
 /// A model that is served under another name than the client asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Renamed {

@@ -170,6 +170,11 @@ fn answered_by(attributes: &HashMap<String, Struct>) -> Option<AnsweredBy> {
 }
 
 /// Envoy fills `raw_value`; other gateways still fill the older text field.
+/// The value of a header as it came.
+pub(super) fn bytes(header: &HeaderValue) -> &[u8] {
+    if header.raw_value.is_empty() { header.value.as_bytes() } else { &header.raw_value }
+}
+
 fn text(header: &HeaderValue) -> Cow<'_, str> {
     if header.raw_value.is_empty() { Cow::Borrowed(&header.value) } else { String::from_utf8_lossy(&header.raw_value) }
 }

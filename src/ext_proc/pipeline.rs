@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use tracing::{Level, debug, enabled};
 
+use super::carrying::{Plan, Prefills};
 use super::config::{FailureConfig, FailureMode};
 use super::exchange::{Directions, Edit, Inbound, Renamed};
 use super::headers::{self, RequestHead};
@@ -17,6 +18,7 @@ use crate::entrance::{Admitted, Entrance, Refusal};
 use crate::intake::{Body, Intake, Rewrites, Taken};
 use crate::metrics::{Metrics, ModelLabel, ReasonLabel, RequestLabels};
 use crate::openai;
+use crate::prefill::Carried;
 use crate::router::{Prompt, Reason, Route, Router, Steer};
 use crate::schedule::Subset;
 use crate::worker::ModelName;
@@ -63,12 +65,19 @@ pub struct Pipeline {
     entrance: Arc<Entrance>,
     metrics: Arc<Metrics>,
     policy: Policy,
+    prefills: Prefills,
 }
 
 impl Pipeline {
     /// A pipeline to a router.
-    pub fn new(intake: Arc<Intake>, entrance: Arc<Entrance>, metrics: Arc<Metrics>, policy: Policy) -> Arc<Self> {
-        Arc::new(Self { intake, entrance, metrics, policy })
+    pub fn new(
+        intake: Arc<Intake>,
+        entrance: Arc<Entrance>,
+        metrics: Arc<Metrics>,
+        policy: Policy,
+        prefills: Prefills,
+    ) -> Arc<Self> {
+        Arc::new(Self { intake, entrance, metrics, policy, prefills })
     }
 
     /// The router behind it.
@@ -80,10 +89,12 @@ impl Pipeline {
     pub async fn route(&self, mut inbound: Inbound, told: impl FnOnce(Duration)) -> Routed {
         let started = Instant::now();
         let edit = self.rewrite(&mut inbound);
+        let edit = self.clean(&mut inbound, edit);
         let Inbound { head, body, subset } = inbound;
         let header = |name: &str| head.get(name);
         let mut taken = self.intake.take(&head.path, &header, &body).await;
-        // A request may wait long for its turn, and its body need not.
+        let plan = self.prefills.plan(&mut taken, &head, &body, self.router());
+        // A request may wait long for its turn, and its body need not, unless it is handed over.
         drop(body);
         for &(stage, took) in &taken.times {
             self.metrics.stage(stage, took);
@@ -98,10 +109,20 @@ impl Pipeline {
         }
         let hashed = !matches!(taken.request.prompt, Prompt::Estimated { .. });
         let failure = self.failure_of(taken.request.model.as_ref());
-        let admitted = self.entrance.admit(taken.request, taken.session.as_ref(), told).await;
+        let longest = plan.longest();
+        let mut told = Some(told);
+        let mut tell = |wait| _ = told.take().map(|told| told(wait + longest));
+        let admitted = self.entrance.admit(taken.request, taken.session.as_ref(), &mut tell).await;
         self.metrics.stage("total", started.elapsed());
-        let admitted = match admitted {
-            Ok(admitted) => admitted,
+        let carried = match (admitted, plan) {
+            (Ok(admitted), Plan::Call(call, wanted)) if admitted.booked.route.prefill().is_some() => {
+                tell(Duration::ZERO);
+                call.carry(&self.entrance, *wanted, admitted).await.map_err(Refusal::Refused)
+            }
+            (admitted, _) => admitted.map(|admitted| Carried { admitted, body: None }),
+        };
+        let Carried { admitted, body } = match carried {
+            Ok(carried) => carried,
             Err(refusal) => {
                 debug!(request_id = head.request_id, %refusal, "not routed");
                 return self.refused(&Refused::Routing(&refusal, failure), &head, &model);
@@ -109,7 +130,7 @@ impl Pipeline {
         };
         let route = &admitted.booked.route;
         self.count(route, &model, hashed);
-        let directions = self.directions(route, edit);
+        let directions = self.directions(route, Edit::with(edit, body));
         if enabled!(Level::DEBUG) {
             debug!(
                 request_id = head.request_id,
@@ -152,6 +173,14 @@ impl Pipeline {
         let restore = asked.map(|asked| Renamed { served: target, asked });
         inbound.body = Body::Whole(edited.clone());
         Some(Edit { body: edited, restore })
+    }
+
+    /// Takes out what only we may say of KV to take over.
+    fn clean(&self, inbound: &mut Inbound, edit: Option<Edit>) -> Option<Edit> {
+        let Body::Whole(body) = &inbound.body else { return edit };
+        let Some(clean) = self.prefills.cleaned(body) else { return edit };
+        inbound.body = Body::Whole(clean.clone());
+        Edit::with(edit, Some(clean))
     }
 
     /// The endpoints that a conformance test wants the choice to be among.

@@ -25,9 +25,12 @@ pub enum Failure {
     /// The engine found the request wrong, so that it would be refused everywhere.
     #[error("refused: {0}")]
     Refused(EngineError),
-    /// The engine has too much to do, or too many prefills are under way.
+    /// The engine has too much to do.
     #[error("busy: {0}")]
     Busy(EngineError),
+    /// As many prefills are under way as are allowed.
+    #[error("too many prefills under way")]
+    Full,
     /// Nobody there, no answer in time, or a mistake of its own.
     #[error("failed: {0}")]
     Failed(EngineError),
@@ -36,7 +39,8 @@ pub enum Failure {
 impl Failure {
     fn of(error: EngineError) -> Self {
         match error {
-            EngineError::Status { status: 429 | 503, .. } | EngineError::Busy => Self::Busy(error),
+            EngineError::Busy => Self::Full,
+            EngineError::Status { status: 429 | 503, .. } => Self::Busy(error),
             EngineError::Status { status: 400..=499, .. } => Self::Refused(error),
             EngineError::NotOffered(_) => Self::Refused(error),
             error => Self::Failed(error),
@@ -48,6 +52,7 @@ impl Failure {
         match self {
             Failure::Refused(_) => "refused",
             Failure::Busy(_) => "busy",
+            Failure::Full => "full",
             Failure::Failed(EngineError::Timeout) => "timeout",
             Failure::Failed(_) => "failed",
         }

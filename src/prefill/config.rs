@@ -51,7 +51,7 @@ impl Default for PrefillConfig {
         Self {
             by: By::Header,
             protocol: Protocol::Vllm,
-            deadline: Period::seconds(30),
+            deadline: Period::seconds(20),
             tries: 2,
             in_flight: 4096,
             cluster: "prefill".to_owned(),
@@ -65,7 +65,7 @@ impl PrefillConfig {
         let default = Self::default();
         let mut problems = Vec::new();
         if self.deadline.get().is_zero() {
-            problems.push(Problem::of("deadline", "no prefill could be done within 0s; the default is 30s"));
+            problems.push(Problem::of("deadline", "no prefill could be done within 0s; the default is 20s"));
         }
         if self.tries == 0 {
             problems.push(Problem::of("tries", "nobody would be asked; write at least 1, or `by: header`"));

@@ -99,6 +99,25 @@ impl Router {
         }
     }
 
+    /// The prefill worker of a request that is not yet on its way to whoever decodes has answered, or failed; says what that
+    /// changed, for the log. The right to try it, if the request has it, is used up.
+    pub fn prefill_answered(
+        &self,
+        booked: &mut Booked,
+        outcome: Outcome,
+        took: Duration,
+    ) -> Option<(WorkerId, Change)> {
+        let worker = booked.route.prefill()?.to.rank.worker;
+        if outcome == Outcome::Success && booked.route.mode == Mode::Exact {
+            let booking = booked.reservation.bookings().find(|booking| booking.track_prefill);
+            booking.into_iter().for_each(|booking| self.prefill_took(booking, took));
+        }
+        let mut probes = std::mem::take(&mut booked.probes);
+        let change = self.verdict(worker, outcome, &mut probes, self.load.now());
+        booked.probes = probes;
+        change
+    }
+
     /// Takes note of what a worker made of a request, with the probe of it if that is among these; says what it changed.
     pub(super) fn verdict(
         &self,

@@ -1,0 +1,97 @@
+//! How the prefill of a request is carried out that is decided to be another worker's: planned before the request is let
+//! in, because what cannot be handed over must not be divided, and done before Envoy is told where to.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use super::contract::Contract;
+use super::headers::{self, RequestHead};
+use crate::disagg::Bypass;
+use crate::intake::{Body, Taken};
+use crate::prefill::{self, Call, Handing, Wanted};
+use crate::router::{Router, Step};
+use crate::worker::{ModelName, Role};
+
+/// How prefills are carried out, model by model. Of models that are not here they are named and nothing else.
+#[derive(Default)]
+pub struct Prefills {
+    /// By model.
+    pub ways: HashMap<ModelName, Way>,
+    /// Headers that only we may use.
+    pub contract: Contract,
+    /// Whether clients may say whose KV is to be taken.
+    pub trusting: bool,
+}
+
+/// Who carries the prefills of a model out.
+pub enum Way {
+    /// We call the prefill worker first.
+    Call(Call),
+}
+
+/// What is to be done for one request.
+pub(super) enum Plan<'p> {
+    /// Nothing but to name who was chosen.
+    Named,
+    /// The prefill worker is to be called, if one is chosen.
+    Call(&'p Call, Box<Wanted>),
+}
+
+impl Prefills {
+    /// A body without what only we may say in it; `None` where there is nothing of that kind.
+    pub(super) fn cleaned(&self, body: &[u8]) -> Option<Bytes> {
+        if self.ways.is_empty() || self.trusting { None } else { prefill::without_forged(body) }
+    }
+
+    /// Plans for one request; what cannot be divided is to stay together.
+    pub(super) fn plan(&self, taken: &mut Taken, head: &RequestHead, body: &Body, router: &Router) -> Plan<'_> {
+        let model = taken.request.model.as_ref();
+        let Some(way) = model.and_then(|model| self.ways.get(model)) else { return Plan::Named };
+        if taken.query || !model.is_some_and(|model| has_prefills(router, model)) {
+            return Plan::Named;
+        }
+        let Way::Call(call) = way;
+        let whole = if let Body::Whole(body) = body { Some(body) } else { None };
+        match whole.map(|body| Handing::new(taken.api, call.protocol, body)) {
+            Some(Ok(handing)) => {
+                taken.request.step = Step::PrefillFirst { failed: Vec::new() };
+                let request = taken.request.clone();
+                let wanted = Wanted { request, handing, path: head.path.clone(), headers: self.headers(head) };
+                Plan::Call(call, Box::new(wanted))
+            }
+            _ => {
+                taken.request.step = Step::Together(Bypass::NotHandedOver);
+                Plan::Named
+            }
+        }
+    }
+
+    fn headers(&self, head: &RequestHead) -> reqwest::header::HeaderMap {
+        let sent = head.all.headers.iter();
+        let sent = sent.map(|header| (header.key.as_str(), headers::bytes(header)));
+        let mut map = prefill::forwarded(sent, |name| self.contract.reserved().any(|reserved| reserved == name));
+        // One that came without a name has got one.
+        if let Ok(name) = head.request_id.parse() {
+            map.insert(headers::REQUEST_ID, name);
+        }
+        map
+    }
+}
+
+impl Plan<'_> {
+    /// How long it may take.
+    pub(super) fn longest(&self) -> Duration {
+        match self {
+            Plan::Named => Duration::ZERO,
+            Plan::Call(call, _) => call.caller.deadline().saturating_mul(call.tries),
+        }
+    }
+}
+
+fn has_prefills(router: &Router, model: &ModelName) -> bool {
+    let fleet = router.fleet();
+    let members = fleet.serving(model).iter().filter_map(|slot| fleet.member(*slot));
+    members.into_iter().any(|member| member.worker.role == Role::Prefill)
+}
