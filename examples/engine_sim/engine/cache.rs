@@ -98,10 +98,6 @@ impl Sequence {
         self.blocks.iter().map(|id| id + 1).collect()
     }
 
-    pub(crate) fn holds_blocks(&self) -> bool {
-        !self.blocks.is_empty()
-    }
-
     /// Tokens whose keys and values are in the cache, or will be when the current step ends.
     pub(crate) fn computed(&self) -> usize {
         self.computed

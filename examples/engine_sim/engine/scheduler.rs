@@ -114,6 +114,8 @@ pub(crate) struct Scheduler {
     fetching: Vec<Job>,
     /// Those of them that nobody was told of yet, with the number of blocks to fetch.
     fetches: Vec<(JobId, usize)>,
+    /// Those whose blocks have come. They are first in line: what they hold, nobody else gets before they have run.
+    received: VecDeque<Job>,
     /// What done jobs leave for other engines.
     lent: Vec<(JobId, Arc<str>, Sequence)>,
     totals: Totals,
@@ -121,8 +123,17 @@ pub(crate) struct Scheduler {
 
 impl Scheduler {
     pub(crate) fn new(cache: Cache, limits: Limits) -> Self {
-        let (waiting, running, fetching) = (VecDeque::new(), Vec::new(), Vec::new());
-        Self { cache, limits, waiting, running, fetching, fetches: vec![], lent: vec![], totals: Totals::default() }
+        Self {
+            cache,
+            limits,
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            fetching: Vec::new(),
+            fetches: Vec::new(),
+            received: VecDeque::new(),
+            lent: Vec::new(),
+            totals: Totals::default(),
+        }
     }
 
     pub(crate) fn submit(&mut self, job: Job) {
@@ -135,6 +146,8 @@ impl Scheduler {
             self.waiting.remove(at)
         } else if let Some(at) = self.fetching.iter().position(|job| job.id == id) {
             Some(self.fetching.remove(at))
+        } else if let Some(at) = self.received.iter().position(|job| job.id == id) {
+            self.received.remove(at)
         } else {
             let at = self.running.iter().position(|job| job.id == id && !job.must_end());
             at.map(|at| self.running.remove(at))
@@ -157,7 +170,7 @@ impl Scheduler {
         self.totals.fetched += (job.sequence.len() - job.sequence.computed()) as u64;
         self.cache.receive(&mut job.sequence);
         job.part = Part::Whole;
-        self.waiting.push_front(job);
+        self.received.push_back(job);
     }
 
     /// What done jobs left for other engines: whose it is, its name and the blocks, which somebody must release.
@@ -167,7 +180,7 @@ impl Scheduler {
 
     /// Those who wait for blocks of another engine among them, as vLLM counts.
     pub(crate) fn waiting(&self) -> usize {
-        self.waiting.len() + self.fetching.len()
+        self.waiting.len() + self.fetching.len() + self.received.len()
     }
 
     pub(crate) fn running(&self) -> usize {
@@ -179,12 +192,13 @@ impl Scheduler {
     }
 
     /// Plans the next step: first everyone who runs, then, unless a block was missing, those who wait. `None` when there
-    /// is nothing to do.
+    /// is nothing to do until a block is released or received.
     pub(crate) fn plan(&mut self) -> Option<Step> {
         let mut step = Step::default();
         let mut budget = self.limits.max_num_batched_tokens;
         let is_short_of_blocks = self.plan_running(&mut step, &mut budget);
-        if !is_short_of_blocks {
+        if !is_short_of_blocks || step.jobs.is_empty() {
+            self.plan_received(&mut step, &mut budget);
             self.plan_waiting(&mut step, &mut budget);
         }
         (!step.jobs.is_empty()).then_some(step)
@@ -222,13 +236,7 @@ impl Scheduler {
     fn plan_waiting(&mut self, step: &mut Step, budget: &mut usize) {
         while *budget > 0 && self.running.len() < self.limits.max_num_seqs {
             let Some(mut job) = self.waiting.pop_front() else { return };
-            let admitted = if job.sequence.holds_blocks() {
-                let tokens = (job.sequence.len() - job.sequence.computed()).min(*budget);
-                self.cache.grow(&mut job.sequence, tokens).map(|()| tokens)
-            } else {
-                self.admit(&mut job, *budget, &mut step.admitted)
-            };
-            match admitted {
+            match self.admit(&mut job, *budget, &mut step.admitted) {
                 Err(NoRoom) => return self.waiting.push_front(job),
                 Ok(_) if job.part == Part::Fetch => self.fetching.push(job),
                 Ok(tokens) => {
@@ -237,6 +245,20 @@ impl Scheduler {
                     self.running.push(job);
                 }
             }
+        }
+    }
+
+    fn plan_received(&mut self, step: &mut Step, budget: &mut usize) {
+        while *budget > 0 && self.running.len() < self.limits.max_num_seqs {
+            let Some(mut job) = self.received.pop_front() else { return };
+            let tokens = job.sequence.len() - job.sequence.computed();
+            // It got room for all its tokens before they were fetched.
+            if self.cache.grow(&mut job.sequence, tokens).is_err() {
+                return self.received.push_front(job);
+            }
+            step.add(&job, tokens);
+            *budget -= tokens;
+            self.running.push(job);
         }
     }
 
