@@ -4,6 +4,8 @@
 //!
 //! Other examples include it by `#[path = "engine_sim/engine.rs"] mod engine;` and call [`run`].
 
+#[path = "engine/aborts.rs"]
+mod aborts;
 #[path = "engine/answer.rs"]
 mod answer;
 #[path = "engine/ask.rs"]
@@ -13,14 +15,24 @@ mod cache;
 #[cfg(test)]
 #[path = "engine/captured.rs"]
 mod captured;
+#[path = "engine/choices.rs"]
+mod choices;
 #[path = "engine/config.rs"]
 mod config;
 #[path = "engine/faults.rs"]
 mod faults;
+#[path = "engine/fetch.rs"]
+mod fetch;
 #[path = "engine/guard.rs"]
 mod guard;
+#[path = "engine/handover.rs"]
+mod handover;
 #[path = "engine/http.rs"]
 mod http;
+#[path = "engine/leases.rs"]
+mod leases;
+#[path = "engine/line.rs"]
+mod line;
 #[path = "engine/metrics.rs"]
 mod metrics;
 #[path = "engine/publisher.rs"]
@@ -29,15 +41,19 @@ mod publisher;
 mod rank;
 #[path = "engine/render.rs"]
 mod render;
+#[path = "engine/rooms.rs"]
+mod rooms;
 #[path = "engine/scheduler.rs"]
 mod scheduler;
 #[path = "engine/tokens.rs"]
 mod tokens;
+#[path = "engine/under_way.rs"]
+mod under_way;
 #[path = "engine/wire.rs"]
 mod wire;
 
-use std::io::Write as _;
-use std::net::SocketAddr;
+use std::io::{self, Write as _};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -49,10 +65,13 @@ use tokio::task::JoinSet;
 
 pub(crate) use config::EngineConfig;
 
+use aborts::Aborts;
 use cache::{Cache, Lora};
 use faults::Mood;
+use handover::{Counts, Door, Protocol};
 use publisher::{Drops, Publisher};
 use rank::Rank;
+use rooms::Rooms;
 use scheduler::Scheduler;
 use tokens::Tokens;
 
@@ -68,6 +87,11 @@ struct Engine {
     mood: Arc<Mood>,
     turn: AtomicUsize,
     names: AtomicU64,
+    counts: Counts,
+    /// Where the ranks lend, in their order.
+    doors: Vec<Door>,
+    rooms: Arc<Rooms>,
+    aborts: Aborts,
 }
 
 /// Runs an engine on `listener` until the returned future is dropped or fails. Unless told to be quiet it prints one JSON
@@ -75,13 +99,16 @@ struct Engine {
 pub(crate) async fn run(config: EngineConfig, listener: TcpListener) -> anyhow::Result<()> {
     config.check()?;
     let address = listener.local_addr()?;
-    let engine = Arc::new(Engine::start(config).await?);
+    let mut engine = Engine::start(config).await?;
     let mut tasks = JoinSet::new();
     for rank in &engine.ranks {
         tasks.spawn(rank.clone().drive(engine.mood.clone()));
+        tasks.spawn(rank.clone().expire_leases());
     }
+    let bootstrap = engine.open(address.ip(), &mut tasks).await?;
+    let engine = Arc::new(engine);
     if !engine.config.quiet {
-        engine.announce(address)?;
+        engine.announce(address, bootstrap)?;
     }
     tokio::select! {
         ended = http::serve(engine.clone(), listener) => ended.map(|never| match never {}).context("serving HTTP"),
@@ -101,37 +128,106 @@ impl Engine {
             let cache = if config.surface.no_prefix_caching { cache.forgetting() } else { cache };
             let scheduler = Scheduler::new(cache, capacity.limits());
             let habits = (config.pace, config.events.event_encoding);
-            ranks.push(Arc::new(Rank::new(number, scheduler, publisher, habits)));
+            let rank = Rank::new(number, scheduler, publisher, habits);
+            let lends = config.handover.protocol().is_some_and(Protocol::lends);
+            ranks.push(Arc::new(if lends { rank.with_lease(config.handover.kv_lease) } else { rank }));
         }
         let mood = Arc::new(Mood::new(config.misbehave.clone()));
         let drops = config.misbehave.drop_events.unwrap_or_default();
-        let (turn, names) = (AtomicUsize::new(0), AtomicU64::new(0));
-        let engine = Self { config, tokens: Arc::new(tokens), ranks, mood, turn, names };
+        let engine = Self {
+            config,
+            tokens: Arc::new(tokens),
+            ranks,
+            mood,
+            turn: AtomicUsize::new(0),
+            names: AtomicU64::new(0),
+            counts: Counts::default(),
+            doors: Vec::new(),
+            rooms: Arc::default(),
+            aborts: Aborts::default(),
+        };
         engine.drop_events(drops);
         Ok(engine)
     }
 
-    fn announce(&self, address: SocketAddr) -> anyhow::Result<()> {
+    /// Opens the listeners where other engines come for blocks; returns the address of the bootstrap server if it has one.
+    async fn open(&mut self, host: IpAddr, tasks: &mut JoinSet<()>) -> anyhow::Result<Option<SocketAddr>> {
+        let handover = &self.config.handover;
+        let protocol = handover.protocol();
+        if protocol == Some(Protocol::SglangPrefill) {
+            let listener = TcpListener::bind((host, handover.bootstrap_port)).await.context("the bootstrap server")?;
+            let address = listener.local_addr()?;
+            let rooms = self.rooms.clone();
+            tasks.spawn(async move { ended(rooms::receive(rooms, listener).await) });
+            return Ok(Some(address));
+        }
+        if !protocol.is_some_and(Protocol::lends) {
+            return Ok(None);
+        }
+        let told = match &handover.kv_side_channel_host {
+            Some(told) => told.clone(),
+            None if host.is_unspecified() => "127.0.0.1".to_owned(),
+            None => host.to_string(),
+        };
+        let id: u128 = rand::random();
+        for (at, rank) in self.ranks.iter().enumerate() {
+            let first = handover.kv_side_channel_port;
+            let port = if first == 0 { 0 } else { first.checked_add(u16::try_from(at)?).context("no such port")? };
+            let listener = TcpListener::bind((host, port)).await.context("the side channel")?;
+            let engine = engine_id(id, (self.ranks.len() > 1).then_some(rank.number));
+            self.doors.push(Door { engine: engine.clone(), host: told.clone(), port: listener.local_addr()?.port() });
+            let rank = rank.clone();
+            tasks.spawn(async move { ended(fetch::lend(engine, rank, listener).await) });
+        }
+        Ok(None)
+    }
+
+    fn announce(&self, address: SocketAddr, bootstrap: Option<SocketAddr>) -> anyhow::Result<()> {
         let line = json!({
             "listening": address.to_string(),
             "id": self.config.id,
             "model": self.config.model,
             "kv_event_sources": self.event_sources(),
+            "bootstrap": bootstrap.map(|address| address.to_string()),
         });
         let mut stdout = std::io::stdout().lock();
         writeln!(stdout, "{line}")?;
         stdout.flush().context("cannot say where the engine listens")
     }
 
-    /// The rank that the headers ask for, or the next in turn.
-    fn rank(&self, headers: &HeaderMap) -> Result<Arc<Rank>, String> {
-        let Some(asked) = RANK_HEADERS.iter().find_map(|name| headers.get(*name)) else {
-            let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-            return Ok(self.ranks[turn % self.ranks.len()].clone());
+    /// The rank that the headers ask for, or else the body.
+    fn rank_asked(&self, headers: &HeaderMap, in_body: Option<u32>) -> Result<Option<Arc<Rank>>, String> {
+        let (asked, number) = match RANK_HEADERS.iter().find_map(|name| headers.get(*name)) {
+            Some(asked) => (format!("{asked:?}"), asked.to_str().ok().and_then(|text| text.parse::<u32>().ok())),
+            None if in_body.is_some() => (format!("{in_body:?}"), in_body),
+            None => return Ok(None),
         };
-        let number = asked.to_str().ok().and_then(|text| text.parse::<u32>().ok());
         let rank = self.ranks.iter().find(|rank| Some(rank.number) == number);
-        rank.cloned().ok_or_else(|| format!("data parallel rank {asked:?} is not served here"))
+        rank.cloned().map(Some).ok_or_else(|| format!("data parallel rank {asked} is not served here"))
+    }
+
+    fn rank_in_turn(&self) -> Arc<Rank> {
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        self.ranks[turn % self.ranks.len()].clone()
+    }
+
+    /// The rank that a prefill engine of SGLang's kind gives a room to.
+    fn rank_of_room(&self, room: u64) -> Arc<Rank> {
+        self.ranks[(room % self.ranks.len() as u64) as usize].clone()
+    }
+
+    fn door(&self, rank: &Rank) -> Option<&Door> {
+        let at = self.ranks.iter().position(|other| other.number == rank.number)?;
+        self.doors.get(at)
+    }
+
+    /// A name for blocks that another engine will come for: made from the answer's with vLLM, a number with TensorRT-LLM.
+    fn lease_name(&self, answer: &str) -> String {
+        let unique = self.names.fetch_add(1, Ordering::Relaxed);
+        match self.config.handover.protocol() {
+            Some(Protocol::Trtllm) => (unique + 1).to_string(),
+            _ => format!("{answer}-{unique:08x}"),
+        }
     }
 
     fn lora(&self, name: &str) -> Option<Lora> {
@@ -187,6 +283,17 @@ impl Engine {
         };
         Value::Object(self.ranks.iter().filter_map(one).collect())
     }
+}
+
+/// vLLM's name of one start of an engine, or of one of several ranks.
+fn engine_id(id: u128, rank: Option<u32>) -> String {
+    let hex = format!("{id:032x}");
+    let parts = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]];
+    rank.map_or_else(|| parts.join("-"), |rank| format!("{}_dp{rank}", parts.join("-")))
+}
+
+fn ended(ended: io::Result<()>) {
+    tracing::error!("a listener for other engines ended: {ended:?}");
 }
 
 /// An endpoint on all addresses.

@@ -18,6 +18,25 @@ struct Choice {
     tokens: Vec<u32>,
     text: String,
     cached: usize,
+    has_ended: bool,
+}
+
+impl Choice {
+    fn finish_reason(&self) -> &'static str {
+        if self.has_ended { "length" } else { "abort" }
+    }
+}
+
+/// What the answer says of blocks that are kept for another engine.
+#[derive(Debug, Default)]
+pub(crate) enum HandedOver {
+    /// Not a word: this engine has no such fields.
+    #[default]
+    Unheard,
+    /// vLLM's `kv_transfer_params`, `null` for a request that leaves nothing.
+    Transfer(Value),
+    /// TensorRT-LLM's `disaggregated_params` of the first choice.
+    Disaggregated(Value),
 }
 
 /// The answer to one request: see the module.
@@ -30,6 +49,9 @@ pub(crate) struct Answer {
     wants_usage: bool,
     wants_token_ids: bool,
     tells_cached: bool,
+    /// What to tell instead of what was cached here.
+    cached_elsewhere: Option<usize>,
+    handed_over: HandedOver,
     vocabulary: Arc<Tokens>,
     prompts: Vec<Vec<u32>>,
     choices: Vec<Choice>,
@@ -58,6 +80,8 @@ impl Answer {
             wants_usage: ask.wants_usage(),
             wants_token_ids: ask.wants_token_ids(),
             tells_cached: true,
+            cached_elsewhere: None,
+            handed_over: HandedOver::default(),
             vocabulary,
             prompts,
             choices,
@@ -69,6 +93,29 @@ impl Answer {
         Self { tells_cached: false, ..self }
     }
 
+    /// The same with what another engine had cached of the prompt, if that is known.
+    pub(crate) fn cached_elsewhere(self, cached: Option<usize>) -> Self {
+        Self { cached_elsewhere: cached, ..self }
+    }
+
+    pub(crate) fn id(&self) -> &str {
+        &self.id
+    }
+
+    pub(crate) fn hand_over(&mut self, handed_over: HandedOver) {
+        self.handed_over = handed_over;
+    }
+
+    /// Prompt tokens of the first choice that were cached, and its first token.
+    pub(crate) fn beginning(&self) -> (usize, Option<u32>) {
+        self.choices.first().map_or((0, None), |choice| (choice.cached, choice.tokens.first().copied()))
+    }
+
+    /// Whether nothing was generated yet.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.choices.iter().all(|choice| choice.tokens.is_empty())
+    }
+
     /// Notes a token of the choice at `at`; returns its text.
     pub(crate) fn note(&mut self, at: usize, output: Output) -> String {
         let text = self.vocabulary.text(output.token, output.is_first).to_owned();
@@ -76,6 +123,7 @@ impl Answer {
         choice.tokens.push(output.token);
         choice.text += &text;
         choice.cached = output.cached;
+        choice.has_ended = output.is_last;
         text
     }
 
@@ -87,6 +135,7 @@ impl Answer {
             self.choices.iter().filter(move |choice| choice.prompt == prompt).map(|choice| choice.cached).max()
         };
         let cached: usize = (0..self.prompts.len()).filter_map(cached).sum();
+        let cached = self.cached_elsewhere.unwrap_or(cached);
         json!({
             "prompt_tokens": prompt,
             "total_tokens": prompt + completion,
@@ -111,11 +160,20 @@ impl Answer {
         if self.wants_token_ids && self.api == Api::ChatCompletions {
             document["prompt_token_ids"] = json!(self.prompts.first());
         }
+        match &self.handed_over {
+            HandedOver::Unheard => {}
+            HandedOver::Transfer(params) => document["kv_transfer_params"] = params.clone(),
+            HandedOver::Disaggregated(params) => {
+                document["choices"][0]["disaggregated_params"] = params.clone();
+                document["prompt_token_ids"] = json!(self.prompts.first());
+            }
+        }
         document
     }
 
     fn choice(&self, at: usize, choice: &Choice) -> Value {
-        let mut value = json!({"index": at, "logprobs": null, "finish_reason": "length", "stop_reason": null});
+        let mut value =
+            json!({"index": at, "logprobs": null, "finish_reason": choice.finish_reason(), "stop_reason": null});
         match self.api {
             Api::ChatCompletions => value["message"] = json!({"role": "assistant", "content": choice.text}),
             _ => value["text"] = json!(choice.text),
@@ -163,15 +221,23 @@ impl Answer {
             _ => "text_completion",
         };
         let mut events = String::new();
+        for (at, choice) in self.choices.iter().enumerate().filter(|(_, choice)| !choice.has_ended) {
+            let mut last = json!({"index": at, "logprobs": null, "finish_reason": choice.finish_reason()});
+            match self.api {
+                Api::ChatCompletions => last["delta"] = json!({}),
+                _ => last["text"] = json!(""),
+            }
+            events += &event(&self.envelope(object, &json!([last])));
+        }
         if self.wants_usage {
             let mut last = self.envelope(object, &json!([]));
             last["usage"] = self.usage();
-            events = event(&last);
+            events += &event(&last);
         }
         events + "data: [DONE]\n\n"
     }
 }
 
-fn event(value: &Value) -> String {
+pub(crate) fn event(value: &Value) -> String {
     format!("data: {value}\n\n")
 }

@@ -85,6 +85,19 @@ impl Sequence {
         self.tokens.len()
     }
 
+    pub(crate) fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    pub(crate) fn keys(&self) -> &Keys {
+        &self.keys
+    }
+
+    /// The blocks it holds, numbered as vLLM numbers them: its block 0 is never used.
+    pub(crate) fn block_numbers(&self) -> Vec<usize> {
+        self.blocks.iter().map(|id| id + 1).collect()
+    }
+
     /// Tokens whose keys and values are in the cache, or will be when the current step ends.
     pub(crate) fn computed(&self) -> usize {
         self.computed
@@ -190,6 +203,12 @@ impl Cache {
 
     /// Takes the blocks of `hit` for a sequence that holds none, and room for `new_tokens` after it.
     pub(crate) fn admit(&mut self, sequence: &mut Sequence, hit: &Hit, new_tokens: usize) -> Result<(), NoRoom> {
+        self.reserve(sequence, hit, new_tokens)?;
+        self.grow(sequence, new_tokens)
+    }
+
+    /// The same without computing anything: `new_tokens` come from elsewhere, see [`Cache::receive`].
+    pub(crate) fn reserve(&mut self, sequence: &mut Sequence, hit: &Hit, new_tokens: usize) -> Result<(), NoRoom> {
         debug_assert!(sequence.blocks.is_empty(), "a sequence is admitted once, until it is released");
         let reused_free = hit.0.iter().filter(|&&id| self.blocks[id].refs == 0).count();
         let needed = (self.hit_tokens(hit) + new_tokens).div_ceil(self.block_size) - hit.0.len();
@@ -205,7 +224,17 @@ impl Cache {
         }
         sequence.blocks.extend_from_slice(&hit.0);
         sequence.computed = self.hit_tokens(hit);
-        self.grow(sequence, new_tokens)
+        self.allocate(sequence, sequence.computed + new_tokens)
+    }
+
+    /// Notes that everything a sequence has room for arrived from another engine. As vLLM does it the last token is
+    /// computed once more, because its logits are needed.
+    pub(crate) fn receive(&mut self, sequence: &mut Sequence) {
+        let full = sequence.computed / self.block_size..sequence.len() / self.block_size;
+        if !full.is_empty() {
+            self.store(sequence, full);
+        }
+        sequence.computed = sequence.len() - 1;
     }
 
     /// Makes room for the next `new_tokens` of `sequence` and caches the blocks they fill. As in vLLM a block counts as
@@ -213,18 +242,23 @@ impl Cache {
     pub(crate) fn grow(&mut self, sequence: &mut Sequence, new_tokens: usize) -> Result<(), NoRoom> {
         let computed = sequence.computed + new_tokens;
         debug_assert!(computed <= sequence.len(), "only known tokens are computed");
-        let needed = computed.div_ceil(self.block_size).saturating_sub(sequence.blocks.len());
+        self.allocate(sequence, computed)?;
+        let full = sequence.computed / self.block_size..computed / self.block_size;
+        sequence.computed = computed;
+        if !full.is_empty() {
+            self.store(sequence, full);
+        }
+        Ok(())
+    }
+
+    fn allocate(&mut self, sequence: &mut Sequence, tokens: usize) -> Result<(), NoRoom> {
+        let needed = tokens.div_ceil(self.block_size).saturating_sub(sequence.blocks.len());
         if needed > self.free.len() {
             return Err(NoRoom);
         }
         for _ in 0..needed {
             let id = self.take_free();
             sequence.blocks.push(id);
-        }
-        let full = sequence.computed / self.block_size..computed / self.block_size;
-        sequence.computed = computed;
-        if !full.is_empty() {
-            self.store(sequence, full);
         }
         Ok(())
     }
@@ -315,6 +349,12 @@ impl Cache {
             return;
         }
         sequence.extend_hashes(self.block_size);
+        // A block that was received whole is known before its last token is computed once more.
+        let known = full.clone().take_while(|&at| self.blocks[sequence.blocks[at]].hash.is_some()).count();
+        let full = full.start + known..full.end;
+        if full.is_empty() {
+            return;
+        }
         for position in full.clone() {
             let (id, hash) = (sequence.blocks[position], sequence.hashes[position]);
             self.blocks[id].hash = Some(hash);

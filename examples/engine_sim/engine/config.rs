@@ -5,6 +5,7 @@ use anyhow::{Context as _, ensure};
 use clap::{Args, Parser};
 
 use super::faults::Faults;
+use super::handover::Handover;
 use super::publisher::{Attach, Sockets};
 use super::rank::Pace;
 use super::scheduler::Limits;
@@ -33,9 +34,13 @@ pub(crate) struct EngineConfig {
     pub(crate) surface: Surface,
     #[command(flatten)]
     pub(crate) pace: Pace,
+    #[command(flatten)]
+    pub(crate) handover: Handover,
     /// Misbehaviour from the start, as JSON; POST /sim/misbehave takes the same, and changes only the fields it gets:
-    /// `crash` ("next_step" or {"after_requests": n}), `hang`, `refuse` (a status), `slow_first_token_ms`,
-    /// `hold_first_tokens`, `cut_stream_after_tokens`, `drop_events` ({"batches": n, "keep_for_replay": bool}).
+    /// `crash` ("next_step", "next_request" or {"after_requests": n}), `hang`, `refuse` (a status), `slow_first_token_ms`,
+    /// `hold_first_tokens`, `cut_stream_after_tokens`, `drop_events` ({"batches": n, "keep_for_replay": bool}); and for
+    /// requests that only prefill, `refuse_prefills` (a status), `slow_prefill_ms`, `hang_prefills`,
+    /// `omit_transfer_params`, `fail_prefills_with_200`.
     #[arg(long, value_parser = |text: &str| serde_json::from_str::<Faults>(text), default_value = "{}")]
     pub(crate) misbehave: Faults,
     /// Do not print the line that says where the engine listens.

@@ -25,6 +25,16 @@ pub(crate) struct Faults {
     pub(crate) hold_first_tokens: bool,
     /// Connections are cut after this many tokens of a stream.
     pub(crate) cut_stream_after_tokens: Option<u64>,
+    /// Prefills for another engine are refused with this status.
+    pub(crate) refuse_prefills: Option<u16>,
+    /// They begin so much later.
+    pub(crate) slow_prefill_ms: u64,
+    /// They are accepted and never begin.
+    pub(crate) hang_prefills: bool,
+    /// Their answers do not say where the blocks are.
+    pub(crate) omit_transfer_params: bool,
+    /// They are answered with status 200 and an error.
+    pub(crate) fail_prefills_with_200: bool,
     /// The next batches of KV events get lost, on every rank.
     pub(crate) drop_events: Option<Drops>,
 }
@@ -35,6 +45,8 @@ pub(crate) struct Faults {
 pub(crate) enum Crash {
     /// With the next scheduler step.
     NextStep,
+    /// With the next request that is accepted.
+    NextRequest,
     /// With the step after this many requests were accepted.
     AfterRequests(u64),
 }
@@ -71,20 +83,24 @@ impl Mood {
     pub(crate) fn accepted(&self) {
         let accepted = self.requests.fetch_add(1, Ordering::Relaxed) + 1;
         let mut faults = self.faults.lock();
-        if let Some(Crash::AfterRequests(limit)) = faults.crash
-            && accepted >= limit
-        {
-            faults.crash = Some(Crash::NextStep);
+        match faults.crash {
+            Some(Crash::AfterRequests(limit)) if accepted >= limit => faults.crash = Some(Crash::NextStep),
+            Some(Crash::NextRequest) => crash(),
+            _ => {}
         }
     }
 
     /// Ends the process if it is due; called by every scheduler step.
     pub(crate) fn crash_if_due(&self) {
         if self.faults.lock().crash == Some(Crash::NextStep) {
-            tracing::warn!("crashing as told");
-            std::process::exit(134);
+            crash();
         }
     }
+}
+
+fn crash() -> ! {
+    tracing::warn!("crashing as told");
+    std::process::exit(134);
 }
 
 #[cfg(test)]

@@ -3,30 +3,31 @@
 
 use std::convert::Infallible;
 use std::io;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::{Body, Bytes};
+use axum::body::Bytes;
 use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use futures_util::stream::{self, SelectAll, Stream, StreamExt as _};
 use serde_json::{Value, json};
 use warmroute::openai::Api;
 
 use super::Engine;
+use super::aborts;
 use super::answer::Answer;
 use super::ask::Ask;
-use super::cache::{Keys, Sequence};
+use super::cache::Keys;
+use super::choices::{self, Order};
 use super::guard;
+use super::handover::{Hand, Protocol, Wishes, count};
 use super::metrics;
-use super::rank::{Rank, Ticket};
+use super::rank::Rank;
 use super::render;
-use super::scheduler::Output;
+use super::under_way::UnderWay;
 
 /// Headers that tests want to see as the engine saw them.
 const ECHOED: [&str; 6] = [
@@ -38,9 +39,6 @@ const ECHOED: [&str; 6] = [
     "x-envoy-attempt-count",
 ];
 
-/// How often a first token that is kept back looks whether it may go.
-const HELD_LOOK: Duration = Duration::from_millis(5);
-
 pub(crate) fn router(engine: Arc<Engine>) -> Router {
     Router::new()
         .merge(render::routes())
@@ -51,6 +49,7 @@ pub(crate) fn router(engine: Arc<Engine>) -> Router {
         .route("/metrics", get(metrics_page))
         .route("/reset_prefix_cache", post(reset))
         .route("/kv_event_sources", get(event_sources))
+        .route("/abort_request", post(aborts::abort))
         .route("/sim/state", get(state))
         .route("/sim/misbehave", get(faults).post(misbehave))
         .layer(DefaultBodyLimit::disable())
@@ -88,18 +87,28 @@ impl Refusal {
     }
 }
 
-impl IntoResponse for Refusal {
-    fn into_response(self) -> Response {
+impl Refusal {
+    pub(crate) fn failed(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
+    }
+
+    /// The body.
+    pub(crate) fn error(&self) -> Value {
         let Self(status, message) = self;
-        let kind = match status {
+        let kind = match *status {
             StatusCode::BAD_REQUEST => "BadRequestError",
             StatusCode::FORBIDDEN => "ForbiddenError",
             StatusCode::NOT_FOUND => "NotFoundError",
             StatusCode::TOO_MANY_REQUESTS => "TooManyRequestsError",
             _ => "InternalServerError",
         };
-        let error = json!({"message": message, "type": kind, "param": null, "code": status.as_u16()});
-        (status, Json(json!({"error": error}))).into_response()
+        json!({"error": {"message": message, "type": kind, "param": null, "code": status.as_u16()}})
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        (self.0, Json(self.error())).into_response()
     }
 }
 
@@ -110,39 +119,95 @@ async fn generate(
     body: Bytes,
 ) -> Result<Response, Refusal> {
     let faults = engine.mood.faults();
-    if faults.hang {
-        // Ends when the client gives up.
-        std::future::pending::<()>().await;
-    }
-    if let Some(status) = faults.refuse {
-        let status = StatusCode::from_u16(status).unwrap_or(StatusCode::SERVICE_UNAVAILABLE);
-        return Err(Refusal(status, "told to refuse".into()));
-    }
+    hang_or_refuse(faults.hang, faults.refuse).await?;
     let api = Api::of_path(uri.path()).filter(|api| matches!(api, Api::ChatCompletions | Api::Completions));
     let api = api.ok_or_else(|| Refusal(StatusCode::NOT_FOUND, "no such endpoint".into()))?;
     let ask = Ask::read(&body).map_err(Refusal::bad)?;
     let keys = keys(&engine, &ask)?;
-    let rank = engine.rank(&headers).map_err(Refusal::bad)?;
+    let wishes = wishes(&engine, &body)?;
+    let asked_rank = engine.rank_asked(&headers, wishes.rank()).map_err(Refusal::bad)?;
     let vocabulary = engine.tokens.clone();
     let encoded = tokio::task::spawn_blocking(move || vocabulary.prompts(api, &body)).await;
     let prompts = encoded.map_err(|error| Refusal::bad(error.to_string()))?.map_err(Refusal::bad)?;
     check_length(&engine, &ask, &prompts)?;
+    let hand = hand(&engine, &wishes, (prompts.len(), ask.choices()))?;
+    let rank = rank_of(&engine, &hand, asked_rank)?;
     engine.mood.accepted();
+    if hand.is_prefill()
+        && let Some(answered) = trouble_prefills(&engine).await?
+    {
+        return Ok(answered);
+    }
 
-    let tickets = submit(&engine, &rank, &ask, &keys, &prompts);
     let model = ask.model.clone().unwrap_or_else(|| engine.config.model.clone());
     let name = headers.get("x-request-id").and_then(|id| id.to_str().ok()).map(str::to_owned);
     let name = name.unwrap_or_else(|| engine.next_name());
-    let answer = Answer::new((api, &ask), (model, &name), prompts, engine.tokens.clone());
+    let abortable = engine.aborts.enter(wishes.names());
+    let answer = Answer::new((api, &ask), (model, &name), prompts.clone(), engine.tokens.clone());
     let answer = if engine.config.surface.no_prompt_tokens_details { answer.silent_on_cache() } else { answer };
-    let mut response = if ask.streams() {
-        let content = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")];
-        (content, Body::from_stream(events(engine, tickets, answer))).into_response()
-    } else {
-        document(&engine, tickets, answer).await.into_response()
-    };
+    let answer = answer.cached_elsewhere(hand.cached_elsewhere());
+    let answer_len = hand.answer_len(engine.config.handover.protocol(), ask.max_tokens());
+    let order = Order { ask: &ask, hand: &hand, keys: &keys, prompts: &prompts, name: answer.id(), answer_len };
+    let on = |at| if let Hand::Host(rooms) = &hand { engine.rank_of_room(rooms[at]) } else { rank.clone() };
+    let choices = choices::start(&engine, &order, on);
+    let under_way = UnderWay { engine, rank: rank.clone(), wishes, choices, abortable, answer };
+    let mut response = if ask.streams() { under_way.stream().await? } else { under_way.document().await? };
     response.headers_mut().insert("x-served-dp-rank", HeaderValue::from(rank.number));
     Ok(response)
+}
+
+async fn hang_or_refuse(hangs: bool, refuses: Option<u16>) -> Result<(), Refusal> {
+    if hangs {
+        // Ends when the client gives up.
+        std::future::pending::<()>().await;
+    }
+    match refuses {
+        None => Ok(()),
+        Some(status) => {
+            let status = StatusCode::from_u16(status).unwrap_or(StatusCode::SERVICE_UNAVAILABLE);
+            Err(Refusal(status, "told to refuse".into()))
+        }
+    }
+}
+
+/// What goes wrong with prefills only; an answer if that is what goes wrong.
+async fn trouble_prefills(engine: &Engine) -> Result<Option<Response>, Refusal> {
+    let faults = engine.mood.faults();
+    hang_or_refuse(faults.hang_prefills, faults.refuse_prefills).await?;
+    tokio::time::sleep(Duration::from_millis(faults.slow_prefill_ms)).await;
+    let error = faults.fail_prefills_with_200.then(|| Refusal::failed("told to fail with status 200").error());
+    Ok(error.map(|error| Json(error).into_response()))
+}
+
+/// The fields about other engines, unless this one has nothing to do with others and does not look.
+fn wishes(engine: &Engine, body: &Bytes) -> Result<Wishes, Refusal> {
+    if engine.config.handover.protocol().is_none() {
+        return Ok(Wishes::default());
+    }
+    Wishes::read(body).map_err(Refusal::bad)
+}
+
+fn hand(engine: &Engine, wishes: &Wishes, count: (usize, usize)) -> Result<Hand, Refusal> {
+    let Some(protocol) = engine.config.handover.protocol() else { return Ok(Hand::Whole) };
+    wishes.hand(protocol, count).map_err(|problem| match protocol {
+        // vLLM fails inside.
+        Protocol::Nixl => Refusal::failed(problem),
+        _ => Refusal::bad(problem),
+    })
+}
+
+/// The rank asked for, that of the room, or the next in turn. A room belongs to one rank.
+fn rank_of(engine: &Engine, hand: &Hand, asked: Option<Arc<Rank>>) -> Result<Arc<Rank>, Refusal> {
+    let Hand::Host(rooms) = hand else { return Ok(asked.unwrap_or_else(|| engine.rank_in_turn())) };
+    for &room in rooms {
+        let rank = engine.rank_of_room(room);
+        if let Some(asked) = asked.as_ref().filter(|asked| asked.number != rank.number) {
+            count(&engine.counts.rooms_mismatched);
+            let (asked, rank) = (asked.number, rank.number);
+            return Err(Refusal::bad(format!("bootstrap_room {room} is of rank {rank}, not of rank {asked}")));
+        }
+    }
+    Ok(engine.rank_of_room(rooms.first().copied().unwrap_or_default()))
 }
 
 /// What separates this request's blocks; refuses a model nobody serves.
@@ -175,66 +240,6 @@ fn check_length(engine: &Engine, ask: &Ask, prompts: &[Vec<u32>]) -> Result<(), 
     Ok(())
 }
 
-fn submit(engine: &Engine, rank: &Arc<Rank>, ask: &Ask, keys: &Keys, prompts: &[Vec<u32>]) -> Vec<Ticket> {
-    let one = |prompt: &Vec<u32>, choice| {
-        let answer = engine.tokens.answer(prompt, choice, ask.max_tokens());
-        rank.submit(Sequence::new(prompt.clone(), keys.clone()), answer)
-    };
-    prompts.iter().flat_map(|prompt| (0..ask.choices()).map(move |choice| one(prompt, choice))).collect()
-}
-
-type Outputs = SelectAll<Pin<Box<dyn Stream<Item = (usize, Output)> + Send>>>;
-
-/// The tokens of all choices as they come, each with the place of its choice.
-fn outputs(tickets: Vec<Ticket>) -> Outputs {
-    let one = |(at, ticket)| {
-        let tokens = stream::unfold(ticket, |mut ticket: Ticket| async { Some((ticket.next().await?, ticket)) });
-        tokens.map(move |output| (at, output)).boxed()
-    };
-    stream::select_all(tickets.into_iter().enumerate().map(one))
-}
-
-async fn delay_first(engine: &Engine, output: Output) {
-    let slow = engine.mood.faults().slow_first_token_ms;
-    if output.is_first && slow > 0 {
-        tokio::time::sleep(Duration::from_millis(slow)).await;
-    }
-    while output.is_first && engine.mood.faults().hold_first_tokens {
-        tokio::time::sleep(HELD_LOOK).await;
-    }
-}
-
-async fn document(engine: &Engine, tickets: Vec<Ticket>, mut answer: Answer) -> Json<Value> {
-    let mut outputs = outputs(tickets);
-    while let Some((at, output)) = outputs.next().await {
-        delay_first(engine, output).await;
-        answer.note(at, output);
-    }
-    Json(answer.document())
-}
-
-/// The stream of server-sent events. An error in it makes hyper close the connection without the closing chunk, which
-/// is how a died engine looks to its client.
-fn events(engine: Arc<Engine>, tickets: Vec<Ticket>, answer: Answer) -> impl Stream<Item = io::Result<Bytes>> {
-    let cut_after = engine.mood.faults().cut_stream_after_tokens;
-    let start = Some((outputs(tickets), answer, 0_u64));
-    stream::unfold(start, move |state| {
-        let engine = engine.clone();
-        async move {
-            let (mut outputs, mut answer, sent) = state?;
-            if cut_after == Some(sent) {
-                return Some((Err(io::Error::other("told to cut the stream")), None));
-            }
-            let Some((at, output)) = outputs.next().await else {
-                return Some((Ok(Bytes::from(answer.closing())), None));
-            };
-            delay_first(&engine, output).await;
-            let chunk = answer.chunk(at, output);
-            Some((Ok(Bytes::from(chunk)), Some((outputs, answer, sent + 1))))
-        }
-    })
-}
-
 async fn models(State(engine): State<Arc<Engine>>) -> Json<Value> {
     let base = &engine.config.model;
     let one = |id: &String, parent: Option<&String>| {
@@ -249,7 +254,8 @@ async fn models(State(engine): State<Arc<Engine>>) -> Json<Value> {
 async fn metrics_page(State(engine): State<Arc<Engine>>) -> impl IntoResponse {
     let samples: Vec<_> = engine.ranks.iter().map(|rank| rank.sample()).collect();
     let content = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
-    (content, metrics::render(&engine.config.model, &samples))
+    let own = metrics::render_own(&engine.config.model, &samples, &engine.counts);
+    (content, metrics::render(&engine.config.model, &samples) + &own)
 }
 
 /// As vLLM, 200 whether or not a busy rank refused; the body tells.

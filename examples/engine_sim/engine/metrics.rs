@@ -3,6 +3,7 @@
 
 use std::fmt::Write as _;
 
+use super::handover::Counts;
 use super::scheduler::Totals;
 
 const FIRST_TOKEN: &[f64] = &[
@@ -71,6 +72,8 @@ pub(crate) struct Sample {
     pub(crate) prefix_caching: bool,
     pub(crate) totals: Totals,
     pub(crate) durations: Durations,
+    pub(crate) leases: usize,
+    pub(crate) leases_expired: u64,
 }
 
 /// A metric: name, kind, help.
@@ -82,7 +85,7 @@ fn figures(sample: &Sample) -> Vec<(Family, Figures)> {
     let (totals, usage) = (sample.totals, sample.used_blocks as f64 / sample.num_blocks as f64);
     let one = |value: f64| vec![("", value)];
     let count = |value: u64| vec![("", value as f64)];
-    let computed = totals.prompt_tokens.saturating_sub(totals.prefix_hits);
+    let computed = totals.prompt_tokens.saturating_sub(totals.prefix_hits + totals.fetched);
     let by_source = |source, value: u64| (source, value as f64);
     vec![
         (("num_requests_running", "gauge", "Requests in the batch."), one(sample.running as f64)),
@@ -101,6 +104,7 @@ fn figures(sample: &Sample) -> Vec<(Family, Figures)> {
             vec![
                 by_source(",source=\"local_compute\"", computed),
                 by_source(",source=\"local_cache_hit\"", totals.prefix_hits),
+                by_source(",source=\"external_kv_transfer\"", totals.fetched),
             ],
         ),
         (("prompt_tokens_cached_total", "counter", "Prompt tokens not computed."), count(totals.prefix_hits)),
@@ -123,6 +127,34 @@ fn histograms(durations: &Durations) -> [(Family, &Histogram); 4] {
         (family("e2e_request_latency_seconds", "Time of a whole request."), &durations.whole_request),
         (family("request_queue_time_seconds", "Time in the queue."), &durations.queue),
     ]
+}
+
+/// What no real engine counts, under the simulator's own name.
+pub(crate) fn render_own(model: &str, samples: &[Sample], counts: &Counts) -> String {
+    let read = |counter: &std::sync::atomic::AtomicU64| counter.load(std::sync::atomic::Ordering::Relaxed);
+    let leases = samples.iter().map(|sample| sample.leases as u64).sum();
+    let expired = samples.iter().map(|sample| sample.leases_expired).sum();
+    let mut page = String::new();
+    for (name, kind, help, value) in [
+        ("kv_leases", "gauge", "Prompts whose blocks wait for another engine.", leases),
+        ("kv_leases_expired_total", "counter", "Prompts nobody came for in time.", expired),
+        ("kv_transfers_total", "counter", "Prompts fetched from another engine.", read(&counts.kv_transfers)),
+        ("kv_mismatches_total", "counter", "Fetched blocks of another prompt.", read(&counts.kv_mismatches)),
+        ("rooms_met_total", "counter", "Rooms in which both sides met.", read(&counts.rooms_met)),
+        ("rooms_unmet_total", "counter", "Rooms in which one side stayed alone.", read(&counts.rooms_unmet)),
+        (
+            "rooms_mismatched_total",
+            "counter",
+            "Rooms of another prompt, of another rank or taken twice.",
+            read(&counts.rooms_mismatched),
+        ),
+        ("aborted_total", "counter", "Requests aborted by name.", read(&counts.aborted)),
+    ] {
+        // Writing to a String cannot fail.
+        writeln!(page, "# HELP engine_sim:{name} {help}\n# TYPE engine_sim:{name} {kind}").ok();
+        writeln!(page, "engine_sim:{name}{{model_name=\"{model}\"}} {:?}", value as f64).ok();
+    }
+    page
 }
 
 /// The page.
@@ -207,6 +239,24 @@ mod tests {
             prefix_caching: true,
             totals,
             durations,
+            leases: 1,
+            leases_expired: 2,
+        }
+    }
+
+    #[test]
+    fn what_only_a_simulator_knows_has_its_own_prefix() {
+        let counts = Counts::default();
+        super::super::handover::count(&counts.rooms_met);
+        let page = render_own("m", &[sample(0), sample(1)], &counts);
+        for expected in [
+            "# TYPE engine_sim:kv_leases gauge",
+            "engine_sim:kv_leases{model_name=\"m\"} 2.0",
+            "engine_sim:kv_leases_expired_total{model_name=\"m\"} 4.0",
+            "engine_sim:rooms_met_total{model_name=\"m\"} 1.0",
+            "engine_sim:aborted_total{model_name=\"m\"} 0.0",
+        ] {
+            assert!(page.lines().any(|line| line == expected), "{expected}\n{page}");
         }
     }
 

@@ -8,14 +8,15 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::Instant;
 
 use super::cache::Sequence;
 use super::faults::Mood;
+use super::leases::{Content, Leases, Lent};
 use super::metrics::{Durations, Sample};
 use super::publisher::Publisher;
-use super::scheduler::{Job, JobId, Output, Scheduler, Step};
+use super::scheduler::{Job, JobId, Output, Part, Scheduler, Step};
 use super::wire::{self, Encoding};
 
 /// How long a step takes.
@@ -30,6 +31,9 @@ pub(crate) struct Pace {
     /// Microseconds per sequence that decodes in a step.
     #[arg(long, default_value_t = 150.0)]
     pub(crate) decode_us_per_seq: f64,
+    /// Microseconds per block fetched from another engine.
+    #[arg(long, default_value_t = 200.0)]
+    pub(crate) transfer_us_per_block: f64,
     /// Everything that many times faster.
     #[arg(long, default_value_t = 1.0)]
     pub(crate) speed: f64,
@@ -39,7 +43,16 @@ impl Pace {
     fn of(&self, step: &Step) -> Duration {
         let prefill = self.prefill_us_per_token * step.prefill_tokens as f64;
         let decode = self.decode_us_per_seq * step.decoding as f64;
-        Duration::from_secs_f64(((self.step_us + prefill + decode) / self.speed / 1e6).max(0.0))
+        self.scaled(self.step_us + prefill + decode)
+    }
+
+    /// How long the blocks of another engine are under way.
+    pub(crate) fn transfer(&self, blocks: usize) -> Duration {
+        self.scaled(self.transfer_us_per_block * blocks as f64)
+    }
+
+    fn scaled(&self, microseconds: f64) -> Duration {
+        Duration::from_secs_f64((microseconds / self.speed / 1e6).max(0.0))
     }
 }
 
@@ -52,6 +65,8 @@ struct Outlet {
     tokens: mpsc::UnboundedSender<Output>,
     arrived: Instant,
     last_token: Option<Instant>,
+    room: Option<oneshot::Sender<usize>>,
+    lent: Option<oneshot::Sender<Lent>>,
 }
 
 #[derive(Debug)]
@@ -60,6 +75,7 @@ struct Work {
     outlets: HashMap<JobId, Outlet>,
     next_job: u64,
     durations: Durations,
+    leases: Leases,
 }
 
 /// The rank: see the module.
@@ -69,7 +85,10 @@ pub(crate) struct Rank {
     pub(crate) publisher: Publisher,
     work: Mutex<Work>,
     wake: Notify,
-    pace: Pace,
+    lease_granted: Notify,
+    pub(crate) pace: Pace,
+    /// How long blocks wait for another engine; without end if none is given.
+    lease: Option<Duration>,
     encoding: Encoding,
 }
 
@@ -80,21 +99,85 @@ impl Rank {
         publisher: Publisher,
         (pace, encoding): (Pace, Encoding),
     ) -> Self {
-        let work = Work { scheduler, outlets: HashMap::new(), next_job: 0, durations: Durations::default() };
-        Self { number, publisher, work: Mutex::new(work), wake: Notify::new(), pace, encoding }
+        let (outlets, durations, leases) = (HashMap::new(), Durations::default(), Leases::default());
+        let work = Mutex::new(Work { scheduler, outlets, next_job: 0, durations, leases });
+        let (wake, lease_granted) = (Notify::new(), Notify::new());
+        Self { number, publisher, work, wake, lease_granted, pace, lease: None, encoding }
+    }
+
+    /// The same with an end to every lease.
+    pub(crate) fn with_lease(self, lease: Duration) -> Self {
+        Self { lease: Some(lease), ..self }
     }
 
     /// Queues a sequence that will generate `answer`.
-    pub(crate) fn submit(self: &Arc<Self>, sequence: Sequence, answer: Vec<u32>) -> Ticket {
+    pub(crate) fn submit(self: &Arc<Self>, sequence: Sequence, answer: Vec<u32>, part: Part) -> Ticket {
         let (sender, tokens) = mpsc::unbounded_channel();
+        let (has_room, room) = oneshot::channel();
+        let (lends, lent) = oneshot::channel();
+        let outlet = Outlet {
+            tokens: sender,
+            arrived: Instant::now(),
+            last_token: None,
+            room: Some(has_room),
+            lent: Some(lends),
+        };
         let mut work = self.work.lock();
         let job = JobId(work.next_job);
         work.next_job += 1;
-        work.outlets.insert(job, Outlet { tokens: sender, arrived: Instant::now(), last_token: None });
-        work.scheduler.submit(Job::new(job, sequence, answer));
+        work.outlets.insert(job, outlet);
+        work.scheduler.submit(Job::new(job, sequence, answer).with_part(part));
         drop(work);
         self.wake.notify_one();
-        Ticket { rank: self.clone(), job, tokens }
+        Ticket { rank: self.clone(), job, tokens, room: Some(room), lent: Some(lent) }
+    }
+
+    fn received(&self, job: JobId) {
+        self.work.lock().scheduler.received(job);
+        self.wake.notify_one();
+    }
+
+    /// What lies in a lease.
+    pub(crate) fn leased(&self, name: &str) -> Option<Content> {
+        self.work.lock().leases.content(name)
+    }
+
+    /// The other engine is still there: a lease lasts two thirds of its time from now on, as with vLLM's heartbeats.
+    pub(crate) fn prolong_lease(&self, name: &str) {
+        if let Some(lease) = self.lease {
+            self.work.lock().leases.extend(name, Instant::now() + lease * 2 / 3);
+        }
+    }
+
+    /// Ends a lease; whether there was one.
+    pub(crate) fn end_lease(&self, name: &str) -> bool {
+        let mut work = self.work.lock();
+        let Some(mut sequence) = work.leases.take(name) else { return false };
+        work.scheduler.cache.release(&mut sequence);
+        drop(work);
+        self.wake.notify_one();
+        true
+    }
+
+    /// Ends leases in time, for ever.
+    pub(crate) async fn expire_leases(self: Arc<Self>) {
+        loop {
+            let next = self.work.lock().leases.next_end();
+            match next {
+                None => self.lease_granted.notified().await,
+                Some(end) => {
+                    // One granted meanwhile can end before this one.
+                    tokio::time::timeout_at(end, self.lease_granted.notified()).await.ok();
+                    let mut guard = self.work.lock();
+                    let work = &mut *guard;
+                    for mut sequence in work.leases.expire(Instant::now()) {
+                        work.scheduler.cache.release(&mut sequence);
+                    }
+                    drop(guard);
+                    self.wake.notify_one();
+                }
+            }
+        }
     }
 
     fn abort(&self, job: JobId) {
@@ -129,7 +212,14 @@ impl Rank {
     fn plan(&self) -> Option<Step> {
         let now = Instant::now();
         let mut work = self.work.lock();
-        let step = work.scheduler.plan()?;
+        let step = work.scheduler.plan();
+        for (job, blocks) in work.scheduler.take_fetches() {
+            if let Some(room) = work.outlets.get_mut(&job).and_then(|outlet| outlet.room.take()) {
+                // A receiver that is gone aborts by its ticket.
+                room.send(blocks).ok();
+            }
+        }
+        let step = step?;
         for job in &step.admitted {
             if let Some(arrived) = work.outlets.get(job).map(|outlet| outlet.arrived) {
                 work.durations.queue.observe((now - arrived).as_secs_f64());
@@ -149,6 +239,7 @@ impl Rank {
             let block_size = work.scheduler.cache.block_size();
             self.publisher.publish(wire::encode(self.encoding, ts, &events, block_size, self.number));
         }
+        self.lend(work, now);
         for output in outputs {
             let Some(outlet) = work.outlets.get_mut(&output.job) else { continue };
             let durations = &mut work.durations;
@@ -168,9 +259,21 @@ impl Rank {
         }
     }
 
+    /// Pins what done prefills leave behind. It happens before anybody hears of their last token.
+    fn lend(&self, work: &mut Work, now: Instant) {
+        for (job, name, sequence) in work.scheduler.take_lent() {
+            let lent = work.leases.grant(name, sequence, self.lease.map(|lease| now + lease));
+            // Nobody is there to tell when the client left meanwhile: then nobody comes for the blocks.
+            if let Some(lends) = work.outlets.get_mut(&job).and_then(|outlet| outlet.lent.take()) {
+                lends.send(lent).ok();
+            }
+            self.lease_granted.notify_one();
+        }
+    }
+
     pub(crate) fn sample(&self) -> Sample {
         let work = self.work.lock();
-        let Work { scheduler, durations, .. } = &*work;
+        let Work { scheduler, durations, leases, .. } = &*work;
         Sample {
             rank: self.number,
             running: scheduler.running(),
@@ -181,6 +284,8 @@ impl Rank {
             prefix_caching: scheduler.cache.keeps(),
             totals: scheduler.totals(),
             durations: durations.clone(),
+            leases: leases.held(),
+            leases_expired: leases.expired(),
         }
     }
 
@@ -201,6 +306,7 @@ impl Rank {
             },
             "running": scheduler.running(),
             "waiting": scheduler.waiting(),
+            "leases": work.leases.held(),
             "last_seq": self.publisher.last_number(),
             "cached": content,
         })
@@ -213,12 +319,31 @@ pub(crate) struct Ticket {
     rank: Arc<Rank>,
     job: JobId,
     tokens: mpsc::UnboundedReceiver<Output>,
+    room: Option<oneshot::Receiver<usize>>,
+    lent: Option<oneshot::Receiver<Lent>>,
 }
 
 impl Ticket {
     /// The next token; `None` after the last.
     pub(crate) async fn next(&mut self) -> Option<Output> {
         self.tokens.recv().await
+    }
+
+    /// Waits until there is room for the blocks of another engine; returns how many of them are to be fetched.
+    pub(crate) async fn room(&mut self) -> usize {
+        let Some(room) = self.room.take() else { return 0 };
+        // The rank keeps the other end as long as there is a ticket.
+        room.await.unwrap_or_default()
+    }
+
+    /// The blocks of another engine are here.
+    pub(crate) fn received(&self) {
+        self.rank.received(self.job);
+    }
+
+    /// Where to hear, not later than the last token, what is kept for another engine.
+    pub(crate) fn take_lent(&mut self) -> Option<oneshot::Receiver<Lent>> {
+        self.lent.take()
     }
 }
 
@@ -235,7 +360,13 @@ mod tests {
     use super::super::scheduler::Limits;
     use super::*;
 
-    const PACE: Pace = Pace { step_us: 4800.0, prefill_us_per_token: 70.0, decode_us_per_seq: 150.0, speed: 1.0 };
+    const PACE: Pace = Pace {
+        step_us: 4800.0,
+        prefill_us_per_token: 70.0,
+        decode_us_per_seq: 150.0,
+        transfer_us_per_block: 200.0,
+        speed: 1.0,
+    };
     const FAST: Pace = Pace { speed: 20.0, ..PACE };
 
     fn scheduler(num_blocks: usize) -> Scheduler {
@@ -281,7 +412,7 @@ mod tests {
     async fn steps_keep_the_ideal_pace_although_timers_fire_late() {
         let rank = rank(64, PACE).await;
         let start = Instant::now();
-        let mut ticket = rank.submit(prompt(10), vec![1; 100]);
+        let mut ticket = rank.submit(prompt(10), vec![1; 100], Part::Whole);
         while ticket.next().await.is_some() {}
         // 100 steps of 4.8 to 5.5 ms; never faster, whatever else the machine does.
         assert!(start.elapsed() >= Duration::from_millis(450), "{:?}", start.elapsed());
@@ -290,8 +421,8 @@ mod tests {
     #[tokio::test]
     async fn a_dropped_ticket_frees_the_blocks_and_the_next_in_line_runs() {
         let rank = rank(64, FAST).await;
-        let mut first = rank.submit(prompt(100), vec![1; 500]);
-        let mut second = rank.submit(prompt(100), vec![2; 2]);
+        let mut first = rank.submit(prompt(100), vec![1; 500], Part::Whole);
+        let mut second = rank.submit(prompt(100), vec![2; 2], Part::Whole);
         first.next().await.unwrap();
         assert_eq!((rank.sample().running, rank.sample().waiting), (1, 1));
         drop(first);
@@ -303,12 +434,12 @@ mod tests {
     #[tokio::test]
     async fn a_reset_is_numbered_with_the_next_step_and_not_before() {
         let rank = rank(64, FAST).await;
-        let mut ticket = rank.submit(prompt(40), vec![1]);
+        let mut ticket = rank.submit(prompt(40), vec![1], Part::Whole);
         while ticket.next().await.is_some() {}
         assert_eq!(rank.publisher.last_number(), Some(0));
         assert!(rank.reset());
         assert_eq!(rank.publisher.last_number(), Some(0));
-        let mut ticket = rank.submit(prompt(40), vec![1]);
+        let mut ticket = rank.submit(prompt(40), vec![1], Part::Whole);
         assert_eq!(ticket.next().await.unwrap().cached, 0);
         assert_eq!(rank.publisher.last_number(), Some(1));
         assert_eq!(rank.state()["cached"].as_array().unwrap().len(), 2);

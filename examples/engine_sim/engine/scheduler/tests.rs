@@ -141,6 +141,83 @@ fn an_abort_frees_the_blocks_but_keeps_them_cached() {
     assert_eq!(scheduler.plan(), None);
 }
 
+/// Runs until somebody has to fetch; returns who and how many blocks.
+fn fetches(scheduler: &mut Scheduler) -> Vec<(JobId, usize)> {
+    run(scheduler);
+    scheduler.take_fetches()
+}
+
+#[test]
+fn a_fetched_prompt_costs_one_token_and_its_blocks_are_stored_when_they_come() {
+    let mut scheduler = scheduler(32, 8, 4);
+    scheduler.submit(job(1, 0..9, 1));
+    run(&mut scheduler);
+    scheduler.cache.take_events();
+    // Two of five blocks are here; the fifth is full, the prompt ends with it.
+    scheduler.submit(job(2, 0..20, 3).with_part(Part::Fetch));
+    assert_eq!(fetches(&mut scheduler), [(JobId(2), 3)]);
+    assert_eq!((scheduler.waiting(), scheduler.running(), scheduler.cache.used_blocks()), (1, 0, 5));
+    assert_eq!(scheduler.cache.take_events(), [], "nothing is stored before it is here");
+    scheduler.received(JobId(2));
+    let steps = run(&mut scheduler);
+    let work: Vec<_> = steps.iter().map(|(step, _)| (step.prefill_tokens, step.decoding)).collect();
+    assert_eq!(work, [(1, 0), (0, 1), (0, 1)]);
+    assert_eq!(tokens_of(&steps, 2), [2000, 2001, 2002]);
+    assert_eq!(steps[0].1[0].cached, 8, "only what was here before counts as cached");
+    let events = scheduler.cache.take_events();
+    let [CacheEvent::Stored(stored)] = &events[..] else { panic!("{events:?}") };
+    assert_eq!((stored.tokens.as_slice(), stored.hashes.len()), ((8..20).collect::<Vec<_>>().as_slice(), 3));
+    let totals = scheduler.totals();
+    assert_eq!((totals.prefix_hits, totals.fetched, scheduler.cache.used_blocks()), (8, 12, 0));
+}
+
+#[test]
+fn a_fetch_that_fails_gives_its_blocks_back() {
+    let mut scheduler = scheduler(8, 8, 4);
+    scheduler.submit(job(1, 0..30, 1).with_part(Part::Fetch));
+    scheduler.submit(job(2, 100..110, 1));
+    assert_eq!(fetches(&mut scheduler), [(JobId(1), 8)]);
+    assert_eq!(scheduler.plan(), None, "no block is left for the second");
+    scheduler.abort(JobId(1));
+    scheduler.received(JobId(1));
+    assert_eq!(tokens_of(&run(&mut scheduler), 2), [2000]);
+    assert_eq!((scheduler.totals().aborted, scheduler.totals().fetched, scheduler.cache.used_blocks()), (1, 0, 0));
+}
+
+#[test]
+fn what_is_lent_stays_until_it_is_released() {
+    let mut scheduler = scheduler(8, 16, 4);
+    let part = Part::Lend { name: "a".into(), can_be_aborted: false };
+    scheduler.submit(job(1, 0..18, 1).with_part(part));
+    run(&mut scheduler);
+    let mut lent = scheduler.take_lent();
+    let [(JobId(1), name, sequence)] = &mut lent[..] else { panic!("{lent:?}") };
+    assert_eq!((&**name, sequence.computed(), sequence.block_numbers()), ("a", 18, vec![1, 2, 3, 4, 5]));
+    assert_eq!((scheduler.running(), scheduler.cache.used_blocks()), (0, 5));
+    scheduler.submit(job(2, 100..116, 1));
+    assert_eq!(scheduler.plan(), None, "only three blocks are free");
+    scheduler.cache.release(sequence);
+    assert_eq!(tokens_of(&run(&mut scheduler), 2), [2000]);
+}
+
+#[test]
+fn only_a_prefill_that_has_begun_outlives_its_client_and_only_where_engines_are_so() {
+    for (can_be_aborted, has_begun, lives) in
+        [(false, false, false), (false, true, true), (true, false, false), (true, true, false)]
+    {
+        let mut scheduler = scheduler(8, 8, 4);
+        scheduler.submit(job(1, 0..18, 1).with_part(Part::Lend { name: "a".into(), can_be_aborted }));
+        if has_begun {
+            let step = scheduler.plan().unwrap();
+            scheduler.complete(&step);
+        }
+        scheduler.abort(JobId(1));
+        run(&mut scheduler);
+        assert_eq!(scheduler.take_lent().len(), usize::from(lives), "{can_be_aborted}, {has_begun}");
+        assert_eq!(scheduler.cache.used_blocks(), if lives { 5 } else { 0 });
+    }
+}
+
 /// What the events leave behind.
 fn replay(content: &mut BTreeMap<u64, usize>, events: Vec<CacheEvent>) {
     for event in events {
@@ -153,26 +230,38 @@ fn replay(content: &mut BTreeMap<u64, usize>, events: Vec<CacheEvent>) {
     content.retain(|_, copies| *copies > 0);
 }
 
+fn part() -> impl Strategy<Value = Part> {
+    let lend = |can_be_aborted| Just(Part::Lend { name: "lease".into(), can_be_aborted });
+    prop_oneof![4 => Just(Part::Whole), 2 => Just(Part::Fetch), 1 => lend(true), 1 => lend(false)]
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(200) })]
     #[test]
     fn whatever_arrives_everybody_gets_exactly_their_answer_and_every_block_comes_back(
-        jobs in prop::collection::vec((0..3u32, 1..50u32, 1..14u32, 0..6usize, any::<bool>()), 1..12),
+        jobs in prop::collection::vec((0..3u32, 1..50u32, 1..14u32, 0..6usize, any::<bool>(), part()), 1..12),
         num_blocks in 16usize..40, budget in 1usize..40, seqs in 1usize..5,
     ) {
         let mut scheduler = scheduler(num_blocks, budget, seqs);
         let (mut content, mut got) = (BTreeMap::new(), BTreeMap::<u64, Vec<u32>>::new());
         let mut arrivals: VecDeque<_> = jobs.iter().enumerate().collect();
-        let mut pause = 0;
+        let (mut fetching, mut lent, mut pause) = (VecDeque::new(), VecDeque::new(), 0);
         for round in 0.. {
             prop_assert!(round < 20_000, "no progress");
-            if pause == 0 && let Some((id, &(trunk, prompt, answer, wait, _))) = arrivals.pop_front() {
-                scheduler.submit(job(id as u64, trunk * 10..trunk * 10 + prompt, answer));
+            if pause == 0 && let Some((id, &(trunk, prompt, answer, wait, _, ref part))) = arrivals.pop_front() {
+                scheduler.submit(job(id as u64, trunk * 10..trunk * 10 + prompt, answer).with_part(part.clone()));
                 pause = wait;
             }
             pause = pause.saturating_sub(1);
-            let Some(step) = scheduler.plan() else {
-                if arrivals.is_empty() { break } else { continue }
+            // Other engines take their time.
+            if round % 3 == 0 {
+                fetching.pop_front().into_iter().for_each(|(id, _)| scheduler.received(id));
+                lent.pop_front().into_iter().for_each(|(_, _, mut blocks)| scheduler.cache.release(&mut blocks));
+            }
+            let step = scheduler.plan();
+            fetching.extend(scheduler.take_fetches());
+            let Some(step) = step else {
+                if arrivals.is_empty() && fetching.is_empty() && lent.is_empty() { break } else { continue }
             };
             prop_assert!(step.prefill_tokens + step.decoding <= budget);
             prop_assert!(scheduler.running() <= seqs);
@@ -187,12 +276,14 @@ proptest! {
                     scheduler.abort(output.job);
                 }
             }
+            lent.extend(scheduler.take_lent());
             replay(&mut content, scheduler.cache.take_events());
             prop_assert_eq!(&content, &scheduler.cache.content());
         }
         prop_assert_eq!((scheduler.running(), scheduler.waiting(), scheduler.cache.used_blocks()), (0, 0, 0));
-        for (id, &(_, _, answer, _, leaves)) in jobs.iter().enumerate() {
-            let wanted = if leaves { answer.min(3) } else { answer };
+        for (id, &(_, _, answer, _, leaves, ref part)) in jobs.iter().enumerate() {
+            let must_end = matches!(part, Part::Lend { can_be_aborted: false, .. });
+            let wanted = if leaves && !must_end { answer.min(3) } else { answer };
             let expected: Vec<u32> = (0..wanted).map(|at| 1000 * id as u32 + at).collect();
             prop_assert_eq!(got.get(&(id as u64)).cloned().unwrap_or_default(), expected);
         }
