@@ -11,6 +11,8 @@ mod support;
 mod audit;
 #[path = "routing/bed.rs"]
 mod bed;
+#[path = "routing/call.rs"]
+mod call;
 #[path = "routing/encrypted.rs"]
 mod encrypted;
 #[path = "routing/health.rs"]
