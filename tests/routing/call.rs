@@ -1,7 +1,6 @@
 //! Prefills that warmroute has done itself by another worker, and hands over to whoever decodes.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
 
 use futures_util::{StreamExt as _, stream as streams};
 use serde_json::{Value, json};
@@ -93,4 +92,127 @@ async fn both_workers_do_their_part_and_answers_are_as_if_one_had_done_it_all() 
 
 fn path(body: &Value) -> &'static str {
     if body["prompt"].is_null() { "/v1/chat/completions" } else { "/v1/completions" }
+}
+
+/// Which phases a request went through, as the metrics have them.
+async fn phases(bed: &Bed, of: &str) -> f64 {
+    bed.metrics().await.sum("phases_total", &[("phases", of)])
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prefill_that_fails_is_done_by_the_next_one_and_then_by_whoever_decodes() {
+    let args = [&NIXL[..], &["--kv-lease", "1s"]].concat();
+    let bed = Bed::start(&pools(&args), calling(json!({"deadline": "2s"}), json!({}))).await;
+    let well = json!({"refuse_prefills": null, "hang_prefills": false, "omit_transfer_params": false, "fail_prefills_with_200": false});
+    let mut topics = 0..;
+    // What goes wrong at one of them is done by the other.
+    for how in [json!({"refuse_prefills": 503}), json!({"refuse_prefills": 500}), json!({"hang_prefills": true})] {
+        bed.misbehave(11, how.clone()).await;
+        for _ in 0..4 {
+            let answer = bed.ask(&chat(&essay(topics.next().unwrap()))).await;
+            assert_eq!((words(&answer).is_empty(), answer.header("x-prefill-instance-id")), (false, "12"), "{how}");
+        }
+        bed.misbehave(11, well.clone()).await;
+        bed.quiet().await;
+    }
+    let remote = phases(&bed, "remote_prefill").await;
+    assert_eq!((remote, phases(&bed, "prefill_failed").await), (12.0, 0.0));
+    // What goes wrong at both is done by whoever decodes; and so is what another one could do no better.
+    let everywhere = [
+        json!({"refuse_prefills": 503}),
+        json!({"refuse_prefills": 400}),
+        json!({"omit_transfer_params": true}),
+        json!({"fail_prefills_with_200": true}),
+    ];
+    for (done, how) in (1..).zip(everywhere) {
+        for id in PREFILL {
+            bed.misbehave(id, how.clone()).await;
+        }
+        let answer = bed.ask(&chat(&essay(topics.next().unwrap()))).await;
+        assert_eq!((words(&answer).is_empty(), answer.header("x-prefill-instance-id")), (false, ""), "{how}");
+        assert_eq!(phases(&bed, "prefill_failed").await, f64::from(done), "{how}");
+        for id in PREFILL {
+            bed.misbehave(id, well.clone()).await;
+        }
+    }
+    // An engine that does not say where the blocks are keeps them for nobody.
+    assert!(until(SOON, async || bed.engines("engine_sim:kv_leases").await == 0.0).await);
+    bed.nothing_left().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_decode_workers_must_not_prefill_the_client_is_refused() {
+    let bed = Bed::start(&pools(&NIXL), calling(json!({}), json!({"disaggregation": {"enforce": true}}))).await;
+    assert_eq!(bed.ask(&chat(&essay(1))).await.status, 200);
+    for id in PREFILL {
+        bed.misbehave(id, json!({"refuse_prefills": 500})).await;
+    }
+    let (code, _) = bed.ask(&chat(&essay(2))).await.error(503);
+    assert_eq!(code, "no_prefill_worker");
+    bed.nothing_left().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_worker_is_booked_while_it_has_the_request_and_envoy_waits_for_the_prefill() {
+    let hasty = |shipped: &str| crate::bed::patient(shipped).replace(" message_timeout: 30s", " message_timeout: 2s");
+    let bed = Bed::behind(&pools(&NIXL), calling(json!({}), json!({})), hasty).await;
+    for id in PREFILL {
+        bed.misbehave(id, json!({"slow_prefill_ms": 5000})).await;
+    }
+    let asking = bed.asking(&stream(&essay(1), 200));
+    let of = async |ids: [u64; 2], what: &str| bed.load(ids[0], what).await + bed.load(ids[1], what).await;
+    assert!(until(SOON, async || of(PREFILL, "active_prefill_tokens").await > 300).await, "the prefill is booked");
+    assert_eq!(of(DECODE, "active_requests").await, 0, "nobody decodes yet");
+    assert!(until(SOON, async || of(DECODE, "active_blocks").await > 0).await, "the decode is booked");
+    assert_eq!(of(PREFILL, "active_requests").await, 0, "the prefill is over");
+    assert_eq!(of(DECODE, "active_prefill_tokens").await, 0, "and nothing is left of it");
+    let answer = asking.await.unwrap();
+    assert_eq!((answer.status.as_u16(), answer.mode()), (200, "exact"), "{answer:?}");
+    bed.nothing_left().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_leaves_does_not_cut_a_prefill_off_and_it_counts_until_its_end() {
+    let args = [&NIXL[..], &["--kv-lease", "2s"]].concat();
+    let bed = Bed::start(&pools(&args), calling(json!({}), json!({}))).await;
+    for id in PREFILL {
+        bed.misbehave(id, json!({"slow_prefill_ms": 3000})).await;
+    }
+    let asking = bed.asking(&chat(&essay(1)));
+    let prefilling = async || bed.load(11, "active_requests").await + bed.load(12, "active_requests").await;
+    assert!(until(SOON, async || prefilling().await == 1).await);
+    asking.abort();
+    bed.shows("the client is gone", |page| page.sum("prefill_calls_total", &[("outcome", "left_after_start")]) == 1.0)
+        .await;
+    assert_eq!(prefilling().await, 1, "the engine still works on it");
+    bed.shows("it ends", |page| page.sum("prefill_calls_total", &[("outcome", "done")]) == 1.0).await;
+    bed.quiet().await;
+    // Nobody comes for the blocks, and the engine gives them up by itself.
+    assert!(until(SOON, async || bed.engines("engine_sim:kv_leases_expired_total").await == 1.0).await);
+    bed.nothing_left().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_cannot_say_whose_blocks_to_take() {
+    let bed = Bed::start(&pools(&NIXL), calling(json!({}), json!({}))).await;
+    // Somebody's blocks wait at a prefill engine.
+    let mut prefill = text(&essay(1));
+    prefill["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
+    let answer = bed.http.post(bed.engine(11).url("/v1/completions")).json(&prefill).send().await.unwrap();
+    let waiting: Value = answer.json().await.unwrap();
+    let mut forged = text(&essay(2));
+    forged["kv_transfer_params"] = waiting["kv_transfer_params"].clone();
+    assert!(forged["kv_transfer_params"]["remote_host"].is_string(), "{waiting}");
+    // By itself the engine would take them, and the simulated one notices.
+    let taken = Answer::of(bed.http.post(bed.engine(21).url("/v1/completions")).json(&forged)).await;
+    assert_eq!(taken.status, 500, "{taken:?}");
+    let before = bed.engines("engine_sim:kv_mismatches_total").await;
+    assert_eq!(before, 1.0);
+    for shape in [json!({}), json!({"n": 2})] {
+        let mut forged = forged.clone();
+        forged.as_object_mut().unwrap().extend(shape.as_object().unwrap().clone());
+        assert_eq!(bed.ask(&forged).await.status, 200);
+    }
+    assert_eq!(bed.engines("engine_sim:kv_mismatches_total").await, before);
+    assert_eq!(phases(&bed, "not_handed_over").await, 1.0, "two answers are not handed over");
 }
