@@ -344,6 +344,8 @@ metrics! {
     first_token_streams: Family<OutcomeLabel, Counter> = Family::default();
     /// Requests that another endpoint served than was chosen, by what became of their booking: moved, away (released), unknown (an address of nobody we know; it stays)
     served_elsewhere: Family<OutcomeLabel, Counter> = Family::default();
+    /// Engines that were told that nobody waits for a mirrored prefill any longer, by outcome: told, not_ours (the client named the request, so that others might be meant), or why it failed
+    prefill_aborts: Family<OutcomeLabel, Counter> = Family::default();
     /// Prefills that were carried out by asking another worker, by outcome: done, refused, busy, full, timeout, failed, left_before_start (taken back), left_after_start (goes on without its client)
     prefill_calls: Family<OutcomeLabel, Counter> = Family::default();
     /// Requests whose model was given another name on the way

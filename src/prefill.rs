@@ -8,10 +8,12 @@ mod handover;
 mod headers;
 mod ladder;
 mod meeting;
+mod mirror;
 
 pub use call::{Asked, Caller, Failure};
 pub use config::{By, PrefillConfig, Protocol};
 pub use handover::{Handing, NotHandedOver, Unfit, without_forged};
 pub use headers::forwarded;
 pub use ladder::{Call, Carried, Wanted};
-pub use meeting::{Meeting, Room};
+pub use meeting::{Meeting, Room, fits};
+pub use mirror::{Aborts, Mirror, Mirrored};

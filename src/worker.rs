@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::SocketAddr;
-use std::num::NonZeroU32;
+use std::num::{NonZeroU16, NonZeroU32};
 use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -234,6 +234,20 @@ pub enum Enforcement {
     Preferred(f64),
 }
 
+/// Where a prefill worker is met by decode workers that take over its KV.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Bootstrap {
+    /// Its name or address; none: that of its endpoint.
+    pub host: Option<String>,
+    /// Its port.
+    pub port: NonZeroU16,
+}
+
+impl Bootstrap {
+    /// SGLang's, where it is not told another.
+    pub const USUAL_PORT: NonZeroU16 = NonZeroU16::MIN.saturating_add(8997);
+}
+
 /// One serving engine process, as discovery reports it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Worker {
@@ -259,6 +273,8 @@ pub struct Worker {
     pub topology: BTreeMap<String, String>,
     /// What it demands of the decode worker when it does a prefill.
     pub kv_transfer: Option<KvTransfer>,
+    /// Where decode workers meet it, where that is not at SGLang's own port of its host.
+    pub bootstrap: Option<Bootstrap>,
     /// Per rank, in rank order: where its KV events come from. Empty: it publishes none.
     pub event_sources: Vec<EventSource>,
     /// Whether it takes no new requests. Those it has go on.
@@ -288,6 +304,7 @@ impl Worker {
             adapters: BTreeSet::new(),
             topology: BTreeMap::new(),
             kv_transfer: None,
+            bootstrap: None,
             event_sources: Vec::new(),
             draining: false,
         }
@@ -298,6 +315,15 @@ impl Worker {
         let place = || taint.strip_prefix(TOPOLOGY_TAINT)?.split_once('=');
         self.taints.contains(taint)
             || place().is_some_and(|(domain, value)| self.topology.get(domain).is_some_and(|own| own == value))
+    }
+
+    /// Host and port where decode workers meet it.
+    pub fn meeting_place(&self) -> (String, u16) {
+        let (host, port) = match &self.bootstrap {
+            Some(Bootstrap { host, port }) => (host.clone(), *port),
+            None => (None, Bootstrap::USUAL_PORT),
+        };
+        (host.unwrap_or_else(|| self.endpoint.0.ip().to_string()), port.get())
     }
 
     /// The event source of one rank, if it has one.

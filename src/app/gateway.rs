@@ -20,7 +20,7 @@ use crate::ext_proc::service::{Kept, Live, Service};
 use crate::intake::{Intake, Rewrites};
 use crate::metrics::Metrics;
 use crate::openai::paths::Paths;
-use crate::prefill::{By, Call, Caller};
+use crate::prefill::{Aborts, By, Call, Caller, Mirror, PrefillConfig};
 
 /// The ext_proc service of one configuration. What has to outlive a reload is shared with the one before.
 pub(super) fn service(
@@ -47,14 +47,27 @@ pub(super) fn service(
 fn prefills(config: &Config, metrics: &Arc<Metrics>) -> anyhow::Result<Prefills> {
     let mut ways = HashMap::new();
     for model in &config.models {
-        let Some(prefill) = model.prefill.as_ref().filter(|prefill| prefill.by == By::Call) else { continue };
-        let engines = EnginesConfig { in_flight: prefill.in_flight, ..config.engines.clone() };
-        let caller = Caller::new(engines, prefill.deadline.get(), metrics.clone())
-            .with_context(|| format!("the prefills of {}", model.name))?;
-        let call = Call { caller, protocol: prefill.protocol, tries: prefill.tries };
-        ways.insert(model.name.clone(), Way::Call(call));
+        let Some(prefill) = &model.prefill else { continue };
+        let way = way(prefill, &config.engines, metrics).with_context(|| format!("the prefills of {}", model.name))?;
+        ways.extend(way.map(|way| (model.name.clone(), way)));
     }
     Ok(Prefills { ways, contract: config.gateway.contract(), trusting: config.clients.trusted })
+}
+
+fn way(prefill: &PrefillConfig, engines: &EnginesConfig, metrics: &Arc<Metrics>) -> anyhow::Result<Option<Way>> {
+    let deadline = prefill.deadline.get();
+    Ok(match prefill.by {
+        By::Header => None,
+        By::Call => {
+            let engines = EnginesConfig { in_flight: prefill.in_flight, ..engines.clone() };
+            let caller = Caller::new(engines, deadline, metrics.clone())?;
+            Some(Way::Call(Call { caller, protocol: prefill.protocol, tries: prefill.tries }))
+        }
+        By::Mirror => {
+            let aborts = Aborts::new(engines, metrics.clone())?;
+            Some(Way::Mirror(Mirror { cluster: prefill.cluster.as_str().into(), deadline, aborts }))
+        }
+    })
 }
 
 fn policy(config: &Config) -> Policy {

@@ -1,13 +1,13 @@
 //! Settings of discovery: one worker as its operator writes it, and how the workers file is followed.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::num::NonZeroU32;
+use std::num::{NonZeroU16, NonZeroU32};
 
 use serde::{Deserialize, Serialize};
 
 use super::zmq::ZmqEndpoint;
 use crate::settings::{Period, Problem};
-use crate::worker::{Attach, BlockSize, Endpoint, ModelName, Role, WorkerId};
+use crate::worker::{Attach, BlockSize, Bootstrap, Endpoint, ModelName, Role, WorkerId};
 
 /// One entry of the list of workers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -50,9 +50,28 @@ pub struct WorkerConfig {
     /// What it demands of the decode worker when it does a prefill.
     #[serde(default)]
     pub kv_transfer: Option<KvTransferConfig>,
+    /// Where decode workers meet it (SGLang); port 8998 of its endpoint's host where left out.
+    #[serde(default)]
+    pub bootstrap: Option<BootstrapConfig>,
     /// Whether it takes no new requests.
     #[serde(default)]
     pub draining: bool,
+}
+
+/// Where a prefill worker is met.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BootstrapConfig {
+    /// Its name or address, as decode workers reach it; that of its endpoint where left out.
+    #[serde(default)]
+    pub host: Option<String>,
+    /// Its port (`--disaggregation-bootstrap-port`).
+    #[serde(default = "usual_port")]
+    pub port: NonZeroU16,
+}
+
+fn usual_port() -> NonZeroU16 {
+    Bootstrap::USUAL_PORT
 }
 
 /// That the decode worker which takes over the KV shall stand in the same place.

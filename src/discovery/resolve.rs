@@ -5,11 +5,11 @@ use std::collections::HashMap;
 use std::hash::Hash;
 
 use super::ServedModel;
-use super::config::{DataParallel, KvEventsConfig, RankSource, WorkerConfig};
+use super::config::{BootstrapConfig, DataParallel, KvEventsConfig, RankSource, WorkerConfig};
 use super::labels;
 use super::zmq::ZmqEndpoint;
 use crate::settings::{Problem, Step, nearest};
-use crate::worker::{Attach, Capacity, DpRank, EventSource, Ranks, Worker};
+use crate::worker::{Attach, Bootstrap, Capacity, DpRank, EventSource, Ranks, Worker};
 
 /// The workers, or every mistake, each with its trail from the list.
 pub fn resolve(list: &[WorkerConfig], models: &[ServedModel]) -> Result<Vec<Worker>, Vec<Problem>> {
@@ -76,6 +76,7 @@ fn worker(config: &WorkerConfig, models: &[ServedModel]) -> Result<Worker, Vec<P
             adapters: config.adapters.clone(),
             topology: config.topology.clone(),
             kv_transfer,
+            bootstrap: config.bootstrap.clone().map(|BootstrapConfig { host, port }| Bootstrap { host, port }),
             event_sources,
             draining: config.draining,
         }),

@@ -5,13 +5,16 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use bytes::Bytes;
+use rand::RngExt as _;
+use tracing::debug;
 
 use super::contract::Contract;
+use super::exchange::Copied;
 use super::headers::{self, RequestHead};
 use crate::disagg::Bypass;
 use crate::intake::{Body, Taken};
-use crate::prefill::{self, Call, Handing, Wanted};
-use crate::router::{Router, Step};
+use crate::prefill::{self, Call, Handing, Meeting, Mirror, Mirrored, Room, Unfit, Wanted};
+use crate::router::{Route, Router, Step};
 use crate::worker::{ModelName, Role};
 
 /// How prefills are carried out, model by model. Of models that are not here they are named and nothing else.
@@ -29,6 +32,8 @@ pub struct Prefills {
 pub enum Way {
     /// We call the prefill worker first.
     Call(Call),
+    /// Envoy sends both workers the same.
+    Mirror(Mirror),
 }
 
 /// What is to be done for one request.
@@ -37,6 +42,19 @@ pub(super) enum Plan<'p> {
     Named,
     /// The prefill worker is to be called, if one is chosen.
     Call(&'p Call, Box<Wanted>),
+    /// Both workers are to meet over this body.
+    Meet(&'p Mirror, Bytes),
+}
+
+/// How a request goes on its way, beside where to.
+#[derive(Default)]
+pub(super) struct Carriage {
+    /// Its body, where that is another now.
+    pub(super) body: Option<Bytes>,
+    /// Who gets a copy of it.
+    pub(super) copy: Option<Copied>,
+    /// The prefill that begins with the copy.
+    pub(super) mirrored: Option<Mirrored>,
 }
 
 impl Prefills {
@@ -52,18 +70,26 @@ impl Prefills {
         if taken.query || !model.is_some_and(|model| has_prefills(router, model)) {
             return Plan::Named;
         }
-        let Way::Call(call) = way;
-        let whole = if let Body::Whole(body) = body { Some(body) } else { None };
-        match whole.map(|body| Handing::new(taken.api, call.protocol, body)) {
-            Some(Ok(handing)) => {
+        let planned = if let Body::Whole(body) = body { self.divide(way, taken, head, body) } else { Err(Unfit::Body) };
+        planned.unwrap_or_else(|unfit| {
+            debug!(request_id = head.request_id, %unfit, "one worker does both phases");
+            taken.request.step = Step::Together(Bypass::NotHandedOver);
+            Plan::Named
+        })
+    }
+
+    fn divide<'p>(&self, way: &'p Way, taken: &mut Taken, head: &RequestHead, body: &Bytes) -> Result<Plan<'p>, Unfit> {
+        match way {
+            Way::Call(call) => {
+                let handing = Handing::new(taken.api, call.protocol, body)?;
                 taken.request.step = Step::PrefillFirst { failed: Vec::new() };
                 let request = taken.request.clone();
                 let wanted = Wanted { request, handing, path: head.path.clone(), headers: self.headers(head) };
-                Plan::Call(call, Box::new(wanted))
+                Ok(Plan::Call(call, Box::new(wanted)))
             }
-            _ => {
-                taken.request.step = Step::Together(Bypass::NotHandedOver);
-                Plan::Named
+            Way::Mirror(mirror) => {
+                prefill::fits(taken.api, body)?;
+                Ok(Plan::Meet(mirror, body.clone()))
             }
         }
     }
@@ -84,9 +110,29 @@ impl Plan<'_> {
     /// How long it may take.
     pub(super) fn longest(&self) -> Duration {
         match self {
-            Plan::Named => Duration::ZERO,
+            Plan::Named | Plan::Meet(..) => Duration::ZERO,
             Plan::Call(call, _) => call.caller.deadline().saturating_mul(call.tries),
         }
+    }
+}
+
+/// The way of a request to two workers at once: both get the room to meet in, and Envoy the address of the second.
+pub(super) fn meet(mirror: &Mirror, body: &[u8], route: &Route, router: &Router) -> Carriage {
+    let to = route.prefill().map(|prefill| prefill.to);
+    let Some((to, worker)) = to.and_then(|to| Some((to, router.fleet().worker(to.rank.worker)?.clone()))) else {
+        return Carriage::default();
+    };
+    let mut random = rand::rng();
+    let room = Room::draw(worker.ranks, to.rank.rank, &mut random);
+    let ((host, port), request) =
+        (worker.meeting_place(), format!("warmroute-{:032x}", random.random::<u128>()).into());
+    let meeting = Meeting { host, port, room, request };
+    let Some(invited) = meeting.invite(body) else { return Carriage::default() };
+    let name = invited.named_by_us.then_some(meeting.request);
+    Carriage {
+        body: Some(invited.body),
+        copy: Some(Copied { cluster: mirror.cluster.clone(), to: to.endpoint }),
+        mirrored: Some(Mirrored::new(mirror, to.endpoint, name)),
     }
 }
 

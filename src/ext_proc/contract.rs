@@ -63,7 +63,13 @@ const LLM_D: [(Field, &str); 2] =
     [(Field::PrefillEndpoint, headers::PREFILL_ENDPOINT), (Field::SharedRank, headers::DATA_PARALLEL_RANK)];
 
 /// Further names that only we, or the gateway, may use.
-const RESERVED: [&str; 3] = ["x-gateway-destination-endpoint-served", headers::MODE, headers::DROPPED];
+const RESERVED: [&str; 5] = [
+    "x-gateway-destination-endpoint-served",
+    headers::MODE,
+    headers::DROPPED,
+    headers::PREFILL_CLUSTER,
+    headers::PREFILL_DESTINATION,
+];
 
 /// Names in place of those of the profiles; an empty list sets no header for that field.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -21,6 +21,7 @@ use super::mutation::{self, Immediate};
 use crate::intake::Body;
 use crate::router::Steer;
 use crate::schedule::Subset;
+use crate::worker::Endpoint;
 
 pub use options::{Answers, Options, Start};
 use request::RequestSide;
@@ -61,8 +62,19 @@ pub struct Directions {
     pub steer: Steer,
     /// What goes on in place of the body that came; only where all of it was shown.
     pub edit: Option<Edit>,
+    /// Who gets a copy of the request.
+    pub copy: Option<Copied>,
     /// The answer's headers come together with its first token.
     pub first_token_with_headers: bool,
+}
+
+/// Who gets a copy of a request, by the gateway.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Copied {
+    /// The gateway's cluster.
+    pub cluster: Arc<str>,
+    /// Who of it.
+    pub to: Endpoint,
 }
 
 /// A change of the body.
@@ -93,7 +105,7 @@ pub struct Renamed {
 
 impl From<Steer> for Directions {
     fn from(steer: Steer) -> Self {
-        Self { steer, edit: None, first_token_with_headers: false }
+        Self { steer, edit: None, copy: None, first_token_with_headers: false }
     }
 }
 
@@ -216,6 +228,16 @@ impl Exchange {
             return Vec::new();
         }
         self.request = RequestSide::Ended;
+        reply_with(mutation::immediate(answer))
+    }
+
+    /// Whatever Envoy waits for, it will not come: the client gets this, if nothing has begun.
+    pub fn on_give_up(&mut self, answer: &Immediate) -> Vec<Effect> {
+        if !matches!(self.response, ResponseSide::Waiting) {
+            return Vec::new();
+        }
+        self.request = RequestSide::Ended;
+        self.response = ResponseSide::Ended;
         reply_with(mutation::immediate(answer))
     }
 

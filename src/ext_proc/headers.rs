@@ -21,6 +21,10 @@ pub const PREFILL_ID: &str = "x-prefill-instance-id";
 pub const PREFILL_RANK: &str = "x-prefill-dp-rank";
 /// `ip:port` of the chosen prefill worker, where sidecars look for it.
 pub const PREFILL_ENDPOINT: &str = "x-prefiller-host-port";
+/// Envoy's cluster that gets a copy of the request; where it is not there, nobody does.
+pub const PREFILL_CLUSTER: &str = "x-prefill-cluster";
+/// `ip:port` of who gets that copy; also a key of the dynamic metadata.
+pub const PREFILL_DESTINATION: &str = "x-prefill-destination";
 /// `ip:port` of the chosen worker; also the key of the dynamic metadata that Envoy's `override_host` reads.
 pub const ENDPOINT: &str = "x-gateway-destination-endpoint";
 /// Response header that names the step of the degradation ladder.

@@ -19,10 +19,11 @@ use envoy_types::pb::google::protobuf::value::Kind;
 use envoy_types::pb::google::protobuf::{Struct, Value};
 
 use super::contract::{Name, endpoints};
+use super::exchange::Directions;
 use super::headers;
 use super::message::BodyMode;
 use super::metadata::{EXCHANGE, LB, OURS};
-use crate::router::{Destination, Steer};
+use crate::router::Destination;
 
 /// Key of the candidates' scores.
 const SCORES: &str = "x-gateway-destination-endpoint-scores";
@@ -192,13 +193,17 @@ pub fn response_trailers() -> ProcessingResponse {
 pub fn with_destination(
     mut reply: ProcessingResponse,
     to: &Destination,
-    steer: &Steer,
+    directions: &Directions,
     exchange: Option<&str>,
 ) -> ProcessingResponse {
+    let steer = &directions.steer;
     let mut fields = HashMap::from([
         (headers::ENDPOINT.to_owned(), text(endpoints(to.endpoint, &steer.fallbacks))),
         ("worker_id".to_owned(), text(to.rank.worker.to_string())),
     ]);
+    if let Some(copy) = &directions.copy {
+        fields.insert(headers::PREFILL_DESTINATION.to_owned(), text(copy.to.to_string()));
+    }
     if !steer.scores.is_empty() {
         // Gateways take more for better.
         let score = |cost: f64| Value { kind: Some(Kind::NumberValue(1.0 / (1.0 + cost.max(0.0)))) };

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tracing::{Level, debug, enabled};
 
-use super::carrying::{Plan, Prefills};
+use super::carrying::{self, Carriage, Plan, Prefills};
 use super::config::{FailureConfig, FailureMode};
 use super::exchange::{Directions, Edit, Inbound, Renamed};
 use super::headers::{self, RequestHead};
@@ -18,7 +18,7 @@ use crate::entrance::{Admitted, Entrance, Refusal};
 use crate::intake::{Body, Intake, Rewrites, Taken};
 use crate::metrics::{Metrics, ModelLabel, ReasonLabel, RequestLabels};
 use crate::openai;
-use crate::prefill::Carried;
+use crate::prefill::Mirrored;
 use crate::router::{Prompt, Reason, Route, Router, Steer};
 use crate::schedule::Subset;
 use crate::worker::ModelName;
@@ -31,6 +31,8 @@ pub enum Routed {
         directions: Box<Directions>,
         /// What the request holds, if it was let in.
         admitted: Option<Box<Admitted>>,
+        /// The prefill that Envoy has done beside it.
+        mirrored: Option<Box<Mirrored>>,
     },
     /// The client gets this.
     Answered(Immediate),
@@ -114,14 +116,11 @@ impl Pipeline {
         let mut tell = |wait| _ = told.take().map(|told| told(wait + longest));
         let admitted = self.entrance.admit(taken.request, taken.session.as_ref(), &mut tell).await;
         self.metrics.stage("total", started.elapsed());
-        let carried = match (admitted, plan) {
-            (Ok(admitted), Plan::Call(call, wanted)) if admitted.booked.route.prefill().is_some() => {
-                tell(Duration::ZERO);
-                call.carry(&self.entrance, *wanted, admitted).await.map_err(Refusal::Refused)
-            }
-            (admitted, _) => admitted.map(|admitted| Carried { admitted, body: None }),
+        let carried = match admitted {
+            Ok(admitted) => self.carry(admitted, plan, tell).await,
+            Err(refusal) => Err(refusal),
         };
-        let Carried { admitted, body } = match carried {
+        let (admitted, carriage) = match carried {
             Ok(carried) => carried,
             Err(refusal) => {
                 debug!(request_id = head.request_id, %refusal, "not routed");
@@ -130,7 +129,7 @@ impl Pipeline {
         };
         let route = &admitted.booked.route;
         self.count(route, &model, hashed);
-        let directions = self.directions(route, Edit::with(edit, body));
+        let directions = Directions { copy: carriage.copy, ..self.directions(route, Edit::with(edit, carriage.body)) };
         if enabled!(Level::DEBUG) {
             debug!(
                 request_id = head.request_id,
@@ -141,13 +140,36 @@ impl Pipeline {
                 route.short()
             );
         }
-        Routed::Steered { directions: Box::new(directions), admitted: Some(Box::new(admitted)) }
+        let mirrored = carriage.mirrored.map(Box::new);
+        Routed::Steered { directions: Box::new(directions), admitted: Some(Box::new(admitted)), mirrored }
+    }
+
+    /// Does of the prefill what is ours to do before Envoy is told where to.
+    async fn carry(
+        &self,
+        admitted: Admitted,
+        plan: Plan<'_>,
+        mut tell: impl FnMut(Duration),
+    ) -> Result<(Admitted, Carriage), Refusal> {
+        match plan {
+            Plan::Call(call, wanted) if admitted.booked.route.prefill().is_some() => {
+                tell(Duration::ZERO);
+                let carried = call.carry(&self.entrance, *wanted, admitted).await.map_err(Refusal::Refused)?;
+                Ok((carried.admitted, Carriage { body: carried.body, ..Carriage::default() }))
+            }
+            Plan::Meet(mirror, body) => {
+                let carriage = carrying::meet(mirror, &body, &admitted.booked.route, self.router());
+                Ok((admitted, carriage))
+            }
+            Plan::Named | Plan::Call(..) => Ok((admitted, Carriage::default())),
+        }
     }
 
     fn directions(&self, route: &Route, edit: Option<Edit>) -> Directions {
         Directions {
             steer: Steer { why: self.policy.why.then(|| route.short().into()), ..route.steer() },
             edit,
+            copy: None,
             first_token_with_headers: self.policy.first_token_with_headers.contains(&route.model),
         }
     }
@@ -232,7 +254,7 @@ impl Pipeline {
             }
             None => {
                 self.request(model, Steer::PASSTHROUGH.mode.as_str());
-                Routed::Steered { directions: Box::new(Steer::PASSTHROUGH.into()), admitted: None }
+                Routed::Steered { directions: Box::new(Steer::PASSTHROUGH.into()), admitted: None, mirrored: None }
             }
         }
     }

@@ -9,8 +9,10 @@ use tracing::info;
 use super::headers::{AnsweredBy, ResponseHead};
 use crate::audit::{Answered, Audit, Foreseen, Said};
 use crate::entrance::Admitted;
+use crate::health::Outcome;
 use crate::metrics::{Metrics, ModelLabel, OutcomeLabel, RankLabels};
 use crate::openai::usage::{Kind, Usage, UsageScanner};
+use crate::prefill::Mirrored;
 use crate::router::{Answer, AnswerFrom, Mode, Moved, Router};
 use crate::worker::Endpoint;
 
@@ -23,6 +25,8 @@ pub(super) struct Record {
     /// When the request was let in.
     admitted_at: Instant,
     admitted: Option<Box<Admitted>>,
+    /// The prefill that Envoy has done, until the first token.
+    mirrored: Option<Box<Mirrored>>,
     label: Option<ModelLabel>,
     /// What the engine should find cached.
     foreseen: Option<Foreseen>,
@@ -64,6 +68,7 @@ impl Record {
             arrived: now,
             admitted_at: now,
             admitted: None,
+            mirrored: None,
             label: None,
             foreseen: None,
             moved: false,
@@ -78,7 +83,8 @@ impl Record {
         }
     }
 
-    pub(super) fn routed(&mut self, admitted: Option<Box<Admitted>>) {
+    pub(super) fn routed(&mut self, admitted: Option<Box<Admitted>>, mirrored: Option<Box<Mirrored>>) {
+        self.mirrored = mirrored;
         self.label = admitted.as_ref().map(|admitted| ModelLabel::from(&admitted.booked.route.model));
         self.foreseen = admitted.as_ref().and_then(|admitted| Foreseen::of(&admitted.booked.route));
         self.admitted = admitted;
@@ -144,10 +150,30 @@ impl Record {
         }
     }
 
+    /// When the first token of two workers that meet has to be there.
+    pub(super) fn meeting_due(&self) -> Option<tokio::time::Instant> {
+        self.mirrored.as_ref().map(|mirrored| mirrored.due())
+    }
+
+    /// Two workers were to meet, and no token has come of it.
+    pub(super) fn never_met(&mut self) {
+        let (Some(mirrored), Some(admitted)) = (self.mirrored.take(), &mut self.admitted) else { return };
+        // Whoever decodes waits for the other.
+        mirrored.abort_decode(admitted.booked.route.to.endpoint);
+        let took = self.admitted_at.elapsed();
+        if let Some((worker, change)) = self.router.prefill_answered(&mut admitted.booked, Outcome::Failure, took) {
+            info!(%worker, ?change, "the health of a prefill worker changed");
+        }
+    }
+
     pub(super) fn first_token(&mut self) {
         self.end = self.end_at_least(End::Closed);
         // An error has no first token.
         let well = (200..300).contains(&self.status);
+        // Where it is one, the prefill is for nobody.
+        if let Some(mirrored) = self.mirrored.take().filter(|_| well) {
+            mirrored.over();
+        }
         if let Some(admitted) = &mut self.admitted {
             let first = admitted.booked.reservation.first_token();
             // An answer in one piece begins when it is complete, and how long a prefill takes is learnt only of prompts

@@ -16,6 +16,14 @@ use crate::router::{Reason, Route, RouteError};
 /// When to come back where nothing better is known.
 const SOON: Duration = Duration::from_secs(1);
 
+/// Two workers were to meet over a request and did not in time.
+pub fn never_met() -> Immediate {
+    let message = "the prefill of this request did not come in time";
+    let error = json!({"error": {"message": message, "type": "service_unavailable_error", "param": null, "code": "prefill_failed"}});
+    let body = error.to_string().into_bytes();
+    Immediate { status: 504, headers: Vec::new(), body, details: "warmroute_prefill_failed" }
+}
+
 /// Why a client gets no worker's answer, or would not.
 #[derive(Debug)]
 pub enum Refused<'a> {

@@ -16,6 +16,7 @@ use super::held::Share;
 use super::message::Incoming;
 use super::pipeline::Routed;
 use super::record::Record;
+use super::reject;
 use super::service::{Closed, Kept, Live, Replies, receive};
 use crate::intake::Body;
 use crate::openai;
@@ -50,6 +51,8 @@ enum Event {
     FirstToken,
     /// The body has not come in time.
     Deadline,
+    /// The first token of two workers that were to meet has not come in time.
+    NeverMet,
 }
 
 impl Stream {
@@ -97,6 +100,11 @@ impl Stream {
                     self.held.set(self.exchange.held(), usize::MAX);
                     done
                 }
+                Ok(Event::NeverMet) => {
+                    self.record.never_met();
+                    let effects = self.exchange.on_give_up(&reject::never_met());
+                    self.carry_out(effects, &mut early).await
+                }
                 Err(closed) => Err(closed),
             };
             if done.is_err() {
@@ -112,12 +120,20 @@ impl Stream {
                 None => std::future::pending().await,
             }
         };
+        let meeting = self.record.meeting_due();
+        let never_met = async {
+            match meeting {
+                Some(due) => tokio::time::sleep_until(due).await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
             biased;
             // Before the end of the stream, which may be there already.
             () = first_token => Ok(Event::FirstToken),
             message = receive(&mut self.incoming, &self.replies) => message.map(|message| Event::Message(Box::new(message))),
             () = tokio::time::sleep_until(self.deadline), if self.exchange.is_gathering() => Ok(Event::Deadline),
+            () = never_met => Ok(Event::NeverMet),
         }
     }
 
@@ -149,9 +165,9 @@ impl Stream {
                         effects.extend(self.exchange.on_immediate(&answer));
                         self.record.own_answer();
                     }
-                    Some(Routed::Steered { directions, admitted }) => {
+                    Some(Routed::Steered { directions, admitted, mirrored }) => {
                         effects.extend(self.exchange.on_route(*directions));
-                        self.record.routed(admitted);
+                        self.record.routed(admitted, mirrored);
                     }
                 },
                 Effect::Answered(head) => self.record.answered(head),

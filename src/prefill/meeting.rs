@@ -1,6 +1,8 @@
 //! Rooms in which a prefill and a decode worker meet that got the same request: SGLang's bootstrap fields. The number of the
 //! room is drawn for every request, and tells the decode worker which of the prefill worker's ranks has it.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use rand::{Rng, RngExt as _};
 use serde_json::Value;
@@ -38,33 +40,44 @@ pub struct Meeting {
     pub port: u16,
     /// The room.
     pub room: Room,
-    /// What both engines call the request, so that it can be aborted; the client's own name, if it gave one.
-    pub request: String,
+    /// What both engines shall call the request, unless the client gave it a name.
+    pub request: Arc<str>,
+}
+
+/// The way to a meeting, in a body.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Invited {
+    /// The body that both workers get.
+    pub body: Bytes,
+    /// Whether the request has our name.
+    pub named_by_us: bool,
+}
+
+/// Whether two workers can meet over a request.
+pub fn fits(api: Option<Api>, body: &[u8]) -> Result<(), Unfit> {
+    if !matches!(api, Some(Api::ChatCompletions | Api::Completions | Api::SglangGenerate)) {
+        return Err(Unfit::Api);
+    }
+    fit(body)?;
+    let named = edit::look(body, &["rid"]).ok_or(Unfit::Body)?;
+    // With a list of names there is a list of prompts.
+    if named.iter().all(|(_, json)| *json == b"null" || json.starts_with(b"\"")) { Ok(()) } else { Err(Unfit::Several) }
 }
 
 impl Meeting {
-    /// The request with the way to its meeting, as both workers get it.
-    pub fn body(&mut self, api: Option<Api>, body: &[u8]) -> Result<Bytes, Unfit> {
-        if !matches!(api, Some(Api::ChatCompletions | Api::Completions | Api::SglangGenerate)) {
-            return Err(Unfit::Api);
-        }
-        fit(body)?;
-        let named = edit::look(body, &["rid"]).ok_or(Unfit::Body)?;
-        match named[..] {
-            [] | [(_, b"null")] => {}
-            // With a list of names it has a list of prompts.
-            [(_, json)] => self.request = serde_json::from_slice(json).map_err(|_| Unfit::Several)?,
-            _ => return Err(Unfit::Body),
-        }
+    /// The request with the way to its meeting, as both workers get it; none of a body that does not fit.
+    pub fn invite(&self, body: &[u8]) -> Option<Invited> {
+        let named = edit::look(body, &["rid"])?;
+        let named_by_us = named.iter().all(|(_, json)| *json == b"null");
         let (host, name) = (Value::from(&*self.host).to_string(), Value::from(&*self.request).to_string());
         let (port, room) = (self.port.to_string(), self.room.0.to_string());
-        let changes = [
+        let mut changes = vec![
             Change::set("bootstrap_host", host.as_bytes()),
             Change::set("bootstrap_port", port.as_bytes()),
             Change::set("bootstrap_room", room.as_bytes()),
-            Change::set("rid", name.as_bytes()),
         ];
-        edit::change(body, &changes).map(Bytes::from).ok_or(Unfit::Body)
+        changes.extend(named_by_us.then(|| Change::set("rid", name.as_bytes())));
+        Some(Invited { body: edit::change(body, &changes)?.into(), named_by_us })
     }
 }
 
@@ -95,34 +108,41 @@ mod tests {
     }
 
     fn meeting() -> Meeting {
-        Meeting { host: "10.0.0.1".to_owned(), port: 8998, room: Room(1 << 62), request: "ours".to_owned() }
+        Meeting { host: "10.0.0.1".to_owned(), port: 8998, room: Room(1 << 62), request: "ours".into() }
     }
 
     #[test]
     fn the_way_to_a_meeting_is_put_into_the_body_and_nothing_else_changes() {
         let body = br#"{"model":"m", "big":123456789012345678901,"messages":[]}"#;
-        let sent = meeting().body(Some(Api::ChatCompletions), body).unwrap();
+        let Invited { body: sent, named_by_us } = meeting().invite(body).unwrap();
+        assert!(named_by_us);
         let expected = r#"{"bootstrap_host":"10.0.0.1","bootstrap_port":8998,"bootstrap_room":4611686018427387904,"rid":"ours","model":"m", "big":123456789012345678901,"messages":[]}"#;
         assert_eq!(std::str::from_utf8(&sent).unwrap(), expected);
     }
 
     #[test]
     fn a_clients_own_name_holds_and_its_own_room_does_not() {
-        let mut meeting = meeting();
         let body = json!({"rid": "theirs", "bootstrap_room": 1, "bootstrap_host": "elsewhere", "prompt": "x"});
-        let sent = meeting.body(Some(Api::Completions), body.to_string().as_bytes()).unwrap();
+        let Invited { body: sent, named_by_us } = meeting().invite(body.to_string().as_bytes()).unwrap();
         let sent: Value = serde_json::from_slice(&sent).unwrap();
-        assert_eq!((&sent["rid"], meeting.request.as_str()), (&json!("theirs"), "theirs"));
+        assert_eq!((&sent["rid"], named_by_us), (&json!("theirs"), false));
         assert_eq!((&sent["bootstrap_room"], &sent["bootstrap_host"]), (&json!(1_u64 << 62), &json!("10.0.0.1")));
-        for (api, body, unfit) in [
-            (Some(Api::ChatCompletions), json!({"n": 2}), Unfit::Several),
-            (Some(Api::Completions), json!({"prompt": ["a", "b"]}), Unfit::Several),
-            (Some(Api::Completions), json!({"prompt": ["a"], "rid": ["x"]}), Unfit::Several),
-            (Some(Api::Responses), json!({}), Unfit::Api),
-            (None, json!({}), Unfit::Api),
-            (Some(Api::ChatCompletions), json!([]), Unfit::Body),
+    }
+
+    #[test]
+    fn what_cannot_be_shared_is_no_matter_for_a_meeting() {
+        for (api, body, expected) in [
+            (Some(Api::ChatCompletions), json!({"messages": [], "rid": "x"}), Ok(())),
+            (Some(Api::SglangGenerate), json!({"text": "x"}), Ok(())),
+            (Some(Api::SglangGenerate), json!({"input_ids": [[1], [2]]}), Err(Unfit::Several)),
+            (Some(Api::ChatCompletions), json!({"n": 2}), Err(Unfit::Several)),
+            (Some(Api::Completions), json!({"prompt": ["a", "b"]}), Err(Unfit::Several)),
+            (Some(Api::Completions), json!({"prompt": ["a"], "rid": ["x"]}), Err(Unfit::Several)),
+            (Some(Api::Responses), json!({}), Err(Unfit::Api)),
+            (None, json!({}), Err(Unfit::Api)),
+            (Some(Api::ChatCompletions), json!([]), Err(Unfit::Body)),
         ] {
-            assert_eq!(meeting.body(api, body.to_string().as_bytes()), Err(unfit), "{body}");
+            assert_eq!(fits(api, body.to_string().as_bytes()), expected, "{body}");
         }
     }
 }

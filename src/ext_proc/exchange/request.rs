@@ -3,7 +3,7 @@
 use bytes::{Bytes, BytesMut};
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 
-use super::{Context, Directions, Effect, reply, reply_with};
+use super::{Context, Copied, Directions, Effect, reply, reply_with};
 use crate::ext_proc::headers::{self, RequestHead};
 use crate::ext_proc::message::BodyMode;
 use crate::ext_proc::mutation::{self, HeaderChanges, To};
@@ -304,10 +304,14 @@ fn steered(context: &Context, message: To, mut changes: HeaderChanges, direction
     let Some(to) = &steer.to else { return mutation::go_on(message, changes) };
     let options = &context.options;
     options.contract.tell(steer, &mut changes);
+    if let Some(Copied { cluster, to }) = &directions.copy {
+        changes.set(headers::PREFILL_CLUSTER, cluster.to_string());
+        changes.set(headers::PREFILL_DESTINATION, to.to_string());
+    }
     if options.conformance {
         changes.set(headers::CONFORMANCE_ECHO, format!("{}:{}", headers::CONFORMANCE_SERVED, to.endpoint));
     }
     let reply = mutation::go_on(message, changes);
     let reply = if options.clear_route_cache { mutation::with_new_route(reply) } else { reply };
-    mutation::with_destination(reply, to, steer, context.start.probed_as.as_deref())
+    mutation::with_destination(reply, to, directions, context.start.probed_as.as_deref())
 }
