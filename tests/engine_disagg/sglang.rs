@@ -33,6 +33,7 @@ async fn is_idle(engine: &Engine) {
     engine.eventually_metric("kv_leases", 0.0).await;
     engine.eventually("/blocks/used", 0).await;
     engine.eventually("/waiting", 0).await;
+    engine.eventually_metric("rooms_waiting", 0.0).await;
 }
 
 #[tokio::test]
@@ -98,17 +99,11 @@ async fn a_room_belongs_to_one_rank_and_to_one_request() {
     }
     prefiller.expect_metrics(&[("rooms_mismatched_total", 2.0)]).await;
     let first = send(&prefiller, &with(&body, &json!({"routed_dp_rank": 1, "rid": "first"})));
-    // The first has the room once a second one does not get it any more.
-    let deadline = Instant::now() + PATIENCE;
-    while prefiller.metric("rooms_mismatched_total").await < 3.0 {
-        assert!(Instant::now() < deadline);
-        let (prefiller, body) = (prefiller.clone(), body.clone());
-        let second = async move { prefiller.post("/v1/completions", &body).await };
-        if let Ok((status, answer)) = tokio::time::timeout(Duration::from_millis(300), second).await {
-            assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
-            assert!(answer.contains("taken"), "{answer}");
-        }
-    }
+    prefiller.eventually_metric("rooms_waiting", 1.0).await;
+    let (status, answer) = prefiller.post("/v1/completions", &body).await;
+    assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
+    assert!(answer.contains("taken"), "{answer}");
+    prefiller.expect_metrics(&[("rooms_mismatched_total", 3.0), ("rooms_waiting", 1.0)]).await;
     let decoded = send(&decoder, &body);
     assert_eq!((first.await.unwrap().0, decoded.await.unwrap().0), (StatusCode::OK, StatusCode::OK));
     for (engine, body) in [(&prefiller, ids(0..30, 2)), (&decoder, ids(0..30, 2))] {
@@ -188,12 +183,9 @@ async fn requests_are_aborted_by_name_wherever_they_are() {
     };
     // A prefill alone in its room.
     let alone = send(&prefiller, &with(&in_room(&ids(0..40, 2), &prefiller, 1), &json!({"rid": "alone"})));
-    let deadline = Instant::now() + PATIENCE;
+    prefiller.eventually_metric("rooms_waiting", 1.0).await;
     abort(&prefiller, json!({"rid": "somebody else"})).await;
-    while prefiller.metric("aborted_total").await == 0.0 {
-        assert!(Instant::now() < deadline);
-        abort(&prefiller, json!({"rid": "alone"})).await;
-    }
+    abort(&prefiller, json!({"rid": "alone"})).await;
     let (status, answer) = alone.await.unwrap();
     assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
     assert!(answer.contains("Abort"), "{answer}");
@@ -220,13 +212,12 @@ async fn requests_are_aborted_by_name_wherever_they_are() {
 
     // All of them.
     let waiting: Vec<_> = (10..13).map(|room| send(&prefiller, &in_room(&ids(0..40, 2), &prefiller, room))).collect();
-    while prefiller.metric("aborted_total").await < 4.0 {
-        assert!(Instant::now() < deadline);
-        abort(&prefiller, json!({"abort_all": true})).await;
-    }
+    prefiller.eventually_metric("rooms_waiting", 3.0).await;
+    abort(&prefiller, json!({"abort_all": true})).await;
     for sent in waiting {
         assert_eq!(sent.await.unwrap().0, StatusCode::INTERNAL_SERVER_ERROR);
     }
+    prefiller.expect_metrics(&[("aborted_total", 4.0), ("rooms_waiting", 0.0)]).await;
     let vllm = Engine::start(&[]).await;
     assert_eq!(vllm.post("/abort_request", &json!({"abort_all": true})).await.0, StatusCode::NOT_FOUND);
 }
