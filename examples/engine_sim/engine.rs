@@ -158,7 +158,7 @@ impl Engine {
             let listener = TcpListener::bind((host, handover.bootstrap_port)).await.context("the bootstrap server")?;
             let address = listener.local_addr()?;
             let rooms = self.rooms.clone();
-            tasks.spawn(async move { ended(rooms::receive(rooms, listener).await) });
+            tasks.spawn(async move { ended(&rooms::receive(rooms, listener).await) });
             return Ok(Some(address));
         }
         if !protocol.is_some_and(Protocol::lends) {
@@ -177,7 +177,7 @@ impl Engine {
             let engine = engine_id(id, (self.ranks.len() > 1).then_some(rank.number));
             self.doors.push(Door { engine: engine.clone(), host: told.clone(), port: listener.local_addr()?.port() });
             let rank = rank.clone();
-            tasks.spawn(async move { ended(fetch::lend(engine, rank, listener).await) });
+            tasks.spawn(async move { ended(&fetch::lend(engine, rank, listener).await) });
         }
         Ok(None)
     }
@@ -292,7 +292,7 @@ fn engine_id(id: u128, rank: Option<u32>) -> String {
     rank.map_or_else(|| parts.join("-"), |rank| format!("{}_dp{rank}", parts.join("-")))
 }
 
-fn ended(ended: io::Result<()>) {
+fn ended(ended: &io::Result<()>) {
     tracing::error!("a listener for other engines ended: {ended:?}");
 }
 

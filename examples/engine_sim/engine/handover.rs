@@ -26,7 +26,7 @@ pub(crate) struct Handover {
     /// As TensorRT-LLM: `disaggregated_params`.
     #[arg(long, value_enum)]
     disaggregation: Option<Dialect>,
-    /// How long a prefill's blocks wait for the decode side (vLLM's `kv_lease_duration`).
+    /// How long a prefill's blocks wait for the decode side (vLLM's `kv_lease_duration`), in real time at any `--speed`.
     #[arg(long, value_parser = humantime::parse_duration, default_value = "30s")]
     pub(crate) kv_lease: Duration,
     /// After how long a decode request fails whose blocks cannot be fetched.

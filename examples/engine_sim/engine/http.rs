@@ -254,7 +254,7 @@ async fn models(State(engine): State<Arc<Engine>>) -> Json<Value> {
 async fn metrics_page(State(engine): State<Arc<Engine>>) -> impl IntoResponse {
     let samples: Vec<_> = engine.ranks.iter().map(|rank| rank.sample()).collect();
     let content = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
-    let own = metrics::render_own(&engine.config.model, &samples, &engine.counts);
+    let own = metrics::render_own(&engine.config.model, &samples, (&engine.counts, engine.rooms.waiting()));
     (content, metrics::render(&engine.config.model, &samples) + &own)
 }
 

@@ -130,7 +130,7 @@ fn histograms(durations: &Durations) -> [(Family, &Histogram); 4] {
 }
 
 /// What no real engine counts, under the simulator's own name.
-pub(crate) fn render_own(model: &str, samples: &[Sample], counts: &Counts) -> String {
+pub(crate) fn render_own(model: &str, samples: &[Sample], (counts, rooms_waiting): (&Counts, usize)) -> String {
     let read = |counter: &std::sync::atomic::AtomicU64| counter.load(std::sync::atomic::Ordering::Relaxed);
     let leases = samples.iter().map(|sample| sample.leases as u64).sum();
     let expired = samples.iter().map(|sample| sample.leases_expired).sum();
@@ -140,6 +140,7 @@ pub(crate) fn render_own(model: &str, samples: &[Sample], counts: &Counts) -> St
         ("kv_leases_expired_total", "counter", "Prompts nobody came for in time.", expired),
         ("kv_transfers_total", "counter", "Prompts fetched from another engine.", read(&counts.kv_transfers)),
         ("kv_mismatches_total", "counter", "Fetched blocks of another prompt.", read(&counts.kv_mismatches)),
+        ("rooms_waiting", "gauge", "Rooms of this prefill engine in which one side waits.", rooms_waiting as u64),
         ("rooms_met_total", "counter", "Rooms in which both sides met.", read(&counts.rooms_met)),
         ("rooms_unmet_total", "counter", "Rooms in which one side stayed alone.", read(&counts.rooms_unmet)),
         (
@@ -248,11 +249,12 @@ mod tests {
     fn what_only_a_simulator_knows_has_its_own_prefix() {
         let counts = Counts::default();
         super::super::handover::count(&counts.rooms_met);
-        let page = render_own("m", &[sample(0), sample(1)], &counts);
+        let page = render_own("m", &[sample(0), sample(1)], (&counts, 3));
         for expected in [
             "# TYPE engine_sim:kv_leases gauge",
             "engine_sim:kv_leases{model_name=\"m\"} 2.0",
             "engine_sim:kv_leases_expired_total{model_name=\"m\"} 4.0",
+            "engine_sim:rooms_waiting{model_name=\"m\"} 3.0",
             "engine_sim:rooms_met_total{model_name=\"m\"} 1.0",
             "engine_sim:aborted_total{model_name=\"m\"} 0.0",
         ] {

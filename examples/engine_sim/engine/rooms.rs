@@ -46,6 +46,10 @@ enum Waiting {
 pub(crate) struct Rooms(Mutex<HashMap<u64, Waiting>>);
 
 impl Rooms {
+    pub(crate) fn waiting(&self) -> usize {
+        self.0.lock().len()
+    }
+
     /// Where the guest will come from, or that somebody else took the room.
     fn host(&self, room: u64) -> Result<oneshot::Receiver<Guest>, ()> {
         let (sender, receiver) = oneshot::channel();
@@ -308,7 +312,7 @@ mod tests {
         let ((first, _heard), (second, _)) = (guest(), guest());
         assert!(rooms.visit(2, first) && !rooms.visit(2, second));
         assert!(rooms.host(2).unwrap().try_recv().is_ok());
-        assert!(rooms.0.lock().is_empty());
+        assert_eq!(rooms.waiting(), 0);
     }
 
     #[test]
@@ -318,13 +322,13 @@ mod tests {
         rooms.visit(1, waits);
         rooms.leave_as_host(1);
         rooms.leave_as_guest(1);
-        assert_eq!(rooms.0.lock().len(), 1, "the guest is still there");
+        assert_eq!(rooms.waiting(), 1, "the guest is still there");
         drop(heard);
         rooms.leave_as_guest(1);
         let _host = rooms.host(2).unwrap();
         rooms.leave_as_guest(2);
-        assert_eq!(rooms.0.lock().len(), 1);
+        assert_eq!(rooms.waiting(), 1);
         rooms.leave_as_host(2);
-        assert!(rooms.0.lock().is_empty());
+        assert_eq!(rooms.waiting(), 0);
     }
 }

@@ -1,0 +1,321 @@
+//! vLLM's way: the prefill lends, the decode fetches.
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use zeromq::{DealerSocket, Socket as _, SocketRecv as _, SocketSend as _, ZmqMessage};
+
+use crate::bed::{Engine, PATIENCE, cached_tokens, ids, said, text, with};
+
+const NIXL: [&str; 2] = ["--kv-connector", "nixl"];
+
+async fn engine(more: &[&str]) -> Engine {
+    Engine::start(&[&NIXL, more].concat()).await
+}
+
+async fn pair() -> (Engine, Engine) {
+    tokio::join!(engine(&[]), engine(&["--kv-load-timeout", "300ms"]))
+}
+
+/// The request as a router sends it to the prefill side.
+fn prefill_of(body: &Value) -> Value {
+    let params = json!({"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
+                        "remote_block_ids": null, "remote_host": null, "remote_port": null});
+    with(body, &json!({"max_tokens": 1, "stream": false, "kv_transfer_params": params}))
+}
+
+async fn prefill(engine: &Engine, body: &Value) -> Value {
+    let mut answer = engine.complete(&prefill_of(body)).await;
+    assert_eq!(answer["usage"]["completion_tokens"], 1);
+    answer["kv_transfer_params"].take()
+}
+
+fn decode_of(body: &Value, params: &Value) -> Value {
+    with(body, &json!({"kv_transfer_params": params}))
+}
+
+async fn is_idle(engine: &Engine) {
+    engine.eventually_metric("kv_leases", 0.0).await;
+    engine.eventually("/blocks/used", 0).await;
+}
+
+#[tokio::test]
+async fn a_prompt_computed_elsewhere_is_answered_as_if_computed_here() {
+    let ((prefiller, decoder), alone) = tokio::join!(pair(), engine(&[]));
+    let ask = ids(100..200, 12);
+    let expected = alone.complete(&ask).await;
+    assert_eq!(expected["kv_transfer_params"], Value::Null);
+    assert!(expected.as_object().unwrap().contains_key("kv_transfer_params"));
+    for (round, (lender_cached, transferred)) in [(0, 100), (96, 4)].into_iter().enumerate() {
+        let params = prefill(&prefiller, &ask).await;
+        assert_eq!(params["remote_block_ids"][0].as_array().unwrap().len(), 7, "{params}");
+        assert_eq!((&params["remote_num_tokens"], &params["transfer_mode"]), (&json!(100), &json!("pull")));
+        assert_eq!(params["remote_prefill_cached_tokens"], lender_cached);
+        prefiller.expect_metrics(&[("kv_leases", 1.0)]).await;
+        assert_eq!(prefiller.state().await["blocks"]["used"], 7, "pinned until they are fetched");
+        let before = decoder.metric(r#"vllm:prompt_tokens_by_source_total{engine="0",model_name="sim""#).await;
+        let answer = decoder.complete(&decode_of(&ask, &params)).await;
+        assert_eq!(text(&answer), text(&expected));
+        // As vLLM does: what the lender had cached, whatever was cached here.
+        assert_eq!(cached_tokens(&answer), lender_cached);
+        let after = decoder.metric(r#"vllm:prompt_tokens_by_source_total{engine="0",model_name="sim""#).await;
+        assert_eq!(after - before, 100.0);
+        let page = decoder.get("/metrics").await;
+        let fetched = page.lines().find(|line| line.contains("external_kv_transfer")).unwrap();
+        let so_far = if round == 0 { transferred } else { 100 + transferred };
+        assert!(fetched.ends_with(&format!(" {so_far}.0")), "{fetched}: blocks that are here already are not fetched");
+        decoder.expect_metrics(&[("kv_transfers_total", (round + 1) as f64), ("kv_mismatches_total", 0.0)]).await;
+        is_idle(&prefiller).await;
+        is_idle(&decoder).await;
+    }
+    prefiller.expect_metrics(&[("kv_leases_expired_total", 0.0)]).await;
+}
+
+#[tokio::test]
+async fn the_decode_side_streams_and_serves_chats_and_several_fields_nobody_knows() {
+    let (prefiller, decoder) = pair().await;
+    let ask = json!({"messages": [{"role": "user", "content": "Count to ten. ".repeat(20)}], "max_tokens": 6});
+    let path = "/v1/chat/completions";
+    let (status, first) = prefiller.post(path, &prefill_of(&ask)).await;
+    assert_eq!(status, StatusCode::OK);
+    let mut params = serde_json::from_str::<Value>(&first).unwrap()["kv_transfer_params"].take();
+    params["of_a_later_version"] = json!({"x": [1, 2]});
+    let (status, decoded) = decoder.post(path, &decode_of(&ask, &params)).await;
+    assert_eq!(status, StatusCode::OK, "{decoded}");
+    let (_, alone) = prefiller.post(path, &ask).await;
+    let [decoded, alone] = [decoded, alone].map(|text| serde_json::from_str::<Value>(&text).unwrap());
+    assert_eq!(decoded["choices"], alone["choices"]);
+
+    let ask = with(&ids(0..50, 6), &json!({"stream": true}));
+    let params = prefill(&prefiller, &ask).await;
+    let (status, stream) = decoder.post("/v1/completions", &decode_of(&ask, &params)).await;
+    assert_eq!(status, StatusCode::OK);
+    let alone = prefiller.complete(&ids(0..50, 6)).await;
+    assert_eq!(said(&stream), (text(&alone).to_owned(), vec!["length".to_owned()]));
+    is_idle(&prefiller).await;
+}
+
+#[tokio::test]
+async fn fetched_blocks_are_published_as_stored() {
+    let prefiller = engine(&[]).await;
+    let any = "tcp://127.0.0.1:0";
+    let decoder = engine(&["--events-endpoint", any, "--replay-endpoint", any]).await;
+    // 64 tokens are four whole blocks, of which the last is fetched and then touched once more.
+    let ask = ids(0..64, 1);
+    let params = prefill(&prefiller, &ask).await;
+    decoder.complete(&decode_of(&ask, &params)).await;
+    let mut socket = DealerSocket::new();
+    socket.connect(decoder.replay.as_ref().unwrap()).await.unwrap();
+    let request = vec![Bytes::new(), Bytes::copy_from_slice(&0_u64.to_be_bytes())];
+    socket.send(ZmqMessage::try_from(request).unwrap()).await.unwrap();
+    let batch = tokio::time::timeout(PATIENCE, socket.recv()).await.unwrap().unwrap().into_vec();
+    let batch: Value = rmp_serde::from_slice(batch.last().unwrap()).unwrap();
+    let events = batch[1].as_array().unwrap();
+    assert_eq!(events.len(), 1, "{batch}");
+    assert_eq!((&events[0]["type"], &events[0]["parent_block_hash"]), (&json!("BlockStored"), &Value::Null));
+    assert_eq!(events[0]["token_ids"], json!((0..64).collect::<Vec<_>>()));
+    assert_eq!(events[0]["block_hashes"].as_array().unwrap().len(), 4);
+    // And another prompt with the same beginning hits them.
+    assert_eq!(cached_tokens(&decoder.complete(&ids(0..80, 1)).await), 64);
+}
+
+#[tokio::test]
+async fn parameters_of_another_request_are_a_counted_mismatch_and_no_answer() {
+    let (prefiller, decoder) = pair().await;
+    let asks = [ids(0..70, 4), ids(100..170, 4)];
+    let params = [prefill(&prefiller, &asks[0]).await, prefill(&prefiller, &asks[1]).await];
+    for (at, ask) in asks.iter().enumerate() {
+        let swapped = &params[1 - at];
+        let (status, answer) = decoder.ask(&decode_of(ask, swapped)).await;
+        assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert!(message.contains("mismatch") && message.contains(swapped["remote_request_id"].as_str().unwrap()));
+        decoder.expect_metrics(&[("kv_mismatches_total", (at + 1) as f64), ("kv_transfers_total", 0.0)]).await;
+    }
+    is_idle(&prefiller).await;
+    is_idle(&decoder).await;
+
+    // A prompt that begins alike, other blocks under the right name, and another cache salt are no better.
+    let ask = ids(0..70, 4);
+    let salted = with(&ask, &json!({"cache_salt": "tenant"}));
+    let mut others = prefill(&prefiller, &ask).await;
+    others["remote_block_ids"] = json!([[90, 91, 92, 93, 94]]);
+    let longer = prefill(&prefiller, &ids(0..60, 1)).await;
+    let unsalted = prefill(&prefiller, &ask).await;
+    for (ask, params) in [(&ask, others), (&ask, longer), (&salted, unsalted)] {
+        let stream = with(ask, &json!({"stream": true}));
+        let (status, text) = decoder.post("/v1/completions", &decode_of(&stream, &params)).await;
+        // vLLM has begun to answer by then.
+        assert_eq!(status, StatusCode::OK);
+        assert!(text.contains("mismatch") && text.ends_with("data: [DONE]\n\n"), "{text}");
+    }
+    decoder.expect_metrics(&[("kv_mismatches_total", 5.0)]).await;
+    is_idle(&prefiller).await;
+    is_idle(&decoder).await;
+}
+
+#[tokio::test]
+async fn what_cannot_be_fetched_fails_after_the_time_a_real_engine_takes() {
+    let prefiller = engine(&["--kv-lease", "100ms"]).await;
+    let decoder = engine(&["--kv-load-timeout", "300ms"]).await;
+    let ask = ids(0..70, 4);
+    let expired = prefill(&prefiller, &ask).await;
+    prefiller.eventually_metric("kv_leases_expired_total", 1.0).await;
+    is_idle(&prefiller).await;
+    // A port where nobody listens, and one where somebody listens who never answers.
+    let free = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap().port();
+    let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let other = |field: &str, value: Value| {
+        let mut params = expired.clone();
+        params[field] = value;
+        params
+    };
+    for (what, params) in [
+        ("expired", expired.clone()),
+        ("unknown", other("remote_request_id", json!("nobody"))),
+        ("of an engine that was started anew", other("remote_engine_id", json!("former"))),
+        ("unreachable", other("remote_port", json!(free))),
+        ("silent", other("remote_port", json!(silent.local_addr().unwrap().port()))),
+    ] {
+        let start = Instant::now();
+        let (status, answer) = decoder.ask(&decode_of(&ask, &params)).await;
+        assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR, "{what}: {answer}");
+        assert!(start.elapsed() >= Duration::from_millis(300), "{what}: {:?}", start.elapsed());
+    }
+    decoder.expect_metrics(&[("kv_transfers_total", 0.0), ("kv_mismatches_total", 0.0)]).await;
+    is_idle(&decoder).await;
+    let incomplete = json!({"do_remote_prefill": true, "remote_host": "127.0.0.1"});
+    assert_eq!(decoder.ask(&decode_of(&ask, &incomplete)).await.0, StatusCode::INTERNAL_SERVER_ERROR);
+    // Without parameters it computes the prompt itself.
+    let nothing = json!({"do_remote_prefill": false, "do_remote_decode": false});
+    assert_eq!(text(&decoder.complete(&decode_of(&ask, &nothing)).await), text(&prefiller.complete(&ask).await));
+}
+
+#[tokio::test]
+async fn a_lease_lasts_while_the_decode_side_waits_for_room() {
+    let lease = ["--kv-lease", "600ms"];
+    let prefiller = engine(&lease).await;
+    // Steps of 50 ms: who generates 25 tokens holds seven of the eight blocks for twice the time of a lease.
+    let decoder =
+        std::sync::Arc::new(engine(&[&lease[..], &["--num-blocks", "8", "--step-us", "1000000"]].concat()).await);
+    let occupant = {
+        let decoder = decoder.clone();
+        tokio::spawn(async move { decoder.complete(&ids(500..600, 25)).await })
+    };
+    decoder.eventually("/running", 1).await;
+    let ask = ids(0..100, 4);
+    let params = prefill(&prefiller, &ask).await;
+    let start = Instant::now();
+    let answer = decoder.complete(&decode_of(&ask, &params)).await;
+    assert!(start.elapsed() > Duration::from_millis(600), "{:?}: it did not wait", start.elapsed());
+    assert_eq!(answer["usage"]["completion_tokens"], 4);
+    occupant.await.unwrap();
+    prefiller.expect_metrics(&[("kv_leases_expired_total", 0.0)]).await;
+}
+
+#[tokio::test]
+async fn a_prefill_cancelled_in_the_queue_is_dropped_and_one_that_has_begun_leaks_until_its_lease_ends() {
+    // Steps of 50 ms, one prompt at a time.
+    let slow = ["--max-num-seqs", "1", "--step-us", "1000000", "--kv-lease", "500ms"];
+    let prefiller = std::sync::Arc::new(engine(&slow).await);
+    let ask = |from: u32| prefill_of(&ids(from..from + 100, 1));
+    let send = |from| {
+        let (prefiller, ask) = (prefiller.clone(), ask(from));
+        tokio::spawn(async move { prefiller.try_post("/v1/completions", &ask, &[]).await })
+    };
+    let begun = send(0);
+    prefiller.eventually("/running", 1).await;
+    let queued = send(1000);
+    prefiller.eventually("/waiting", 1).await;
+    queued.abort();
+    prefiller.eventually("/waiting", 0).await;
+    begun.abort();
+    prefiller.eventually("/leases", 1).await;
+    prefiller.eventually_metric("kv_leases_expired_total", 1.0).await;
+    is_idle(&prefiller).await;
+    prefiller.expect_metrics(&[("vllm:request_success_total", 2.0)]).await;
+}
+
+#[tokio::test]
+async fn a_client_who_leaves_before_the_fetch_gives_the_lease_back() {
+    let prefiller = engine(&[]).await;
+    let decoder = std::sync::Arc::new(engine(&["--num-blocks", "8", "--step-us", "1000000"]).await);
+    let ask = ids(0..100, 4);
+    let params = prefill(&prefiller, &ask).await;
+    let send = |body: Value| {
+        let decoder = decoder.clone();
+        tokio::spawn(async move { decoder.try_post("/v1/completions", &body, &[]).await })
+    };
+    let occupant = send(ids(500..600, 20));
+    decoder.eventually("/running", 1).await;
+    let waits = send(decode_of(&ask, &params));
+    decoder.eventually("/waiting", 1).await;
+    prefiller.expect_metrics(&[("kv_leases", 1.0)]).await;
+    waits.abort();
+    is_idle(&prefiller).await;
+    prefiller.expect_metrics(&[("kv_leases_expired_total", 0.0)]).await;
+    occupant.abort();
+    is_idle(&decoder).await;
+    decoder.expect_metrics(&[("kv_transfers_total", 0.0)]).await;
+}
+
+#[tokio::test]
+async fn a_prefill_takes_its_time_and_a_decode_with_fetched_blocks_does_not() {
+    // A token takes 0.4 ms: 1,500 of them 600 ms.
+    let pace = ["--speed", "1", "--prefill-us-per-token", "400", "--step-us", "1000"];
+    let (prefiller, decoder) = tokio::join!(engine(&pace), engine(&pace));
+    let ask = ids(0..1500, 1);
+    let start = Instant::now();
+    let params = prefill(&prefiller, &ask).await;
+    let prefilled = start.elapsed();
+    assert!(prefilled >= Duration::from_millis(600), "{prefilled:?}");
+    let start = Instant::now();
+    decoder.complete(&decode_of(&ask, &params)).await;
+    // 94 blocks take 19 ms; the rest is for a busy machine.
+    let decoded = start.elapsed();
+    assert!(decoded >= Duration::from_millis(19) && decoded < prefilled / 2, "{decoded:?} after {prefilled:?}");
+}
+
+#[tokio::test]
+async fn prefills_alone_go_wrong_as_told() {
+    let (mut prefiller, decoder) = pair().await;
+    let ask = ids(0..40, 2);
+    prefiller.misbehave(json!({"refuse_prefills": 503})).await;
+    assert_eq!(prefiller.ask(&prefill_of(&ask)).await.0, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(prefiller.ask(&ask).await.0, StatusCode::OK, "everything else is served");
+
+    prefiller.misbehave(json!({"refuse_prefills": null, "fail_prefills_with_200": true})).await;
+    let (status, answer) = prefiller.ask(&prefill_of(&ask)).await;
+    assert_eq!(status, StatusCode::OK);
+    assert!(answer["error"]["message"].is_string() && answer["choices"].is_null(), "{answer}");
+
+    prefiller.misbehave(json!({"fail_prefills_with_200": false, "omit_transfer_params": true})).await;
+    let answer = prefiller.complete(&prefill_of(&ask)).await;
+    assert_eq!((&answer["kv_transfer_params"], text(&answer).is_empty()), (&Value::Null, false));
+    prefiller.expect_metrics(&[("kv_leases", 1.0)]).await;
+
+    prefiller.misbehave(json!({"omit_transfer_params": false, "slow_prefill_ms": 200})).await;
+    let start = Instant::now();
+    let params = prefill(&prefiller, &ask).await;
+    assert!(start.elapsed() >= Duration::from_millis(200));
+    decoder.complete(&decode_of(&ask, &params)).await;
+
+    prefiller.misbehave(json!({"slow_prefill_ms": 0, "hang_prefills": true})).await;
+    let hanging = prefill_of(&ask);
+    let hangs = prefiller.try_post("/v1/completions", &hanging, &[]);
+    assert!(tokio::time::timeout(Duration::from_millis(200), hangs).await.is_err());
+
+    let params = {
+        prefiller.misbehave(json!({"hang_prefills": false})).await;
+        prefill(&prefiller, &ask).await
+    };
+    prefiller.misbehave(json!({"crash": "next_request"})).await;
+    assert!(prefiller.try_post("/v1/completions", &prefill_of(&ask), &[]).await.is_err());
+    let ended = tokio::time::timeout(PATIENCE, prefiller.child.wait()).await.unwrap().unwrap();
+    assert_eq!(ended.code(), Some(134));
+    assert_eq!(decoder.ask(&decode_of(&ask, &params)).await.0, StatusCode::INTERNAL_SERVER_ERROR);
+    is_idle(&decoder).await;
+}
