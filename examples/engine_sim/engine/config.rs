@@ -150,6 +150,7 @@ impl EngineConfig {
         let least = [block_size, num_blocks, max_num_batched_tokens, max_num_seqs, dp_size as usize];
         ensure!(!least.contains(&0), "sizes and limits must be at least 1");
         ensure!(self.pace.speed > 0.0, "--speed must be above 0");
+        ensure!(!self.handover.kv_lease.is_zero(), "--kv-lease must be above 0");
         ensure!(self.events.buffer_steps > 0, "--buffer-steps must be at least 1");
         Ok(())
     }

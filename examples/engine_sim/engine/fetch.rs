@@ -99,7 +99,6 @@ pub(crate) async fn fetch(
     prompt: Prompt,
     mut ticket: Ticket,
 ) -> Result<Ticket, Refusal> {
-    let begun = Instant::now();
     let handover = &engine.config.handover;
     let mut unclaimed = Unclaimed(Some(source));
     let blocks = tokio::select! {
@@ -107,6 +106,7 @@ pub(crate) async fn fetch(
         () = unclaimed.show_life(handover.kv_lease / SIGNS_PER_LEASE) => 0,
     };
     let Some(source) = unclaimed.0.take() else { return Ok(ticket) };
+    let begun = Instant::now();
     let (patience, takes) = (handover.kv_load_timeout, rank.pace.transfer(blocks));
     let pulling = {
         let (engine, source) = (engine.clone(), source.clone());

@@ -66,6 +66,8 @@ pub(crate) struct Sample {
     pub(crate) rank: u32,
     pub(crate) running: usize,
     pub(crate) waiting: usize,
+    /// Those of them that wait for blocks of another engine.
+    pub(crate) deferred: usize,
     pub(crate) used_blocks: usize,
     pub(crate) num_blocks: usize,
     pub(crate) block_size: usize,
@@ -92,7 +94,10 @@ fn figures(sample: &Sample) -> Vec<(Family, Figures)> {
         (("num_requests_waiting", "gauge", "Requests in the queue."), one(sample.waiting as f64)),
         (
             ("num_requests_waiting_by_reason", "gauge", "Requests in the queue by reason."),
-            vec![(",reason=\"capacity\"", sample.waiting as f64), (",reason=\"deferred\"", 0.0)],
+            vec![
+                (",reason=\"capacity\"", (sample.waiting - sample.deferred) as f64),
+                (",reason=\"deferred\"", sample.deferred as f64),
+            ],
         ),
         (("kv_cache_usage_perc", "gauge", "Share of blocks held by requests."), one(usage)),
         (("prefix_cache_queries_total", "counter", "Prompt tokens looked up."), count(totals.prefix_queries)),
@@ -233,7 +238,8 @@ mod tests {
         Sample {
             rank,
             running: 2,
-            waiting: 1,
+            waiting: 3,
+            deferred: 2,
             used_blocks: 8,
             num_blocks: 32,
             block_size: 16,
@@ -268,7 +274,9 @@ mod tests {
         for expected in [
             "# TYPE vllm:num_requests_running gauge",
             "vllm:num_requests_running{engine=\"0\",model_name=\"m\"} 2.0",
-            "vllm:num_requests_waiting{engine=\"1\",model_name=\"m\"} 1.0",
+            "vllm:num_requests_waiting{engine=\"1\",model_name=\"m\"} 3.0",
+            "vllm:num_requests_waiting_by_reason{engine=\"1\",model_name=\"m\",reason=\"capacity\"} 1.0",
+            "vllm:num_requests_waiting_by_reason{engine=\"1\",model_name=\"m\",reason=\"deferred\"} 2.0",
             "vllm:kv_cache_usage_perc{engine=\"1\",model_name=\"m\"} 0.25",
             "vllm:prefix_cache_hits_total{engine=\"0\",model_name=\"m\"} 16.0",
             "vllm:prompt_tokens_by_source_total{engine=\"0\",model_name=\"m\",source=\"local_compute\"} 24.0",

@@ -278,6 +278,7 @@ impl Rank {
             rank: self.number,
             running: scheduler.running(),
             waiting: scheduler.waiting(),
+            deferred: scheduler.deferred(),
             used_blocks: scheduler.cache.used_blocks(),
             num_blocks: scheduler.cache.num_blocks(),
             block_size: scheduler.cache.block_size(),

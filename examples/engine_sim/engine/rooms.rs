@@ -89,7 +89,7 @@ impl Rooms {
 
     fn leave_as_host(&self, room: u64) {
         let mut rooms = self.0.lock();
-        if matches!(rooms.get(&room), Some(Waiting::Host(_))) {
+        if matches!(rooms.get(&room), Some(Waiting::Host(host)) if host.is_closed()) {
             rooms.remove(&room);
         }
     }
@@ -320,14 +320,16 @@ mod tests {
         let rooms = Rooms::default();
         let (waits, heard) = guest();
         rooms.visit(1, waits);
-        rooms.leave_as_host(1);
-        rooms.leave_as_guest(1);
-        assert_eq!(rooms.waiting(), 1, "the guest is still there");
+        let host = rooms.host(2).unwrap();
+        for room in [1, 2] {
+            rooms.leave_as_host(room);
+            rooms.leave_as_guest(room);
+        }
+        assert_eq!(rooms.waiting(), 2, "both are still there");
         drop(heard);
         rooms.leave_as_guest(1);
-        let _host = rooms.host(2).unwrap();
-        rooms.leave_as_guest(2);
         assert_eq!(rooms.waiting(), 1);
+        drop(host);
         rooms.leave_as_host(2);
         assert_eq!(rooms.waiting(), 0);
     }

@@ -183,6 +183,11 @@ impl Scheduler {
         self.waiting.len() + self.fetching.len() + self.received.len()
     }
 
+    /// Those who wait for blocks of another engine.
+    pub(crate) fn deferred(&self) -> usize {
+        self.fetching.len()
+    }
+
     pub(crate) fn running(&self) -> usize {
         self.running.len()
     }
