@@ -17,6 +17,8 @@ mod call;
 mod encrypted;
 #[path = "routing/health.rs"]
 mod health;
+#[path = "routing/mirror.rs"]
+mod mirror;
 #[path = "envoy_e2e/openmetrics.rs"]
 mod openmetrics;
 #[path = "routing/parity.rs"]

@@ -10,6 +10,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::child::Child;
@@ -112,6 +113,13 @@ impl Engine {
 
     pub(crate) fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(Child::pid)
+    }
+
+    /// Sends it a signal, if it runs.
+    pub(crate) fn signal(&self, signal: Signal) {
+        if let Some(child) = &self.child {
+            child.signal(signal);
+        }
     }
 
     /// Its entry in the workers file.

@@ -116,7 +116,7 @@ impl Handing {
 }
 
 /// Whether two workers can share a request.
-pub(super) fn fit(body: &[u8]) -> Result<(), Unfit> {
+fn fit(body: &[u8]) -> Result<(), Unfit> {
     const KEYS: [&str; 8] =
         ["n", "best_of", "use_beam_search", "prompt", "text", "input_ids", "echo", "prompt_logprobs"];
     let found = edit::look(body, &KEYS).ok_or(Unfit::Body)?;

@@ -36,7 +36,7 @@ pub(crate) fn engine_for(role: &str, id: u64) -> EngineSpec {
 pub(crate) fn patient(shipped: &str) -> String {
     let mut config = shipped.to_owned();
     for setting in [" message_timeout: ", " connect_timeout: "] {
-        assert_eq!(config.matches(&format!("{setting}1s")).count(), 1, "{setting}");
+        assert!(config.contains(&format!("{setting}1s")), "{setting}");
         config = config.replace(&format!("{setting}1s"), &format!("{setting}30s"));
     }
     config
@@ -71,6 +71,16 @@ impl Bed {
 
     /// The same behind an Envoy of one's own.
     pub(crate) async fn behind(specs: &[EngineSpec], more: Value, envoy: impl Fn(&str) -> String) -> Self {
+        Self::behind_file("standalone", specs, more, envoy).await
+    }
+
+    /// The same behind another of the shipped files.
+    pub(crate) async fn behind_file(
+        file: &str,
+        specs: &[EngineSpec],
+        more: Value,
+        envoy: impl Fn(&str) -> String,
+    ) -> Self {
         let dir = tempfile::Builder::new().prefix("warmroute-").tempdir().unwrap();
         let mut stack = Stack::engines(&programs(), specs, dir.path()).await.unwrap();
         stack.write_workers().unwrap();
@@ -82,7 +92,7 @@ impl Bed {
         });
         config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         stack.start_router(&config).await.unwrap();
-        let shipped = stack.standalone().config().unwrap();
+        let shipped = stack.standalone().config_of(file, &[]).unwrap();
         stack.start_envoy(&envoy(&shipped)).await.unwrap();
         let http = warmroute::tls::client().timeout(SOON).build().unwrap();
         Self { stack, http, _dir: dir }

@@ -19,6 +19,11 @@ fn pools(args: &[&str]) -> Vec<EngineSpec> {
 }
 
 fn calling(prefill: Value, more: Value) -> Value {
+    carrying("call", prefill, more)
+}
+
+/// A configuration in which prefills are carried out, and more.
+pub(crate) fn carrying(by: &str, prefill: Value, more: Value) -> Value {
     let mut config = json!({"models": [{
         "name": MODEL,
         "tokenizer": model_file("tokenizer.json.gz"),
@@ -26,7 +31,7 @@ fn calling(prefill: Value, more: Value) -> Value {
         "block_size": BLOCK_SIZE,
         "prefill": prefill,
     }]});
-    config["models"][0]["prefill"]["by"] = json!("call");
+    config["models"][0]["prefill"]["by"] = json!(by);
     config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     config
 }
@@ -35,9 +40,15 @@ const NIXL: [&str; 2] = ["--kv-connector", "nixl"];
 
 impl Bed {
     /// A counter or gauge of an engine, over all engines.
-    async fn engines(&self, name: &str) -> f64 {
+    pub(crate) async fn engines(&self, name: &str) -> f64 {
+        let all: Vec<u64> = self.stack.engines.iter().map(|engine| engine.spec.id).collect();
+        self.engine_sum(&all, name).await
+    }
+
+    /// The same over some engines.
+    pub(crate) async fn engine_sum(&self, ids: &[u64], name: &str) -> f64 {
         let mut sum = 0.0;
-        for engine in &self.stack.engines {
+        for engine in ids.iter().map(|id| self.engine(*id)) {
             let Ok(page) = self.http.get(engine.url("/metrics")).send().await else { continue };
             sum += MetricsPage::read(&page.text().await.unwrap()).sum(name).unwrap_or_else(|| panic!("no {name}"));
         }
@@ -53,15 +64,20 @@ impl Bed {
 }
 
 /// What an answer says, whoever gave it.
-fn words(answer: &Answer) -> String {
+pub(crate) fn words(answer: &Answer) -> String {
     assert_eq!(answer.status, 200, "{answer:?}");
     let choice = &answer.json()["choices"][0];
     choice["message"]["content"].as_str().or(choice["text"].as_str()).unwrap().to_owned()
 }
 
+/// Behind the shipped configuration for it.
+async fn start(specs: &[EngineSpec], more: Value) -> Bed {
+    Bed::behind_file("disaggregated-call", specs, more, crate::bed::patient).await
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn both_workers_do_their_part_and_answers_are_as_if_one_had_done_it_all() {
-    let bed = Bed::start(&pools(&NIXL), calling(json!({}), json!({}))).await;
+    let bed = start(&pools(&NIXL), calling(json!({}), json!({}))).await;
     let bodies = (0..60).map(|topic| match topic % 3 {
         0 => chat(&essay(topic)),
         1 => text(&essay(topic)),
@@ -90,19 +106,19 @@ async fn both_workers_do_their_part_and_answers_are_as_if_one_had_done_it_all() 
     bed.nothing_left().await;
 }
 
-fn path(body: &Value) -> &'static str {
+pub(crate) fn path(body: &Value) -> &'static str {
     if body["prompt"].is_null() { "/v1/chat/completions" } else { "/v1/completions" }
 }
 
 /// Which phases a request went through, as the metrics have them.
-async fn phases(bed: &Bed, of: &str) -> f64 {
+pub(crate) async fn phases(bed: &Bed, of: &str) -> f64 {
     bed.metrics().await.sum("phases_total", &[("phases", of)])
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_prefill_that_fails_is_done_by_the_next_one_and_then_by_whoever_decodes() {
     let args = [&NIXL[..], &["--kv-lease", "1s"]].concat();
-    let bed = Bed::start(&pools(&args), calling(json!({"deadline": "2s"}), json!({}))).await;
+    let bed = start(&pools(&args), calling(json!({"deadline": "2s"}), json!({}))).await;
     let well = json!({"refuse_prefills": null, "hang_prefills": false, "omit_transfer_params": false, "fail_prefills_with_200": false});
     let mut topics = 0..;
     // What goes wrong at one of them is done by the other.
@@ -142,7 +158,7 @@ async fn a_prefill_that_fails_is_done_by_the_next_one_and_then_by_whoever_decode
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn where_decode_workers_must_not_prefill_the_client_is_refused() {
-    let bed = Bed::start(&pools(&NIXL), calling(json!({}), json!({"disaggregation": {"enforce": true}}))).await;
+    let bed = start(&pools(&NIXL), calling(json!({}), json!({"disaggregation": {"enforce": true}}))).await;
     assert_eq!(bed.ask(&chat(&essay(1))).await.status, 200);
     for id in PREFILL {
         bed.misbehave(id, json!({"refuse_prefills": 500})).await;
@@ -155,7 +171,7 @@ async fn where_decode_workers_must_not_prefill_the_client_is_refused() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_worker_is_booked_while_it_has_the_request_and_envoy_waits_for_the_prefill() {
     let hasty = |shipped: &str| crate::bed::patient(shipped).replace(" message_timeout: 30s", " message_timeout: 2s");
-    let bed = Bed::behind(&pools(&NIXL), calling(json!({}), json!({})), hasty).await;
+    let bed = Bed::behind_file("disaggregated-call", &pools(&NIXL), calling(json!({}), json!({})), hasty).await;
     for id in PREFILL {
         bed.misbehave(id, json!({"slow_prefill_ms": 5000})).await;
     }
@@ -174,7 +190,7 @@ async fn each_worker_is_booked_while_it_has_the_request_and_envoy_waits_for_the_
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_leaves_does_not_cut_a_prefill_off_and_it_counts_until_its_end() {
     let args = [&NIXL[..], &["--kv-lease", "2s"]].concat();
-    let bed = Bed::start(&pools(&args), calling(json!({}), json!({}))).await;
+    let bed = start(&pools(&args), calling(json!({}), json!({}))).await;
     for id in PREFILL {
         bed.misbehave(id, json!({"slow_prefill_ms": 3000})).await;
     }
@@ -194,7 +210,7 @@ async fn a_client_that_leaves_does_not_cut_a_prefill_off_and_it_counts_until_its
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_cannot_say_whose_blocks_to_take() {
-    let bed = Bed::start(&pools(&NIXL), calling(json!({}), json!({}))).await;
+    let bed = start(&pools(&NIXL), calling(json!({}), json!({}))).await;
     // Somebody's blocks wait at a prefill engine.
     let mut prefill = text(&essay(1));
     prefill["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});

@@ -1,0 +1,114 @@
+//! Prefills that Envoy has done by a copy of the request: both workers get the same and meet.
+
+use std::collections::BTreeSet;
+
+use futures_util::{StreamExt as _, stream as streams};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::bed::{Answer, Bed, SOON, chat, engine_for, essay, patient, stream, text};
+use crate::call::{carrying, phases};
+use crate::support::ports::{FreePort, until};
+use crate::support::stack::EngineSpec;
+
+const PREFILL: [u64; 2] = [11, 12];
+const DECODE: [u64; 2] = [21, 22];
+
+/// Two prefill and two decode engines as SGLang has them, each prefill engine with a port of its own to be met at.
+fn pools(prefill_speed: &str) -> Vec<EngineSpec> {
+    let prefill = PREFILL.map(|id| {
+        let port = FreePort::find().unwrap().release();
+        let mode = ["--disaggregation-mode", "prefill", "--bootstrap-port", &port.to_string()];
+        let listed = json!({"role": "prefill", "bootstrap": {"port": port}});
+        EngineSpec::new(id).with(&["--speed", prefill_speed]).with(&mode).listed(listed)
+    });
+    let decode = DECODE.map(|id| engine_for("decode", id).with(&["--disaggregation-mode", "decode"]));
+    prefill.into_iter().chain(decode).collect()
+}
+
+async fn start(prefill_speed: &str, prefill: Value) -> Bed {
+    let config = carrying("mirror", prefill, json!({}));
+    Bed::behind_file("disaggregated-mirror", &pools(prefill_speed), config, patient).await
+}
+
+/// Waits until nothing is in flight, and insists that everybody met whom it was to meet.
+async fn all_met(bed: &Bed) {
+    bed.quiet().await;
+    assert_eq!(bed.engines("engine_sim:rooms_unmet_total").await, 0.0, "somebody waited in vain");
+    assert_eq!(bed.engines("engine_sim:rooms_mismatched_total").await, 0.0, "somebody met another request");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn both_workers_get_the_request_and_meet_over_it() {
+    let bed = start("20", json!({})).await;
+    let bodies = (0..60).map(|topic| match topic % 3 {
+        0 => chat(&essay(topic)),
+        1 => text(&essay(topic)),
+        _ => stream(&essay(topic), 4),
+    });
+    let answers: Vec<(Value, Answer)> = streams::iter(bodies)
+        .map(async |body| (body.clone(), bed.ask(&body).await))
+        .buffer_unordered(8)
+        .collect()
+        .await;
+    let (mut prefills, mut decodes) = (BTreeSet::new(), BTreeSet::new());
+    for (_, answer) in &answers {
+        decodes.insert(answer.engine());
+        prefills.insert(answer.header("x-prefill-instance-id").parse::<u64>().expect("a prefill worker"));
+    }
+    assert_eq!((prefills, decodes), (PREFILL.into(), DECODE.into()));
+    assert_eq!(phases(&bed, "remote_prefill").await, 60.0);
+    all_met(&bed).await;
+    assert_eq!(bed.engines("engine_sim:rooms_met_total").await, 120.0, "each of them twice, once on either side");
+    assert_eq!(bed.metrics().await.sum("prefill_aborts_total", &[]), 0.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn several_prompts_and_answers_meet_in_rooms_next_to_each_other() {
+    let bed = start("20", json!({})).await;
+    let mut several = text(&essay(1));
+    several["n"] = json!(2);
+    assert_eq!(bed.ask(&several).await.json()["choices"].as_array().unwrap().len(), 2);
+    let both = json!({"model": several["model"], "prompt": [essay(2), essay(3)], "max_tokens": 2});
+    assert_eq!(bed.ask(&both).await.json()["choices"].as_array().unwrap().len(), 2);
+    all_met(&bed).await;
+    assert_eq!(bed.engines("engine_sim:rooms_met_total").await, 8.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_leaves_has_the_prefill_aborted() {
+    let bed = start("0.005", json!({})).await;
+    let asking = bed.asking(&stream(&essay(1), 50));
+    let prefilling = async || bed.load(11, "active_requests").await + bed.load(12, "active_requests").await;
+    assert!(until(SOON, async || prefilling().await == 1).await);
+    let at_work = async || bed.engine_sum(&PREFILL, "vllm:num_requests_running").await == 1.0;
+    assert!(until(SOON, at_work).await, "the copy has arrived");
+    // Who decodes cannot tell the other any more.
+    DECODE.iter().for_each(|id| bed.engine(*id).signal(Signal::STOP));
+    asking.abort();
+    bed.shows("the engine is told", |page| page.sum("prefill_aborts_total", &[("outcome", "told")]) == 1.0).await;
+    let aborted = async || bed.engine_sum(&PREFILL, "engine_sim:aborted_total").await == 1.0;
+    assert!(until(SOON, aborted).await);
+    DECODE.iter().for_each(|id| bed.engine(*id).signal(Signal::CONT));
+    bed.quiet().await;
+    let idle = async || bed.engines("vllm:num_requests_running").await == 0.0;
+    assert!(until(SOON, idle).await, "nobody works for nobody");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prefill_that_does_not_come_is_told_within_the_deadline() {
+    let bed = start("20", json!({"deadline": "3s"})).await;
+    for id in PREFILL {
+        bed.misbehave(id, json!({"refuse_prefills": 500})).await;
+    }
+    let asked = std::time::Instant::now();
+    for body in [chat(&essay(1)), stream(&essay(2), 4)] {
+        let answer = bed.ask(&body).await;
+        assert!(!answer.status.is_success(), "{answer:?}");
+    }
+    // The decode engine itself would have waited for five minutes.
+    assert!(asked.elapsed() < SOON, "{:?}", asked.elapsed());
+    bed.quiet().await;
+    let out = bed.metrics().await;
+    assert!(out.sum("prefill_aborts_total", &[("outcome", "told")]) >= 2.0, "{}", out.text());
+}
