@@ -1,5 +1,7 @@
 //! `prefill:` of a model: how a prefill by another worker is carried out.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use crate::settings::{Period, Problem};
@@ -60,6 +62,11 @@ impl Default for PrefillConfig {
 }
 
 impl PrefillConfig {
+    /// How long Envoy has to wait for a prefill that is called for, with every try.
+    pub fn longest_call(&self) -> Duration {
+        if self.by == By::Call { self.deadline.get().saturating_mul(self.tries) } else { Duration::ZERO }
+    }
+
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
         let default = Self::default();

@@ -8,6 +8,7 @@ use super::dump::Address;
 use crate::config::Config;
 use crate::ext_proc::config::FailureMode;
 use crate::ext_proc::contract::Contract;
+use crate::prefill::PrefillConfig;
 use crate::worker::Worker;
 
 /// What Envoy must add to the longest wait of a request.
@@ -26,7 +27,7 @@ pub struct Expected {
     pub body: u64,
     /// How long we may take for a prompt.
     pub exchange_deadline: Duration,
-    /// How long a request may wait for its turn or its session, and the margin; none: nobody waits.
+    /// How long a request may wait for its turn, its session or its prefill, and the margin; none: nobody waits.
     pub wait: Option<Duration>,
     /// Whether requests get 503 where no worker can be chosen.
     pub fail_closed: bool,
@@ -119,6 +120,8 @@ fn wait(config: &Config) -> Option<Duration> {
         || queue.classes.iter().any(|class| gated(class.prefill_busy_threshold, class.prefill_busy_threshold_frac));
     let turn = waits.then(|| queue.deadline.get());
     let session = config.sessions.as_ref().map(|sessions| sessions.wait.get());
-    let longest: Duration = turn.into_iter().chain(session).sum();
+    let prefills = config.models.iter().filter_map(|model| model.prefill.as_ref());
+    let prefill = prefills.map(PrefillConfig::longest_call).max();
+    let longest: Duration = turn.into_iter().chain(session).chain(prefill).sum();
     (!longest.is_zero()).then(|| longest + MARGIN)
 }

@@ -207,7 +207,7 @@ fn max_message_timeout(site: &Site<'_>, filter: &ExternalProcessing) -> Option<F
         return Some(at.ok(seen));
     }
     let mend = site.in_main(&format!("`max_message_timeout: {}`", seconds(needed)));
-    Some(at.error(format!("{seen}; requests that wait for a turn or a session go on unrouted"), mend))
+    Some(at.error(format!("{seen}; requests that wait for a turn, a session or a prefill go on unrouted"), mend))
 }
 
 fn mode_override(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding> {
