@@ -13,7 +13,7 @@ use crate::worker::{BlockSize, EventSource, Ranks, Worker};
 pub struct Learned {
     /// Tokens per block.
     pub block_size: Option<BlockSize>,
-    /// KV blocks of one rank; the fewest where ranks differ.
+    /// KV blocks of one rank, in blocks of its own size; the fewest where ranks differ.
     pub total_kv_blocks: Option<u64>,
     /// Its data-parallel ranks.
     pub ranks: Option<Ranks>,
@@ -52,7 +52,7 @@ impl Learned {
         {
             found.push(Mismatch::of("block_size", &configured.0, &engine.0));
         }
-        match (worker.capacity.total_kv_blocks, self.total_kv_blocks) {
+        match (worker.capacity.total_kv_blocks, self.blocks_of(worker.block_size)) {
             (None, learned) => worker.capacity.total_kv_blocks = learned,
             (Some(configured), Some(engine)) if configured != engine => {
                 found.push(Mismatch::of("total_kv_blocks", &configured, &engine));
@@ -69,6 +69,12 @@ impl Learned {
         }
         found.extend(self.fill_sources(worker));
         found
+    }
+
+    /// Its capacity in blocks of this size.
+    pub fn blocks_of(&self, size: BlockSize) -> Option<u64> {
+        let own = self.block_size.unwrap_or(size);
+        Some(self.total_kv_blocks?.saturating_mul(own.tokens() as u64) / size.tokens() as u64)
     }
 
     fn fill_sources(&self, worker: &mut Worker) -> Vec<Mismatch> {
@@ -141,6 +147,22 @@ mod tests {
         Worker::new(WorkerId(1), "10.0.0.1:8000".parse().unwrap(), "m".into(), size(16))
     }
 
+    #[test]
+    fn capacity_is_counted_in_our_blocks() {
+        // Tokens per block of ours and of the engine, its capacity, and how many of ours that is.
+        let cases = [(16, Some(64), 100, 400), (32, Some(16), 101, 50), (16, Some(16), 7, 7), (16, None, 7, 7)];
+        for (ours, engine, total, expected) in cases {
+            let says = Learned { block_size: engine.map(size), total_kv_blocks: Some(total), ..Learned::default() };
+            let mut bare = Worker { block_size: size(ours), ..worker() };
+            assert_eq!((says.fill(&mut bare, None), bare.capacity.total_kv_blocks), (vec![], Some(expected)));
+            // What is configured is compared in the same unit.
+            assert_eq!(says.fill(&mut bare, None), [], "{ours} {engine:?}");
+            bare.capacity.total_kv_blocks = Some(expected + 1);
+            let found = says.fill(&mut bare, None);
+            assert_eq!((found[0].setting, &found[0].engine), ("total_kv_blocks", &expected.to_string()));
+        }
+    }
+
     fn learned(sources: &[EventSource]) -> Learned {
         Learned {
             block_size: Some(size(32)),
@@ -155,7 +177,7 @@ mod tests {
         let mut worker = worker();
         let sources = [source(5557, Some(5657)), source(5558, Some(5658))];
         assert_eq!(learned(&sources).fill(&mut worker, None), []);
-        assert_eq!(worker.capacity.total_kv_blocks, Some(512));
+        assert_eq!(worker.capacity.total_kv_blocks, Some(1024));
         assert_eq!((worker.ranks.size.get(), &worker.event_sources[..]), (2, &sources[..]));
         assert_eq!(worker.block_size, size(16), "its blocks are brought to ours");
     }
@@ -171,7 +193,7 @@ mod tests {
         let found: Vec<_> = found.iter().map(|one| (one.setting, &one.configured[..], &one.engine[..])).collect();
         let expected = [
             ("block_size", "16", "32"),
-            ("total_kv_blocks", "100", "512"),
+            ("total_kv_blocks", "100", "1024"),
             ("data_parallel", "1 from 0", "2 from 0"),
             ("kv_events.replay", "tcp://10.0.0.1:7", "tcp://10.0.0.1:5657"),
             ("kv_events.topic", "other", "kv"),

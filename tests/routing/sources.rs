@@ -86,7 +86,10 @@ async fn blocks_of_another_size_are_brought_to_ours() {
         bed.shows("the mismatch is told", |page| page.sum("setting_mismatches", &[("setting", "block_size")]) == 2.0)
             .await;
         let mismatch = json!({"setting": "block_size", "configured": of.to_string(), "engine": "16"});
-        assert_eq!(member(&bed, 1).await["mismatches"], json!([mismatch]));
+        let found = member(&bed, 1).await;
+        assert_eq!(found["mismatches"], json!([mismatch]));
+        let capacity = 8192 * 16 / u64::from(of);
+        assert_eq!(found["worker"]["capacity"]["total_kv_blocks"], json!(capacity), "in blocks of {of}: {found}");
         assert_eq!(bed.metrics().await.sum("kv_events_total", &[("outcome", "filtered_block_size_mismatch")]), 0.0);
     }
 }
