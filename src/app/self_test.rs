@@ -144,12 +144,13 @@ impl Runner {
         let out: HashSet<WorkerId> = self.router.out().into_iter().collect();
         self.known.retain(|id, _| fleet.worker(*id).is_some());
         for (model, standing) in self.router.parity().standings() {
-            let tested = task.subjects.contains_key(&model);
-            let serves = |id| tested && fleet.worker(id).is_some_and(|worker| worker.model == model);
-            let change = standing.retain(serves);
-            tell(&model, change, "nobody is left who differs");
+            let serves = |id| fleet.worker(id).is_some_and(|worker| worker.model == model);
+            tell((&model, None), standing.retain(serves), "who is left");
+            if !task.subjects.contains_key(&model) {
+                tell((&model, None), standing.forget_canaries(), "canaries are not compared");
+            }
             if !task.config.traffic {
-                tell(&model, standing.forget_events(), "events are not compared");
+                tell((&model, None), standing.forget_events(), "events are not compared");
             }
         }
         let tested = fleet.workers().filter(|worker| task.subjects.contains_key(&worker.model));
@@ -182,7 +183,7 @@ impl Runner {
     fn take(&mut self, tested: Vec<Tested>) {
         for Tested { worker, verdict } in tested {
             let Some(standing) = self.router.parity().of(&worker.model) else { continue };
-            let before = standing.parity().workers.get(&worker.id).cloned().unwrap_or_default();
+            let before = standing.parity().workers.get(&worker.id).cloned().unwrap_or_default().canaries;
             let labels = ModelOutcomeLabels::new(&worker.model, verdict.label());
             self.metrics.parity_tests.get_or_create(&labels).inc();
             if let (Verdict::CannotTest { .. }, Some(known)) = (&verdict, self.known.get_mut(&worker.id)) {
@@ -192,7 +193,7 @@ impl Runner {
             if before != verdict {
                 self.report(&worker, &before, &verdict);
             }
-            tell(&worker.model, change, "canaries");
+            tell((&worker.model, Some(worker.id)), change, "canaries");
         }
     }
 
@@ -245,6 +246,7 @@ impl Runner {
             && since.elapsed() >= config.grace.get()
             && let Some((_, model, sighting)) = self.answered.pop_front()
         {
+            let worker = sighting.rank().worker;
             let found = self.router.look_for(sighting, &mut self.scratch);
             let outcome = match found {
                 None => "unknown",
@@ -253,15 +255,16 @@ impl Runner {
             };
             self.metrics.parity_sightings.get_or_create(&ModelOutcomeLabels::new(&model, outcome)).inc();
             let Some((evidence, change)) = found else { continue };
-            if let (Evidence::Unconfirmed { block }, Change::Mistrusted) = (evidence, change) {
+            if let (Evidence::Unconfirmed { block }, Change::Mistrusted | Change::Differs) = (evidence, change) {
                 self.mismatch(&model);
                 warn!(
                     %model,
+                    %worker,
                     block,
-                    "the blocks of several requests in a row do not appear in their engines' events, which tell of others"
+                    "the blocks of several requests in a row do not appear in their engine's events, which tell of others"
                 );
             }
-            tell(&model, change, "events");
+            tell((&model, Some(worker)), change, "events");
         }
     }
 
@@ -313,9 +316,14 @@ async fn test(task: Arc<Task>, due: Vec<Arc<Worker>>) -> Vec<Tested> {
 }
 
 /// Tells whoever reads the log what follows.
-fn tell(model: &ModelName, change: Change, by: &str) {
+fn tell((model, worker): (&ModelName, Option<WorkerId>), change: Change, by: &str) {
+    let worker = worker.map(tracing::field::display);
     match change {
         Change::None => {}
+        Change::Differs => {
+            warn!(%model, worker, by, "requests to this worker go by load, while others make our tokens")
+        }
+        Change::Agrees => info!(%model, worker, by, "requests to this worker go by their prompts again"),
         Change::Mistrusted => {
             warn!(%model, by, "our tokens are not used any more: requests go by load, or with the engines' own tokens");
         }

@@ -15,7 +15,7 @@ use bytes::Bytes;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use parking_lot::Mutex;
 use serde::de::IgnoredAny;
-use tracing::{debug, info};
+use tracing::debug;
 
 use super::{Body, Encoded, Intake, Named, Told};
 use crate::block::multimodal::{ObjectHash, PromptObject};
@@ -24,7 +24,7 @@ use crate::engine_client::config::EnginesConfig;
 use crate::engine_client::{EngineClient, EngineError, EngineUrl, RenderApi, Rendered, RenderedObject, Tokenized};
 use crate::metrics::{Metrics, ModelOutcomeLabels};
 use crate::openai::{self, Api};
-use crate::parity::{Change, Evidence, Foretold, Standing};
+use crate::parity::{Foretold, Standing};
 use crate::router::{Prompt, Reason, Router};
 use crate::worker::{ModelName, WorkerRank};
 use breaker::Breaker;
@@ -46,7 +46,7 @@ const NOT_TOKENIZED: [&str; 6] = [
 /// What it does not rename in messages as the chat does, so that the template sees no thoughts.
 const NOT_RENAMED: &[u8] = b"\"reasoning_content\"";
 
-/// Of so many prompts that engines render while our own tokens are not believed, one is compared with ours.
+/// Of so many prompts that engines render while our own tokens are not believed, one is looked for with ours.
 const COMPARED: usize = 8;
 
 /// Where a model's tokens come from.
@@ -320,7 +320,7 @@ impl Intake {
         encoded.tracked = tracked.into_iter().map(|mut names| names.as_mut().and_then(Vec::pop)).collect();
         encoded.prompt = Prompt::Hashed(hashes);
         if source.standing.is_mistrusted() && !has_media {
-            self.compare(named, source, request, &prompts);
+            encoded.foretold = self.shadow((named, salt), source, request);
         }
         encoded.tokens = prompts;
         true
@@ -345,20 +345,16 @@ impl Intake {
         (hashes, names)
     }
 
-    /// Compares our tokens with the engine's for one request of some, so that ours are believed again when they agree.
-    fn compare(&self, named: &Named, source: &TokenSource, request: &openai::Request, theirs: &[Vec<u32>]) {
-        let (Some(engine), Some(encoder)) = (&source.engine, &named.model.encoder) else { return };
+    /// Our own blocks of one request of some, to be looked for where it is computed: so ours are believed again when its
+    /// engine makes the same.
+    fn shadow(&self, (named, salt): (&Named, &Salt), source: &TokenSource, request: &openai::Request) -> Foretold {
+        let (Some(engine), Some(encoder)) = (&source.engine, &named.model.encoder) else { return Foretold::Nothing };
         if !engine.turn.load(Ordering::Relaxed).is_multiple_of(COMPARED) {
-            return;
+            return Foretold::Nothing;
         }
-        let Ok(ours) = encoder.encode(request) else { return };
-        let differs = ours.prompts.iter().zip(theirs).find_map(|(ours, theirs)| {
-            let same = ours.iter().zip(theirs).take_while(|(ours, theirs)| ours == theirs).count();
-            (same < ours.len().max(theirs.len())).then_some(same / named.model.block_size.tokens())
-        });
-        let evidence = differs.map_or(Evidence::Confirmed, |block| Evidence::Unconfirmed { block });
-        if source.standing.seen(evidence) == Change::Trusted {
-            info!(model = %named.model.name, "our tokens are the engine's again");
+        match encoder.encode(request).map(|ours| <[Vec<u32>; 1]>::try_from(ours.prompts)) {
+            Ok(Ok([tokens])) => Foretold::Shadow(Box::new(named.hashes(&tokens, salt))),
+            _ => Foretold::Nothing,
         }
     }
 
@@ -373,13 +369,13 @@ impl Intake {
         let source = encoded.model.as_ref().and_then(|model| self.parts.tokens.get(model));
         let Some(source) = source.filter(|_| encoded.ours) else { return encoded };
         if !source.standing.is_mistrusted() {
-            encoded.foretold = Foretold::Prompt;
+            encoded.foretold = if encoded.illustrated { Foretold::Illustrated } else { Foretold::Prompt };
             return encoded;
         }
         let tokens = encoded.prompt.tokens();
         let doubted = Prompt::Estimated { tokens, because: Reason::ParityMismatch };
         let shadow = match std::mem::replace(&mut encoded.prompt, doubted) {
-            Prompt::Hashed(prompts) => <[BlockHashes; 1]>::try_from(prompts).ok(),
+            Prompt::Hashed(prompts) => <[BlockHashes; 1]>::try_from(prompts).ok().filter(|_| !encoded.illustrated),
             Prompt::Beginning { .. } => None,
             // What was not known is not doubted.
             prompt @ Prompt::Estimated { .. } => {

@@ -23,6 +23,7 @@ impl Intake {
         };
         encoded.times.push(("render", clock.lap()));
         encoded.ours = true;
+        encoded.illustrated = true;
         if !shown.whole {
             let size = named.model.block_size.tokens();
             shown.tokens.truncate(shown.tokens.len() / size * size);

@@ -1,6 +1,7 @@
 use super::encoded::MOST_ESTIMATED;
 use super::*;
 use crate::block::{MediaTokens, Windows};
+use crate::parity::Foretold;
 use crate::prompt;
 use crate::worker::BlockSize;
 use crate::worker::ModelName;
@@ -268,7 +269,9 @@ fn seeing() -> Arc<Intake> {
     let mut models = Models::default();
     models.add(model, &[], &[]);
     let limits = Limits { inline: 1 << 20, queue: 1, deadline: Duration::from_secs(60) };
-    Intake::new(parts(models, ClientsConfig::default(), limits))
+    let source = engine_tokens::TokenSource { standing: Arc::default(), engine: None };
+    let tokens = TokenSources::from([("m".into(), source)]);
+    Intake::new(Parts { tokens, ..parts(models, ClientsConfig::default(), limits) })
 }
 
 /// The beginning of a PNG of 56 by 56 pixels, as a data URL; its colours are these.
@@ -306,6 +309,23 @@ fn images_tell_prompts_apart_and_what_comes_before_them_is_shared() {
     };
     assert_eq!((because, known.locals()), (Reason::Multimodal, &one[..known.len()]));
     assert!(known.len() == shared && tokens > known.tokens() as u64, "{} of {shared} blocks", known.len());
+}
+
+#[test]
+fn illustrated_prompts_prove_nothing_of_tokens_and_are_doubted_with_them() {
+    let intake = seeing();
+    let take = |body: &str| intake.take_now("/v1/chat/completions", &|_| None, body.as_bytes()).request;
+    let shown = conversation(&picture(2), "what is it?");
+    let text = r#"{"model": "m", "messages": [{"role": "user", "content": "one two three four five six seven"}]}"#;
+    assert!(matches!(take(text).foretold, Foretold::Prompt));
+    assert!(matches!(take(&shown).foretold, Foretold::Illustrated));
+    let differs = crate::parity::Evidence::Unconfirmed { block: 0 };
+    let (_, standing) = intake.standings().next().unwrap();
+    (0..8).for_each(|_| _ = standing.seen(crate::worker::WorkerId(1), differs));
+    assert!(matches!(take(text).foretold, Foretold::Shadow(_)));
+    let doubted = take(&shown);
+    assert!(matches!(doubted.foretold, Foretold::Nothing), "{:?}", doubted.foretold);
+    assert_eq!(doubted.prompt.because(), Some(Reason::ParityMismatch));
 }
 
 #[tokio::test]
