@@ -9,6 +9,7 @@ pub mod config;
 mod metrics;
 mod url;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -131,6 +132,9 @@ struct Shared {
     longest: usize,
     permits: Semaphore,
     deadline: Duration,
+    /// What it was made from.
+    config: EnginesConfig,
+    authorities: Option<Vec<u8>>,
 }
 
 /// One question.
@@ -145,16 +149,50 @@ struct Call<'a> {
 impl EngineClient {
     /// A client; it connects with the first call.
     pub fn new(config: &EnginesConfig) -> Result<Self, EngineError> {
+        Self::made(config, authorities(config)?)
+    }
+
+    /// The client of another configuration: this one, if that says the same, and so do its authorities.
+    pub fn renewed(&self, config: &EnginesConfig) -> Result<Self, EngineError> {
+        let authorities = authorities(config)?;
+        match self.shared.config == *config && self.shared.authorities == authorities {
+            true => Ok(self.clone()),
+            false => Self::made(config, authorities),
+        }
+    }
+
+    /// Whether both are one.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
+    /// The same connections with another token, and other calls at once.
+    #[must_use]
+    pub fn apart(&self, token_file: Option<PathBuf>, in_flight: u32) -> Self {
+        let Shared { client, longest, deadline, authorities, .. } = &*self.shared;
+        let config = EnginesConfig { token_file, in_flight, ..self.shared.config.clone() };
+        let shared = Shared {
+            client: client.clone(),
+            bearer: config.token_file.clone().map(Bearer::new),
+            longest: *longest,
+            permits: permits(&config),
+            deadline: *deadline,
+            authorities: authorities.clone(),
+            config,
+        };
+        Self { shared: Arc::new(shared) }
+    }
+
+    fn made(config: &EnginesConfig, authorities: Option<Vec<u8>>) -> Result<Self, EngineError> {
         let broken = |problem: String| EngineError::Client(problem);
         // Engines are neighbours: where one sends us instead we have no business.
         let build = |builder: ClientBuilder| {
             let builder = builder.redirect(Policy::none()).tcp_nodelay(true);
             builder.pool_max_idle_per_host(config.in_flight as usize).build()
         };
-        let client = match &config.ca_file {
-            Some(path) => {
-                let pem = std::fs::read(path).map_err(|error| broken(format!("{}: {error}", path.display())))?;
-                let certificates = Certificate::from_pem_bundle(&pem).map_err(|error| broken(error.to_string()))?;
+        let client = match &authorities {
+            Some(pem) => {
+                let certificates = Certificate::from_pem_bundle(pem).map_err(|error| broken(error.to_string()))?;
                 build(crate::tls::client().tls_certs_only(certificates))
             }
             // Small images have no authorities, and engines without TLS need none.
@@ -164,8 +202,10 @@ impl EngineClient {
             client: client.map_err(|error| broken(told(&error)))?,
             bearer: config.token_file.clone().map(Bearer::new),
             longest: config.answer.bytes(),
-            permits: Semaphore::new((config.in_flight as usize).min(Semaphore::MAX_PERMITS)),
+            permits: permits(config),
             deadline: config.deadline.get(),
+            config: config.clone(),
+            authorities,
         };
         Ok(Self { shared: Arc::new(shared) })
     }
@@ -259,6 +299,18 @@ impl EngineClient {
         drop(permit);
         answered.map_err(|_| EngineError::Timeout)?
     }
+}
+
+fn permits(config: &EnginesConfig) -> Semaphore {
+    Semaphore::new((config.in_flight as usize).min(Semaphore::MAX_PERMITS))
+}
+
+/// Who may vouch for engines, where that is configured.
+fn authorities(config: &EnginesConfig) -> Result<Option<Vec<u8>>, EngineError> {
+    let read = |path: &PathBuf| {
+        std::fs::read(path).map_err(|error| EngineError::Client(format!("{}: {error}", path.display())))
+    };
+    config.ca_file.as_ref().map(read).transpose()
 }
 
 impl Shared {

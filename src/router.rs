@@ -39,7 +39,7 @@ pub use prepared::Prepared;
 pub use question::{Priority, Prompt, RouteRequest};
 pub use served::Moved;
 pub use settings::{RouterSettings, Tracking, WhenOverloaded};
-pub use sources::{AllLearned, SharedSource, Sources};
+pub use sources::{AllLearned, SharedAgreed, SharedSource, Sources};
 
 use crate::admission::{Attempt, Gate};
 use crate::block::BlockHashes;

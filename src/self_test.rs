@@ -15,7 +15,7 @@ use crate::intake::Model;
 use crate::openai::{self, Api};
 use crate::parity::{Difference, Verdict, What};
 use crate::prompt::{Encoder, Tokens};
-use crate::worker::BlockSize;
+use crate::worker::{BlockSize, ModelName};
 use canaries::{Canary, canaries};
 
 /// Tokens before and behind the first difference whose text is shown.
@@ -33,6 +33,7 @@ struct Prepared {
 
 /// The canaries of one model, tokenised by us.
 pub struct Subject {
+    name: ModelName,
     encoder: Arc<Encoder>,
     block_size: BlockSize,
     canaries: Vec<Prepared>,
@@ -51,7 +52,18 @@ impl Subject {
         let encoder = model.encoder.clone()?;
         let prepare = |canary: Canary| Prepared { ours: ours(&encoder, &canary), canary };
         let canaries = canaries(model.name.as_str(), encoder.engine()).into_iter().map(prepare).collect();
-        Some(Self { encoder, block_size: model.block_size, canaries })
+        Some(Self { name: model.name.clone(), encoder, block_size: model.block_size, canaries })
+    }
+
+    /// Whether it is what would be made of this model.
+    pub fn is_of(&self, model: &Model) -> bool {
+        let same = model.encoder.as_ref().is_some_and(|encoder| Arc::ptr_eq(encoder, &self.encoder));
+        same && self.name == model.name && self.block_size == model.block_size
+    }
+
+    /// Whether both compare the same tokens of ours.
+    pub fn has_tokens_of(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.encoder, &other.encoder)
     }
 
     /// Compares with what one worker makes of the canaries.

@@ -25,7 +25,7 @@ use crate::engine_client::{EngineClient, EngineError, EngineUrl, RenderApi, Rend
 use crate::metrics::{Metrics, ModelOutcomeLabels};
 use crate::openai::{self, Api};
 use crate::parity::{Foretold, Standing};
-use crate::router::{Prompt, Reason, Router};
+use crate::router::{Prompt, Reason, Router, SharedAgreed};
 use crate::worker::{ModelName, WorkerRank};
 use breaker::Breaker;
 use config::{EngineTokensConfig, RenderPath, When};
@@ -55,6 +55,8 @@ pub struct TokenSource {
     pub standing: Arc<Standing>,
     /// The engines', where they are asked.
     pub engine: Option<EngineTokens>,
+    /// What engines say of their models.
+    pub agreed: SharedAgreed,
 }
 
 /// The token sources by model.
@@ -93,25 +95,25 @@ struct Question {
 }
 
 impl EngineTokens {
-    /// A source of one model.
+    /// A source of one model, by the connections of a client.
     pub fn new(
         config: &EngineTokensConfig,
         engines: &EnginesConfig,
+        client: &EngineClient,
         router: Arc<Router>,
         metrics: Arc<Metrics>,
-    ) -> Result<Self, EngineError> {
+    ) -> Self {
         let token_file = config.token_file.clone().or(engines.token_file.clone());
-        let own = EnginesConfig { token_file, in_flight: config.in_flight, ..engines.clone() };
-        Ok(Self {
-            client: EngineClient::new(&own)?,
+        Self {
+            client: client.apart(token_file, config.in_flight),
             urls: config.urls.iter().filter_map(|url| url.parse().ok()).collect(),
             config: config.clone(),
-            engines: own,
+            engines: engines.clone(),
             router,
             metrics,
             breakers: Mutex::default(),
             turn: AtomicUsize::new(0),
-        })
+        }
     }
 
     fn is_wanted(&self, standing: &Standing) -> bool {

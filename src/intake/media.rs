@@ -17,7 +17,8 @@ impl Intake {
         clock: &mut Stopwatch,
     ) {
         let Some(encoder) = &named.model.encoder else { return encoded.fail(Reason::NoTokenizer) };
-        let mut shown = match encoder.illustrate(request) {
+        let root = self.agreed(named, |agreed| agreed.root.clone());
+        let mut shown = match encoder.illustrate_as(request, root.as_deref()) {
             Ok(shown) => shown,
             Err(error) => return encoded.fail(reason(error)),
         };

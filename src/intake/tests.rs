@@ -269,7 +269,7 @@ fn seeing() -> Arc<Intake> {
     let mut models = Models::default();
     models.add(model, &[], &[]);
     let limits = Limits { inline: 1 << 20, queue: 1, deadline: Duration::from_secs(60) };
-    let source = engine_tokens::TokenSource { standing: Arc::default(), engine: None };
+    let source = engine_tokens::TokenSource { standing: Arc::default(), engine: None, agreed: Default::default() };
     let tokens = TokenSources::from([("m".into(), source)]);
     Intake::new(Parts { tokens, ..parts(models, ClientsConfig::default(), limits) })
 }
@@ -326,6 +326,31 @@ fn illustrated_prompts_prove_nothing_of_tokens_and_are_doubted_with_them() {
     let doubted = take(&shown);
     assert!(matches!(doubted.foretold, Foretold::Nothing), "{:?}", doubted.foretold);
     assert_eq!(doubted.prompt.because(), Some(Reason::ParityMismatch));
+}
+
+#[test]
+fn what_is_left_to_the_engines_is_as_they_say_alike() {
+    let intake = seeing();
+    let take = |path: &str, body: &str| intake.take_now(path, &|_| None, body.as_bytes());
+    let locals = |taken: Taken| match taken.request.prompt {
+        Prompt::Hashed(prompts) => prompts[0].locals().to_vec(),
+        prompt => panic!("{prompt:?}"),
+    };
+    let image = conversation(&picture(2), "what is it?");
+    let by_name = locals(take("/v1/chat/completions", &image));
+    let text = |more: &str| format!(r#"{{"model": "m", "prompt": "one two three four five six"{more}}}"#);
+    let cut = text(r#", "truncate_prompt_tokens": -1"#);
+    assert_eq!(take("/v1/completions", &cut).request.prompt.because(), Some(Reason::EncodeFailed));
+
+    let says = crate::learned::Agreed { root: Some("org/m".to_owned()), max_model_len: Some(5) };
+    intake.parts.tokens[&"m".into()].agreed.store(Arc::new([("m".into(), says)].into()));
+    assert_ne!(locals(take("/v1/chat/completions", &image)), by_name, "images are named by what was started");
+    let whole = take("/v1/completions", &text("")).tokens[0].clone();
+    assert_eq!(whole.len(), 6);
+    for (more, kept) in [("", 5), (r#", "max_tokens": 2"#, 4), (r#", "max_tokens": 0"#, 5)] {
+        let taken = take("/v1/completions", &text(&format!(r#", "truncate_prompt_tokens": -1{more}"#)));
+        assert_eq!(taken.tokens, [&whole[6 - kept..]], "{more}");
+    }
 }
 
 #[tokio::test]

@@ -14,6 +14,11 @@ use crate::openai::{Chat, Modality, Prompt, Request, Tokenization};
 impl Encoder {
     /// The tokens of a conversation that shows or plays something, as far as they can be known.
     pub fn illustrate(&self, request: &Request) -> Result<Illustrated, EncodeError> {
+        self.illustrate_as(request, None)
+    }
+
+    /// The same, where engines say that they were started with `root`.
+    pub fn illustrate_as(&self, request: &Request, root: Option<&str>) -> Result<Illustrated, EncodeError> {
         let Prompt::Chat(chat) = &request.prompt else {
             return Err(EncodeError::uncertain("images and the like in another request than a conversation"));
         };
@@ -26,7 +31,7 @@ impl Encoder {
         }
         let templates = self.templates.as_ref().ok_or(EncodeError::NoTemplate)?;
         let special = request.tokenization.add_special_tokens.unwrap_or(false);
-        let (known, all) = self.known(chat, templates)?;
+        let (known, all) = self.known((chat, root), templates)?;
         if all {
             self.whole(templates, chat, &known, special)
         } else {
@@ -35,12 +40,16 @@ impl Encoder {
     }
 
     /// The items up to the first of which not everything is known, and whether these are all.
-    fn known(&self, chat: &Chat, templates: &Templates) -> Result<(Vec<(Modality, Known)>, bool), EncodeError> {
+    fn known(
+        &self,
+        (chat, root): (&Chat, Option<&str>),
+        templates: &Templates,
+    ) -> Result<(Vec<(Modality, Known)>, bool), EncodeError> {
         let lists = templates.takes_parts(chat)?;
         let mut known = Vec::new();
         for media in chat.media() {
             let placed = lists || self.rules.placeholder(media.modality, 1).is_some();
-            match self.rules.known(media).filter(|_| placed && !chat.media_options) {
+            match self.rules.known(media, root).filter(|_| placed && !chat.media_options) {
                 Some(item) => known.push((media.modality, item)),
                 None => return Ok((known, false)),
             }

@@ -38,8 +38,10 @@ async fn server(status: u16, text: String, after: Duration) -> (String, Arc<Atom
 fn intake(config: &EngineTokensConfig, media: MediaTokens) -> (Arc<Intake>, Arc<Metrics>) {
     let router = Router::new(PrefixIndex::new(), LoadTracker::new(Instant::now), RouterSettings::default(), 1);
     let metrics = Arc::new(Metrics::new());
-    let engine = EngineTokens::new(config, &EnginesConfig::default(), Arc::new(router), metrics.clone()).unwrap();
-    let source = TokenSource { standing: Arc::default(), engine: Some(engine) };
+    let engines = EnginesConfig::default();
+    let client = EngineClient::new(&engines).unwrap();
+    let engine = EngineTokens::new(config, &engines, &client, Arc::new(router), metrics.clone());
+    let source = TokenSource { standing: Arc::default(), engine: Some(engine), agreed: Default::default() };
     let block_size = BlockSize::new(32).unwrap();
     let mut models = Models::default();
     let model = Model { name: "m".into(), block_size, windows: Windows::Plain, media, encoder: None };
