@@ -21,6 +21,9 @@ use canaries::{Canary, canaries};
 /// Tokens before and behind the first difference whose text is shown.
 const AROUND: usize = 8;
 
+/// Why a canary is not compared where an engine does not render.
+const NOT_READ: &str = "only render does with it as the chat does, and it is not offered";
+
 /// Keeps canaries' beginnings apart from those of requests.
 const APART: &str = "self-test";
 
@@ -81,6 +84,10 @@ impl Subject {
                     continue;
                 }
             };
+            if way == Way::Tokenize && prepared.canary.render_only {
+                skipped.insert(name, NOT_READ.to_owned());
+                continue;
+            }
             let mut answered = ask(client, engine, (way, &prepared.canary), deadline).await;
             let closed = |error: &EngineError| matches!(error, EngineError::NotOffered(_)) || error.is_denied();
             if way == Way::Render && answered.as_ref().is_err_and(closed) {

@@ -264,3 +264,6 @@ fn step(step: &Step) -> String {
 fn page(generation: u64, config: &Config, needs_restart: &[String]) -> Value {
     json!({"generation": generation, "needs_restart": needs_restart, "config": config.to_json()})
 }
+
+#[cfg(test)]
+mod tests;
