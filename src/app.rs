@@ -42,6 +42,7 @@ use crate::engine_sessions::EngineSessions;
 use crate::entrance::Entrance;
 use crate::ext_proc::service::{Kept, Service};
 use crate::intake::Intake;
+use crate::kv_events::SharedResync;
 use crate::lifecycle::{Readiness, supervise};
 use crate::metrics::{Metrics, PoolLabels};
 use crate::router::Router;
@@ -373,7 +374,10 @@ impl App {
     fn feed(&mut self, config: &Config, entrance: &Arc<Entrance>, feed: Arc<Feed>, metrics: Arc<Metrics>) {
         let (desired, sets) = mpsc::unbounded_channel();
         let (said, heard) = watch::channel(if config.learn.enabled { Arc::default() } else { learn::off() });
-        let parts = keeper::Parts { entrance: entrance.clone(), feed, metrics: metrics.clone(), said: heard };
+        let (entering, resync) = (entrance.clone(), SharedResync::default());
+        resync.set(config.index_trust.resync);
+        let parts =
+            keeper::Parts { entrance: entering, feed, metrics: metrics.clone(), said: heard, resync: resync.clone() };
         let keeper = Keeper::new(config, parts, self.readiness.clone());
         self.learn(config, entrance.router(), said);
         self.background.spawn(keeper.run(sets, self.stop.clone()));
@@ -390,8 +394,11 @@ impl App {
         });
         let router = entrance.router().clone();
         self.reloader.part("router", move |next| {
-            let (router, settings) = (router.clone(), next.config.router_settings());
-            Ok(Box::new(move || router.set_settings(settings)))
+            let (router, settings, resync) = (router.clone(), next.config.router_settings(), resync.clone());
+            Ok(Box::new(move || {
+                resync.set(settings.trust.resync);
+                router.set_settings(settings);
+            }))
         });
         let stop = self.stop.clone();
         self.background.spawn(async move {

@@ -52,6 +52,7 @@ pub(super) struct Keeper {
     /// What was said when the last set was made.
     heard: Arc<Said>,
     given: Arc<AllGiven>,
+    resync: SharedResync,
     /// The last set, as it was wanted.
     wanted: Option<Desired>,
 }
@@ -63,6 +64,8 @@ pub(super) struct Parts {
     pub(super) metrics: Arc<Metrics>,
     /// What engines say of themselves.
     pub(super) said: watch::Receiver<Arc<Said>>,
+    /// What becomes of blocks when batches are lost.
+    pub(super) resync: SharedResync,
 }
 
 /// Initial workers whose event sources may still be learned.
@@ -80,7 +83,7 @@ struct Source {
 
 impl Keeper {
     pub(super) fn new(config: &Config, parts: Parts, readiness: Readiness) -> Self {
-        let Parts { entrance, feed, metrics, said } = parts;
+        let Parts { entrance, feed, metrics, said, resync } = parts;
         let least = config.readiness.min_initial_workers as usize;
         let guard = readiness.wait_for(format!("initial workers: at least {least}"));
         Self {
@@ -97,6 +100,7 @@ impl Keeper {
             said,
             heard: Arc::default(),
             given: Arc::default(),
+            resync,
             wanted: None,
             readiness,
         }
@@ -263,9 +267,8 @@ impl Keeper {
             source: source.clone(),
             block_size: member.worker.block_size,
             media: self.media.get(&member.worker.model).copied().unwrap_or_default(),
-            resync: SharedResync::default(),
+            resync: self.resync.clone(),
         };
-        spec.resync.set(self.router.settings().trust.resync);
         // Who joins later is chosen when its events have caught up or by load, and is no reason to take traffic away.
         let starting = self.initial_workers.is_some() || self.unasked.is_some();
         let ready = starting.then(|| self.readiness.wait_for(format!("event source of worker rank {}", member.rank)));
@@ -404,7 +407,6 @@ impl Followed {
     /// A source that has become silent is attached anew: its connection may be dead without either side knowing.
     fn look(&self, witness: &Witness) {
         let rules = self.router.settings().trust;
-        self.spec.resync.set(rules.resync);
         let was_silent = witness.source().lock().is_silent();
         witness.note(|source| source.look(std::time::Instant::now(), &rules));
         if !was_silent && witness.source().lock().is_silent() {
