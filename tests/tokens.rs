@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test a failed step is a failed test")]
 
+#[path = "tokens/classes.rs"]
+mod classes;
 #[path = "tokens/further.rs"]
 mod further;
 
