@@ -1,8 +1,11 @@
 //! The answers of engines, in vLLM's shapes, as far as they are needed. Whatever else they say is not looked at.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
-use serde::Deserialize;
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
+use serde::de::{MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 use super::EngineError;
@@ -82,11 +85,32 @@ pub(super) struct Version {
     pub(super) version: String,
 }
 
-#[derive(Deserialize)]
-#[serde(untagged)]
-pub(super) enum Renderings {
-    Several(Vec<Rendering>),
-    One(Rendering),
+/// What a render endpoint says: a list, or the one where there is only one. Read as it comes: to try one shape and then the
+/// other, serde would keep all of it meanwhile, and an answer may be megabytes of numbers.
+pub(super) struct Renderings(Vec<Rendering>);
+
+impl<'de> Deserialize<'de> for Renderings {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+
+        impl<'de> Visitor<'de> for Either {
+            type Value = Renderings;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a prompt, or a list of prompts")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Renderings, A::Error> {
+                Vec::deserialize(SeqAccessDeserializer::new(list)).map(Renderings)
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, one: A) -> Result<Renderings, A::Error> {
+                Rendering::deserialize(MapAccessDeserializer::new(one)).map(|one| Renderings(vec![one]))
+            }
+        }
+
+        deserializer.deserialize_any(Either)
+    }
 }
 
 #[derive(Deserialize)]
@@ -114,11 +138,7 @@ struct Placeholder {
 
 impl Renderings {
     pub(super) fn read(self) -> Result<Vec<Rendered>, EngineError> {
-        let list = match self {
-            Renderings::Several(list) => list,
-            Renderings::One(one) => vec![one],
-        };
-        list.into_iter().map(Rendering::read).collect()
+        self.0.into_iter().map(Rendering::read).collect()
     }
 }
 

@@ -281,3 +281,23 @@ fn settings_that_cannot_work_are_named() {
         assert_eq!(problems[0].trail, [crate::settings::Step::Key(key.into())]);
     }
 }
+
+/// The thread that read it.
+struct Reader(std::thread::ThreadId);
+
+impl<'de> serde::Deserialize<'de> for Reader {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        serde::de::IgnoredAny::deserialize(deserializer)?;
+        Ok(Self(std::thread::current().id()))
+    }
+}
+
+#[tokio::test]
+async fn long_answers_are_read_beside_the_async_threads() {
+    let here = std::thread::current().id();
+    for (length, aside) in [(10, false), (LARGE + 1, true)] {
+        let server = Server::saying(200, format!("\"{}\"", "x".repeat(length))).await;
+        let Reader(there) = client().get(&server.url, "x").await.unwrap();
+        assert_eq!(there != here, aside, "{length}");
+    }
+}
