@@ -22,6 +22,7 @@ mod syntax;
 mod template;
 #[cfg(test)]
 mod tests;
+mod unfinished;
 
 use std::borrow::Cow;
 use std::ops::Range;

@@ -8,6 +8,7 @@ use std::borrow::Cow;
 use super::media::{Illustrated, Known, common, expand};
 use super::stage::{MARK, Show};
 use super::template::Templates;
+use super::unfinished::same;
 use super::{EncodeError, Encoder, Engine, Exactness, Rendered, Source};
 use crate::openai::{Chat, Modality, Prompt, Request, Tokenization};
 
@@ -104,11 +105,4 @@ impl Encoder {
         };
         Ok(self.tokenize(&rendered)?.pop().unwrap_or_default())
     }
-}
-
-/// Bytes that two texts begin with, up to the end of a character.
-fn same(one: &str, other: &str) -> usize {
-    let differ = |(one, other): ((usize, char), char)| (one.1 != other).then_some(one.0);
-    let shorter = one.len().min(other.len());
-    one.char_indices().zip(other.chars()).find_map(differ).unwrap_or(shorter)
 }
