@@ -249,6 +249,10 @@ fn only_wanted_bodies_are_asked_for() {
 
 /// A way in for a model that sees, with a system prompt before every image so that some blocks come before it.
 fn seeing() -> Arc<Intake> {
+    seeing_with(|encoder| encoder, MediaTokens::default(), Windows::Plain)
+}
+
+fn seeing_with(change: impl Fn(Encoder) -> Encoder, media_tokens: MediaTokens, windows: Windows) -> Arc<Intake> {
     let files = prompt::Config {
         tokenizer: "examples/models/qwen2.5/tokenizer.json.gz".into(),
         tokenizer_config: Some("tests/data/tokens/qwen2-vl/tokenizer_config.json".into()),
@@ -261,9 +265,9 @@ fn seeing() -> Arc<Intake> {
     let model = Model {
         name: "m".into(),
         block_size: BlockSize::new(4).unwrap(),
-        windows: Windows::Plain,
-        media: MediaTokens::default(),
-        encoder: Some(Arc::new(Encoder::load_as(&files, &traits).unwrap())),
+        windows,
+        media: media_tokens,
+        encoder: Some(Arc::new(change(Encoder::load_as(&files, &traits).unwrap()))),
     };
     let mut models = Models::default();
     models.add(model, &[], &[]);
@@ -431,5 +435,47 @@ async fn a_cut_conversation_that_lets_one_expect_more_before_it_goes_by_load() {
         let cut = Body::Cut { shown: Bytes::copy_from_slice(&body.as_bytes()[..body.len() - 9]), length: None };
         let prompt = intake.take(path, &|_| None, &cut).await.request.prompt;
         assert_eq!(matches!(prompt, Prompt::Beginning { .. }), expected, "{path}: {prompt:?}");
+    }
+}
+
+#[test]
+fn conversations_with_images_go_on_from_earlier_ones() {
+    use serde_json::json;
+    let words = |from: usize| (from..from + 40).map(|n| format!("w{n} ")).collect::<String>();
+    let image = |url: &str| json!({"type": "image_url", "image_url": {"url": url}});
+    let mut messages = vec![
+        json!({"role": "system", "content": words(0)}),
+        json!({"role": "user", "content": words(100)}),
+        json!({"role": "assistant", "content": words(200)}),
+        json!({"role": "user", "content": [{"type": "text", "text": words(300)}, image(&picture(2))]}),
+    ];
+    for (pads, windows) in [(None, Windows::Plain), (Some(151_655), Windows::Plain), (None, Windows::Eagle)] {
+        let media = MediaTokens { image: pads, video: None };
+        let metrics = Arc::new(crate::metrics::Metrics::new());
+        let cache = prompt::PromptCache::new(1 << 20, metrics.clone());
+        let resuming = seeing_with(|encoder| encoder.resuming(cache.clone()).0, media, windows);
+        let plain = seeing_with(|encoder| encoder, media, windows);
+        let both = |messages: &[serde_json::Value]| {
+            let body = json!({"model": "m", "messages": messages}).to_string();
+            let take = |intake: &Arc<Intake>| intake.take_now("/v1/chat/completions", &|_| None, body.as_bytes());
+            let (ours, theirs) = (take(&resuming), take(&plain));
+            assert_eq!(ours.tokens, theirs.tokens);
+            assert_eq!(ours.request.prompt.blocks(), theirs.request.prompt.blocks(), "{pads:?} {windows:?}");
+            assert!(!ours.request.prompt.blocks()[0].is_empty());
+        };
+        let resumed = || metrics.prompt_cache_resumed_tokens.get();
+        // Text alone, then an image that is known, then one that is not.
+        both(&messages[..2]);
+        assert_eq!(resumed(), 0);
+        let mut before = 0;
+        for upto in [4, 4] {
+            both(&messages[..upto]);
+            assert!(resumed() > before + 100, "{} tokens taken over", resumed() - before);
+            before = resumed();
+        }
+        messages.push(json!({"role": "user", "content": [image("https://a/b.png")]}));
+        both(&messages);
+        assert!(resumed() > before + 200, "{} tokens taken over", resumed() - before);
+        messages.pop();
     }
 }

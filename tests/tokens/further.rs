@@ -262,7 +262,7 @@ fn compare(asked: &Asked<'_>, models: &mut Tokenizers, names: &[&str]) -> Outcom
             if models.remembers_another(chat) {
                 return skipped("the engine remembers another item of this uuid".to_owned());
             }
-            return match encoder.illustrate(&request) {
+            return match encoder.illustrate(&request, None) {
                 Ok(ours) => against_illustrated(&ours, asked, models.names_media(names)),
                 Err(error) => skipped(error.to_string()),
             };
@@ -302,12 +302,12 @@ fn against_illustrated(ours: &Illustrated, asked: &Asked<'_>, named: bool) -> Ou
         }
     }
     match engine {
-        _ if ours.whole => against(std::slice::from_ref(&ours.tokens), engine),
+        _ if ours.whole => against(&[ours.tokens.to_vec()], engine),
         Engine::Tokens(lists) => match lists.as_slice() {
             [engine] if engine.starts_with(&ours.tokens) => {
                 Outcome::Skipped(format!("partial: the first {known} of {} tokens are known, and equal", engine.len()))
             }
-            _ => Outcome::Different(difference(std::slice::from_ref(&ours.tokens), lists)),
+            _ => Outcome::Different(difference(&[ours.tokens.to_vec()], lists)),
         },
         _ => Outcome::Skipped(format!("partial: the first {known} tokens are known")),
     }
