@@ -209,13 +209,13 @@ fn parts(class: Class, said: &Said<'_>) -> Option<Parts> {
             let unk_token = json!(said.unk_token.unwrap_or("<unk>"));
             Some(Parts { normalizer: spaces, pre_tokenizer: split, bytes: true, unk_token })
         }
-        Class::Qwen2 => of_bytes(nfc, sequence(split_by(QWEN2), byte_level(prefix, false))),
-        Class::Qwen3_5 => of_bytes(nfc, sequence(split_by(QWEN3_5), byte_level(prefix, false))),
+        Class::Qwen2 => of_bytes(nfc, sequence([split_by(QWEN2), byte_level(prefix, false)])),
+        Class::Qwen3_5 => of_bytes(nfc, sequence([split_by(QWEN3_5), byte_level(prefix, false)])),
         Class::Gpt2 => of_bytes(Value::Null, byte_level(prefix, true)),
         Class::GptNeoX => of_bytes(nfc, byte_level(prefix, true)),
         Class::Cohere => {
             let digits = json!({"type": "Digits", "individual_digits": true});
-            of_bytes(nfc, sequence(digits, byte_level(prefix, true)))
+            of_bytes(nfc, sequence([digits, byte_level(prefix, true)]))
         }
     }
 }
@@ -229,8 +229,8 @@ fn byte_level(prefix: Option<bool>, use_regex: bool) -> Value {
     json!({"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": true, "use_regex": use_regex})
 }
 
-fn sequence(first: Value, second: Value) -> Value {
-    json!({"type": "Sequence", "pretokenizers": [first, second]})
+fn sequence(parts: [Value; 2]) -> Value {
+    json!({"type": "Sequence", "pretokenizers": Value::from_iter(parts)})
 }
 
 #[cfg(test)]
