@@ -35,6 +35,9 @@ const REFUSAL: usize = 4096;
 /// Most characters of a refusal that are kept.
 const MESSAGE: usize = 300;
 
+/// Answers of more bytes are read beside the async threads.
+const LARGE: usize = 64 << 10;
+
 /// Which requests an engine is asked to render.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RenderApi {
@@ -130,7 +133,7 @@ struct Shared {
     client: Client,
     bearer: Option<Bearer>,
     longest: usize,
-    permits: Semaphore,
+    permits: Arc<Semaphore>,
     deadline: Duration,
     /// What it was made from.
     config: EnginesConfig,
@@ -250,9 +253,11 @@ impl EngineClient {
 
     /// Its measures: `GET /metrics`.
     pub async fn metrics(&self, engine: &EngineUrl) -> Result<MetricsPage, EngineError> {
-        let page = self.ask(&self.question(engine, "metrics")).await?;
-        let text = String::from_utf8(page).map_err(|_| EngineError::Unreadable("the page is not UTF-8"))?;
-        Ok(MetricsPage::read(&text))
+        let page = |page: &[u8]| {
+            let text = std::str::from_utf8(page).map_err(|_| EngineError::Unreadable("the page is not UTF-8"))?;
+            Ok(MetricsPage::read(text))
+        };
+        self.ask(&self.question(engine, "metrics"), page).await
     }
 
     /// Where its ranks publish their KV events: `GET /kv_event_sources`, in the order of the ranks.
@@ -262,11 +267,11 @@ impl EngineClient {
 
     /// Whether it says that it is well: `GET /health`.
     pub async fn health(&self, engine: &EngineUrl) -> Result<(), EngineError> {
-        self.ask(&self.question(engine, "health")).await.map(drop)
+        self.ask(&self.question(engine, "health"), |_| Ok(())).await
     }
 
     /// Any other question whose answer is JSON: `POST` to a path below the engine's address.
-    pub async fn post<T: DeserializeOwned>(
+    pub async fn post<T: DeserializeOwned + Send + 'static>(
         &self,
         engine: &EngineUrl,
         path: &str,
@@ -274,35 +279,51 @@ impl EngineClient {
         deadline: Duration,
     ) -> Result<T, EngineError> {
         let call = Call { method: Method::POST, engine, path, body: Some(body), deadline };
-        read(&self.ask(&call).await?)
+        self.ask(&call, read).await
     }
 
     /// Any other question whose answer is JSON: `GET` of a path below the engine's address.
-    pub async fn get<T: DeserializeOwned>(&self, engine: &EngineUrl, path: &str) -> Result<T, EngineError> {
-        read(&self.ask(&self.question(engine, path)).await?)
+    pub async fn get<T: DeserializeOwned + Send + 'static>(
+        &self,
+        engine: &EngineUrl,
+        path: &str,
+    ) -> Result<T, EngineError> {
+        self.ask(&self.question(engine, path), read).await
     }
 
     fn question<'a>(&self, engine: &'a EngineUrl, path: &'a str) -> Call<'a> {
         Call { method: Method::GET, engine, path, body: None, deadline: self.shared.deadline }
     }
 
-    async fn ask(&self, call: &Call<'_>) -> Result<Vec<u8>, EngineError> {
+    /// Asks, and reads the answer, which may be long and takes its time then.
+    async fn ask<T: Send + 'static>(
+        &self,
+        call: &Call<'_>,
+        read: impl FnOnce(&[u8]) -> Result<T, EngineError> + Send + 'static,
+    ) -> Result<T, EngineError> {
+        let permit = self.shared.permits.clone().try_acquire_owned().map_err(|_| EngineError::Busy)?;
         let asking = async {
-            match self.shared.exchange(call).await {
+            let body = match self.shared.exchange(call).await {
                 // Its file may have changed since it was looked at.
-                Err(error) if error.is_denied() && self.shared.has_news().await => self.shared.exchange(call).await,
-                answered => answered,
+                Err(error) if error.is_denied() && self.shared.has_news().await => self.shared.exchange(call).await?,
+                answered => answered?,
+            };
+            if body.len() <= LARGE {
+                return read(&body);
             }
+            let reading = move || {
+                // Held until the work is done: a deadline does not stop it.
+                let _permit = permit;
+                read(&body)
+            };
+            tokio::task::spawn_blocking(reading).await.unwrap_or(Err(EngineError::Unreadable("its reader failed")))
         };
-        let permit = self.shared.permits.try_acquire().map_err(|_| EngineError::Busy)?;
-        let answered = tokio::time::timeout(call.deadline, asking).await;
-        drop(permit);
-        answered.map_err(|_| EngineError::Timeout)?
+        tokio::time::timeout(call.deadline, asking).await.map_err(|_| EngineError::Timeout)?
     }
 }
 
-fn permits(config: &EnginesConfig) -> Semaphore {
-    Semaphore::new((config.in_flight as usize).min(Semaphore::MAX_PERMITS))
+fn permits(config: &EnginesConfig) -> Arc<Semaphore> {
+    Arc::new(Semaphore::new((config.in_flight as usize).min(Semaphore::MAX_PERMITS)))
 }
 
 /// Who may vouch for engines, where that is configured.

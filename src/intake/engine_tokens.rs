@@ -14,10 +14,12 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use parking_lot::Mutex;
-use serde::de::IgnoredAny;
+use serde_json::Value;
+use serde_json::value::RawValue;
+use tokio::sync::Semaphore;
 use tracing::debug;
 
-use super::{Body, Encoded, Intake, Named, Told};
+use super::{Body, Encoded, Intake, Named, Place, Told};
 use crate::block::multimodal::{ObjectHash, PromptObject};
 use crate::block::{BlockHashes, Content, Salt, SequenceHash, placeholders};
 use crate::engine_client::config::EnginesConfig;
@@ -84,6 +86,8 @@ pub struct EngineTokens {
     metrics: Arc<Metrics>,
     breakers: Mutex<HashMap<EngineUrl, Breaker>>,
     turn: AtomicUsize,
+    /// One permit per request under way, taken before anything is made of its body.
+    room: Semaphore,
 }
 
 /// One question, for all who are asked.
@@ -104,8 +108,10 @@ impl EngineTokens {
         metrics: Arc<Metrics>,
     ) -> Self {
         let token_file = config.token_file.clone().or(engines.token_file.clone());
+        // A request asks two at most, and must not lack a call for the second because others have begun.
+        let in_flight = config.in_flight.saturating_mul(MOST_TRIES as u32);
         Self {
-            client: client.apart(token_file, config.in_flight),
+            client: client.apart(token_file, in_flight),
             urls: config.urls.iter().filter_map(|url| url.parse().ok()).collect(),
             config: config.clone(),
             engines: engines.clone(),
@@ -113,6 +119,7 @@ impl EngineTokens {
             metrics,
             breakers: Mutex::default(),
             turn: AtomicUsize::new(0),
+            room: Semaphore::new((config.in_flight as usize).min(Semaphore::MAX_PERMITS)),
         }
     }
 
@@ -193,9 +200,7 @@ impl EngineTokens {
             RenderPath::Render => self.client.render(&url, question.api, question.body, left).await,
             RenderPath::Tokenize => {
                 let tokenized = self.client.tokenize(&url, question.body, left).await;
-                tokenized.map(|Tokenized { tokens, .. }| {
-                    vec![Rendered { token_ids: tokens, cache_salt: None, objects: vec![] }]
-                })
+                tokenized.map(|Tokenized { tokens, .. }| vec![Rendered { token_ids: tokens, objects: vec![] }])
             }
         };
         asked.answered();
@@ -226,14 +231,23 @@ impl EngineTokens {
             // Without it the answer holds every pixel.
             RenderPath::Render => Some((render, openai::edit::set_field(body, "mm_payload", b"\"none\"")?.into())),
             RenderPath::Tokenize => {
-                let keys: BTreeMap<String, IgnoredAny> = serde_json::from_slice(body).ok()?;
+                let keys: BTreeMap<String, &RawValue> = serde_json::from_slice(body).ok()?;
                 let read = !NOT_TOKENIZED.iter().any(|key| keys.contains_key(*key))
+                    && !refuses_tools(&keys)
                     && memchr::memmem::find(body, NOT_RENAMED).is_none();
                 let known = matches!(render, RenderApi::Chat | RenderApi::Completions);
                 (known && read).then(|| (render, body.clone()))
             }
         }
     }
+}
+
+/// Whether tools are offered and none may be called: engines with `--exclude-tools-when-tool-choice-none` show them to nobody
+/// then, and `/tokenize` shows them all the same.
+fn refuses_tools(keys: &BTreeMap<String, &RawValue>) -> bool {
+    let read = |key: &str| keys.get(key).and_then(|raw| serde_json::from_str::<Value>(raw.get()).ok());
+    read("tool_choice").is_some_and(|choice| choice == "none")
+        && read("tools").is_some_and(|tools| tools.as_array().is_some_and(|tools| !tools.is_empty()))
 }
 
 /// One who was asked. Dropped without an answer after another one had to be asked, it has failed: who hangs would otherwise
@@ -273,8 +287,7 @@ impl Intake {
         let Some(source) = self.parts.tokens.get(model) else { return };
         let Some(engine) = source.engine.as_ref().filter(|engine| engine.is_wanted(&source.standing)) else { return };
         let started = Instant::now();
-        let Some((api, body)) = self.prepared(api, model, bytes).await else { return };
-        let answered = engine.ask(model, Question { api, body, started }).await;
+        let Some(answered) = self.answered(engine, (api, model, bytes), started).await else { return };
         let outcome = answered.as_ref().err().copied().unwrap_or("ok");
         let label = ModelOutcomeLabels { model: model.as_str().to_owned(), outcome };
         engine.metrics.engine_tokens.get_or_create(&label).inc();
@@ -282,14 +295,45 @@ impl Intake {
         told.waited = started.elapsed();
     }
 
-    /// Made beside the async threads where it is long.
-    async fn prepared(self: &Arc<Self>, api: Api, model: &ModelName, body: &Bytes) -> Option<(RenderApi, Bytes)> {
-        if body.len() <= self.parts.limits.inline {
-            return self.parts.tokens.get(model)?.engine.as_ref()?.question(api, body);
+    /// What engines make of a body; `None` where they cannot be asked for it.
+    async fn answered(
+        self: &Arc<Self>,
+        engine: &EngineTokens,
+        (api, model, body): (Api, &ModelName, &Bytes),
+        started: Instant,
+    ) -> Option<Result<Vec<Rendered>, &'static str>> {
+        // First of all, so that bodies beyond what may be under way are not even looked at.
+        let Ok(_permit) = engine.room.try_acquire() else { return Some(Err("busy")) };
+        let prepared = tokio::time::timeout(engine.config.deadline.get(), self.prepared(api, model, body)).await;
+        match prepared.unwrap_or(Err("timeout")) {
+            Ok(Some((api, body))) => Some(engine.ask(model, Question { api, body, started }).await),
+            Ok(None) => None,
+            Err(why) => Some(Err(why)),
         }
+    }
+
+    /// Made beside the async threads where it is long, in the same queue as prompts.
+    async fn prepared(
+        self: &Arc<Self>,
+        api: Api,
+        model: &ModelName,
+        body: &Bytes,
+    ) -> Result<Option<(RenderApi, Bytes)>, &'static str> {
+        let question = move |intake: &Self, model: &ModelName, body: &Bytes| {
+            intake.parts.tokens.get(model)?.engine.as_ref()?.question(api, body)
+        };
+        if body.len() <= self.parts.limits.inline {
+            return Ok(question(self, model, body));
+        }
+        let _place = Place::take(&self.queued, self.parts.limits.queue).ok_or("busy")?;
+        let permit = self.encoders.clone().acquire_owned().await.map_err(|_| "busy")?;
         let (intake, model, body) = (self.clone(), model.clone(), body.clone());
-        let prepare = move || intake.parts.tokens.get(&model)?.engine.as_ref()?.question(api, &body);
-        tokio::task::spawn_blocking(prepare).await.ok()?
+        let prepare = move || {
+            // Held until the work is done, as for prompts.
+            let _permit = permit;
+            question(&intake, &model, &body)
+        };
+        tokio::task::spawn_blocking(prepare).await.map_err(|_| "client")
     }
 
     /// Takes what the engine said for the prompt; false where it said nothing of use.

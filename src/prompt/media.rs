@@ -13,6 +13,7 @@ mod tests;
 
 use std::ops::Range;
 
+use super::Tokens;
 use crate::block::{ObjectHash, PromptObject};
 use crate::openai::{Media, Modality};
 
@@ -23,8 +24,8 @@ use size::Count;
 /// The tokens of a prompt with images and the like, all of them or the first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Illustrated {
-    /// The engine's tokens.
-    pub tokens: Vec<u32>,
+    /// The engine's tokens, which know from where others may go on before the first item.
+    pub tokens: Tokens,
     /// The items among them, in their order.
     pub items: Vec<Item>,
     /// How many tokens the whole prompt has, as far as that is known: items of unknown size count one each.
