@@ -85,7 +85,11 @@ fn config(workers: &[std::net::SocketAddr], more: &str) -> Config {
 }
 
 fn with_tokenizer(more: &str) -> String {
-    let files = format!("{}/examples/models/tinyllama", env!("CARGO_MANIFEST_DIR"));
+    tokenizer_of("tinyllama", more)
+}
+
+fn tokenizer_of(model: &str, more: &str) -> String {
+    let files = format!("{}/examples/models/{model}", env!("CARGO_MANIFEST_DIR"));
     format!("models: [{{name: m, tokenizer: {files}/tokenizer.json.gz}}]\n{more}")
 }
 
@@ -176,6 +180,20 @@ async fn another_log_level_tests_nobody_again() {
     assert!(app.reloader.client().is_same(&client), "nor are engines connected to anew");
     reload(&app, config(&[address], &with_tokenizer("self_test: {enabled: false}\n"))).await;
     assert!(app.reloader.subjects().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_found_out_of_another_tokenizer_is_forgotten() {
+    let engine = Arc::new(Engine::default());
+    let address = engine.serve().await;
+    let app = App::start(config(&[address], &with_tokenizer(""))).await.unwrap();
+    let standing = || app.reloader.router.parity().of(&"m".into()).unwrap();
+    let label = || standing().parity().workers.get(&ONE).map(|known| known.canaries.label());
+    until("it cannot be tested", || label() == Some("cannot_test")).await;
+    standing().tested(ONE, Verdict::Agrees { compared: 1, skipped: Default::default() });
+    // Who cannot be asked has not changed its tokens; but ours are others.
+    reload(&app, config(&[address], &tokenizer_of("qwen2.5", ""))).await;
+    until("nothing is known of it", || label() != Some("agrees")).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
