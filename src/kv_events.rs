@@ -17,6 +17,9 @@ mod subscriber;
 pub mod wire;
 mod witness;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use crate::index::{KvEvent, Outcome};
 use crate::trust::Resync;
 use crate::worker::{BlockSize, EventSource, WorkerRank};
@@ -51,7 +54,23 @@ pub struct SourceSpec {
     /// Placeholder tokens of its model.
     pub media: MediaTokens,
     /// What becomes of its blocks when batches are lost for good.
-    pub resync: Resync,
+    pub resync: SharedResync,
+}
+
+/// What becomes of the blocks of a rank when batches are lost for good, as it is set at that moment.
+#[derive(Clone, Debug, Default)]
+pub struct SharedResync(Arc<AtomicBool>);
+
+impl SharedResync {
+    /// Sets it.
+    pub fn set(&self, resync: Resync) {
+        self.0.store(resync == Resync::Clear, Ordering::Relaxed);
+    }
+
+    /// Whether they are forgotten.
+    pub fn clears(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
 }
 
 /// How far a source is.

@@ -364,9 +364,9 @@ metrics! {
     engine_session_calls: Family<EngineSessionLabels, Counter> = Family::default();
     /// Requests whose tokens engines were asked for, by model and outcome: ok, refused, nobody (all rest or none is there), busy, unreachable, timeout, not_offered, status, unreadable, too_large
     engine_tokens: Family<ModelOutcomeLabels, Counter> = Family::default();
-    /// Workers by model and what the last comparison of their tokens with ours said: untested, agrees, differs, cannot_test
+    /// Workers by model and what is known of their tokens: untested, agrees, differs (their requests go by load), cannot_test
     parity_workers: Family<ModelOutcomeLabels, Gauge> = Family::default();
-    /// 1 while our tokens of a model are known to differ from its engines', and are not used
+    /// 1 while somebody makes other tokens of a model than we do and nobody is known to make ours, so that ours are not used
     parity_mistrusted: Family<ModelLabel, Gauge> = Family::default();
     /// Comparisons of a worker's tokens with ours, by model and outcome: agrees, differs, cannot_test
     parity_tests: Family<ModelOutcomeLabels, Counter> = Family::default();

@@ -39,7 +39,7 @@ pub use prepared::Prepared;
 pub use question::{Priority, Prompt, RouteRequest};
 pub use served::Moved;
 pub use settings::{RouterSettings, Tracking, WhenOverloaded};
-pub use sources::{AllLearned, SharedSource, Sources};
+pub use sources::{AllLearned, SharedAgreed, SharedSource, Sources};
 
 use crate::admission::{Attempt, Gate};
 use crate::block::BlockHashes;
@@ -186,6 +186,7 @@ impl Router {
             settings,
             index_time: Duration::ZERO,
             trust: self.sources.table(),
+            differing: Arc::default(),
             scratch: self.scratch.clone(),
             request,
         };
@@ -199,6 +200,7 @@ impl Router {
         prepared.forget_overlaps();
         prepared.generation = self.fleet.load().generation();
         prepared.trust = self.sources.table();
+        prepared.differing = self.differing(&prepared.request);
         let prompt = &prepared.request.prompt;
         for hashes in prompt.blocks() {
             // The last token of a beginning is not the last of the prompt.
@@ -373,6 +375,7 @@ impl Router {
             Prompt::Estimated { .. } => (Mode::LoadOnly, because),
             // Hardly anything was shown.
             Prompt::Beginning { known, .. } if known.is_empty() => (Mode::LoadOnly, because),
+            _ if prepared.differs(chosen) => (Mode::LoadOnly, Some(Reason::ParityMismatch)),
             _ if guessed => (Mode::Approximate, because),
             _ if !candidates.iter().any(counts) => (Mode::LoadOnly, Some(prepared.why_cold(candidates))),
             // It was not chosen for anything that it was known to hold.

@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 use warmroute::index::{KvEvent, Outcome};
-use warmroute::kv_events::{MediaTokens, RankSink, SourceSpec, SourceState, Witness, run};
+use warmroute::kv_events::{MediaTokens, RankSink, SharedResync, SourceSpec, SourceState, Witness, run};
 use warmroute::metrics::{Metrics, OutcomeLabel};
 use warmroute::trust::{Because, Resync, Trust};
 use warmroute::worker::{Attach, BlockSize, DpRank, EventSource, WorkerId, WorkerRank};
@@ -179,6 +179,8 @@ impl Site {
                 }
             }),
         };
+        let shared = SharedResync::default();
+        shared.set(resync);
         let spec = SourceSpec {
             rank: WorkerRank { worker: WorkerId(7), rank: DpRank(0) },
             source: EventSource {
@@ -189,7 +191,7 @@ impl Site {
             },
             block_size: BlockSize::new(2).unwrap(),
             media: MediaTokens::default(),
-            resync,
+            resync: shared,
         };
         let (sender, state) = watch::channel(SourceState::default());
         let metrics = Arc::new(Metrics::new());

@@ -30,6 +30,8 @@ pub(super) struct Record {
     moved: bool,
     /// Whether the answer's body is shown.
     shown: bool,
+    /// Whether something of the answer's body was seen, by us or by the probe.
+    seen: bool,
     usage: UsageScanner,
     status: u16,
     /// Whether the answer is shown while it is written, so that its beginning is its first token.
@@ -68,6 +70,7 @@ impl Record {
             foreseen: None,
             moved: false,
             shown: false,
+            seen: false,
             usage: UsageScanner::default(),
             status: 0,
             event_stream: false,
@@ -144,7 +147,9 @@ impl Record {
         }
     }
 
-    pub(super) fn first_token(&mut self) {
+    /// The answer's first token came, and was `seen` or only taken to come with the headers.
+    pub(super) fn first_token(&mut self, seen: bool) {
+        self.seen |= seen;
         self.end = self.end_at_least(End::Closed);
         // An error has no first token.
         let well = (200..300).contains(&self.status);
@@ -166,7 +171,7 @@ impl Record {
     }
 
     pub(super) fn answer(&mut self, chunk: &[u8]) {
-        self.shown = true;
+        (self.shown, self.seen) = (true, true);
         self.usage.push(chunk);
         if self.books_output {
             self.book_output();
@@ -198,9 +203,15 @@ impl Record {
         self.usage.finish();
     }
 
-    /// Gives back what the exchange holds. An answer that was well begun has filled the prompt's blocks.
+    /// Gives back what the exchange holds. An answer that was well begun has filled the prompt's blocks; but the headers of
+    /// a stream come before anything was computed, and who waits behind them may give up.
     fn release(&mut self) {
-        let begun = matches!(self.end, End::Complete | End::Closed) && (200..300).contains(&self.status);
+        let begun = match self.end {
+            End::Complete => true,
+            End::Closed => self.seen || !self.event_stream,
+            End::Abandoned | End::Own => false,
+        };
+        let begun = begun && (200..300).contains(&self.status);
         if let Some(mut admitted) = self.admitted.take()
             && begun
         {
@@ -277,6 +288,53 @@ mod tests {
     use crate::router::{Predictions, Prompt, Reason, RouteRequest, RouterSettings};
     use crate::worker::{BlockSize, Worker, WorkerId};
 
+    /// Where the blocks of requests are looked for.
+    fn watching() -> (Arc<Router>, crate::index::RankWriter) {
+        let router = router();
+        let rank = router.fleet().members().next().unwrap().rank;
+        router.parity().configure([("m".into(), Arc::default())]);
+        let mut source = crate::trust::Source::new(0.0);
+        source.linked(crate::trust::Link::Attached);
+        source.cleared();
+        router.sources().watch(rank, Arc::new(parking_lot::Mutex::new(source)));
+        router.set_trust(rank, crate::trust::Standing::EXACT);
+        let writer = router.index().join(router.fleet().slot(rank).unwrap());
+        (router, writer)
+    }
+
+    /// Whether the blocks of a request that was answered so are looked for.
+    fn looked_for(event_stream: bool, seen: bool, complete: bool) -> bool {
+        let ((router, _writer), metrics) = (watching(), Arc::new(Metrics::new()));
+        let locals = (0..8).map(LocalHash).collect();
+        let prompt = Prompt::Hashed(vec![BlockHashes::chain(33, BlockSize::new(4).unwrap(), locals)]);
+        let foretold = crate::parity::Foretold::Prompt;
+        let request = RouteRequest { foretold, ..RouteRequest::new(Some("m".into()), prompt) };
+        let booked = router.route(request).unwrap();
+        let mut record = Record::open(metrics.clone(), router.clone(), Audit::new(router.clone(), metrics));
+        record.routed(Some(Box::new(Admitted::new(booked))));
+        record.answered(ResponseHead { status: 200, event_stream, ..ResponseHead::default() });
+        record.first_token(seen);
+        if complete {
+            record.finished();
+        }
+        drop(record);
+        !router.parity().of(&"m".into()).unwrap().take_ready().is_empty()
+    }
+
+    #[test]
+    fn who_gives_up_behind_the_headers_of_a_stream_proves_nothing() {
+        let cases = [
+            // Whether it is a stream, its first token was seen, it is complete, and its blocks are looked for.
+            (true, false, false, false),
+            (true, true, false, true),
+            (true, false, true, true),
+            (false, false, false, true),
+        ];
+        for (event_stream, seen, complete, expected) in cases {
+            assert_eq!(looked_for(event_stream, seen, complete), expected, "{event_stream} {seen} {complete}");
+        }
+    }
+
     fn router() -> Arc<Router> {
         let load = LoadTracker::new(Instant::now);
         let ttl = Ttl { ttl: Duration::from_secs(120), most_blocks_per_rank: 1000 };
@@ -302,7 +360,7 @@ mod tests {
             let mut record = Record::open(metrics.clone(), router.clone(), audit);
             record.routed(Some(Box::new(Admitted::new(booked))));
             record.answered(ResponseHead { status, event_stream, ..ResponseHead::default() });
-            record.first_token();
+            record.first_token(true);
             record.finished();
         }
         !router.prefill_time_errors().is_empty()

@@ -155,7 +155,7 @@ impl Stream {
                     }
                 },
                 Effect::Answered(head) => self.record.answered(head),
-                Effect::FirstToken => self.record.first_token(),
+                Effect::FirstToken { seen } => self.record.first_token(seen),
                 Effect::Answer(chunk) => self.record.answer(&chunk),
                 Effect::Finished => self.record.finished(),
             }

@@ -9,10 +9,10 @@ use super::doubts::{self, Doubts, Due};
 use super::sequencer::{Digest, Live, Repeated, Sequencer};
 use super::wire::{self, Batch, Event};
 use super::witness::unix_now;
-use super::{RankSink, SourceSpec, Witness};
+use super::{RankSink, SharedResync, SourceSpec, Witness};
 use crate::index::{KvEvent, Outcome};
 use crate::metrics::{EventLabels, Metrics, OutcomeLabel};
-use crate::trust::{Because, Heard, Resync, Source};
+use crate::trust::{Because, Heard, Source};
 use crate::worker::{BlockSize, WorkerRank};
 
 /// A live batch that came too early: the numbers in between are missing.
@@ -35,7 +35,7 @@ pub(super) struct Feed {
     tally: Vec<(EventLabels, u64)>,
     complaints: Complaints,
     witness: Witness,
-    resync: Resync,
+    resync: SharedResync,
     doubts: Doubts,
 }
 
@@ -61,7 +61,7 @@ impl Feed {
             tally: Vec::new(),
             complaints: Complaints::default(),
             witness,
-            resync: spec.resync,
+            resync: spec.resync.clone(),
             doubts: Doubts::default(),
         }
     }
@@ -163,7 +163,7 @@ impl Feed {
     /// What was missed while detached cannot be found out.
     pub(super) fn doubt(&mut self) {
         self.witness.note(Source::missed);
-        if self.resync == Resync::Clear {
+        if self.resync.clears() {
             tracing::info!(rank = %self.rank, "what is known of this rank is forgotten, to be learned anew");
             self.normalizer.emptied();
             (self.sink.apply)(&KvEvent::Cleared);
@@ -405,7 +405,7 @@ mod tests {
             },
             block_size: BlockSize::new(block_size).unwrap(),
             media: Default::default(),
-            resync: Resync::Keep,
+            resync: SharedResync::default(),
         };
         let (told, metrics) = (Arc::new(parking_lot::Mutex::new(Vec::new())), Arc::new(Metrics::new()));
         let mut writer = PrefixIndex::new().join(Slot(0));

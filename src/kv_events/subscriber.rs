@@ -323,8 +323,8 @@ mod tests {
 
     use super::*;
     use crate::index::Outcome;
+    use crate::kv_events::SharedResync;
     use crate::kv_events::{Held, MediaTokens};
-    use crate::trust::Resync;
     use crate::worker::{BlockSize, DpRank, WorkerId};
 
     fn listener(replay: &str) -> Listener {
@@ -336,7 +336,7 @@ mod tests {
         };
         let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
         let block_size = BlockSize::new(2).unwrap();
-        let (media, resync) = (MediaTokens::default(), Resync::Keep);
+        let (media, resync) = (MediaTokens::default(), SharedResync::default());
         let spec = SourceSpec { rank, source, block_size, media, resync };
         let sink = RankSink {
             apply: Box::new(|_| Outcome::Ok),
