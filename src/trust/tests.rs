@@ -18,7 +18,7 @@ fn stands(source: &Source) -> (Trust, Option<Because>) {
 #[test]
 fn what_happens_decides_how_a_source_stands() {
     type Case = (&'static str, fn(&mut Source), Trust, Option<Because>);
-    let cases: [Case; 10] = [
+    let cases: [Case; 12] = [
         ("new", |_| {}, Trust::Exact, None),
         ("replaying", |source| source.linked(Link::Replaying), Trust::CatchingUp, Some(Because::Replaying)),
         ("detached", |source| source.linked(Link::Connecting), Trust::Stale, Some(Because::Detached)),
@@ -32,8 +32,27 @@ fn what_happens_decides_how_a_source_stands() {
             Trust::Stale,
             Some(Because::LostBatches),
         ),
-        // Where nothing was held nothing can be out of date.
-        ("lost before anything was held", |source| source.lost(3), Trust::Exact, None),
+        // Where nothing was held nothing can be out of date, but what was stored meanwhile is not known.
+        ("lost before anything was held", Source::missed, Trust::Incomplete, Some(Because::UntoldBlocks)),
+        (
+            "forgotten after a loss",
+            |source| {
+                source.doubted(7);
+                source.missed();
+                source.emptied();
+            },
+            Trust::Incomplete,
+            Some(Because::UntoldBlocks),
+        ),
+        (
+            "a new engine after a loss",
+            |source| {
+                source.missed();
+                source.restarted();
+            },
+            Trust::Exact,
+            None,
+        ),
         (
             "confirmed",
             |source| {
@@ -47,7 +66,8 @@ fn what_happens_decides_how_a_source_stands() {
             "cleared",
             |source| {
                 source.doubted(7);
-                source.emptied();
+                source.missed();
+                source.cleared();
             },
             Trust::Exact,
             None,
@@ -122,7 +142,7 @@ fn since_when_it_stands_so_changes_with_the_standing_only() {
 fn only_what_may_be_out_of_date_is_discounted() {
     let rules = TrustRules { stale_credit: 0.25, ..TrustRules::default() };
     let credit = Trust::ALL.map(|trust| rules.credit(Standing::new(trust, None)));
-    assert_eq!(credit, [1.0, 0.25, 0.25, 1.0]);
+    assert_eq!(credit, [1.0, 1.0, 0.25, 0.25, 1.0], "what an incomplete one told is true");
     let absent = |because| rules.credit(Standing::new(Trust::Absent, Some(because)));
     assert_eq!(
         (absent(Because::NoSource), absent(Because::BlockSizeMismatch), absent(Because::OtherRank)),
