@@ -70,7 +70,8 @@ impl Waiting {
     }
 
     fn due(&mut self, now: Instant) -> Option<Answered> {
-        let (_, answered) = self.answers.pop_front_if(|(due, _)| *due <= now)?;
+        self.answers.front().filter(|(due, _)| *due <= now)?;
+        let (_, answered) = self.answers.pop_front()?;
         self.blocks -= answered.blocks();
         Some(answered)
     }

@@ -138,9 +138,9 @@ impl PrefixIndex {
         Some(self.seats.read().seating(slot)?.1.moment())
     }
 
-    /// Blocks of a slot that may be gone since events were lost.
-    pub fn doubted(&self, slot: Slot) -> u64 {
-        self.seats.read().seating(slot).map_or(0, |(_, tally)| tally.doubts.lock().doubted())
+    /// Blocks of a slot that may be gone since events were lost; `None` where nobody writes for it, or is busy with them.
+    pub fn doubted(&self, slot: Slot) -> Option<u64> {
+        Some(self.seats.read().seating(slot)?.1.doubts.try_lock()?.doubted())
     }
 
     /// An engine found the first blocks of a prompt cached that was sent to it at some moment: those of them that it is

@@ -123,7 +123,7 @@ impl Standing {
 /// What is made of trust.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TrustRules {
-    /// By what the credit for cached blocks is multiplied while their source is not exact, from 0 to 1.
+    /// By what the credit for cached blocks is multiplied while their source is stale or catching up, from 0 to 1.
     pub stale_credit: f64,
     /// So many requests have to be answered that stored blocks, and nothing was heard.
     pub silence_requests: u32,

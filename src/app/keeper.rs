@@ -353,9 +353,8 @@ impl Followed {
         let rules = self.router.settings().trust;
         let was_silent = witness.source().lock().is_silent();
         // Answers may have settled doubts since the last batch.
-        let doubted = self.router.index().doubted(self.slot);
         witness.note(|source| {
-            source.doubted(doubted);
+            self.router.index().doubted(self.slot).into_iter().for_each(|doubted| source.doubted(doubted));
             source.look(std::time::Instant::now(), &rules);
         });
         if !was_silent && witness.source().lock().is_silent() {

@@ -174,6 +174,7 @@ impl Feed {
 
     /// Nothing is held any more as far as is known.
     fn forget_all(&mut self) {
+        self.dropped = false;
         (self.sink.apply)(&KvEvent::Cleared);
         self.witness.note(Source::emptied);
     }

@@ -74,9 +74,11 @@ impl RankWriter {
         if !self.waiting.is_empty() {
             self.adopt(&mut trie, blocks);
         }
-        scratch.sure.extend(scratch.path.iter().map(|&block| (Place { shard: shard as u8, block }, tier)));
-        let parent = after.filter(|_| tier == Tier::Device).map(|block| Place { shard: shard as u8, block });
-        self.hear(&trie, &scratch.sure, parent);
+        if self.generation > 0 {
+            scratch.sure.extend(scratch.path.iter().map(|&block| (Place { shard: shard as u8, block }, tier)));
+            let parent = after.filter(|_| tier == Tier::Device).map(|block| Place { shard: shard as u8, block });
+            self.hear(&trie, &scratch.sure, parent);
+        }
         self.release(&mut trie, shard, &mut scratch);
         drop(trie);
         self.release_elsewhere(&mut scratch);
