@@ -201,3 +201,16 @@ fn blocks_of_another_size_are_another_cache() {
     real.store_sized(&[5], 2);
     assert_eq!((real.stands(), real.holds(&[5]), real.holds(&[7, 7])), (INCOMPLETE, 1, 0));
 }
+
+#[test]
+fn what_a_slower_tier_has_in_blocks_that_cannot_be_used_is_missing() {
+    let mut real = Real::new(Resync::Keep);
+    real.store(None, &[1, 2]);
+    let slower = ("BlockStored", [7], None::<u64>, [7, 7, 7], 3u32, None::<u64>, "CPU");
+    real.send(&rmp_serde::to_vec(&(1.5, [slower], 0)).unwrap());
+    assert_eq!((real.stands(), real.holds(&[1, 2])), (INCOMPLETE, 2), "the device is as it was");
+    assert_eq!(count(&real.metrics, "filtered_block_size_mismatch"), 1);
+    real.next = 0;
+    real.store(None, &[1]);
+    assert_eq!(real.stands(), EXACT, "a new engine");
+}
