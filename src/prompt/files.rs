@@ -227,13 +227,16 @@ fn tokenizer(
 ) -> Result<Tokenizer, LoadError> {
     let content = |error: tokenizers::Error| LoadError::Content { path: path.to_owned(), problem: error.to_string() };
     let mut bytes = read(path)?;
-    let mut whole: Value = serde_json::from_slice(&bytes).map_err(|error| content(error.into()))?;
-    let added = Added::new(class, written, &whole);
-    if class != Class::AsWritten {
+    // Read twice only where it is changed: it may have megabytes, and what is as written has its own added tokens.
+    let added = if class == Class::AsWritten {
+        Added::new(class, written, &Value::Null)
+    } else {
+        let mut whole: Value = serde_json::from_slice(&bytes).map_err(|error| content(error.into()))?;
+        let added = Added::new(class, written, &whole);
         rebuild::rebuild(&mut whole, class, said).map_err(|problem| content(problem.into()))?;
         bytes = serde_json::to_vec(&whole).map_err(|error| content(error.into()))?;
-    }
-    drop(whole);
+        added
+    };
     let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(content)?;
     added.add_to(&mut tokenizer).map_err(content)?;
     tokenizer.with_truncation(None).map_err(content)?;

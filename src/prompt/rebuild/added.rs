@@ -20,10 +20,9 @@ pub(in crate::prompt) struct Added {
 }
 
 impl Added {
-    /// What the configuration says, or `tokenizer.json` where it lists nothing, and the names of special tokens in
-    /// `special_tokens_map.json` then.
+    /// What the configuration says, or `tokenizer.json` where it lists nothing.
     pub(in crate::prompt) fn new(class: Class, settings: &Map<String, Value>, whole: &Value) -> Self {
-        let listed = match settings.get("added_tokens_decoder").and_then(Value::as_object) {
+        let mut listed = match settings.get("added_tokens_decoder").and_then(Value::as_object) {
             Some(list) => {
                 let numbered = |(id, token): (&String, &Value)| Some((id.parse().ok()?, token_of(token)?));
                 list.iter().filter_map(numbered).collect::<Vec<(u32, AddedToken)>>()
@@ -33,7 +32,6 @@ impl Added {
                 list.iter().filter_map(|token| Some((token["id"].as_u64()? as u32, token_of(token)?))).collect()
             }
         };
-        let mut listed = listed;
         listed.sort_by_key(|(id, _)| *id);
         let listed: Vec<AddedToken> = listed.into_iter().map(|(_, token)| token).collect();
         let (special, named) = special(class, settings);
