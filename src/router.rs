@@ -4,7 +4,6 @@
 //! drop releases everything that was taken.
 
 mod answer;
-mod churn;
 mod explain;
 mod feedback;
 mod leg;
@@ -29,7 +28,6 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 pub use answer::{Destination, Mode, Phases, Prefill, Reason, Route, RouteError, Steer};
-pub use churn::Churn;
 pub use explain::{Explanation, Judged, PhaseExplained};
 pub use feedback::{Answer, AnswerFrom};
 pub use outside::{Elsewhere, Foreign, Surveyed};
@@ -52,7 +50,6 @@ use crate::parity::Parity;
 use crate::schedule::{Occupancy, Overload};
 use crate::trust::Standing;
 use crate::worker::WorkerRank;
-use churn::Churns;
 use feedback::Durations;
 use leg::{Decision, Legs, Undecided};
 use pools::{Pools, Standings};
@@ -71,7 +68,6 @@ pub struct Router {
     settings: ArcSwap<RouterSettings>,
     parity: Arc<Parity>,
     sources: Sources,
-    churns: Churns,
     random: Mutex<SmallRng>,
     scratch: Scratch,
 }
@@ -83,7 +79,6 @@ impl Router {
             fleet: ArcSwap::from_pointee(Fleet::empty()),
             index,
             predictions: Predictions::default(),
-            churns: Churns::new(load.now()),
             load,
             overload: Overload::new(settings.overload),
             health: Health::new(settings.health),
@@ -112,7 +107,6 @@ impl Router {
     pub fn publish(&self, fleet: Arc<Fleet>) {
         self.overload.retain(|worker| fleet.worker(worker).is_some());
         self.health.retain(|worker| fleet.worker(worker).is_some());
-        self.retain_churns(|rank| fleet.slot(rank).is_some());
         self.fleet.store(fleet);
     }
 

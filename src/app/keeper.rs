@@ -18,8 +18,7 @@ use crate::api::Feed;
 use crate::config::Config;
 use crate::entrance::Entrance;
 use crate::fleet::{Fleet, Member};
-use crate::index::{KvEvent, RankWriter};
-use crate::kv_events::{self, Held, RankSink, SharedResync, SourceSpec, SourceState, Witness};
+use crate::kv_events::{self, RankSink, SharedResync, SourceSpec, SourceState, Witness};
 use crate::learned::{Agreed, Given, Learned, Mismatch};
 use crate::lifecycle::{self, Readiness, ReadyGuard, supervise};
 use crate::metrics::Metrics;
@@ -354,24 +353,11 @@ impl Followed {
     /// The way of the rank's events into the index. Dropping it takes the rank out of the index.
     fn sink(&self) -> RankSink {
         let joined = Arc::new(self.feed.join(self.spec.rank, self.router.index().join(self.slot)));
-        let (doubted, read, forgetting) = (joined.clone(), joined.clone(), joined.clone());
-        let count = |writer: &RankWriter| (writer.len() as u64, writer.doubted() as u64);
-        let (router, slot) = (self.router.clone(), self.slot);
-        let churn = self.router.note_churn(self.spec.rank);
-        let apply = move |event: &KvEvent| {
-            churn.note(event, std::time::Instant::now());
-            joined.apply(event)
-        };
+        let (doubted, settled) = (joined.clone(), joined.clone());
         RankSink {
-            apply: Box::new(apply),
+            apply: Box::new(move |event| joined.apply(event)),
             doubt: Box::new(move || doubted.doubt()),
-            held: Box::new(move || {
-                let (blocks, doubted) = read.read(count).unwrap_or_default();
-                // It may have been learned since the source was started.
-                let total = router.fleet().member(slot).and_then(|member| member.worker.capacity.total_kv_blocks);
-                Held { blocks, doubted, total }
-            }),
-            forget_doubted: Box::new(move || forgetting.forget_doubted()),
+            settle: Box::new(move || settled.settle()),
         }
     }
 
@@ -408,7 +394,11 @@ impl Followed {
     fn look(&self, witness: &Witness) {
         let rules = self.router.settings().trust;
         let was_silent = witness.source().lock().is_silent();
-        witness.note(|source| source.look(std::time::Instant::now(), &rules));
+        // Answers may have settled doubts since the last batch.
+        witness.note(|source| {
+            self.router.index().doubted(self.slot).into_iter().for_each(|doubted| source.doubted(doubted));
+            source.look(std::time::Instant::now(), &rules);
+        });
         if !was_silent && witness.source().lock().is_silent() {
             warn!(
                 rank = %self.spec.rank,

@@ -8,6 +8,7 @@ use tracing::info;
 
 use super::headers::{AnsweredBy, ResponseHead};
 use crate::audit::{Answered, Audit, Foreseen, Said};
+use crate::block::BlockHashes;
 use crate::entrance::Admitted;
 use crate::metrics::{Metrics, ModelLabel, OutcomeLabel, RankLabels};
 use crate::openai::usage::{Kind, Usage, UsageScanner};
@@ -26,6 +27,8 @@ pub(super) struct Record {
     label: Option<ModelLabel>,
     /// What the engine should find cached.
     foreseen: Option<Foreseen>,
+    /// The prompts of the request, once it is over.
+    prompts: Vec<BlockHashes>,
     /// Whether somebody else served the request than was chosen.
     moved: bool,
     /// Whether the answer's body is shown.
@@ -68,6 +71,7 @@ impl Record {
             admitted: None,
             label: None,
             foreseen: None,
+            prompts: Vec::new(),
             moved: false,
             shown: false,
             seen: false,
@@ -83,7 +87,7 @@ impl Record {
 
     pub(super) fn routed(&mut self, admitted: Option<Box<Admitted>>) {
         self.label = admitted.as_ref().map(|admitted| ModelLabel::from(&admitted.booked.route.model));
-        self.foreseen = admitted.as_ref().and_then(|admitted| Foreseen::of(&admitted.booked.route));
+        self.foreseen = admitted.as_ref().and_then(|admitted| self.audit.foresee(&admitted.booked.route));
         self.admitted = admitted;
         self.admitted_at = Instant::now();
     }
@@ -216,6 +220,7 @@ impl Record {
             && begun
         {
             self.router.answered_well(&mut admitted.booked);
+            self.prompts = admitted.booked.take_prompts();
         }
     }
 
@@ -234,7 +239,8 @@ impl Record {
         match self.usage.usage() {
             Some(Usage { prompt_tokens, cached_tokens: Some(cached), .. }) if prompt_tokens > 0 => {
                 let said = Said { prompt: prompt_tokens, cached };
-                let answered = Answered { foreseen, said, arrived: self.arrived, moved: self.moved };
+                let prompts = std::mem::take(&mut self.prompts);
+                let answered = Answered { foreseen, said, prompts, moved: self.moved };
                 self.audit.answered(answered, Instant::now());
             }
             usage => self.audit.silent(&foreseen.model, usage.is_some()),

@@ -117,7 +117,7 @@ impl Seen {
                         let outcome = writer.apply(&event);
                         assert!(!matches!(outcome, Outcome::TooManyGroups | Outcome::TooManyWaiting), "{outcome:?}");
                     }
-                    Converted::Regrouped(..) => panic!("blocks of another size"),
+                    Converted::Regrouped(..) | Converted::Resized(_) => panic!("blocks of another size"),
                     Converted::Filtered(reason) => panic!("{reason:?}"),
                 }
             }

@@ -194,8 +194,36 @@ async fn an_engine_whose_events_stop_is_noticed_by_its_answers() {
     }
     stands(&bed, 1, "stale", json!("silent")).await;
     bed.misbehave(1, json!({"drop_events": {"batches": 0}})).await;
-    bed.ask(&chat(&essay(6))).await;
+    // A silent source is attached anew, and what is told in between is lost; so it may take several until one is heard.
+    let mut topic = 5;
+    let heard = async || {
+        topic += 1;
+        bed.ask(&chat(&essay(topic))).await;
+        source(&bed, 1).await["because"] == "lost_batches"
+    };
+    assert!(until(SOON, heard).await, "{}", source(&bed, 1).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_used_after_a_loss_is_certain_again_though_the_engine_never_tells_of_it() {
+    let bed = Bed::start(&[without_replay(1)], json!({"observe": "usage"})).await;
+    let question = chat(&essay(1));
+    let before = source(&bed, 1).await;
+    bed.ask(&question).await;
+    heard(&bed, 1, &before).await;
+    let full = explained(&bed, &question).await;
+    bed.misbehave(1, json!({"drop_events": {"batches": 1}})).await;
+    bed.ask(&chat(&essay(2))).await;
+    bed.ask(&chat(&essay(3))).await;
     stands(&bed, 1, "stale", json!("lost_batches")).await;
+    let batches = source(&bed, 1).await["batches"].clone();
+    // All of it is cached, so the engine says nothing.
+    let again = bed.ask(&question).await;
+    assert_eq!(predicted(&again), cached(&again), "{again:?}");
+    stands(&bed, 1, "incomplete", json!("untold_blocks")).await;
+    assert_eq!(source(&bed, 1).await["batches"], batches);
+    let judged = explained(&bed, &question).await;
+    assert_eq!((&judged["cost"]["trust_credit"], &judged["overlap"]), (&json!(1.0), &full["overlap"]), "{judged}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
