@@ -2,7 +2,8 @@ use super::*;
 use crate::block::hash::{Windows, locals};
 use crate::block::{BlockHashes, Salt};
 use crate::index::{GroupNeed, Overlaps, PrefixIndex, Settled};
-use crate::trust::{Facts, Resync, Trust};
+use crate::trust::Resync;
+use crate::trust::{Facts, Trust};
 use crate::worker::{Attach, DpRank, EventSource, Slot, WorkerId};
 
 /// Plays captured batches of a model with a sliding window into a rank with blocks of some size.
@@ -17,7 +18,7 @@ fn play(block_size: u32) -> (Arc<Metrics>, Vec<KvEvent>) {
         source: EventSource { endpoint: String::new(), topic: String::new(), attach: Attach::Connect, replay: None },
         block_size: BlockSize::new(block_size).unwrap(),
         media: Default::default(),
-        resync: SharedResync::default(),
+        resync: Default::default(),
     };
     let (told, metrics) = (Arc::new(parking_lot::Mutex::new(Vec::new())), Arc::new(Metrics::new()));
     let mut writer = PrefixIndex::new().join(Slot(0));
