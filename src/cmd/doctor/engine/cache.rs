@@ -111,12 +111,14 @@ fn ranks(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
         ours.size, ours.start
     );
     let size = last - first + 1;
+    let begins =
+        if ours.start == first { String::new() } else { format!(" --data-parallel-start-rank {}", ours.start) };
     Some(at.error(
         seen,
         format!(
             "write `data_parallel: {{start: {first}, size: {size}}}` for worker {}, or start the engine with \
-             `--data-parallel-size {} --data-parallel-start-rank {}`",
-            facts.worker.id, ours.size, ours.start
+             `--data-parallel-size {}{begins}`",
+            facts.worker.id, ours.size
         ),
     ))
 }
