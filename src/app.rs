@@ -7,11 +7,13 @@ mod gateway;
 mod health;
 mod keeper;
 mod learn;
+mod lives;
 mod offline;
 mod parts;
 mod reload;
 mod self_test;
 mod sockets;
+mod subjects;
 mod swap;
 mod unix;
 mod workers;
@@ -36,11 +38,11 @@ use crate::admin::{self, Admin};
 use crate::api::{self, Api, Feed};
 use crate::audit::Audit;
 use crate::config::Config;
-use crate::engine_client::EngineClient;
 use crate::engine_sessions::EngineSessions;
 use crate::entrance::Entrance;
 use crate::ext_proc::service::{Kept, Service};
 use crate::intake::Intake;
+use crate::kv_events::SharedResync;
 use crate::lifecycle::{Readiness, supervise};
 use crate::metrics::{Metrics, PoolLabels};
 use crate::router::Router;
@@ -113,7 +115,7 @@ impl App {
         let metrics = Arc::new(Metrics::new());
         let entrance = parts::entrance(&config, rand::random());
         let audit = Audit::new(entrance.router().clone(), metrics.clone());
-        let mut app = Self::bare(Arc::new(config), entrance.router(), &metrics, audit);
+        let mut app = Self::bare(Arc::new(config), entrance.router(), &metrics, audit)?;
         let config = app.reloader.running();
         let (limits, secrets) = (config.limits.clone(), app.secrets.clone());
         let heir = match &config.listen.unix {
@@ -137,7 +139,7 @@ impl App {
         app.admin_address = listener.address;
         app.pages.spawn(listener.serve(admin::routes(pages), app.leave.clone()));
         let feed = Arc::new(Feed::default());
-        app.feed(&config, &entrance, feed.clone(), metrics.clone())?;
+        app.feed(&config, &entrance, feed.clone(), metrics.clone());
         app.keep_time(&entrance, &metrics);
         app.tell_engines(&config, &entrance, &metrics)?;
         let models = app.reloader.load_models().await?;
@@ -150,7 +152,7 @@ impl App {
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
         app.place = grpc.iter().find_map(GrpcListener::place);
-        let intake = parts::intake(&config, models.clone(), entrance.router(), &metrics)?;
+        let intake = parts::intake(&config, models, &app.reloader.client(), entrance.router(), &metrics)?;
         entrance.router().parity().configure(intake.standings());
         way_in.intake.store(Some(intake.clone()));
         let parts = api::Parts {
@@ -162,7 +164,7 @@ impl App {
         };
         app.reload_ways_in(entrance.router().clone(), way_in, parts.intake.clone());
         // Only now are there standings to be told what is found out.
-        app.test_tokens(&config, entrance.router(), &models)?;
+        app.test_tokens(&config, entrance.router());
         app.serve_api(&sockets, &config, parts).await?;
         app.follow_secrets(&metrics);
         let service = app.ext_proc(&config, intake, entrance, &metrics)?;
@@ -175,14 +177,19 @@ impl App {
     }
 
     /// Nothing runs yet.
-    fn bare(config: Arc<Config>, router: &Arc<Router>, metrics: &Arc<Metrics>, audit: Arc<Audit>) -> Self {
+    fn bare(
+        config: Arc<Config>,
+        router: &Arc<Router>,
+        metrics: &Arc<Metrics>,
+        audit: Arc<Audit>,
+    ) -> anyhow::Result<Self> {
         if let Some(pool) = &config.pool {
             let (name, namespace) = (pool.name.clone().unwrap_or_default(), pool.namespace.clone().unwrap_or_default());
             info!(name, namespace, "serving this pool");
             metrics.pool_info.get_or_create(&PoolLabels { name, namespace }).set(1);
         }
         let stop = CancellationToken::new();
-        Self {
+        Ok(Self {
             admin_address: config.admin.listen,
             api_address: None,
             ext_proc_address: None,
@@ -194,14 +201,14 @@ impl App {
             readiness: Readiness::default(),
             health: Health::default(),
             own_health: Health::default(),
-            reloader: Arc::new(Reloader::new(config, router.clone(), metrics.clone())),
+            reloader: Arc::new(Reloader::new(config, router.clone(), metrics.clone())?),
             closing: CancellationToken::new(),
             leave: stop.child_token(),
             stop,
             servers: JoinSet::new(),
             pages: JoinSet::new(),
             background: JoinSet::new(),
-        }
+        })
     }
 
     /// Takes another configuration into use, whenever its file changes or is asked to be read.
@@ -364,18 +371,15 @@ impl App {
     }
 
     /// Starts what feeds the fleet.
-    fn feed(
-        &mut self,
-        config: &Config,
-        entrance: &Arc<Entrance>,
-        feed: Arc<Feed>,
-        metrics: Arc<Metrics>,
-    ) -> anyhow::Result<()> {
+    fn feed(&mut self, config: &Config, entrance: &Arc<Entrance>, feed: Arc<Feed>, metrics: Arc<Metrics>) {
         let (desired, sets) = mpsc::unbounded_channel();
-        let (said, heard) = watch::channel(learn::Said::default());
-        let parts = keeper::Parts { entrance: entrance.clone(), feed, metrics: metrics.clone(), said: heard };
+        let (said, heard) = watch::channel(if config.learn.enabled { Arc::default() } else { learn::off() });
+        let (entering, resync) = (entrance.clone(), SharedResync::default());
+        resync.set(config.index_trust.resync);
+        let parts =
+            keeper::Parts { entrance: entering, feed, metrics: metrics.clone(), said: heard, resync: resync.clone() };
         let keeper = Keeper::new(config, parts, self.readiness.clone());
-        self.learn(config, entrance, &metrics, said)?;
+        self.learn(config, entrance.router(), said);
         self.background.spawn(keeper.run(sets, self.stop.clone()));
         let (wants, wanted) = watch::channel(Wanted::from(config));
         self.reloader.part("workers", move |next| {
@@ -390,45 +394,17 @@ impl App {
         });
         let router = entrance.router().clone();
         self.reloader.part("router", move |next| {
-            let (router, settings) = (router.clone(), next.config.router_settings());
-            Ok(Box::new(move || router.set_settings(settings)))
+            let (router, settings, resync) = (router.clone(), next.config.router_settings(), resync.clone());
+            Ok(Box::new(move || {
+                resync.set(settings.trust.resync);
+                router.set_settings(settings);
+            }))
         });
         let stop = self.stop.clone();
         self.background.spawn(async move {
             let follow = || workers::follow(wanted.clone(), desired.clone(), metrics.clone());
             supervise("workers", &metrics, stop, follow).await;
         });
-        Ok(())
-    }
-
-    /// Asks engines for what they know best.
-    fn learn(
-        &mut self,
-        config: &Config,
-        entrance: &Arc<Entrance>,
-        metrics: &Arc<Metrics>,
-        said: watch::Sender<learn::Said>,
-    ) -> anyhow::Result<()> {
-        if !config.learn.enabled {
-            return Ok(());
-        }
-        let learner = Arc::new(learn::Learner {
-            router: entrance.router().clone(),
-            client: EngineClient::new(&config.engines)?,
-            engines: config.engines.clone(),
-            settings: config.learn.clone(),
-            metrics: metrics.clone(),
-            said,
-        });
-        let (metrics, stop) = (metrics.clone(), self.stop.clone());
-        self.background.spawn(async move {
-            supervise("settings of engines", &metrics, stop, || {
-                let learner = learner.clone();
-                async move { learner.run().await }
-            })
-            .await;
-        });
-        Ok(())
     }
 
     /// Starts what has to happen from time to time.

@@ -1,6 +1,6 @@
 //! Did it come true? Every answer that says how much of its prompt its engine found cached is held against what was foreseen
 //! when the request was routed. What came as foreseen is counted at once; of the rest the cause is looked for a moment
-//! later, when the engine's events of that time have arrived.
+//! later, when the engine's events of that time have arrived: either they tell what the engine found, or the index was wrong.
 
 mod judge;
 mod totals;
@@ -14,16 +14,19 @@ use parking_lot::Mutex;
 pub use judge::{Cause, Evidence, Foreseen, Said, Verdict, judge};
 pub use totals::{ModelTotals, Totals, share};
 
+use crate::block::BlockHashes;
+use crate::index::{Overlaps, PrefixIndex};
 use crate::metrics::{CauseLabels, Metrics, ModelLabel, ModelOutcomeLabels, ModelTokensLabels};
-use crate::router::Router;
-use crate::trust::Trust;
-use crate::worker::ModelName;
+use crate::router::{Mode, Route, Router};
+use crate::worker::{ModelName, Slot};
 
 /// How long the events of an engine may take.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// Answers that may wait for their events; of more the cause is told by what is known at once.
 const MOST_WAITING: usize = 4096;
+/// Blocks of their prompts, which are kept so long.
+const MOST_BLOCKS: usize = 1 << 20;
 
 /// An answer as it ended.
 #[derive(Clone, Debug)]
@@ -32,8 +35,8 @@ pub struct Answered {
     pub foreseen: Foreseen,
     /// What the engine said.
     pub said: Said,
-    /// When the request came.
-    pub arrived: Instant,
+    /// The prompts of the request, as far as they are known.
+    pub prompts: Vec<BlockHashes>,
     /// Whether somebody else served it.
     pub moved: bool,
 }
@@ -43,7 +46,75 @@ pub struct Audit {
     router: Arc<Router>,
     metrics: Arc<Metrics>,
     totals: Mutex<Totals>,
-    waiting: Mutex<VecDeque<(Instant, Answered)>>,
+    waiting: Mutex<Waiting>,
+}
+
+/// Answers whose events are on their way.
+#[derive(Default)]
+struct Waiting {
+    answers: VecDeque<(Instant, Answered)>,
+    /// Blocks of their prompts.
+    blocks: usize,
+}
+
+impl Waiting {
+    /// Keeps an answer, or gives it back where too many wait.
+    fn keep(&mut self, due: Instant, answered: Answered) -> Option<Answered> {
+        let blocks = answered.blocks();
+        if self.answers.len() >= MOST_WAITING || self.blocks + blocks > MOST_BLOCKS {
+            return Some(answered);
+        }
+        self.blocks += blocks;
+        self.answers.push_back((due, answered));
+        None
+    }
+
+    fn due(&mut self, now: Instant) -> Option<Answered> {
+        self.answers.front().filter(|(due, _)| *due <= now)?;
+        let (_, answered) = self.answers.pop_front()?;
+        self.blocks -= answered.blocks();
+        Some(answered)
+    }
+}
+
+impl Answered {
+    fn blocks(&self) -> usize {
+        self.prompts.iter().map(BlockHashes::len).sum()
+    }
+
+    /// The engine found so many blocks of the only prompt cached.
+    fn confirm(&self, index: &PrefixIndex, slot: Slot) {
+        let (foreseen, said) = (&self.foreseen, self.said);
+        let same = match foreseen.mode {
+            Mode::Exact => said.prompt == foreseen.prompt,
+            mode => mode == Mode::Partial,
+        };
+        if let ([only], Some(since)) = (&self.prompts[..], foreseen.since.filter(|_| same && !self.moved)) {
+            index.found(only, (said.cached / foreseen.block_size.tokens() as u64) as usize, slot, since);
+        }
+    }
+
+    /// Whether the chosen one's events tell what its engine found. What was missing was computed and stored again, so it is
+    /// held now in any case: but not all the time, if it was told to be gone.
+    fn is_told(&self, index: &PrefixIndex, slot: Slot) -> bool {
+        let (foreseen, mut scratch) = (&self.foreseen, Overlaps::new());
+        let Some(since) = foreseen.since else { return false };
+        let size = foreseen.block_size.tokens() as u64;
+        let (found, captured) = (self.said.cached / size, foreseen.captured / size);
+        let mut holds = |hashes| {
+            index.overlaps(hashes, &mut scratch);
+            u64::from(scratch.get(slot).total())
+        };
+        let held: u64 = self.prompts.iter().map(&mut holds).sum();
+        if found > captured {
+            return held >= found;
+        }
+        let gained = |hashes: &BlockHashes| {
+            let foreseen = if self.prompts.len() == 1 { captured as usize } else { hashes.len() };
+            index.gained_since(hashes, foreseen, slot, since) != Some(false)
+        };
+        held < captured || self.prompts.iter().any(gained)
+    }
 }
 
 impl Audit {
@@ -52,17 +123,23 @@ impl Audit {
         Arc::new(Self { router, metrics, totals: Mutex::default(), waiting: Mutex::default() })
     }
 
+    /// What a route foresees, and how far the events are of whoever was chosen.
+    pub fn foresee(&self, route: &Route) -> Option<Foreseen> {
+        let slot = self.router.fleet().slot(route.to.rank);
+        Foreseen::of(route, slot.and_then(|slot| self.router.index().moment(slot)))
+    }
+
     /// An answer ended and said what it found cached.
     pub fn answered(&self, answered: Answered, now: Instant) {
-        let certain = judge::is_as_foreseen(&answered.foreseen, answered.said) && !answered.moved;
-        if !certain {
-            let mut waiting = self.waiting.lock();
-            if waiting.len() < MOST_WAITING {
-                waiting.push_back((now + GRACE, answered));
-                return;
-            }
+        if let Some(slot) = self.router.fleet().slot(answered.foreseen.chosen) {
+            answered.confirm(self.router.index(), slot);
         }
-        self.settle(&answered);
+        let answered = if judge::needs_events(&answered.foreseen, answered.said) && !answered.moved {
+            self.waiting.lock().keep(now + GRACE, answered)
+        } else {
+            Some(answered)
+        };
+        answered.into_iter().for_each(|answered| self.settle(&answered));
     }
 
     /// An answer ended well and did not say what it found cached.
@@ -74,34 +151,25 @@ impl Audit {
 
     /// Looks for the causes that are due.
     pub fn look(&self, now: Instant) {
-        loop {
-            let due = {
-                let mut waiting = self.waiting.lock();
-                let due = waiting.front().is_some_and(|(due, _)| *due <= now);
-                if due { waiting.pop_front() } else { None }
-            };
-            let Some((_, answered)) = due else { return };
+        let due = || self.waiting.lock().due(now);
+        while let Some(answered) = due() {
             self.settle(&answered);
         }
     }
 
     /// The sums by model, and how many answers wait for their causes.
     pub fn totals(&self) -> Totals {
-        let waiting = self.waiting.lock().len();
+        let waiting = self.waiting.lock().answers.len();
         let mut totals = self.totals.lock().clone();
         totals.waiting = waiting as u64;
         totals
     }
 
     fn settle(&self, answered: &Answered) {
-        let chosen = answered.foreseen.chosen;
-        let churn = self.router.churn(chosen);
-        let evidence = Evidence {
-            trusted: [answered.foreseen.trust, self.router.trust(chosen).trust] == [Trust::Exact; 2],
-            removed: churn.as_ref().is_some_and(|churn| churn.removed_since(answered.arrived)),
-            stored: churn.as_ref().is_some_and(|churn| churn.stored_since(answered.arrived)),
-            moved: answered.moved,
-        };
+        let needed = judge::needs_events(&answered.foreseen, answered.said) && !answered.moved;
+        let slot = self.router.fleet().slot(answered.foreseen.chosen).filter(|_| needed);
+        let told = slot.is_some_and(|slot| answered.is_told(self.router.index(), slot));
+        let evidence = Evidence { told, moved: answered.moved };
         let verdict = judge(&answered.foreseen, answered.said, evidence);
         self.count(&verdict);
         self.totals.lock().of(&verdict.model).add(&verdict);

@@ -9,6 +9,7 @@ pub mod config;
 mod metrics;
 mod url;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -33,6 +34,9 @@ const REFUSAL: usize = 4096;
 
 /// Most characters of a refusal that are kept.
 const MESSAGE: usize = 300;
+
+/// Answers of more bytes are read beside the async threads.
+const LARGE: usize = 64 << 10;
 
 /// Which requests an engine is asked to render.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -129,8 +133,11 @@ struct Shared {
     client: Client,
     bearer: Option<Bearer>,
     longest: usize,
-    permits: Semaphore,
+    permits: Arc<Semaphore>,
     deadline: Duration,
+    /// What it was made from.
+    config: EnginesConfig,
+    authorities: Option<Vec<u8>>,
 }
 
 /// One question.
@@ -159,6 +166,41 @@ pub struct Forwarded<'a> {
 impl EngineClient {
     /// A client; it connects with the first call.
     pub fn new(config: &EnginesConfig) -> Result<Self, EngineError> {
+        Self::made(config, authorities(config)?)
+    }
+
+    /// The client of another configuration: this one, if that says the same, and so do its authorities.
+    pub fn renewed(&self, config: &EnginesConfig) -> Result<Self, EngineError> {
+        let authorities = authorities(config)?;
+        match self.shared.config == *config && self.shared.authorities == authorities {
+            true => Ok(self.clone()),
+            false => Self::made(config, authorities),
+        }
+    }
+
+    /// Whether both are one.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
+    /// The same connections with another token, and other calls at once.
+    #[must_use]
+    pub fn apart(&self, token_file: Option<PathBuf>, in_flight: u32) -> Self {
+        let Shared { client, longest, deadline, authorities, .. } = &*self.shared;
+        let config = EnginesConfig { token_file, in_flight, ..self.shared.config.clone() };
+        let shared = Shared {
+            client: client.clone(),
+            bearer: config.token_file.clone().map(Bearer::new),
+            longest: *longest,
+            permits: permits(&config),
+            deadline: *deadline,
+            authorities: authorities.clone(),
+            config,
+        };
+        Self { shared: Arc::new(shared) }
+    }
+
+    fn made(config: &EnginesConfig, authorities: Option<Vec<u8>>) -> Result<Self, EngineError> {
         let broken = |problem: String| EngineError::Client(problem);
         // Engines are neighbours: where one sends us instead we have no business.
         let build = |builder: ClientBuilder| {
@@ -166,10 +208,9 @@ impl EngineClient {
             let builder = builder.pool_max_idle_per_host(config.in_flight as usize);
             if config.scheme == Scheme::H2c { builder.http2_prior_knowledge() } else { builder }.build()
         };
-        let client = match &config.ca_file {
-            Some(path) => {
-                let pem = std::fs::read(path).map_err(|error| broken(format!("{}: {error}", path.display())))?;
-                let certificates = Certificate::from_pem_bundle(&pem).map_err(|error| broken(error.to_string()))?;
+        let client = match &authorities {
+            Some(pem) => {
+                let certificates = Certificate::from_pem_bundle(pem).map_err(|error| broken(error.to_string()))?;
                 build(crate::tls::client().tls_certs_only(certificates))
             }
             // Small images have no authorities, and engines without TLS need none.
@@ -179,8 +220,10 @@ impl EngineClient {
             client: client.map_err(|error| broken(told(&error)))?,
             bearer: config.token_file.clone().map(Bearer::new),
             longest: config.answer.bytes(),
-            permits: Semaphore::new((config.in_flight as usize).min(Semaphore::MAX_PERMITS)),
+            permits: permits(config),
             deadline: config.deadline.get(),
+            config: config.clone(),
+            authorities,
         };
         Ok(Self { shared: Arc::new(shared) })
     }
@@ -225,9 +268,11 @@ impl EngineClient {
 
     /// Its measures: `GET /metrics`.
     pub async fn metrics(&self, engine: &EngineUrl) -> Result<MetricsPage, EngineError> {
-        let page = self.ask(&self.question(engine, "metrics")).await?;
-        let text = String::from_utf8(page).map_err(|_| EngineError::Unreadable("the page is not UTF-8"))?;
-        Ok(MetricsPage::read(&text))
+        let page = |page: &[u8]| {
+            let text = std::str::from_utf8(page).map_err(|_| EngineError::Unreadable("the page is not UTF-8"))?;
+            Ok(MetricsPage::read(text))
+        };
+        self.ask(&self.question(engine, "metrics"), page).await
     }
 
     /// Where its ranks publish their KV events: `GET /kv_event_sources`, in the order of the ranks.
@@ -237,11 +282,11 @@ impl EngineClient {
 
     /// Whether it says that it is well: `GET /health`.
     pub async fn health(&self, engine: &EngineUrl) -> Result<(), EngineError> {
-        self.ask(&self.question(engine, "health")).await.map(drop)
+        self.ask(&self.question(engine, "health"), |_| Ok(())).await
     }
 
     /// Any other question whose answer is JSON: `POST` to a path below the engine's address.
-    pub async fn post<T: DeserializeOwned>(
+    pub async fn post<T: DeserializeOwned + Send + 'static>(
         &self,
         engine: &EngineUrl,
         path: &str,
@@ -249,12 +294,16 @@ impl EngineClient {
         deadline: Duration,
     ) -> Result<T, EngineError> {
         let call = Call { method: Method::POST, engine, path, body: Some(body), deadline };
-        read(&self.ask(&call).await?)
+        self.ask(&call, read).await
     }
 
     /// Any other question whose answer is JSON: `GET` of a path below the engine's address.
-    pub async fn get<T: DeserializeOwned>(&self, engine: &EngineUrl, path: &str) -> Result<T, EngineError> {
-        read(&self.ask(&self.question(engine, path)).await?)
+    pub async fn get<T: DeserializeOwned + Send + 'static>(
+        &self,
+        engine: &EngineUrl,
+        path: &str,
+    ) -> Result<T, EngineError> {
+        self.ask(&self.question(engine, path), read).await
     }
 
     /// Passes a request on, and reads the answer.
@@ -282,19 +331,43 @@ impl EngineClient {
         Call { method: Method::GET, engine, path, body: None, deadline: self.shared.deadline }
     }
 
-    async fn ask(&self, call: &Call<'_>) -> Result<Vec<u8>, EngineError> {
+    /// Asks, and reads the answer, which may be long and takes its time then.
+    async fn ask<T: Send + 'static>(
+        &self,
+        call: &Call<'_>,
+        read: impl FnOnce(&[u8]) -> Result<T, EngineError> + Send + 'static,
+    ) -> Result<T, EngineError> {
+        let permit = self.shared.permits.clone().try_acquire_owned().map_err(|_| EngineError::Busy)?;
         let asking = async {
-            match self.shared.exchange(call).await {
+            let body = match self.shared.exchange(call).await {
                 // Its file may have changed since it was looked at.
-                Err(error) if error.is_denied() && self.shared.has_news().await => self.shared.exchange(call).await,
-                answered => answered,
+                Err(error) if error.is_denied() && self.shared.has_news().await => self.shared.exchange(call).await?,
+                answered => answered?,
+            };
+            if body.len() <= LARGE {
+                return read(&body);
             }
+            let reading = move || {
+                // Held until the work is done: a deadline does not stop it.
+                let _permit = permit;
+                read(&body)
+            };
+            tokio::task::spawn_blocking(reading).await.unwrap_or(Err(EngineError::Unreadable("its reader failed")))
         };
-        let permit = self.shared.permits.try_acquire().map_err(|_| EngineError::Busy)?;
-        let answered = tokio::time::timeout(call.deadline, asking).await;
-        drop(permit);
-        answered.map_err(|_| EngineError::Timeout)?
+        tokio::time::timeout(call.deadline, asking).await.map_err(|_| EngineError::Timeout)?
     }
+}
+
+fn permits(config: &EnginesConfig) -> Arc<Semaphore> {
+    Arc::new(Semaphore::new((config.in_flight as usize).min(Semaphore::MAX_PERMITS)))
+}
+
+/// Who may vouch for engines, where that is configured.
+fn authorities(config: &EnginesConfig) -> Result<Option<Vec<u8>>, EngineError> {
+    let read = |path: &PathBuf| {
+        std::fs::read(path).map_err(|error| EngineError::Client(format!("{}: {error}", path.display())))
+    };
+    config.ca_file.as_ref().map(read).transpose()
 }
 
 impl Shared {

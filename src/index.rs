@@ -4,6 +4,7 @@
 //! a run of stored blocks, hence a reader sees every event whole or not at all, and waits for one event at most.
 
 mod children;
+mod doubts;
 pub mod dump;
 pub mod event;
 mod needs;
@@ -13,6 +14,7 @@ mod seats;
 mod trie;
 mod writer;
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use parking_lot::RwLock;
@@ -22,9 +24,11 @@ pub use event::{GroupNeed, KvEvent, Outcome, StoredBlock};
 pub use overlaps::{Overlaps, TierBlocks};
 use seats::Seats;
 use trie::Trie;
-pub use writer::RankWriter;
+use writer::Place;
+pub use writer::{Forgotten, RankWriter, Settled};
 
 use crate::block::{BlockHashes, LocalHash};
+use crate::tier::Tier;
 use crate::worker::Slot;
 
 /// Tries in an index. The number only has to be large against the number of busy threads.
@@ -35,6 +39,15 @@ const SHARDS: usize = 64;
 pub struct PrefixIndex {
     shards: Box<[RwLock<Trie>]>,
     seats: RwLock<Seats>,
+}
+
+/// How far the events of a slot were at some time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moment {
+    /// Those that stored something.
+    pub stores: u64,
+    /// How often some were lost.
+    pub gaps: u32,
 }
 
 /// The size of the index.
@@ -117,7 +130,52 @@ impl PrefixIndex {
 
     /// Events of a slot so far that stored something new; `None` where nobody writes for it.
     pub fn stores(&self, slot: Slot) -> Option<u64> {
-        self.seats.read().stores(slot)
+        Some(self.moment(slot)?.stores)
+    }
+
+    /// How far the events of a slot are; `None` where nobody writes for it.
+    pub fn moment(&self, slot: Slot) -> Option<Moment> {
+        Some(self.seats.read().seating(slot)?.1.moment())
+    }
+
+    /// Blocks of a slot that may be gone since events were lost; `None` where nobody writes for it, or is busy with them.
+    pub fn doubted(&self, slot: Slot) -> Option<u64> {
+        Some(self.seats.read().seating(slot)?.1.doubts.try_lock()?.doubted())
+    }
+
+    /// An engine found the first blocks of a prompt cached that was sent to it at some moment: those of them that it is
+    /// known to hold are certain, unless events were lost since.
+    pub fn found(&self, hashes: &BlockHashes, blocks: usize, slot: Slot, sent: Moment) {
+        let Some(&first) = hashes.locals().first() else { return };
+        let shard = shard_of(first);
+        let trie = self.shards[shard].read();
+        let seats = self.seats.read();
+        let Some((seat, tally)) = seats.seating(slot) else { return };
+        // Whoever forgets holds it for long, and then it comes too late.
+        let Some(mut doubts) = tally.doubts.try_lock().filter(|doubts| doubts.any()) else { return };
+        if tally.moment().gaps != sent.gaps {
+            return;
+        }
+        let mut path = Vec::new();
+        trie.trace(None, hashes.locals().iter().copied().take(blocks), &mut path);
+        for block in path.into_iter().filter(|block| trie.layers(*block, seat).has(Tier::Device)) {
+            doubts.hear(Place { shard: shard as u8, block }, Tier::Device);
+        }
+        doubts.close();
+    }
+
+    /// Whether a slot got one of the first blocks of a prompt after a moment, which it cannot have held all the time then;
+    /// `None` where that is not remembered.
+    pub fn gained_since(&self, hashes: &BlockHashes, blocks: usize, slot: Slot, since: Moment) -> Option<bool> {
+        let first = *hashes.locals().first()?;
+        let shard = shard_of(first);
+        let trie = self.shards[shard].read();
+        let mut path = Vec::new();
+        trie.trace(None, hashes.locals().iter().copied().take(blocks), &mut path);
+        let path: HashSet<_> = path.into_iter().collect();
+        let seats = self.seats.read();
+        let gains = seats.seating(slot)?.1.gains.lock();
+        gains.since(since.stores, |place| usize::from(place.shard) == shard && path.contains(&place.block))
     }
 
     /// Counts what is held.

@@ -3,6 +3,7 @@
 //! the blocking pool behind a bounded queue, with a deadline. Every failure on the way is one step down the ladder with
 //! its reason, and never an error for the client.
 
+mod agreed;
 mod beginning;
 pub mod config;
 mod direct;
@@ -335,6 +336,7 @@ impl Intake {
         if request.prompt == openai::Prompt::Nothing {
             return encoded;
         }
+        self.measure(&named, &mut request);
         let salt_in_extension = encoded.extension.as_ref().and_then(|extension| extension.cache_salt.clone());
         let cache = told.tenant.clone().or(salt_in_extension).or(request.cache_salt.take());
         let salt = Salt { lora: named.adapter.clone(), cache };

@@ -4,7 +4,6 @@
 
 pub mod convert;
 mod dealer;
-mod doubts;
 mod feed;
 mod groups;
 pub mod listen;
@@ -17,12 +16,14 @@ mod subscriber;
 pub mod wire;
 mod witness;
 
-use crate::index::{KvEvent, Outcome};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::index::{KvEvent, Outcome, Settled};
 use crate::trust::Resync;
 use crate::worker::{BlockSize, EventSource, WorkerRank};
 
 pub use convert::{Converted, Filtered, Normalizer};
-pub use doubts::Held;
 pub use media::MediaTokens;
 pub use subscriber::run;
 pub use witness::Witness;
@@ -31,12 +32,11 @@ pub use witness::Witness;
 pub struct RankSink {
     /// Applies one event to the index.
     pub apply: Box<dyn FnMut(&KvEvent) -> Outcome + Send>,
-    /// Told when events were lost for good, so that what the index holds of this rank may be out of date.
-    pub doubt: Box<dyn FnMut() + Send>,
-    /// What is held, and what of it is doubted.
-    pub held: Box<dyn FnMut() -> Held + Send>,
-    /// Told that what is doubted is gone.
-    pub forget_doubted: Box<dyn FnMut() + Send>,
+    /// Told when events were lost for good, so that what the index holds of this rank may be out of date; says how often
+    /// that was so.
+    pub doubt: Box<dyn FnMut() -> u32 + Send>,
+    /// Looks what has become of doubts.
+    pub settle: Box<dyn FnMut() -> Settled + Send>,
 }
 
 /// One event source to listen to.
@@ -51,7 +51,23 @@ pub struct SourceSpec {
     /// Placeholder tokens of its model.
     pub media: MediaTokens,
     /// What becomes of its blocks when batches are lost for good.
-    pub resync: Resync,
+    pub resync: SharedResync,
+}
+
+/// What becomes of the blocks of a rank when batches are lost for good, as it is set at that moment.
+#[derive(Clone, Debug, Default)]
+pub struct SharedResync(Arc<AtomicBool>);
+
+impl SharedResync {
+    /// Sets it.
+    pub fn set(&self, resync: Resync) {
+        self.0.store(resync == Resync::Clear, Ordering::Relaxed);
+    }
+
+    /// Whether they are forgotten.
+    pub fn clears(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
 }
 
 /// How far a source is.

@@ -13,12 +13,48 @@ use crate::worker::{BlockSize, EventSource, Ranks, Worker};
 pub struct Learned {
     /// Tokens per block.
     pub block_size: Option<BlockSize>,
-    /// KV blocks of one rank; the fewest where ranks differ.
+    /// KV blocks of one rank, in blocks of its own size; the fewest where ranks differ.
     pub total_kv_blocks: Option<u64>,
     /// Its data-parallel ranks.
     pub ranks: Option<Ranks>,
     /// Where its ranks publish.
     pub event_sources: BTreeMap<u32, EventSource>,
+    /// What it was started with (`vllm serve THIS`).
+    pub root: Option<String>,
+    /// Its longest context, in tokens.
+    pub max_model_len: Option<u64>,
+}
+
+/// What the operator gave for a model, where that is something that engines tell.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Given {
+    /// Tokens per block.
+    pub block_size: Option<BlockSize>,
+    /// `media.model`.
+    pub media_model: Option<String>,
+}
+
+/// What all engines of a model say alike, of those who say it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Agreed {
+    /// What they were started with.
+    pub root: Option<String>,
+    /// Their longest context, in tokens.
+    pub max_model_len: Option<u64>,
+}
+
+impl Agreed {
+    /// What these say alike.
+    pub fn of<'l>(all: impl Iterator<Item = &'l Learned> + Clone) -> Self {
+        fn alike<T: PartialEq>(mut said: impl Iterator<Item = T>) -> Option<T> {
+            let first = said.next()?;
+            said.all(|other| other == first).then_some(first)
+        }
+        Self {
+            root: alike(all.clone().filter_map(|learned| learned.root.as_ref())).cloned(),
+            max_model_len: alike(all.filter_map(|learned| learned.max_model_len)),
+        }
+    }
 }
 
 /// Two values of one setting.
@@ -44,15 +80,20 @@ impl Learned {
         *self == Self::default()
     }
 
-    /// Fills in what is not configured, and tells what is configured otherwise. `block_size` is what the operator gave.
-    pub fn fill(&self, worker: &mut Worker, block_size: Option<BlockSize>) -> Vec<Mismatch> {
+    /// Fills in what is not configured, and tells what is configured otherwise.
+    pub fn fill(&self, worker: &mut Worker, given: &Given) -> Vec<Mismatch> {
         let mut found = Vec::new();
-        if let (Some(configured), Some(engine)) = (block_size, self.block_size)
+        if let (Some(configured), Some(engine)) = (&given.media_model, &self.root)
+            && configured != engine
+        {
+            found.push(Mismatch::of("media.model", configured, engine));
+        }
+        if let (Some(configured), Some(engine)) = (given.block_size, self.block_size)
             && configured != engine
         {
             found.push(Mismatch::of("block_size", &configured.0, &engine.0));
         }
-        match (worker.capacity.total_kv_blocks, self.total_kv_blocks) {
+        match (worker.capacity.total_kv_blocks, self.blocks_of(worker.block_size)) {
             (None, learned) => worker.capacity.total_kv_blocks = learned,
             (Some(configured), Some(engine)) if configured != engine => {
                 found.push(Mismatch::of("total_kv_blocks", &configured, &engine));
@@ -69,6 +110,12 @@ impl Learned {
         }
         found.extend(self.fill_sources(worker));
         found
+    }
+
+    /// Its capacity in blocks of this size.
+    pub fn blocks_of(&self, size: BlockSize) -> Option<u64> {
+        let own = self.block_size.unwrap_or(size);
+        Some(self.total_kv_blocks?.saturating_mul(own.tokens() as u64) / size.tokens() as u64)
     }
 
     fn fill_sources(&self, worker: &mut Worker) -> Vec<Mismatch> {
@@ -141,12 +188,52 @@ mod tests {
         Worker::new(WorkerId(1), "10.0.0.1:8000".parse().unwrap(), "m".into(), size(16))
     }
 
+    #[test]
+    fn a_model_is_what_all_its_engines_say_alike() {
+        let says = |root: Option<&str>, longest| Learned {
+            root: root.map(str::to_owned),
+            max_model_len: longest,
+            ..Learned::default()
+        };
+        let cases = [
+            (vec![], None, None),
+            (vec![says(Some("a"), Some(8)), says(None, None), says(Some("a"), Some(8))], Some("a"), Some(8)),
+            (vec![says(Some("a"), Some(8)), says(Some("b"), Some(8))], None, Some(8)),
+            (vec![says(Some("a"), Some(8)), says(Some("a"), Some(9))], Some("a"), None),
+        ];
+        for (all, root, longest) in cases {
+            let agreed = Agreed::of(all.iter());
+            assert_eq!((agreed.root.as_deref(), agreed.max_model_len), (root, longest), "{all:?}");
+        }
+    }
+
+    #[test]
+    fn capacity_is_counted_in_our_blocks() {
+        // Tokens per block of ours and of the engine, its capacity, and how many of ours that is.
+        let cases = [(16, Some(64), 100, 400), (32, Some(16), 101, 50), (16, Some(16), 7, 7), (16, None, 7, 7)];
+        for (ours, engine, total, expected) in cases {
+            let says = Learned { block_size: engine.map(size), total_kv_blocks: Some(total), ..Learned::default() };
+            let mut bare = Worker { block_size: size(ours), ..worker() };
+            assert_eq!(
+                (says.fill(&mut bare, &Given::default()), bare.capacity.total_kv_blocks),
+                (vec![], Some(expected))
+            );
+            // What is configured is compared in the same unit.
+            assert_eq!(says.fill(&mut bare, &Given::default()), [], "{ours} {engine:?}");
+            bare.capacity.total_kv_blocks = Some(expected + 1);
+            let found = says.fill(&mut bare, &Given::default());
+            assert_eq!((found[0].setting, &found[0].engine), ("total_kv_blocks", &expected.to_string()));
+        }
+    }
+
     fn learned(sources: &[EventSource]) -> Learned {
         Learned {
             block_size: Some(size(32)),
             total_kv_blocks: Some(512),
             ranks: NonZeroU32::new(sources.len() as u32).map(|size| Ranks { start: 0, size }),
             event_sources: (0..).zip(sources.iter().cloned()).collect(),
+            root: Some("org/m".to_owned()),
+            max_model_len: Some(4096),
         }
     }
 
@@ -154,8 +241,8 @@ mod tests {
     fn what_is_not_configured_is_filled_in() {
         let mut worker = worker();
         let sources = [source(5557, Some(5657)), source(5558, Some(5658))];
-        assert_eq!(learned(&sources).fill(&mut worker, None), []);
-        assert_eq!(worker.capacity.total_kv_blocks, Some(512));
+        assert_eq!(learned(&sources).fill(&mut worker, &Given::default()), []);
+        assert_eq!(worker.capacity.total_kv_blocks, Some(1024));
         assert_eq!((worker.ranks.size.get(), &worker.event_sources[..]), (2, &sources[..]));
         assert_eq!(worker.block_size, size(16), "its blocks are brought to ours");
     }
@@ -166,12 +253,14 @@ mod tests {
         worker.capacity.total_kv_blocks = Some(100);
         worker.event_sources = vec![EventSource { topic: "other".to_owned(), ..source(5557, Some(7)) }];
         let before = worker.clone();
-        let found = learned(&[source(5557, Some(5657)), source(5558, None)]).fill(&mut worker, Some(size(16)));
+        let given = Given { block_size: Some(size(16)), media_model: Some("served".to_owned()) };
+        let found = learned(&[source(5557, Some(5657)), source(5558, None)]).fill(&mut worker, &given);
         assert_eq!(worker, before);
         let found: Vec<_> = found.iter().map(|one| (one.setting, &one.configured[..], &one.engine[..])).collect();
         let expected = [
+            ("media.model", "served", "org/m"),
             ("block_size", "16", "32"),
-            ("total_kv_blocks", "100", "512"),
+            ("total_kv_blocks", "100", "1024"),
             ("data_parallel", "1 from 0", "2 from 0"),
             ("kv_events.replay", "tcp://10.0.0.1:7", "tcp://10.0.0.1:5657"),
             ("kv_events.topic", "other", "kv"),
@@ -184,7 +273,7 @@ mod tests {
         for (port, replay) in [(5557, Some("tcp://10.0.0.1:5657".to_owned())), (6000, None)] {
             let mut worker = worker();
             worker.event_sources = vec![source(port, None)];
-            let found = learned(&[source(5557, Some(5657))]).fill(&mut worker, None);
+            let found = learned(&[source(5557, Some(5657))]).fill(&mut worker, &Given::default());
             assert_eq!((&worker.event_sources[0].replay, found.is_empty()), (&replay, replay.is_some()));
         }
     }
@@ -192,7 +281,7 @@ mod tests {
     #[test]
     fn sources_of_some_ranks_are_no_sources() {
         let mut worker = Worker { ranks: Ranks { start: 0, size: NonZeroU32::new(2).unwrap() }, ..worker() };
-        let found = learned(&[source(5557, None)]).fill(&mut worker, None);
+        let found = learned(&[source(5557, None)]).fill(&mut worker, &Given::default());
         assert_eq!((worker.event_sources.len(), found[0].setting), (0, "data_parallel"));
     }
 }

@@ -189,7 +189,7 @@ pub struct RankTrustLabels {
     pub worker_id: u64,
     /// Data-parallel rank.
     pub dp_rank: u32,
-    /// `exact`, `catching_up`, `stale`, `absent`.
+    /// `exact`, `incomplete`, `catching_up`, `stale`, `absent`.
     pub trust: &'static str,
 }
 
@@ -308,7 +308,7 @@ metrics! {
     audit_answers: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Tokens of the answers that said what they found cached, by kind: prompt, available (on the best candidate), captured (on the chosen one), by_chance (on one by chance), delivered (by the engine)
     audit_tokens: Family<ModelTokensLabels, Counter> = Family::default();
-    /// Prompt tokens that were not found cached, by cause: block_alignment, workload (nobody had them), load_spill (another worker was chosen for its load), evicted (meanwhile), stale_index, parity (the engine's tokens are others), served_elsewhere, guess (the cache was guessed), unforeseen (routed by load)
+    /// Prompt tokens that were not found cached, by cause: block_alignment, workload (nobody had them), load_spill (another worker was chosen for its load), evicted (meanwhile, as its events tell), stale_index (they do not), parity (the engine's tokens are others), served_elsewhere, guess (the cache was guessed), unforeseen (routed by load)
     audit_missed_tokens: Family<CauseLabels, Counter> = Family::default();
     /// Answers that found more or less cached than was foreseen, by cause; as the missed tokens', and stored_meanwhile
     audit_errors: Family<CauseLabels, Counter> = Family::default();
@@ -368,9 +368,9 @@ metrics! {
     engine_session_calls: Family<EngineSessionLabels, Counter> = Family::default();
     /// Requests whose tokens engines were asked for, by model and outcome: ok, refused, nobody (all rest or none is there), busy, unreachable, timeout, not_offered, status, unreadable, too_large
     engine_tokens: Family<ModelOutcomeLabels, Counter> = Family::default();
-    /// Workers by model and what the last comparison of their tokens with ours said: untested, agrees, differs, cannot_test
+    /// Workers by model and what is known of their tokens: untested, agrees, differs (their requests go by load), cannot_test
     parity_workers: Family<ModelOutcomeLabels, Gauge> = Family::default();
-    /// 1 while our tokens of a model are known to differ from its engines', and are not used
+    /// 1 while somebody makes other tokens of a model than we do and nobody is known to make ours, so that ours are not used
     parity_mistrusted: Family<ModelLabel, Gauge> = Family::default();
     /// Comparisons of a worker's tokens with ours, by model and outcome: agrees, differs, cannot_test
     parity_tests: Family<ModelOutcomeLabels, Counter> = Family::default();
@@ -410,7 +410,7 @@ metrics! {
     kv_event_gaps: Family<OutcomeLabel, Counter> = Family::default();
     /// Engine restarts noticed by batch numbers that went back
     kv_event_restarts: Counter = Counter::default();
-    /// How far the event source of a worker rank can be believed: 1 for what holds of exact, catching_up, stale and absent, 0 for the others
+    /// How far the event source of a worker rank can be believed: 1 for what holds of exact, incomplete (what it told is true, but it may not have told all), catching_up, stale and absent, 0 for the others
     kv_event_source_trust: Family<RankTrustLabels, Gauge> = Family::default();
     /// How much later than the engine wrote it the last batch of a worker rank came, in seconds; less than 0 where the engine's clock is ahead of ours
     kv_event_source_lag_seconds: Family<RankLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();

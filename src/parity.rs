@@ -3,14 +3,14 @@
 //! canaries, and whether the blocks that were predicted for real requests appear in the events of who computed them.
 //! Whoever differs differs at the first proof, and agrees again only after a whole round.
 //!
-//! As long as one worker agrees the model's tokens are believed: the blocks of a worker that differs are other blocks, so it
-//! is never credited with a prefix it does not have. Where nobody agrees, hashes are worth nothing, and requests go by load
-//! or with the engine's own tokens.
+//! Both are kept worker by worker. A worker that differs is never credited with a prefix, and a request that goes to it goes
+//! by load, while those who agree are compared as ever. Where nobody agrees and somebody differs, hashes are worth nothing,
+//! and requests go by load or with the engine's own tokens.
 
 mod sighting;
 mod verdict;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use serde::Serialize;
 
 pub use sighting::{Evidence, Foretold, Sighting};
-pub use verdict::{Difference, EventsVerdict, ModelParity, Verdict, What};
+pub use verdict::{Difference, EventsVerdict, ModelParity, Verdict, What, WorkerParity};
 
 use crate::block::BlockHashes;
 use crate::worker::{ModelName, WorkerId, WorkerRank};
@@ -31,6 +31,7 @@ const MOST_SIGHTINGS: usize = 32;
 #[derive(Debug, Default)]
 pub struct Standing {
     mistrusted: AtomicBool,
+    differing: ArcSwap<BTreeSet<WorkerId>>,
     parity: Mutex<ModelParity>,
     sightings: AtomicUsize,
     confirmed: AtomicU64,
@@ -43,6 +44,10 @@ pub struct Standing {
 pub enum Change {
     /// Our tokens are as believed as before.
     None,
+    /// That worker makes others, while somebody makes ours.
+    Differs,
+    /// It does not any more.
+    Agrees,
     /// They are believed no longer.
     Mistrusted,
     /// They are believed again.
@@ -76,24 +81,31 @@ impl Standing {
         self.parity.lock().clone()
     }
 
-    /// A worker's answers were compared.
-    pub fn tested(&self, worker: WorkerId, verdict: Verdict) -> Change {
-        self.change(|parity| parity.tested(worker, verdict))
+    /// The workers whose tokens are known to be others than ours.
+    pub fn differing(&self) -> Arc<BTreeSet<WorkerId>> {
+        self.differing.load_full()
     }
 
-    /// Whether canaries showed that a worker makes other tokens than we do, where others do not.
-    pub fn is_known_to_differ(&self, worker: WorkerId) -> bool {
-        !self.is_mistrusted() && matches!(self.parity.lock().workers.get(&worker), Some(Verdict::Differs { .. }))
+    /// A worker's answers were compared.
+    pub fn tested(&self, worker: WorkerId, verdict: Verdict) -> Change {
+        self.change(Some(worker), |parity| parity.tested(worker, verdict))
     }
 
     /// These workers are all there are; what was found out of others is forgotten.
     pub fn retain(&self, keep: impl Fn(WorkerId) -> bool) -> Change {
-        self.change(|parity| parity.workers.retain(|worker, _| keep(*worker)))
+        self.change(None, |parity| parity.retain(keep))
     }
 
-    /// Events are not compared any more.
+    /// Other tokens of ours are to be compared, or none: what answers to canaries said is forgotten.
+    pub fn forget_canaries(&self) -> Change {
+        self.change(None, |parity| parity.workers.values_mut().for_each(|known| known.canaries = Verdict::Untested))
+    }
+
+    /// Events are not compared any more, or told of other tokens of ours.
     pub fn forget_events(&self) -> Change {
-        self.change(|parity| parity.events = EventsVerdict::default())
+        self.change(None, |parity| {
+            parity.workers.values_mut().for_each(|known| known.events = EventsVerdict::default());
+        })
     }
 
     /// A worker may be another engine than before.
@@ -102,13 +114,13 @@ impl Standing {
         self.parity.lock().doubted.insert(worker);
     }
 
-    /// A real request's blocks were looked for.
-    pub fn seen(&self, evidence: Evidence) -> Change {
+    /// The blocks of a real request to a worker were looked for.
+    pub fn seen(&self, worker: WorkerId, evidence: Evidence) -> Change {
         match &evidence {
             Evidence::Confirmed => self.confirmed.fetch_add(1, Ordering::Relaxed),
             Evidence::Unconfirmed { .. } => self.unconfirmed.fetch_add(1, Ordering::Relaxed),
         };
-        self.change(|parity| parity.events.note(evidence))
+        self.change(Some(worker), |parity| parity.seen(worker, evidence))
     }
 
     /// A place for one more request to be looked after, if there is any.
@@ -125,15 +137,22 @@ impl Standing {
         std::mem::take(&mut self.ready.lock())
     }
 
-    fn change(&self, by: impl FnOnce(&mut ModelParity)) -> Change {
+    fn change(&self, worker: Option<WorkerId>, by: impl FnOnce(&mut ModelParity)) -> Change {
         let mut parity = self.parity.lock();
         by(&mut parity);
         // Under the lock, so that two findings are believed in the order in which they came.
-        let now = parity.is_mistrusted();
+        let (now, differing) = (parity.is_mistrusted(), parity.differing());
+        let among = |all: &BTreeSet<WorkerId>| worker.is_some_and(|worker| all.contains(&worker));
+        let (before, after) = (among(&self.differing.load()), among(&differing));
+        if **self.differing.load() != differing {
+            self.differing.store(Arc::new(differing));
+        }
         match (self.mistrusted.swap(now, Ordering::Relaxed), now) {
             (false, true) => Change::Mistrusted,
             (true, false) => Change::Trusted,
-            _ => Change::None,
+            _ if now || before == after => Change::None,
+            _ if after => Change::Differs,
+            _ => Change::Agrees,
         }
     }
 }
@@ -148,6 +167,17 @@ impl Parity {
     /// The standing of a model, if it is configured.
     pub fn of(&self, model: &ModelName) -> Option<Arc<Standing>> {
         self.models.load().get(model).cloned()
+    }
+
+    /// The workers whose tokens of a model, or of any, are known to be others than ours.
+    pub fn differing(&self, model: Option<&ModelName>) -> Arc<BTreeSet<WorkerId>> {
+        let models = self.models.load();
+        match model {
+            Some(model) => models.get(model).map(|standing| standing.differing()).unwrap_or_default(),
+            None => Arc::new(
+                models.values().flat_map(|standing| standing.differing().iter().copied().collect::<Vec<_>>()).collect(),
+            ),
+        }
     }
 
     /// These models are configured from now on; what is known of those that stay is kept.

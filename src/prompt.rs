@@ -22,6 +22,7 @@ mod syntax;
 mod template;
 #[cfg(test)]
 mod tests;
+mod unfinished;
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -49,7 +50,8 @@ use template::Templates;
 pub struct Config {
     /// `tokenizer.json` of the model.
     pub tokenizer: PathBuf,
-    /// `tokenizer_config.json`; unset means the one beside the tokenizer, if there is one.
+    /// `tokenizer_config.json`; unset means the one beside the tokenizer, if there is one. The model's `config.json` is looked
+    /// for beside it.
     #[serde(default)]
     pub tokenizer_config: Option<PathBuf>,
     /// A chat template to use instead of the model's own, as with the engine's `--chat-template`.

@@ -4,7 +4,6 @@
 //! drop releases everything that was taken.
 
 mod answer;
-mod churn;
 mod explain;
 mod feedback;
 mod leg;
@@ -29,7 +28,6 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 pub use answer::{Destination, Mode, Phases, Prefill, Reason, Route, RouteError, Steer};
-pub use churn::Churn;
 pub use explain::{Explanation, Judged, PhaseExplained};
 pub use feedback::{Answer, AnswerFrom};
 pub use outside::{Elsewhere, Foreign, Surveyed};
@@ -39,7 +37,7 @@ pub use prepared::Prepared;
 pub use question::{Prefilled, Priority, Prompt, RouteRequest, Step};
 pub use served::Moved;
 pub use settings::{RouterSettings, Tracking, WhenOverloaded};
-pub use sources::{AllLearned, SharedSource, Sources};
+pub use sources::{AllLearned, SharedAgreed, SharedSource, Sources};
 
 use crate::admission::{Attempt, Gate};
 use crate::block::BlockHashes;
@@ -52,7 +50,6 @@ use crate::parity::Parity;
 use crate::schedule::{Occupancy, Overload};
 use crate::trust::Standing;
 use crate::worker::WorkerRank;
-use churn::Churns;
 use feedback::Durations;
 use leg::{Decision, Legs, Undecided};
 use pools::{Pools, Standings};
@@ -71,7 +68,6 @@ pub struct Router {
     settings: ArcSwap<RouterSettings>,
     parity: Arc<Parity>,
     sources: Sources,
-    churns: Churns,
     random: Mutex<SmallRng>,
     scratch: Scratch,
 }
@@ -83,7 +79,6 @@ impl Router {
             fleet: ArcSwap::from_pointee(Fleet::empty()),
             index,
             predictions: Predictions::default(),
-            churns: Churns::new(load.now()),
             load,
             overload: Overload::new(settings.overload),
             health: Health::new(settings.health),
@@ -112,7 +107,6 @@ impl Router {
     pub fn publish(&self, fleet: Arc<Fleet>) {
         self.overload.retain(|worker| fleet.worker(worker).is_some());
         self.health.retain(|worker| fleet.worker(worker).is_some());
-        self.retain_churns(|rank| fleet.slot(rank).is_some());
         self.fleet.store(fleet);
     }
 
@@ -186,6 +180,7 @@ impl Router {
             settings,
             index_time: Duration::ZERO,
             trust: self.sources.table(),
+            differing: Arc::default(),
             scratch: self.scratch.clone(),
             request,
         };
@@ -199,6 +194,7 @@ impl Router {
         prepared.forget_overlaps();
         prepared.generation = self.fleet.load().generation();
         prepared.trust = self.sources.table();
+        prepared.differing = self.differing(&prepared.request);
         let prompt = &prepared.request.prompt;
         for hashes in prompt.blocks() {
             // The last token of a beginning is not the last of the prompt.
@@ -374,6 +370,7 @@ impl Router {
             Prompt::Estimated { .. } => (Mode::LoadOnly, because),
             // Hardly anything was shown.
             Prompt::Beginning { known, .. } if known.is_empty() => (Mode::LoadOnly, because),
+            _ if prepared.differs(chosen) => (Mode::LoadOnly, Some(Reason::ParityMismatch)),
             _ if guessed => (Mode::Approximate, because),
             _ if !candidates.iter().any(counts) => (Mode::LoadOnly, Some(prepared.why_cold(candidates))),
             // It was not chosen for anything that it was known to hold.

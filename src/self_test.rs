@@ -15,11 +15,14 @@ use crate::intake::Model;
 use crate::openai::{self, Api};
 use crate::parity::{Difference, Verdict, What};
 use crate::prompt::{Encoder, Tokens};
-use crate::worker::BlockSize;
+use crate::worker::{BlockSize, ModelName};
 use canaries::{Canary, canaries};
 
 /// Tokens before and behind the first difference whose text is shown.
 const AROUND: usize = 8;
+
+/// Why a canary is not compared where an engine does not render.
+const NOT_READ: &str = "only render does with it as the chat does, and it is not offered";
 
 /// Keeps canaries' beginnings apart from those of requests.
 const APART: &str = "self-test";
@@ -33,6 +36,7 @@ struct Prepared {
 
 /// The canaries of one model, tokenised by us.
 pub struct Subject {
+    name: ModelName,
     encoder: Arc<Encoder>,
     block_size: BlockSize,
     canaries: Vec<Prepared>,
@@ -51,7 +55,18 @@ impl Subject {
         let encoder = model.encoder.clone()?;
         let prepare = |canary: Canary| Prepared { ours: ours(&encoder, &canary), canary };
         let canaries = canaries(model.name.as_str(), encoder.engine()).into_iter().map(prepare).collect();
-        Some(Self { encoder, block_size: model.block_size, canaries })
+        Some(Self { name: model.name.clone(), encoder, block_size: model.block_size, canaries })
+    }
+
+    /// Whether it is what would be made of this model.
+    pub fn is_of(&self, model: &Model) -> bool {
+        let same = model.encoder.as_ref().is_some_and(|encoder| Arc::ptr_eq(encoder, &self.encoder));
+        same && self.name == model.name && self.block_size == model.block_size
+    }
+
+    /// Whether both compare the same tokens of ours.
+    pub fn has_tokens_of(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.encoder, &other.encoder)
     }
 
     /// Compares with what one worker makes of the canaries.
@@ -69,6 +84,10 @@ impl Subject {
                     continue;
                 }
             };
+            if way == Way::Tokenize && prepared.canary.render_only {
+                skipped.insert(name, NOT_READ.to_owned());
+                continue;
+            }
             let mut answered = ask(client, engine, (way, &prepared.canary), deadline).await;
             let closed = |error: &EngineError| matches!(error, EngineError::NotOffered(_)) || error.is_denied();
             if way == Way::Render && answered.as_ref().is_err_and(closed) {

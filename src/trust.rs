@@ -19,7 +19,9 @@ pub enum Trust {
     Exact,
     /// It is being attached, or tells what was missed.
     CatchingUp,
-    /// Something may have happened that was not heard.
+    /// What it told is true, but the engine may hold more: blocks were stored of which nothing was heard.
+    Incomplete,
+    /// Something that it told may have changed, and it was not heard.
     Stale,
     /// There is none, or it cannot be used.
     #[default]
@@ -28,12 +30,13 @@ pub enum Trust {
 
 impl Trust {
     /// All of them.
-    pub const ALL: [Trust; 4] = [Trust::Exact, Trust::CatchingUp, Trust::Stale, Trust::Absent];
+    pub const ALL: [Trust; 5] = [Trust::Exact, Trust::Incomplete, Trust::CatchingUp, Trust::Stale, Trust::Absent];
 
     /// The name on pages and in metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             Trust::Exact => "exact",
+            Trust::Incomplete => "incomplete",
             Trust::CatchingUp => "catching_up",
             Trust::Stale => "stale",
             Trust::Absent => "absent",
@@ -42,7 +45,7 @@ impl Trust {
 
     /// Whether what it told is compared at all.
     pub fn counts(self) -> bool {
-        matches!(self, Trust::Exact | Trust::Stale)
+        matches!(self, Trust::Exact | Trust::Incomplete | Trust::Stale)
     }
 }
 
@@ -58,8 +61,10 @@ pub enum Because {
     Replaying,
     /// It was attached, and is not.
     Detached,
-    /// Batches got lost that nobody repeats.
+    /// Batches got lost that nobody repeats, and what was held then may be gone.
     LostBatches,
+    /// Batches got lost, and what was stored in them was never told.
+    UntoldBlocks,
     /// The last batch could not be read.
     Undecodable,
     /// It says nothing although requests were answered that had to store blocks.
@@ -79,6 +84,7 @@ impl Because {
             Because::Replaying => "replaying",
             Because::Detached => "detached",
             Because::LostBatches => "lost_batches",
+            Because::UntoldBlocks => "untold_blocks",
             Because::Undecodable => "undecodable",
             Because::Silent => "silent",
             Because::BlockSizeMismatch => "block_size_mismatch",
@@ -117,7 +123,7 @@ impl Standing {
 /// What is made of trust.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TrustRules {
-    /// By what the credit for cached blocks is multiplied while their source is not exact, from 0 to 1.
+    /// By what the credit for cached blocks is multiplied while their source is stale or catching up, from 0 to 1.
     pub stale_credit: f64,
     /// So many requests have to be answered that stored blocks, and nothing was heard.
     pub silence_requests: u32,
@@ -138,7 +144,7 @@ impl TrustRules {
     pub fn credit(&self, standing: Standing) -> f64 {
         match (standing.trust, standing.because) {
             // Of who has no source only predictions are known, which are no less true for that.
-            (Trust::Exact, _) | (Trust::Absent, None | Some(Because::NoSource)) => 1.0,
+            (Trust::Exact | Trust::Incomplete, _) | (Trust::Absent, None | Some(Because::NoSource)) => 1.0,
             // What it told before it became unusable may be anything by now.
             (Trust::Absent, Some(_)) => 0.0,
             (Trust::CatchingUp | Trust::Stale, _) => self.stale_credit,
@@ -222,6 +228,8 @@ pub struct Source {
     /// Whether the last batch could not be read.
     unread: bool,
     silent: bool,
+    /// Whether its engine may hold blocks that were never told.
+    untold: bool,
     unusable: Option<Because>,
     engine_block_size: Option<BlockSize>,
     owed: Owed,
@@ -243,6 +251,7 @@ impl Source {
             (None, Link::Connecting) => (Trust::CatchingUp, Some(Because::Connecting)),
             (None, Link::Replaying) => (Trust::CatchingUp, Some(Because::Replaying)),
             (None, Link::Attached) => match self.flaw() {
+                None if self.untold => (Trust::Incomplete, Some(Because::UntoldBlocks)),
                 None => (Trust::Exact, None),
                 because => (Trust::Stale, because),
             },
@@ -322,6 +331,12 @@ impl Source {
     /// Something was not heard.
     pub fn missed(&mut self) {
         self.facts.whole = false;
+        self.untold = true;
+    }
+
+    /// Whether the engine may hold blocks that were never told.
+    pub fn untold(&mut self, untold: bool) {
+        self.untold = untold;
     }
 
     /// So many blocks may be gone now.
@@ -340,10 +355,11 @@ impl Source {
     /// The engine emptied its cache.
     pub fn cleared(&mut self) {
         self.emptied();
+        self.untold = false;
         self.facts.whole = true;
     }
 
-    /// Nothing is held, and everything from now on is heard.
+    /// Nothing of what it told is held any more.
     pub fn emptied(&mut self) {
         self.unread = false;
         self.facts.doubted_blocks = 0;

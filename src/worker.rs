@@ -211,7 +211,7 @@ pub struct EventSource {
 pub struct Capacity {
     /// Most tokens one engine step takes.
     pub max_num_batched_tokens: Option<u64>,
-    /// KV blocks of one rank.
+    /// KV blocks of one rank, as large as the model's are configured to be.
     pub total_kv_blocks: Option<u64>,
 }
 

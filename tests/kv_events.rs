@@ -12,11 +12,11 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
-use warmroute::index::{KvEvent, Outcome};
-use warmroute::kv_events::{MediaTokens, RankSink, SourceSpec, SourceState, Witness, run};
+use warmroute::index::{KvEvent, PrefixIndex};
+use warmroute::kv_events::{MediaTokens, RankSink, SharedResync, SourceSpec, SourceState, Witness, run};
 use warmroute::metrics::{Metrics, OutcomeLabel};
 use warmroute::trust::{Because, Resync, Trust};
-use warmroute::worker::{Attach, BlockSize, DpRank, EventSource, WorkerId, WorkerRank};
+use warmroute::worker::{Attach, BlockSize, DpRank, EventSource, Slot, WorkerId, WorkerRank};
 use zeromq::{PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
 
 const TOPIC: &str = "kv@engine";
@@ -35,7 +35,11 @@ fn message<const N: usize>(frames: [&[u8]; N]) -> ZmqMessage {
 }
 
 fn payload(block: u64) -> Vec<u8> {
-    rmp_serde::to_vec(&(1.5, [("BlockStored", [block], None::<u64>, [1u32, 2], 2u32)], 0)).unwrap()
+    rmp_serde::to_vec(&(1.5, [("BlockStored", [block], None::<u64>, [1, block], 2u32)], 0)).unwrap()
+}
+
+fn removal(blocks: &[u64]) -> Vec<u8> {
+    rmp_serde::to_vec(&(1.5, [("BlockRemoved", blocks)], 0)).unwrap()
 }
 
 /// How replies and their end look.
@@ -156,29 +160,29 @@ impl Site {
 
     fn subscribe_with(&self, resync: Resync) -> Subscriber {
         let held = Arc::new(Mutex::new(Held::default()));
-        let (applied, doubted, counted) = (held.clone(), held.clone(), held.clone());
+        let index = PrefixIndex::new();
+        let writer = Arc::new(Mutex::new(index.join(Slot(0))));
+        let (told, doubted, settled) = ((writer.clone(), held.clone()), (writer.clone(), held.clone()), writer);
+        let settled_of = held.clone();
         let sink = RankSink {
-            apply: Box::new(move |event| applied.lock().apply(event)),
+            apply: Box::new(move |event| {
+                told.1.lock().apply(event);
+                told.0.lock().apply(event)
+            }),
             doubt: Box::new(move || {
-                let mut held = doubted.lock();
-                held.doubts += 1;
-                held.doubted = held.blocks.clone();
+                doubted.1.lock().doubts += 1;
+                doubted.0.lock().doubt()
             }),
-            held: Box::new(move || {
-                let held = counted.lock();
-                let count = |blocks: &HashSet<u64>| blocks.len() as u64;
-                let (blocks, doubted) = (count(&held.blocks), count(&held.doubted));
-                warmroute::kv_events::Held { blocks, doubted, total: Some(6) }
-            }),
-            forget_doubted: Box::new({
-                let held = held.clone();
-                move || {
-                    let mut held = held.lock();
-                    let gone = std::mem::take(&mut held.doubted);
-                    held.blocks.retain(|block| !gone.contains(block));
+            settle: Box::new(move || {
+                let settled = settled.lock().settle();
+                for (name, _) in settled.forgotten.iter().flat_map(|forgotten| &forgotten.names) {
+                    settled_of.lock().blocks.remove(&name.0);
                 }
+                settled
             }),
         };
+        let shared = SharedResync::default();
+        shared.set(resync);
         let spec = SourceSpec {
             rank: WorkerRank { worker: WorkerId(7), rank: DpRank(0) },
             source: EventSource {
@@ -189,7 +193,7 @@ impl Site {
             },
             block_size: BlockSize::new(2).unwrap(),
             media: MediaTokens::default(),
-            resync,
+            resync: shared,
         };
         let (sender, state) = watch::channel(SourceState::default());
         let metrics = Arc::new(Metrics::new());
@@ -206,33 +210,28 @@ impl Site {
 struct Held {
     blocks: HashSet<u64>,
     doubts: usize,
-    doubted: HashSet<u64>,
     clears: usize,
 }
 
 impl Held {
-    fn apply(&mut self, event: &KvEvent) -> Outcome {
+    fn apply(&mut self, event: &KvEvent) {
         match event {
             KvEvent::Stored { blocks, .. } => {
                 for block in blocks {
                     self.blocks.insert(block.engine.0);
-                    self.doubted.remove(&block.engine.0);
                 }
             }
             KvEvent::Removed { blocks, .. } => {
                 for block in blocks {
                     self.blocks.remove(&block.0);
-                    self.doubted.remove(&block.0);
                 }
             }
             KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {}
             KvEvent::Cleared => {
                 self.blocks.clear();
-                self.doubted.clear();
                 self.clears += 1;
             }
         }
-        Outcome::Ok
     }
 }
 
@@ -542,7 +541,7 @@ async fn trust_follows_the_source() {
 }
 
 #[tokio::test]
-async fn lost_batches_are_doubts_until_all_is_told_again_or_a_whole_cache_was_stored_since() {
+async fn lost_batches_are_doubts_until_all_is_told_again_or_as_much_was_evicted_that_came_since() {
     let site = Site::new(Attach::Connect, false);
     let mut engine = Engine::start(&site, vec![]).await;
     let subscriber = site.subscribe();
@@ -559,7 +558,7 @@ async fn lost_batches_are_doubts_until_all_is_told_again_or_a_whole_cache_was_st
     assert!(facts().lost_batches >= 2 && facts().gaps >= 1, "{:?}", facts());
     engine.publish(payload(0)).await;
     engine.publish(payload(1)).await;
-    subscriber.stands(Trust::Exact, None).await;
+    subscriber.stands(Trust::Incomplete, Some(Because::UntoldBlocks)).await;
     subscriber.holds([0, 1, 2]).await;
 
     engine.lose(payload(52));
@@ -568,9 +567,15 @@ async fn lost_batches_are_doubts_until_all_is_told_again_or_a_whole_cache_was_st
     for block in 4..12 {
         engine.publish(payload(block)).await;
     }
+    subscriber.holds(0..12).await;
+    assert_eq!(facts().doubted_blocks, 3, "however much is stored, the cache may have room for it");
+    engine.publish(removal(&[3, 4, 5])).await;
+    subscriber.holds(6..12).await;
+    // What was there before the gap was never told of, and may be in use still.
+    subscriber.stands(Trust::Incomplete, Some(Because::UntoldBlocks)).await;
+    engine.publish(removal(&[6, 7, 8])).await;
     subscriber.stands(Trust::Exact, None).await;
-    until("what may be gone is forgotten", || !subscriber.held.lock().blocks.contains(&0)).await;
-    assert!(subscriber.held.lock().blocks.contains(&3), "what came after the gap is known");
+    subscriber.holds(9..12).await;
 }
 
 #[tokio::test]
@@ -584,8 +589,8 @@ async fn where_that_is_wanted_lost_batches_clear_the_rank() {
     engine.lose(payload(50));
     engine.publish(payload(2)).await;
     subscriber.holds([2]).await;
-    subscriber.stands(Trust::Exact, None).await;
-    assert_eq!(subscriber.held.lock().doubts, 0);
+    subscriber.stands(Trust::Incomplete, Some(Because::UntoldBlocks)).await;
+    assert_eq!(subscriber.witness.source().lock().facts().doubted_blocks, 0);
 }
 
 #[tokio::test]

@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test a failed step is a failed test")]
 
+#[path = "tokens/classes.rs"]
+mod classes;
 #[path = "tokens/further.rs"]
 mod further;
 
@@ -429,7 +431,7 @@ fn responses_and_embeddings_begin_with_special_tokens() {
 /// What is known of a conversation with an image, for a model of which nothing is said about images.
 fn shown(encoder: &Encoder, request: &Value) -> Illustrated {
     let request = openai::parse(Api::ChatCompletions, &serde_json::to_vec(request).unwrap()).unwrap();
-    encoder.illustrate(&request).unwrap()
+    encoder.illustrate(&request, None).unwrap()
 }
 
 #[test]
@@ -444,7 +446,7 @@ fn a_prompt_is_known_up_to_the_first_image_that_is_not() {
         user(json!([{"type": "text", "text": "look at"}, image("https://a/b.png"), {"type": "text", "text": "and"}]));
     let ours = shown(&plain, &request);
     let text = json!({"prompt": "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nlook at"});
-    assert_eq!(vec![ours.tokens.clone()], completion(&plain, &text).unwrap());
+    assert_eq!(vec![ours.tokens.to_vec()], completion(&plain, &text).unwrap());
     assert!(!ours.whole && ours.items.is_empty() && ours.at_least > ours.tokens.len());
 
     // Where the template takes strings, the engine writes something of its own before the words of the message.
@@ -452,7 +454,11 @@ fn a_prompt_is_known_up_to_the_first_image_that_is_not() {
         {"role": "user", "content": [{"type": "text", "text": "look"}, image("https://a/b.png")]}]});
     let ours = shown(&QWEN, &strings);
     let text = json!({"prompt": "<|im_start|>system\nS<|im_end|>\n<|im_start|>"});
-    assert_eq!(vec![ours.tokens], completion(&QWEN, &text).unwrap(), "up to the last token that nothing joins");
+    assert_eq!(
+        vec![ours.tokens.to_vec()],
+        completion(&QWEN, &text).unwrap(),
+        "up to the last token that nothing joins"
+    );
     assert_eq!(chat(&QWEN, &strings), Err(EncodeError::Multimodal("image_url".to_owned())));
 }
 
@@ -493,7 +499,7 @@ fn images_before_the_first_unknown_one_stand_in_the_prompt() {
     let mut truncated = conversation(&second);
     truncated["truncate_prompt_tokens"] = json!(4);
     let request = openai::parse(Api::ChatCompletions, &serde_json::to_vec(&truncated).unwrap()).unwrap();
-    assert!(encoder.illustrate(&request).is_err());
+    assert!(encoder.illustrate(&request, None).is_err());
 }
 
 #[test]

@@ -9,7 +9,7 @@ use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::watch;
 
 use crate::fleet::Fleet;
-use crate::index::{KvEvent, Outcome, RankWriter};
+use crate::index::{KvEvent, Outcome, RankWriter, Settled};
 use crate::worker::WorkerRank;
 
 /// A writer for as long as its event source runs.
@@ -79,23 +79,14 @@ impl Joined {
         self.lock().as_mut().map_or(Outcome::Ok, |writer| writer.apply(event))
     }
 
-    /// Events were lost for good.
-    pub fn doubt(&self) {
-        if let Some(writer) = self.lock().as_mut() {
-            writer.doubt();
-        }
+    /// Events were lost for good; how often so far.
+    pub fn doubt(&self) -> u32 {
+        self.lock().as_mut().map_or(0, RankWriter::doubt)
     }
 
-    /// Reads the writer.
-    pub fn read<T>(&self, read: impl FnOnce(&RankWriter) -> T) -> Option<T> {
-        self.lock().as_ref().map(read)
-    }
-
-    /// What is doubted is gone.
-    pub fn forget_doubted(&self) {
-        if let Some(writer) = self.lock().as_mut() {
-            writer.forget_doubted();
-        }
+    /// Looks what has become of doubts.
+    pub fn settle(&self) -> Settled {
+        self.lock().as_mut().map(RankWriter::settle).unwrap_or_default()
     }
 
     /// The events come on threads that serve others, too, which must not wait for the end of a long reading: they are

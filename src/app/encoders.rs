@@ -90,7 +90,9 @@ fn files_of(model: &ModelConfig) -> Option<prompt::Config> {
 
 fn traits_of(model: &ModelConfig) -> Traits {
     let name = model.name.as_str().to_owned();
-    Traits { name, engine: model.engine, transformers: model.transformers, media: model.media.clone() }
+    let (engine, transformers) = (model.engine, model.transformers);
+    let (tokenizer_class, media) = (model.tokenizer_class.clone(), model.media.clone());
+    Traits { name, engine, transformers, tokenizer_class, media }
 }
 
 fn encoder(

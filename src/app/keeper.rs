@@ -12,21 +12,20 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::learn::Said;
-use super::workers::{Desired, Media};
+use super::learn::{Asked, Said};
+use super::workers::{AllGiven, Desired, Media};
 use crate::api::Feed;
 use crate::config::Config;
 use crate::entrance::Entrance;
 use crate::fleet::{Fleet, Member};
-use crate::index::{KvEvent, RankWriter};
-use crate::kv_events::{self, Held, RankSink, SourceSpec, SourceState, Witness};
-use crate::learned::Mismatch;
+use crate::kv_events::{self, RankSink, SharedResync, SourceSpec, SourceState, Witness};
+use crate::learned::{Agreed, Given, Learned, Mismatch};
 use crate::lifecycle::{self, Readiness, ReadyGuard, supervise};
 use crate::metrics::Metrics;
 use crate::predict::{EffectivePolicy, RankPrediction};
 use crate::router::{AllLearned, Router};
 use crate::trust::{Because, Standing};
-use crate::worker::{BlockSize, ModelName, Slot, Worker, WorkerId, WorkerRank};
+use crate::worker::{ModelName, Slot, Worker, WorkerId, WorkerRank};
 use crate::xds::config::EnvoyConfig;
 use crate::xds::eds_file;
 
@@ -43,12 +42,16 @@ pub(super) struct Keeper {
     readiness: Readiness,
     sources: HashMap<WorkerRank, Source>,
     initial_workers: Option<(usize, ReadyGuard)>,
+    /// The initial workers that were not asked for their settings yet.
+    unasked: Option<Unasked>,
     sources_deadline: Instant,
     envoy: Option<EnvoyConfig>,
     media: Arc<Media>,
-    said: watch::Receiver<Said>,
-    /// Block sizes as configured, where they are.
-    sizes: HashMap<ModelName, BlockSize>,
+    said: watch::Receiver<Arc<Said>>,
+    /// What was said when the last set was made.
+    heard: Arc<Said>,
+    given: Arc<AllGiven>,
+    resync: SharedResync,
     /// The last set, as it was wanted.
     wanted: Option<Desired>,
 }
@@ -59,7 +62,16 @@ pub(super) struct Parts {
     pub(super) feed: Arc<Feed>,
     pub(super) metrics: Arc<Metrics>,
     /// What engines say of themselves.
-    pub(super) said: watch::Receiver<Said>,
+    pub(super) said: watch::Receiver<Arc<Said>>,
+    /// What becomes of blocks when batches are lost.
+    pub(super) resync: SharedResync,
+}
+
+/// Initial workers whose event sources may still be learned.
+struct Unasked {
+    workers: HashSet<Asked>,
+    /// Held until nobody is left.
+    _ready: ReadyGuard,
 }
 
 /// One running event source.
@@ -70,8 +82,7 @@ struct Source {
 
 impl Keeper {
     pub(super) fn new(config: &Config, parts: Parts, readiness: Readiness) -> Self {
-        let Parts { entrance, feed, metrics, said } = parts;
-        let sizes = config.models.iter().filter_map(|model| Some((model.name.clone(), model.block_size?)));
+        let Parts { entrance, feed, metrics, said, resync } = parts;
         let least = config.readiness.min_initial_workers as usize;
         let guard = readiness.wait_for(format!("initial workers: at least {least}"));
         Self {
@@ -81,11 +92,14 @@ impl Keeper {
             metrics,
             sources: HashMap::new(),
             initial_workers: Some((least, guard)),
+            unasked: None,
             sources_deadline: Instant::now() + config.readiness.event_sources_deadline.get(),
             envoy: config.envoy.clone(),
             media: Arc::default(),
             said,
-            sizes: sizes.collect(),
+            heard: Arc::default(),
+            given: Arc::default(),
+            resync,
             wanted: None,
             readiness,
         }
@@ -93,17 +107,24 @@ impl Keeper {
 
     /// Follows the desired sets until their sender is gone or everything stops; then stops the sources.
     pub(super) async fn run(mut self, mut sets: mpsc::UnboundedReceiver<Desired>, stop: CancellationToken) {
-        while let Some(mut desired) = tokio::select! {
-            () = stop.cancelled() => None,
-            set = sets.recv() => set,
-            Ok(()) = self.said.changed(), if self.wanted.is_some() => self.wanted.clone(),
-        } {
+        loop {
+            let next = tokio::select! {
+                () = stop.cancelled() => break,
+                set = sets.recv() => set,
+                Ok(()) = self.said.changed(), if self.wanted.is_some() => self.wanted.clone(),
+                () = tokio::time::sleep_until(self.sources_deadline), if self.unasked.is_some() => {
+                    self.unasked = None;
+                    continue;
+                }
+            };
+            let Some(mut desired) = next else { break };
             // Each set is complete, so only the newest counts.
             while let Ok(newer) = sets.try_recv() {
                 desired = newer;
             }
             self.wanted = Some(desired.clone());
             self.read_media(desired.media).await;
+            self.given = desired.given;
             let workers = self.complete(desired.workers);
             if self.envoy.is_some()
                 && let Some(rest) = without_leavers(&self.router.fleet(), &workers)
@@ -121,19 +142,23 @@ impl Keeper {
     /// Fills in what engines say of themselves, and tells where that is not what is configured.
     fn complete(&mut self, mut workers: Vec<Worker>) -> Vec<Worker> {
         let said = self.said.borrow_and_update().clone();
+        self.heard = said.clone();
         let before = self.router.sources().all_learned();
         let mut all = AllLearned::new();
+        let mut by_model: HashMap<ModelName, Vec<&Learned>> = HashMap::new();
         for worker in &mut workers {
-            let Some(learned) = said.get(&(worker.id, worker.endpoint)) else { continue };
-            let mismatches = learned.fill(worker, self.sizes.get(&worker.model).copied());
+            let Some(learned) = said.learned.get(&(worker.id, worker.endpoint)) else { continue };
+            let mismatches = learned.fill(worker, self.given.get(&worker.model).unwrap_or(&Given::default()));
             let known = before.get(&worker.id).map(|(_, known)| &known[..]).unwrap_or_default();
             for mismatch in mismatches.iter().filter(|mismatch| !known.contains(mismatch)) {
                 let Mismatch { setting, configured, engine } = mismatch;
                 warn!(worker = %worker.id, setting, configured, engine, "the engine says otherwise than is configured");
             }
+            by_model.entry(worker.model.clone()).or_default().push(learned);
             all.insert(worker.id, (learned.clone(), mismatches));
         }
-        self.router.sources().set_learned(all);
+        let agreed = by_model.into_iter().map(|(model, all)| (model, Agreed::of(all.into_iter()))).collect();
+        self.router.sources().set_learned(all, agreed);
         workers
     }
 
@@ -191,6 +216,22 @@ impl Keeper {
         self.metrics.fleet_generation.set(fleet.generation() as i64);
         if self.initial_workers.as_ref().is_some_and(|(least, _)| fleet.workers().count() >= *least) {
             self.initial_workers = None;
+            let workers = fleet.workers().map(|worker| (worker.id, worker.endpoint)).collect();
+            let _ready = self.readiness.wait_for("what the initial workers say of themselves");
+            self.unasked = Some(Unasked { workers, _ready });
+        }
+        self.look_who_is_unasked(&fleet);
+    }
+
+    /// Lets readiness go on when every initial worker was asked for its settings, whatever it answered: an event source
+    /// that only it knew of is among those that are waited for by now.
+    fn look_who_is_unasked(&mut self, fleet: &Fleet) {
+        let Some(unasked) = &mut self.unasked else { return };
+        let said = &self.heard;
+        let is_there = |asked: &Asked| fleet.worker(asked.0).is_some_and(|worker| worker.endpoint == asked.1);
+        unasked.workers.retain(|asked| is_there(asked) && !said.off && !said.asked.contains(asked));
+        if unasked.workers.is_empty() || Instant::now() >= self.sources_deadline {
+            self.unasked = None;
         }
     }
 
@@ -225,10 +266,10 @@ impl Keeper {
             source: source.clone(),
             block_size: member.worker.block_size,
             media: self.media.get(&member.worker.model).copied().unwrap_or_default(),
-            resync: self.router.settings().trust.resync,
+            resync: self.resync.clone(),
         };
         // Who joins later is chosen when its events have caught up or by load, and is no reason to take traffic away.
-        let starting = self.initial_workers.is_some();
+        let starting = self.initial_workers.is_some() || self.unasked.is_some();
         let ready = starting.then(|| self.readiness.wait_for(format!("event source of worker rank {}", member.rank)));
         let stop = CancellationToken::new();
         let followed = Followed {
@@ -312,24 +353,11 @@ impl Followed {
     /// The way of the rank's events into the index. Dropping it takes the rank out of the index.
     fn sink(&self) -> RankSink {
         let joined = Arc::new(self.feed.join(self.spec.rank, self.router.index().join(self.slot)));
-        let (doubted, read, forgetting) = (joined.clone(), joined.clone(), joined.clone());
-        let count = |writer: &RankWriter| (writer.len() as u64, writer.doubted() as u64);
-        let (router, slot) = (self.router.clone(), self.slot);
-        let churn = self.router.note_churn(self.spec.rank);
-        let apply = move |event: &KvEvent| {
-            churn.note(event, std::time::Instant::now());
-            joined.apply(event)
-        };
+        let (doubted, settled) = (joined.clone(), joined.clone());
         RankSink {
-            apply: Box::new(apply),
+            apply: Box::new(move |event| joined.apply(event)),
             doubt: Box::new(move || doubted.doubt()),
-            held: Box::new(move || {
-                let (blocks, doubted) = read.read(count).unwrap_or_default();
-                // It may have been learned since the source was started.
-                let total = router.fleet().member(slot).and_then(|member| member.worker.capacity.total_kv_blocks);
-                Held { blocks, doubted, total }
-            }),
-            forget_doubted: Box::new(move || forgetting.forget_doubted()),
+            settle: Box::new(move || settled.settle()),
         }
     }
 
@@ -366,7 +394,11 @@ impl Followed {
     fn look(&self, witness: &Witness) {
         let rules = self.router.settings().trust;
         let was_silent = witness.source().lock().is_silent();
-        witness.note(|source| source.look(std::time::Instant::now(), &rules));
+        // Answers may have settled doubts since the last batch.
+        witness.note(|source| {
+            self.router.index().doubted(self.slot).into_iter().for_each(|doubted| source.doubted(doubted));
+            source.look(std::time::Instant::now(), &rules);
+        });
         if !was_silent && witness.source().lock().is_silent() {
             warn!(
                 rank = %self.spec.rank,

@@ -1,127 +1,279 @@
-//! Asks engines what they say of themselves: when a worker joins, and from time to time. Engines without these pages are as
-//! good as others; nothing waits for an answer but the next question to the same engine.
+//! Asks engines what they say of themselves: when a worker joins, when it may be another engine than before, and from time to
+//! time. Engines without these pages are as good as others; nobody waits for an answer but readiness at the start, and that
+//! once.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::StreamExt as _;
-use futures_util::stream;
+use futures_util::future::BoxFuture;
+use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::config::LearnConfig;
+use super::App;
+use super::lives::{self, Life};
+use super::reload::Next;
+use crate::config::{Config, LearnConfig};
 use crate::discovery::zmq::ZmqEndpoint;
 use crate::engine_client::config::EnginesConfig;
-use crate::engine_client::{CacheConfig, EngineClient, EngineError, EventsOfRank};
+use crate::engine_client::{CacheConfig, EngineClient, EngineError, EngineModel, EventsOfRank};
 use crate::learned::Learned;
+use crate::lifecycle::supervise;
 use crate::metrics::{Metrics, OutcomeLabel};
 use crate::router::Router;
-use crate::worker::{Attach, BlockSize, Endpoint, EventSource, Ranks, WorkerId};
+use crate::worker::{Attach, BlockSize, Endpoint, EventSource, ModelName, Ranks, WorkerId};
 
-/// What is known of every engine that said anything, by worker and where it was asked.
-pub(super) type Said = Arc<HashMap<(WorkerId, Endpoint), Learned>>;
+/// A worker, and where it was asked.
+pub(super) type Asked = (WorkerId, Endpoint);
+
+/// What engines say of themselves.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Said {
+    /// What is known of every engine that said anything.
+    pub(super) learned: HashMap<Asked, Learned>,
+    /// Who was asked, answer or not.
+    pub(super) asked: HashSet<Asked>,
+    /// Whether nobody is asked.
+    pub(super) off: bool,
+}
 
 /// How often it is looked whether a worker has joined.
-const LOOK: Duration = Duration::from_millis(500);
+const LOOK: Duration = Duration::from_millis(250);
 /// Engines asked at once.
 const AT_ONCE: usize = 16;
 
 /// Who did not answer is asked again so soon.
 const SOON: Duration = Duration::from_secs(5);
 
+/// Whom to ask, and how.
+struct Task {
+    settings: LearnConfig,
+    engines: EnginesConfig,
+    client: EngineClient,
+}
+
 /// Who asks.
-pub(super) struct Learner {
-    pub(super) router: Arc<Router>,
-    pub(super) client: EngineClient,
-    pub(super) engines: EnginesConfig,
-    pub(super) settings: LearnConfig,
-    pub(super) metrics: Arc<Metrics>,
-    pub(super) said: watch::Sender<Said>,
+struct Learner {
+    router: Arc<Router>,
+    metrics: Arc<Metrics>,
+    said: watch::Sender<Arc<Said>>,
+}
+
+/// A worker that is asked.
+struct Known {
+    life: Life,
+    /// When it is asked next; none while it is.
+    due: Option<Instant>,
+    /// Whether it was ever asked.
+    asked: bool,
+}
+
+type Asking = FuturesUnordered<BoxFuture<'static, (Asked, Pages)>>;
+
+impl App {
+    /// Asks engines for what they know best, from now on; what they say is told to `said`.
+    pub(super) fn learn(&mut self, config: &Config, router: &Arc<Router>, said: watch::Sender<Arc<Said>>) {
+        let task = |config: &Config, client: &EngineClient| {
+            let (settings, engines, client) = (config.learn.clone(), config.engines.clone(), client.clone());
+            Arc::new(Task { settings, engines, client })
+        };
+        let (tasks, tasks_of_learner) = watch::channel(task(config, &self.reloader.client()));
+        self.reloader.part("learn", move |next: &Next| {
+            let (tasks, task) = (tasks.clone(), task(&next.config, &next.client));
+            Ok(Box::new(move || {
+                tasks.send_if_modified(|running| {
+                    let news = !running.is_like(&task);
+                    *running = task;
+                    news
+                });
+            }))
+        });
+        let metrics = self.reloader.metrics.clone();
+        let learner = Arc::new(Learner { router: router.clone(), metrics: metrics.clone(), said });
+        let stop = self.stop.clone();
+        self.background.spawn(async move {
+            supervise("settings of engines", &metrics, stop, || {
+                let (learner, tasks) = (learner.clone(), tasks_of_learner.clone());
+                async move { learner.run(tasks).await }
+            })
+            .await;
+        });
+    }
+}
+
+impl Task {
+    fn is_like(&self, other: &Self) -> bool {
+        self.settings == other.settings && self.engines == other.engines && self.client.is_same(&other.client)
+    }
 }
 
 impl Learner {
     /// Asks for ever.
-    pub(super) async fn run(&self) -> anyhow::Result<()> {
-        // When each is to be asked again.
-        let mut due_at: HashMap<(WorkerId, Endpoint), Instant> = HashMap::new();
+    async fn run(&self, mut tasks: watch::Receiver<Arc<Task>>) -> anyhow::Result<()> {
+        let mut known: HashMap<Asked, Known> = HashMap::new();
+        let mut asking = Asking::new();
         let mut looks = tokio::time::interval(LOOK);
         loop {
-            looks.tick().await;
-            let fleet = self.router.fleet();
-            let workers: Vec<_> = fleet.workers().map(|worker| (worker.id, worker.endpoint)).collect();
-            due_at.retain(|key, _| workers.contains(key));
-            let now = Instant::now();
-            let due: Vec<_> =
-                workers.iter().copied().filter(|key| due_at.get(key).is_none_or(|due| *due <= now)).collect();
-            if due.is_empty() {
-                continue;
-            }
-            let answers: Vec<_> = stream::iter(due)
-                .map(|key| async move { (key, self.ask(key.1).await) })
-                .buffer_unordered(AT_ONCE)
-                .collect()
-                .await;
-            // Who was not there may only be starting.
-            let wait = |pages: &Pages| if pages.are_missing() { SOON } else { self.settings.interval.get() };
-            due_at.extend(answers.iter().map(|(key, pages)| (*key, now + wait(pages))));
-            self.said.send_if_modified(|said| {
-                let mut next = HashMap::clone(said);
-                next.retain(|key, _| workers.contains(key));
-                for (key, pages) in answers {
-                    let endpoint = key.1;
-                    let learned = pages.learned(endpoint, next.get(&key));
-                    if !learned.is_empty() {
-                        next.insert(key, learned);
+            tokio::select! {
+                _ = looks.tick() => {}
+                Some((key, pages)) = asking.next(), if !asking.is_empty() => {
+                    if let Some(known) = known.get_mut(&key) {
+                        let wait = if pages.may_come_soon() { SOON } else { tasks.borrow().settings.interval.get() };
+                        known.due = Some(Instant::now() + wait);
+                        self.take(key, pages);
                     }
                 }
-                let news = next != **said;
-                *said = Arc::new(next);
-                news
-            });
+                changed = tasks.changed() => {
+                    changed?;
+                    // They are asked otherwise, or others are.
+                    (known, asking) = (HashMap::new(), Asking::new());
+                }
+            }
+            let task = tasks.borrow_and_update().clone();
+            if !task.settings.enabled {
+                self.said.send_if_modified(|said| !std::mem::replace(said, off()).off);
+                continue;
+            }
+            self.retain(&mut known);
+            for (key, model) in self.due(&mut known, AT_ONCE.saturating_sub(asking.len())) {
+                asking.push(Box::pin(ask(task.clone(), self.metrics.clone(), (key, model))));
+            }
         }
     }
 
-    async fn ask(&self, endpoint: Endpoint) -> Pages {
-        let url = self.engines.url(endpoint);
-        let (page, sources) = tokio::join!(self.client.metrics(&url), self.client.kv_event_sources(&url));
-        Pages { caches: self.counted(page.map(|page| page.caches())), sources: self.counted(sources) }
+    /// Forgets those who left, and what they said.
+    fn retain(&self, known: &mut HashMap<Asked, Known>) {
+        let fleet = self.router.fleet();
+        let stays = |key: &Asked| fleet.worker(key.0).is_some_and(|worker| worker.endpoint == key.1);
+        known.retain(|key, _| stays(key));
+        self.said.send_if_modified(|said| {
+            let all = || said.learned.keys().chain(&said.asked);
+            if !said.off && all().all(stays) {
+                return false;
+            }
+            let said = Arc::make_mut(said);
+            said.off = false;
+            said.learned.retain(|key, _| stays(key));
+            said.asked.retain(|key| stays(key));
+            true
+        });
     }
 
-    /// The answer; empty where the engine has no such page, and none where it gave no answer.
-    fn counted<T: Default>(&self, answer: Result<T, EngineError>) -> Option<T> {
-        let outcome = answer.as_ref().err().map_or("ok", EngineError::label);
-        self.metrics.engine_settings_asked.get_or_create(&OutcomeLabel { outcome }).inc();
-        match answer {
-            Err(EngineError::NotOffered(_)) => Some(T::default()),
-            answer => answer.ok(),
+    /// Who is to be asked now, at most so many; those who never were come first.
+    fn due(&self, known: &mut HashMap<Asked, Known>, most: usize) -> Vec<(Asked, ModelName)> {
+        let (fleet, now, out) = (self.router.fleet(), Instant::now(), lives::out(&self.router));
+        let mut due = Vec::new();
+        for worker in fleet.workers() {
+            let (key, life) = ((worker.id, worker.endpoint), Life::of(worker, &self.router, &out));
+            let known = known.entry(key).or_insert_with(|| Known { life: life.clone(), due: Some(now), asked: false });
+            if life.is_another_than(&known.life) && known.due.is_some() {
+                known.due = Some(now);
+            }
+            known.life = life;
+            if known.due.is_some_and(|due| due <= now) {
+                due.push((known.asked, key, worker.model.clone()));
+            }
         }
+        due.sort_by_key(|(asked, ..)| *asked);
+        due.truncate(most);
+        for (_, key, _) in &due {
+            if let Some(known) = known.get_mut(key) {
+                (known.due, known.asked) = (None, true);
+            }
+        }
+        due.into_iter().map(|(_, key, model)| (key, model)).collect()
     }
+
+    /// Takes note of an answer.
+    fn take(&self, key: Asked, pages: Pages) {
+        self.said.send_if_modified(|said| {
+            let learned = pages.learned(key.1, said.learned.get(&key));
+            let news = said.learned.get(&key).map_or(!learned.is_empty(), |known| *known != learned);
+            if !news && said.asked.contains(&key) {
+                return false;
+            }
+            let said = Arc::make_mut(said);
+            said.asked.insert(key);
+            match learned.is_empty() {
+                true => said.learned.remove(&key),
+                false => said.learned.insert(key, learned),
+            };
+            true
+        });
+    }
+}
+
+/// Nobody is asked, and nothing said.
+pub(super) fn off() -> Arc<Said> {
+    Arc::new(Said { off: true, ..Said::default() })
+}
+
+async fn ask(task: Arc<Task>, metrics: Arc<Metrics>, (key, model): (Asked, ModelName)) -> (Asked, Pages) {
+    let (client, url) = (&task.client, task.engines.url(key.1));
+    let (page, sources, models) =
+        tokio::join!(client.metrics(&url), client.kv_event_sources(&url), client.models(&url));
+    let pages = Pages {
+        caches: counted(&metrics, page.map(|page| page.caches())),
+        sources: counted(&metrics, sources),
+        model: counted(&metrics, models.map(|models| own(models, &model))),
+    };
+    (key, pages)
+}
+
+/// The answer; empty where the engine has no such page.
+fn counted<T: Default>(metrics: &Metrics, answer: Result<T, EngineError>) -> Result<T, EngineError> {
+    let outcome = answer.as_ref().err().map_or("ok", EngineError::label);
+    metrics.engine_settings_asked.get_or_create(&OutcomeLabel { outcome }).inc();
+    match answer {
+        Err(EngineError::NotOffered(_)) => Ok(T::default()),
+        answer => answer,
+    }
+}
+
+/// What a worker serves, and no adapter beside it.
+fn own(models: Vec<EngineModel>, name: &ModelName) -> Option<EngineModel> {
+    let mut bases = models.into_iter().filter(|model| model.parent.is_none());
+    let first = bases.next()?;
+    if first.id == name.as_str() { Some(first) } else { bases.find(|model| model.id == name.as_str()).or(Some(first)) }
 }
 
 /// What an engine answered, page by page: one that times out says nothing against what it said before.
 struct Pages {
-    caches: Option<Vec<CacheConfig>>,
-    sources: Option<Vec<EventsOfRank>>,
+    caches: Result<Vec<CacheConfig>, EngineError>,
+    sources: Result<Vec<EventsOfRank>, EngineError>,
+    model: Result<Option<EngineModel>, EngineError>,
 }
 
 impl Pages {
-    fn are_missing(&self) -> bool {
-        self.caches.is_none() && self.sources.is_none()
+    /// Whether something was not said that may be said soon: the engine is starting, or has much to do.
+    fn may_come_soon(&self) -> bool {
+        let errors = [self.caches.as_ref().err(), self.sources.as_ref().err(), self.model.as_ref().err()];
+        let passes = |error: &EngineError| {
+            matches!(error, EngineError::Busy | EngineError::Timeout | EngineError::Unreachable(_))
+        };
+        errors.into_iter().flatten().any(passes)
     }
 
     /// What is known now, with what was known before.
     fn learned(self, endpoint: Endpoint, before: Option<&Learned>) -> Learned {
-        let (no_caches, no_sources) = (self.caches.is_none(), self.sources.is_none());
-        let now = learned(endpoint, &self.caches.unwrap_or_default(), &self.sources.unwrap_or_default());
         let before = before.cloned().unwrap_or_default();
-        let cached = if no_caches { &before } else { &now };
+        let now =
+            learned(endpoint, self.caches.as_deref().unwrap_or_default(), self.sources.as_deref().unwrap_or_default());
+        let cached = if self.caches.is_ok() { &now } else { &before };
+        let event_sources = if self.sources.is_ok() { now.event_sources.clone() } else { before.event_sources.clone() };
+        let (root, max_model_len) = match self.model {
+            Ok(model) => model.map_or((None, None), |model| (model.root, model.max_model_len)),
+            Err(_) => (before.root.clone(), before.max_model_len),
+        };
         Learned {
             block_size: cached.block_size,
             total_kv_blocks: cached.total_kv_blocks,
             ranks: cached.ranks,
-            event_sources: if no_sources { before.event_sources.clone() } else { now.event_sources.clone() },
+            event_sources,
+            root,
+            max_model_len,
         }
     }
 }
@@ -138,6 +290,7 @@ pub fn learned(endpoint: Endpoint, caches: &[CacheConfig], sources: &[EventsOfRa
         total_kv_blocks: caches.iter().filter_map(|cache| cache.num_gpu_blocks).filter(|blocks| *blocks > 0).min(),
         ranks: ranks(caches.iter().filter_map(CacheConfig::rank), caches.len()),
         event_sources,
+        ..Learned::default()
     }
 }
 
@@ -223,18 +376,43 @@ mod tests {
             replay_endpoint: None,
             topic: String::new(),
         };
-        let whole = Pages { caches: Some(vec![cache]), sources: Some(vec![source("tcp://*:5557")]) };
+        let model =
+            EngineModel { id: "m".to_owned(), root: Some("org/m".to_owned()), parent: None, max_model_len: Some(4096) };
+        let silent = || EngineError::Timeout;
+        let whole =
+            Pages { caches: Ok(vec![cache]), sources: Ok(vec![source("tcp://*:5557")]), model: Ok(Some(model)) };
+        assert!(!whole.may_come_soon());
         let first = whole.learned(worker, None);
         assert_eq!((first.total_kv_blocks, first.event_sources.len()), (Some(90), 1));
-        for silent in
-            [Pages { caches: None, sources: None }, Pages { caches: None, sources: Some(vec![source("tcp://*:5557")]) }]
-        {
-            assert_eq!(silent.learned(worker, Some(&first)), first);
+        assert_eq!((first.root.as_deref(), first.max_model_len), (Some("org/m"), Some(4096)));
+        for sources in [Err(silent()), Ok(vec![source("tcp://*:5557")])] {
+            let half = Pages { caches: Err(silent()), sources, model: Err(silent()) };
+            assert!(half.may_come_soon());
+            assert_eq!(half.learned(worker, Some(&first)), first);
         }
-        let no_events = Pages { caches: None, sources: Some(Vec::new()) }.learned(worker, Some(&first));
+        // What it says no more it is not asked for soon: it has no such page.
+        let no_events = Pages { caches: Err(EngineError::Unreadable("")), sources: Ok(Vec::new()), model: Ok(None) };
+        assert!(!no_events.may_come_soon());
+        let no_events = no_events.learned(worker, Some(&first));
         assert_eq!((no_events.total_kv_blocks, no_events.event_sources.len()), (Some(90), 0));
+        assert_eq!(no_events.root, None);
         // It connects, and nobody can be connected to.
         assert!(learned(worker, &[], &[source("tcp://127.0.0.1:5557")]).is_empty());
+    }
+
+    #[test]
+    fn a_worker_is_known_by_its_model_and_not_by_an_adapter() {
+        let model = |id: &str, parent: Option<&str>| EngineModel {
+            id: id.to_owned(),
+            root: Some(format!("root of {id}")),
+            parent: parent.map(str::to_owned),
+            max_model_len: None,
+        };
+        let served = || vec![model("m-lora", Some("m")), model("alias", None), model("m", None)];
+        for (name, expected) in [("m", "m"), ("alias", "alias"), ("other", "alias"), ("m-lora", "alias")] {
+            assert_eq!(own(served(), &name.into()).unwrap().id, expected, "{name}");
+        }
+        assert_eq!(own(Vec::new(), &"m".into()), None);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use super::encoders::Encoders;
 use super::parts;
 use crate::config::{Config, ModelConfig, WorkerSource};
 use crate::discovery;
+use crate::engine_client::EngineClient;
 use crate::entrance::Entrance;
 use crate::intake::{Intake, Model};
 use crate::metrics::Metrics;
@@ -29,7 +30,8 @@ impl Offline {
         let models = Encoders::new(&metrics).load(config).await?.models;
         let entrance = parts::entrance(config, rand::random());
         let router = entrance.router();
-        let intake = parts::intake(config, models, router, &metrics)?;
+        let client = EngineClient::new(&config.engines)?;
+        let intake = parts::intake(config, models, &client, router, &metrics)?;
         let change = router.fleet().reconcile(workers(config)?);
         for member in &change.added {
             router.load().open(member.slot, member.rank);

@@ -1,14 +1,15 @@
 //! The parts of one process, made from its configuration and not yet running: the same for the server and for commands
 //! that only look.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
 use crate::admission::{Admission, Prefill};
-use crate::config::{self, Config};
+use crate::config::{self, Config, ModelConfig};
+use crate::engine_client::EngineClient;
 use crate::entrance::{Affinities, Affinity, Entrance};
 use crate::index::PrefixIndex;
+use crate::intake::engine_tokens::config::EngineTokensConfig;
 use crate::intake::engine_tokens::{EngineTokens, TokenSource, TokenSources};
 use crate::intake::{self, Intake, Limits, Models, SessionSigns, Shared};
 use crate::load::LoadTracker;
@@ -52,6 +53,7 @@ pub(super) fn entrance(config: &Config, seed: u64) -> Arc<Entrance> {
 pub(super) fn intake(
     config: &Config,
     models: Models,
+    client: &EngineClient,
     router: &Arc<Router>,
     metrics: &Arc<Metrics>,
 ) -> anyhow::Result<Arc<Intake>> {
@@ -62,7 +64,7 @@ pub(super) fn intake(
         parent_headers: sessions.parent_headers.clone(),
         final_headers: sessions.final_headers.clone(),
     });
-    let tokens = token_sources(config, router, metrics)?;
+    let tokens = token_sources(config, client, router, metrics);
     let tracking = config.tracking_hash.load().map_err(|problem| anyhow::anyhow!("{}", problem.text))?;
     Ok(Intake::new(intake::Parts {
         models,
@@ -81,15 +83,14 @@ pub(super) fn intake(
 }
 
 /// Where the tokens of each model come from. What is known of models that stay is kept.
-fn token_sources(config: &Config, router: &Arc<Router>, metrics: &Arc<Metrics>) -> anyhow::Result<TokenSources> {
-    let mut sources = HashMap::new();
-    for model in &config.models {
-        let engine = |tokens| EngineTokens::new(tokens, &config.engines, router.clone(), metrics.clone());
-        let source = TokenSource {
-            standing: router.parity().of(&model.name).unwrap_or_default(),
-            engine: model.engine_tokens.as_ref().map(engine).transpose()?,
-        };
-        sources.insert(model.name.clone(), source);
-    }
-    Ok(sources)
+fn token_sources(config: &Config, client: &EngineClient, router: &Arc<Router>, metrics: &Arc<Metrics>) -> TokenSources {
+    let engine = |tokens: &EngineTokensConfig| {
+        EngineTokens::new(tokens, &config.engines, client, router.clone(), metrics.clone())
+    };
+    let source = |model: &ModelConfig| TokenSource {
+        standing: router.parity().of(&model.name).unwrap_or_default(),
+        engine: model.engine_tokens.as_ref().map(&engine),
+        agreed: router.sources().agreed().clone(),
+    };
+    config.models.iter().map(|model| (model.name.clone(), source(model))).collect()
 }

@@ -12,8 +12,10 @@ use tracing::{error, info, warn};
 
 use super::encoders::{Encoders, Loaded};
 use super::parts;
+use super::subjects::{self, Subjects};
 use crate::config::{Adopted, Config};
-use crate::intake::{Intake, Models};
+use crate::engine_client::{EngineClient, EngineError};
+use crate::intake::Intake;
 use crate::lifecycle::follow::FileWatch;
 use crate::metrics::{Metrics, OutcomeLabel};
 use crate::router::Router;
@@ -22,10 +24,12 @@ use crate::settings::{ConfigError, Problem, Step};
 /// What parts are prepared from.
 pub(super) struct Next {
     pub(super) config: Arc<Config>,
-    /// The models, with their tokenizers.
-    pub(super) models: Models,
     /// The way in, made anew.
     pub(super) intake: Arc<Intake>,
+    /// The way to the engines.
+    pub(super) client: EngineClient,
+    /// The canaries.
+    pub(super) subjects: Arc<Subjects>,
 }
 
 /// The second half of a reload; it cannot fail.
@@ -61,6 +65,8 @@ pub struct Reloader {
     pub(super) metrics: Arc<Metrics>,
     router: Arc<Router>,
     encoders: Encoders,
+    client: ArcSwap<EngineClient>,
+    subjects: ArcSwap<Subjects>,
     parts: parking_lot::Mutex<Vec<(&'static str, Prepare)>>,
     running: ArcSwap<Config>,
     /// What the pages show.
@@ -71,11 +77,22 @@ pub struct Reloader {
 
 impl Reloader {
     /// A process that begins with this configuration.
-    pub(super) fn new(config: Arc<Config>, router: Arc<Router>, metrics: Arc<Metrics>) -> Self {
+    pub(super) fn new(config: Arc<Config>, router: Arc<Router>, metrics: Arc<Metrics>) -> Result<Self, EngineError> {
+        let client = ArcSwap::from_pointee(EngineClient::new(&config.engines)?);
         let shown = Arc::new(ArcSwap::from_pointee(page(1, &config, &[])));
         metrics.config_generation.set(1);
         let (encoders, parts) = (Encoders::new(&metrics), parking_lot::Mutex::default());
-        Self { metrics, router, encoders, parts, running: ArcSwap::new(config), shown, generation: Mutex::new(1) }
+        Ok(Self {
+            metrics,
+            router,
+            encoders,
+            client,
+            subjects: ArcSwap::default(),
+            parts,
+            running: ArcSwap::new(config),
+            shown,
+            generation: Mutex::new(1),
+        })
     }
 
     /// Adds a part that follows the configuration.
@@ -97,9 +114,21 @@ impl Reloader {
         self.shown.clone()
     }
 
-    /// The models of the configuration in use, with their tokenizers.
+    /// The way to the engines.
+    pub(super) fn client(&self) -> EngineClient {
+        EngineClient::clone(&self.client.load())
+    }
+
+    /// The canaries.
+    pub(super) fn subjects(&self) -> Arc<Subjects> {
+        self.subjects.load_full()
+    }
+
+    /// The models of the configuration in use, with their tokenizers; the canaries with them.
     pub(super) async fn load_models(&self) -> anyhow::Result<crate::intake::Models> {
-        let loaded = self.encoders.load(&self.running()).await?;
+        let config = self.running();
+        let loaded = self.encoders.load(&config).await?;
+        self.subjects.store(Arc::new(subjects::load(&config, &loaded.models, &Subjects::new()).await?));
         self.encoders.keep(&loaded);
         Ok(loaded.models)
     }
@@ -119,7 +148,7 @@ impl Reloader {
     }
 
     async fn attempt(&self, read: Result<Config, Vec<ConfigError>>, next: u64) -> Result<Reloaded, Vec<String>> {
-        let wanted = read.map_err(|mistakes| mistakes.iter().map(ToString::to_string).collect::<Vec<_>>())?;
+        let read = read.map_err(|mistakes| mistakes.iter().map(ToString::to_string).collect::<Vec<_>>())?;
         let unfit = |problems: Vec<Problem>| {
             let text = |problem: Problem| {
                 let trail: Vec<String> = problem.trail.iter().map(step).collect();
@@ -131,14 +160,17 @@ impl Reloader {
             };
             problems.into_iter().map(text).collect::<Vec<_>>()
         };
-        let Adopted { config, changed, needs_restart } = self.running().adopt(&wanted).map_err(unfit)?;
+        let Adopted { config, changed, needs_restart } = self.running().adopt(&read).map_err(unfit)?;
         let config = Arc::new(config);
         let failed = |error: anyhow::Error| vec![format!("{error:#}")];
         let loaded = self.encoders.load(&config).await.map_err(failed)?;
         let other_files = self.encoders.differ(&loaded);
-        let switches = self.prepare(&config, &loaded).map_err(failed)?;
+        let wanted = self.next(&config, &loaded).await.map_err(failed)?;
+        let switches = self.prepare(&wanted).map_err(failed)?;
         switches.into_iter().for_each(|switch| switch());
         self.encoders.keep(&loaded);
+        self.client.store(Arc::new(wanted.client));
+        self.subjects.store(wanted.subjects);
         if changed.is_empty() && !other_files {
             self.shown.store(Arc::new(page(next - 1, &config, &needs_restart)));
             return Ok(Reloaded::Unchanged { needs_restart });
@@ -148,11 +180,19 @@ impl Reloader {
         Ok(Reloaded::Applied { changed, needs_restart })
     }
 
-    fn prepare(&self, config: &Arc<Config>, loaded: &Loaded) -> anyhow::Result<Vec<Switch>> {
-        let intake = parts::intake(config, loaded.models.clone(), &self.router, &self.metrics)?;
-        let next = Next { config: config.clone(), models: loaded.models.clone(), intake };
+    async fn next(&self, config: &Arc<Config>, loaded: &Loaded) -> anyhow::Result<Next> {
+        let client = self.client.load().renewed(&config.engines).context("engines cannot be changed")?;
+        Ok(Next {
+            intake: parts::intake(config, loaded.models.clone(), &client, &self.router, &self.metrics)?,
+            subjects: Arc::new(subjects::load(config, &loaded.models, &self.subjects.load()).await?),
+            config: config.clone(),
+            client,
+        })
+    }
+
+    fn prepare(&self, next: &Next) -> anyhow::Result<Vec<Switch>> {
         let prepared = |(name, prepare): &(&'static str, Prepare)| {
-            prepare(&next).with_context(|| format!("{name} cannot be changed"))
+            prepare(next).with_context(|| format!("{name} cannot be changed"))
         };
         self.parts.lock().iter().map(prepared).collect()
     }
@@ -224,3 +264,6 @@ fn step(step: &Step) -> String {
 fn page(generation: u64, config: &Config, needs_restart: &[String]) -> Value {
     json!({"generation": generation, "needs_restart": needs_restart, "config": config.to_json()})
 }
+
+#[cfg(test)]
+mod tests;

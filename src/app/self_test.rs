@@ -1,7 +1,7 @@
 //! Compares our tokens with the engines', for ever: canaries when a worker comes, when it may be another engine than before,
 //! and after every interval; and beside it the blocks of real requests, a while after they were answered.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,19 +11,20 @@ use tokio::time::MissedTickBehavior;
 use tracing::{info, warn};
 
 use super::App;
+use super::lives::{self, Life};
 use super::reload::Next;
+use super::subjects::Subjects;
 use crate::config::Config;
 use crate::engine_client::config::EnginesConfig;
 use crate::engine_client::{EngineClient, EngineUrl};
 use crate::index::Overlaps;
-use crate::intake::Models;
 use crate::lifecycle::supervise;
 use crate::metrics::{Metrics, ModelLabel, ModelOutcomeLabels};
 use crate::parity::{Change, Evidence, Sighting, Standing, Verdict};
 use crate::router::Router;
 use crate::self_test::Subject;
 use crate::self_test::config::SelfTestConfig;
-use crate::worker::{Endpoint, ModelName, Worker, WorkerId, WorkerRank};
+use crate::worker::{ModelName, Worker, WorkerId};
 
 /// How often it is looked who is to be tested, and whose blocks are to be looked for.
 const LOOK: Duration = Duration::from_millis(250);
@@ -39,33 +40,17 @@ struct Task {
     config: SelfTestConfig,
     engines: EnginesConfig,
     client: EngineClient,
-    subjects: HashMap<ModelName, Subject>,
+    subjects: Arc<Subjects>,
 }
 
 impl Task {
-    /// Tokenises the canaries of all models.
-    fn new(config: &Config, models: &Models) -> anyhow::Result<Self> {
-        let named = |name: &ModelName| models.find(Some(name.as_str()));
-        let subject = |name: &ModelName| Some((name.clone(), Subject::new(&named(name)?.model)?));
-        let subjects = match config.self_test.enabled {
-            true => config.models.iter().filter_map(|model| subject(&model.name)).collect(),
-            false => HashMap::new(),
+    fn is_like(&self, other: &Self) -> bool {
+        let known = |(name, subject): (&ModelName, &Arc<Subject>)| {
+            other.subjects.get(name).is_some_and(|other| Arc::ptr_eq(subject, other))
         };
-        Ok(Self {
-            config: config.self_test.clone(),
-            engines: config.engines.clone(),
-            client: EngineClient::new(&config.engines)?,
-            subjects,
-        })
+        let same = self.subjects.len() == other.subjects.len() && self.subjects.iter().all(known);
+        same && self.config == other.config && self.engines == other.engines && self.client.is_same(&other.client)
     }
-}
-
-/// What tells one life of a worker from the next.
-#[derive(Clone, Debug, PartialEq)]
-struct Life {
-    endpoint: Endpoint,
-    out: bool,
-    restarts: u64,
 }
 
 /// A worker under test.
@@ -86,21 +71,29 @@ struct Runner {
 
 impl App {
     /// Compares our tokens with the engines' from now on.
-    pub(super) fn test_tokens(&mut self, config: &Config, router: &Arc<Router>, models: &Models) -> anyhow::Result<()> {
-        let (tasks, task) = watch::channel(Arc::new(Task::new(config, models)?));
+    pub(super) fn test_tokens(&mut self, config: &Config, router: &Arc<Router>) {
+        let task = |config: &Config, client: EngineClient, subjects: Arc<Subjects>| {
+            Arc::new(Task { config: config.self_test.clone(), engines: config.engines.clone(), client, subjects })
+        };
+        let (tasks, task_of_runner) = watch::channel(task(config, self.reloader.client(), self.reloader.subjects()));
         self.reloader.part("self_test", move |next: &Next| {
-            let (tasks, task) = (tasks.clone(), Arc::new(Task::new(&next.config, &next.models)?));
-            Ok(Box::new(move || _ = tasks.send_replace(task)))
+            let (tasks, task) = (tasks.clone(), task(&next.config, next.client.clone(), next.subjects.clone()));
+            Ok(Box::new(move || {
+                tasks.send_if_modified(|running| {
+                    let news = !running.is_like(&task);
+                    *running = task;
+                    news
+                });
+            }))
         });
         let (router, metrics, stop) = (router.clone(), self.reloader.metrics.clone(), self.stop.clone());
         self.background.spawn(async move {
             supervise("self_test", &metrics, stop, || {
                 let runner = Runner::new(router.clone(), metrics.clone());
-                runner.run(task.clone())
+                runner.run(task_of_runner.clone())
             })
             .await;
         });
-        Ok(())
     }
 }
 
@@ -115,6 +108,7 @@ impl Runner {
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         // Tests wait for engines, and real requests are not to wait for tests.
         let mut tests = None;
+        let mut subjects = tasks.borrow().subjects.clone();
         loop {
             tokio::select! {
                 _ = tick.tick() => {}
@@ -127,6 +121,7 @@ impl Runner {
                 }
             }
             let task = tasks.borrow_and_update().clone();
+            self.forget(&std::mem::replace(&mut subjects, task.subjects.clone()), &task.subjects);
             if tests.is_none() {
                 let due = self.due(&task);
                 if !due.is_empty() {
@@ -138,38 +133,47 @@ impl Runner {
         }
     }
 
+    /// Forgets what was found out of tokens that are others now.
+    fn forget(&self, before: &Arc<Subjects>, now: &Arc<Subjects>) {
+        if Arc::ptr_eq(before, now) {
+            return;
+        }
+        for (name, subject) in before.iter() {
+            let others = now.get(name).is_some_and(|now| !now.has_tokens_of(subject));
+            if let Some(standing) = self.router.parity().of(name).filter(|_| others) {
+                tell((name, None), standing.forget_canaries(), "other tokens of ours");
+                tell((name, None), standing.forget_events(), "other tokens of ours");
+            }
+        }
+    }
+
     /// The workers that are to be tested now.
     fn due(&mut self, task: &Task) -> Vec<Arc<Worker>> {
         let (fleet, now) = (self.router.fleet(), Instant::now());
-        let out: HashSet<WorkerId> = self.router.out().into_iter().collect();
+        let out = lives::out(&self.router);
         self.known.retain(|id, _| fleet.worker(*id).is_some());
         for (model, standing) in self.router.parity().standings() {
-            let tested = task.subjects.contains_key(&model);
-            let serves = |id| tested && fleet.worker(id).is_some_and(|worker| worker.model == model);
-            let change = standing.retain(serves);
-            tell(&model, change, "nobody is left who differs");
+            let serves = |id| fleet.worker(id).is_some_and(|worker| worker.model == model);
+            tell((&model, None), standing.retain(serves), "who is left");
+            if !task.subjects.contains_key(&model) {
+                tell((&model, None), standing.forget_canaries(), "canaries are not compared");
+            }
             if !task.config.traffic {
-                tell(&model, standing.forget_events(), "events are not compared");
+                tell((&model, None), standing.forget_events(), "events are not compared");
             }
         }
         let tested = fleet.workers().filter(|worker| task.subjects.contains_key(&worker.model));
         let mut due = Vec::new();
         for worker in tested {
-            let restarts = |rank| self.router.sources().facts(WorkerRank { worker: worker.id, rank });
-            let restarts = worker.ranks.iter().filter_map(restarts).map(|facts| facts.restarts).sum();
-            let life = Life { endpoint: worker.endpoint, out: out.contains(&worker.id), restarts };
+            let life = Life::of(worker, &self.router, &out);
             let known = self.known.entry(worker.id).or_insert_with(|| Known { life: life.clone(), due: now });
-            if known.life != life {
-                let back = known.life.out && !life.out;
-                let other = known.life.restarts != life.restarts || known.life.endpoint != life.endpoint;
-                known.life = life;
-                if back || other {
-                    known.due = now;
-                    if let Some(standing) = self.router.parity().of(&worker.model) {
-                        standing.restarted(worker.id);
-                    }
+            if life.is_another_than(&known.life) {
+                known.due = now;
+                if let Some(standing) = self.router.parity().of(&worker.model) {
+                    standing.restarted(worker.id);
                 }
             }
+            known.life = life;
             if known.due <= now && !known.life.out {
                 known.due = now + task.config.interval.get();
                 due.push(worker.clone());
@@ -182,7 +186,7 @@ impl Runner {
     fn take(&mut self, tested: Vec<Tested>) {
         for Tested { worker, verdict } in tested {
             let Some(standing) = self.router.parity().of(&worker.model) else { continue };
-            let before = standing.parity().workers.get(&worker.id).cloned().unwrap_or_default();
+            let before = standing.parity().workers.get(&worker.id).cloned().unwrap_or_default().canaries;
             let labels = ModelOutcomeLabels::new(&worker.model, verdict.label());
             self.metrics.parity_tests.get_or_create(&labels).inc();
             if let (Verdict::CannotTest { .. }, Some(known)) = (&verdict, self.known.get_mut(&worker.id)) {
@@ -192,7 +196,7 @@ impl Runner {
             if before != verdict {
                 self.report(&worker, &before, &verdict);
             }
-            tell(&worker.model, change, "canaries");
+            tell((&worker.model, Some(worker.id)), change, "canaries");
         }
     }
 
@@ -245,6 +249,7 @@ impl Runner {
             && since.elapsed() >= config.grace.get()
             && let Some((_, model, sighting)) = self.answered.pop_front()
         {
+            let worker = sighting.rank().worker;
             let found = self.router.look_for(sighting, &mut self.scratch);
             let outcome = match found {
                 None => "unknown",
@@ -253,15 +258,16 @@ impl Runner {
             };
             self.metrics.parity_sightings.get_or_create(&ModelOutcomeLabels::new(&model, outcome)).inc();
             let Some((evidence, change)) = found else { continue };
-            if let (Evidence::Unconfirmed { block }, Change::Mistrusted) = (evidence, change) {
+            if let (Evidence::Unconfirmed { block }, Change::Mistrusted | Change::Differs) = (evidence, change) {
                 self.mismatch(&model);
                 warn!(
                     %model,
+                    %worker,
                     block,
-                    "the blocks of several requests in a row do not appear in their engines' events, which tell of others"
+                    "the blocks of several requests in a row do not appear in their engine's events, which tell of others"
                 );
             }
-            tell(&model, change, "events");
+            tell((&model, Some(worker)), change, "events");
         }
     }
 
@@ -313,9 +319,14 @@ async fn test(task: Arc<Task>, due: Vec<Arc<Worker>>) -> Vec<Tested> {
 }
 
 /// Tells whoever reads the log what follows.
-fn tell(model: &ModelName, change: Change, by: &str) {
+fn tell((model, worker): (&ModelName, Option<WorkerId>), change: Change, by: &str) {
+    let worker = worker.map(tracing::field::display);
     match change {
         Change::None => {}
+        Change::Differs => {
+            warn!(%model, worker, by, "requests to this worker go by load, while others make our tokens")
+        }
+        Change::Agrees => info!(%model, worker, by, "requests to this worker go by their prompts again"),
         Change::Mistrusted => {
             warn!(%model, by, "our tokens are not used any more: requests go by load, or with the engines' own tokens");
         }

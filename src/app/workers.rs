@@ -7,15 +7,19 @@ use std::sync::Arc;
 
 use tokio::sync::{mpsc, watch};
 
-use crate::config::{Config, WorkerSource};
+use crate::config::{Config, ModelConfig, WorkerSource};
 use crate::discovery::config::DiscoveryConfig;
 use crate::discovery::{self, ServedModel, file::WorkersFile};
 use crate::kv_events::MediaTokens;
+use crate::learned::Given;
 use crate::metrics::Metrics;
 use crate::worker::{ModelName, Worker};
 
 /// The tokens that stand for media, by model.
 pub(super) type Media = HashMap<ModelName, MediaTokens>;
+
+/// What is configured of that which engines tell of themselves, by model.
+pub(super) type AllGiven = HashMap<ModelName, Given>;
 
 /// What a configuration says of the fleet.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,6 +28,7 @@ pub(super) struct Wanted {
     models: Vec<ServedModel>,
     follow: DiscoveryConfig,
     media: Arc<Media>,
+    given: Arc<AllGiven>,
 }
 
 /// A complete fleet as it is to be.
@@ -32,16 +37,24 @@ pub(super) struct Desired {
     pub(super) workers: Vec<Worker>,
     /// How to read the events of newcomers, and of the others if that changed.
     pub(super) media: Arc<Media>,
+    /// What engines may contradict.
+    pub(super) given: Arc<AllGiven>,
 }
 
 impl From<&Config> for Wanted {
     fn from(config: &Config) -> Self {
         let media = config.models.iter().map(|model| (model.name.clone(), model.media_tokens())).collect();
+        let given = |model: &ModelConfig| Given {
+            block_size: model.block_size,
+            media_model: model.media.as_ref().and_then(|media| media.model.clone()),
+        };
+        let given = config.models.iter().map(|model| (model.name.clone(), given(model))).collect();
         Self {
             source: config.worker_source(),
             models: config.served_models(),
             follow: config.discovery.clone(),
             media: Arc::new(media),
+            given: Arc::new(given),
         }
     }
 }
@@ -62,9 +75,9 @@ pub(super) async fn follow(
 }
 
 async fn tell(wanted: Wanted, desired: &mpsc::UnboundedSender<Desired>, metrics: &Arc<Metrics>) -> Infallible {
-    let media = wanted.media;
+    let (media, given) = (wanted.media, wanted.given);
     // Where the keeper is gone everything ends.
-    let send = |workers| _ = desired.send(Desired { workers, media: media.clone() });
+    let send = |workers| _ = desired.send(Desired { workers, media: media.clone(), given: given.clone() });
     match wanted.source {
         WorkerSource::Fixed(workers) => {
             send(workers);

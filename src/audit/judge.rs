@@ -3,8 +3,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::index::Moment;
 use crate::router::{Mode, Phases, Reason, Route};
-use crate::trust::Trust;
 use crate::worker::{BlockSize, ModelName, WorkerRank};
 
 /// What was foreseen when a request was routed.
@@ -18,8 +18,8 @@ pub struct Foreseen {
     pub mode: Mode,
     /// Why no better.
     pub reason: Option<Reason>,
-    /// How far the events of the chosen one were believed.
-    pub trust: Trust,
+    /// How far the events of the chosen one were, where it tells any.
+    pub since: Option<Moment>,
     /// Tokens of the prompt, as we count them.
     pub prompt: u64,
     /// Those that an engine could find cached at best.
@@ -36,7 +36,7 @@ pub struct Foreseen {
 
 impl Foreseen {
     /// What a route foresees; none where another worker computes the prompt, of whose cache the answer says nothing.
-    pub fn of(route: &Route) -> Option<Self> {
+    pub fn of(route: &Route, since: Option<Moment>) -> Option<Self> {
         if matches!(route.phases, Phases::Remote(_)) {
             return None;
         }
@@ -45,7 +45,7 @@ impl Foreseen {
             chosen: route.to.rank,
             mode: route.mode,
             reason: route.reason,
-            trust: route.trust,
+            since,
             prompt: route.prompt_tokens,
             reusable: route.reusable_tokens,
             available: route.best_cached_tokens,
@@ -68,12 +68,8 @@ pub struct Said {
 /// What is known of the time between the choice and the answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Evidence {
-    /// Whether the chosen worker rank's events can be believed.
-    pub trusted: bool,
-    /// Whether it dropped blocks meanwhile.
-    pub removed: bool,
-    /// Whether it stored blocks meanwhile.
-    pub stored: bool,
+    /// Whether the chosen worker rank's events tell what its engine found: that blocks of the prompt went, or came.
+    pub told: bool,
     /// Whether somebody else served the request.
     pub moved: bool,
 }
@@ -161,9 +157,9 @@ pub struct Verdict {
     pub foreseen: bool,
 }
 
-/// Whether an answer can be judged without knowing what happened meanwhile.
-pub(super) fn is_as_foreseen(foreseen: &Foreseen, said: Said) -> bool {
-    !is_unforeseen(foreseen) && said.cached == foreseen.captured && said.prompt == foreseen.prompt
+/// Whether it takes the events of the time to judge an answer.
+pub(super) fn needs_events(foreseen: &Foreseen, said: Said) -> bool {
+    foreseen.mode == Mode::Exact && said.prompt == foreseen.prompt && said.cached != foreseen.captured
 }
 
 /// Tokens of a prompt that is believed to be one; an engine may say anything, and what it says is summed up.
@@ -228,9 +224,8 @@ fn error(foreseen: &Foreseen, said: Said, evidence: Evidence) -> Option<(i64, Ca
         _ if foreseen.mode == Mode::Exact && said.prompt != foreseen.prompt => Cause::Parity,
         0 => return None,
         _ if foreseen.mode != Mode::Exact => Cause::Guess,
-        _ if !evidence.trusted => Cause::StaleIndex,
-        ..0 if evidence.removed => Cause::Evicted,
-        1.. if evidence.stored => Cause::StoredMeanwhile,
+        ..0 if evidence.told => Cause::Evicted,
+        1.. if evidence.told => Cause::StoredMeanwhile,
         _ => Cause::StaleIndex,
     };
     Some((blocks, cause))
@@ -247,7 +242,7 @@ mod tests {
             chosen: WorkerRank { worker: WorkerId(1), rank: DpRank(0) },
             mode: Mode::Exact,
             reason: None,
-            trust: Trust::Exact,
+            since: None,
             prompt: 100,
             reusable: 96,
             available,
@@ -257,7 +252,7 @@ mod tests {
         }
     }
 
-    const TRUSTED: Evidence = Evidence { trusted: true, removed: false, stored: false, moved: false };
+    const UNTOLD: Evidence = Evidence { told: false, moved: false };
 
     #[test]
     fn the_causes_add_up_to_what_was_missed() {
@@ -266,53 +261,44 @@ mod tests {
             StaleIndex, StoredMeanwhile as Stored, Unforeseen, Workload,
         };
         let said = |cached| Said { prompt: 100, cached };
-        let removed = Evidence { removed: true, ..TRUSTED };
-        let stored = Evidence { stored: true, ..TRUSTED };
-        let doubted = Evidence { trusted: false, ..removed };
-        let moved = Evidence { moved: true, ..TRUSTED };
+        let told = Evidence { told: true, ..UNTOLD };
+        let moved = Evidence { moved: true, ..UNTOLD };
         let mode = |mode, reason| Foreseen { mode, reason, ..foreseen(64, 32) };
         type Case<'a> = (Foreseen, Said, Evidence, &'a [(Cause, u64)], Option<(i64, Cause)>);
-        let cases: [Case<'_>; 14] = [
-            (foreseen(96, 96), said(96), TRUSTED, &[(Align, 4)], None),
-            (foreseen(0, 0), said(0), TRUSTED, &[(Align, 4), (Workload, 96)], None),
-            (foreseen(64, 32), said(32), TRUSTED, &[(Align, 4), (Spill, 32), (Workload, 32)], None),
+        let cases: [Case<'_>; 13] = [
+            (foreseen(96, 96), said(96), UNTOLD, &[(Align, 4)], None),
+            (foreseen(0, 0), said(0), UNTOLD, &[(Align, 4), (Workload, 96)], None),
+            (foreseen(64, 32), said(32), UNTOLD, &[(Align, 4), (Spill, 32), (Workload, 32)], None),
             (
                 foreseen(64, 32),
                 said(16),
-                removed,
+                told,
                 &[(Align, 4), (Evicted, 16), (Spill, 32), (Workload, 32)],
                 Some((-1, Evicted)),
             ),
             (
                 foreseen(32, 32),
                 said(0),
-                TRUSTED,
-                &[(Align, 4), (StaleIndex, 32), (Workload, 64)],
-                Some((-2, StaleIndex)),
-            ),
-            (
-                foreseen(32, 32),
-                said(0),
-                doubted,
+                UNTOLD,
                 &[(Align, 4), (StaleIndex, 32), (Workload, 64)],
                 Some((-2, StaleIndex)),
             ),
             // More than was foreseen: first others had less to offer, then nobody had nothing.
-            (foreseen(64, 32), said(48), stored, &[(Align, 4), (Spill, 16), (Workload, 32)], Some((1, Stored))),
-            (foreseen(64, 32), said(96), stored, &[(Align, 4)], Some((4, Stored))),
-            (foreseen(64, 32), said(96), TRUSTED, &[(Align, 4)], Some((4, StaleIndex))),
+            (foreseen(64, 32), said(48), told, &[(Align, 4), (Spill, 16), (Workload, 32)], Some((1, Stored))),
+            (foreseen(64, 32), said(96), told, &[(Align, 4)], Some((4, Stored))),
+            (foreseen(64, 32), said(96), UNTOLD, &[(Align, 4)], Some((4, StaleIndex))),
             (foreseen(32, 32), said(0), moved, &[(Align, 4), (Elsewhere, 32), (Workload, 64)], Some((-2, Elsewhere))),
             (
                 mode(Mode::Approximate, None),
                 said(16),
-                TRUSTED,
+                UNTOLD,
                 &[(Align, 4), (Guess, 16), (Spill, 32), (Workload, 32)],
                 Some((-1, Guess)),
             ),
-            (mode(Mode::LoadOnly, Some(Reason::IndexCold)), said(16), TRUSTED, &[(Align, 4), (Unforeseen, 80)], None),
-            (mode(Mode::LoadOnly, Some(Reason::ParityMismatch)), said(0), TRUSTED, &[(Align, 4), (Parity, 96)], None),
+            (mode(Mode::LoadOnly, Some(Reason::IndexCold)), said(16), UNTOLD, &[(Align, 4), (Unforeseen, 80)], None),
+            (mode(Mode::LoadOnly, Some(Reason::ParityMismatch)), said(0), UNTOLD, &[(Align, 4), (Parity, 96)], None),
             // Nonsense of an engine is cut to size.
-            (foreseen(32, 32), said(u64::MAX), TRUSTED, &[], Some((5, StaleIndex))),
+            (foreseen(32, 32), said(u64::MAX), UNTOLD, &[], Some((5, StaleIndex))),
         ];
         for (foreseen, said, evidence, missed, error) in cases {
             let verdict = judge(&foreseen, said, evidence);
@@ -325,9 +311,9 @@ mod tests {
     #[test]
     fn another_number_of_prompt_tokens_is_a_parity_difference_even_where_the_cached_ones_agree() {
         let said = Said { prompt: 101, cached: 32 };
-        assert!(!is_as_foreseen(&foreseen(32, 32), said));
-        assert_eq!(judge(&foreseen(32, 32), said, TRUSTED).error, Some((0, Cause::Parity)));
-        let part = judge(&foreseen(32, 32), Said { prompt: 100, cached: 40 }, TRUSTED);
+        assert!(!needs_events(&foreseen(32, 32), said), "no event explains that");
+        assert_eq!(judge(&foreseen(32, 32), said, UNTOLD).error, Some((0, Cause::Parity)));
+        let part = judge(&foreseen(32, 32), Said { prompt: 100, cached: 40 }, UNTOLD);
         assert_eq!(part.error, Some((1, Cause::StaleIndex)), "part of a block counts as one");
     }
 }

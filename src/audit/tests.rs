@@ -3,55 +3,73 @@ use std::num::NonZeroU32;
 use super::*;
 use crate::block::{EngineHash, LocalHash};
 use crate::fleet::Fleet;
-use crate::index::{KvEvent, PrefixIndex, StoredBlock};
+use crate::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
 use crate::load::LoadTracker;
 use crate::metrics::ModelTokensLabels;
 use crate::router::{Mode, RouterSettings};
 use crate::tier::Tier;
-use crate::trust::Standing;
 use crate::worker::{BlockSize, DpRank, Worker, WorkerId, WorkerRank};
 
+const SIZE: BlockSize = BlockSize(NonZeroU32::new(16).unwrap());
 const RANK: WorkerRank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
 
-fn audit() -> (Arc<Audit>, Arc<Router>, Arc<Metrics>) {
+/// An audit of one worker rank with its writer.
+fn audit() -> (Arc<Audit>, RankWriter, Arc<Metrics>) {
     let load = LoadTracker::new(Instant::now);
     let router = Arc::new(Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1));
-    let size = BlockSize(NonZeroU32::new(16).unwrap());
-    let worker = Worker::new(RANK.worker, "127.0.0.1:8000".parse().unwrap(), "m".into(), size);
-    router.publish(Arc::new(Fleet::empty().reconcile(vec![worker]).fleet));
-    router.set_trust(RANK, Standing::EXACT);
+    let worker = Worker::new(RANK.worker, "127.0.0.1:8000".parse().unwrap(), "m".into(), SIZE);
+    let fleet = Arc::new(Fleet::empty().reconcile(vec![worker]).fleet);
+    let writer = router.index().join(fleet.slot(RANK).unwrap());
+    router.publish(fleet);
     let metrics = Arc::new(Metrics::new());
-    (Audit::new(router.clone(), metrics.clone()), router, metrics)
+    (Audit::new(router, metrics.clone()), writer, metrics)
 }
 
-fn answered(captured: u64, cached: u64, arrived: Instant) -> Answered {
+/// The prompt of every request here: six blocks and a rest.
+fn prompt() -> BlockHashes {
+    BlockHashes::chain(100, SIZE, (1..=6).map(LocalHash).collect())
+}
+
+/// Blocks of the prompt from one on, after those before it.
+fn stored(from: u64, to: u64) -> KvEvent {
+    let blocks = (from..=to).map(|block| StoredBlock { engine: EngineHash(block), local: LocalHash(block) });
+    KvEvent::Stored { parent: (from > 1).then(|| EngineHash(from - 1)), blocks: blocks.collect(), tier: Tier::Device }
+}
+
+fn removed(from: u64, to: u64) -> KvEvent {
+    KvEvent::Removed { blocks: (from..=to).map(EngineHash).collect(), tier: Tier::Device }
+}
+
+fn answered(audit: &Audit, captured: u64, cached: u64) -> Answered {
+    let slot = audit.router.fleet().slot(RANK).unwrap();
     let foreseen = Foreseen {
         model: "m".into(),
         chosen: RANK,
         mode: Mode::Exact,
         reason: None,
-        trust: Trust::Exact,
+        since: audit.router.index().moment(slot),
         prompt: 100,
         reusable: 96,
         available: captured,
         captured,
         by_chance: 0,
-        block_size: BlockSize(NonZeroU32::new(16).unwrap()),
+        block_size: SIZE,
     };
-    Answered { foreseen, said: Said { prompt: 100, cached }, arrived, moved: false }
+    Answered { foreseen, said: Said { prompt: 100, cached }, prompts: vec![prompt()], moved: false }
 }
 
 #[test]
 fn what_came_as_foreseen_counts_at_once_and_the_rest_when_its_events_are_there() {
-    let (audit, router, metrics) = audit();
+    let (audit, mut writer, metrics) = audit();
+    writer.apply(&stored(1, 2));
     let begin = Instant::now();
-    audit.answered(answered(32, 32, begin), begin);
-    audit.answered(answered(32, 16, begin), begin);
+    audit.answered(answered(&audit, 32, 32), begin);
+    audit.answered(answered(&audit, 32, 16), begin);
     let totals = audit.totals();
     assert_eq!((totals.models["m"].answers, totals.models["m"].equal, totals.waiting), (1, 1, 1));
-    // The event that explains it comes after the answer.
-    let removed = KvEvent::Removed { blocks: vec![EngineHash(7)], tier: Tier::Device };
-    router.note_churn(RANK).note(&removed, begin + Duration::from_millis(300));
+    // The events that explain it come after the answer: what was gone was computed again.
+    writer.apply(&removed(2, 2));
+    writer.apply(&stored(2, 6));
     audit.look(begin + GRACE / 2);
     assert_eq!(audit.totals().waiting, 1, "it is not due");
     audit.look(begin + GRACE);
@@ -66,31 +84,95 @@ fn what_came_as_foreseen_counts_at_once_and_the_rest_when_its_events_are_there()
 }
 
 #[test]
-fn changes_before_the_request_came_explain_nothing() {
-    let (audit, router, _) = audit();
-    let begin = Instant::now();
-    let stored = KvEvent::Stored {
-        parent: None,
-        blocks: vec![StoredBlock { engine: EngineHash(7), local: LocalHash(7) }],
-        tier: Tier::Device,
+fn a_difference_is_explained_by_what_was_told_of_the_prompts_own_blocks_alone() {
+    use Cause::{Evicted, StaleIndex, StoredMeanwhile};
+    type Case = (&'static str, u64, u64, Vec<KvEvent>, Cause);
+    // A busy rank stores and evicts all the time.
+    let others = || {
+        let block = |name| vec![StoredBlock { engine: EngineHash(name), local: LocalHash(name) }];
+        let store = |name| KvEvent::Stored { parent: None, blocks: block(name), tier: Tier::Device };
+        vec![store(70), store(71), removed(70, 70), store(72)]
     };
-    router.note_churn(RANK).note(&stored, begin + Duration::from_millis(10));
-    audit.answered(answered(0, 16, begin + Duration::from_millis(20)), begin);
-    audit.answered(answered(0, 16, begin), begin);
+    let with_others = |more: Vec<KvEvent>| others().into_iter().chain(more).chain(others()).collect();
+    let cases: [Case; 7] = [
+        ("nothing of it", 32, 16, with_others(vec![]), StaleIndex),
+        ("stored again without having left", 32, 0, with_others(vec![stored(1, 6)]), StaleIndex),
+        ("gone", 32, 16, with_others(vec![removed(2, 2)]), Evicted),
+        ("gone and there again", 32, 0, with_others(vec![removed(1, 2), stored(1, 6)]), Evicted),
+        ("nobody told of more", 32, 48, with_others(vec![stored(4, 6)]), StaleIndex),
+        ("told of more", 32, 48, with_others(vec![stored(3, 3)]), StoredMeanwhile),
+        ("told of some", 32, 64, with_others(vec![stored(3, 3)]), StaleIndex),
+    ];
+    for (name, captured, cached, events, cause) in cases {
+        let (audit, mut writer, _) = audit();
+        writer.apply(&stored(1, 2));
+        let begin = Instant::now();
+        audit.answered(answered(&audit, captured, cached), begin);
+        for event in &events {
+            writer.apply(event);
+        }
+        audit.look(begin + GRACE);
+        let errors = &audit.totals().models["m"].errors;
+        assert_eq!(errors.keys().collect::<Vec<_>>(), [&cause], "{name}");
+    }
+}
+
+#[test]
+fn changes_before_the_request_came_explain_nothing() {
+    let (audit, mut writer, _) = audit();
+    writer.apply(&stored(1, 2));
+    let begin = Instant::now();
+    audit.answered(answered(&audit, 32, 16), begin);
     audit.look(begin + GRACE);
-    let errors = &audit.totals().models["m"].errors;
-    assert_eq!((errors[&Cause::StaleIndex], errors[&Cause::StoredMeanwhile]), (1, 1));
+    assert_eq!(audit.totals().models["m"].errors[&Cause::StaleIndex], 1);
+}
+
+#[test]
+fn what_an_engine_found_cached_is_not_doubted_any_longer() {
+    let (audit, mut writer, _) = audit();
+    writer.apply(&stored(1, 6));
+    writer.doubt();
+    audit.answered(answered(&audit, 96, 48), Instant::now());
+    assert_eq!(writer.settle().doubted, 3);
+}
+
+#[test]
+fn answers_that_no_event_can_explain_do_not_wait() {
+    let (audit, _, _) = audit();
+    let begin = Instant::now();
+    for change in [
+        |answered: &mut Answered| answered.foreseen.mode = Mode::LoadOnly,
+        |answered: &mut Answered| answered.foreseen.mode = Mode::Approximate,
+        |answered: &mut Answered| answered.said.prompt = 101,
+        |answered: &mut Answered| answered.moved = true,
+    ] {
+        let mut answered = answered(&audit, 32, 16);
+        change(&mut answered);
+        audit.answered(answered, begin);
+    }
+    let totals = audit.totals();
+    assert_eq!((totals.waiting, totals.models["m"].answers), (0, 4));
 }
 
 #[test]
 fn of_too_many_that_wait_the_newest_are_judged_by_what_is_known() {
-    let (audit, _, _) = audit();
+    let (audit, _writer, _) = audit();
     let begin = Instant::now();
     for _ in 0..MOST_WAITING + 3 {
-        audit.answered(answered(32, 16, begin), begin);
+        audit.answered(answered(&audit, 32, 16), begin);
     }
     let totals = audit.totals();
     assert_eq!((totals.waiting, totals.models["m"].answers), (MOST_WAITING as u64, 3));
+    audit.look(begin + GRACE);
+    // Nor do they keep blocks without end.
+    let mut long = answered(&audit, 32, 16);
+    long.prompts = vec![BlockHashes::chain(16 * MOST_BLOCKS, SIZE, vec![LocalHash(1); MOST_BLOCKS])];
+    for answered in [long.clone(), long, answered(&audit, 32, 16)] {
+        audit.answered(answered, begin);
+    }
+    assert_eq!(audit.totals().waiting, 1);
+    audit.look(begin + GRACE);
+    assert_eq!(audit.waiting.lock().blocks, 0);
 }
 
 #[test]

@@ -121,19 +121,16 @@ impl BlockHashes {
         Self::chain(content.tokens.len(), block_size, locals)
     }
 
-    /// The same hashes where those of the first blocks are known: only what follows them is hashed. They must come from a
-    /// prompt that begins with the same blocks, under the same salt, block size and windows. A prompt with objects is hashed
-    /// whole.
-    pub fn resumed(content: &Content<'_>, block_size: BlockSize, known: &[(LocalHash, SequenceHash)]) -> Self {
-        if !content.objects.is_empty() || known.is_empty() {
-            return Self::of_content(content, block_size);
-        }
-        let rest = content.tokens.get(known.len() * block_size.tokens()..).unwrap_or_default();
-        let more = locals_seeded(rest, block_size, content.salt.seed(), content.windows, &[]);
+    /// Goes on from blocks that are known with the local hashes of those that follow; `tokens` is the length of the prompt.
+    pub(super) fn after(
+        known: &[(LocalHash, SequenceHash)],
+        (tokens, block_size): (usize, BlockSize),
+        more: &[LocalHash],
+    ) -> Self {
         let locals = known.iter().map(|(local, _)| *local).chain(more.iter().copied()).collect();
         let last = known.last().map(|(_, sequence)| *sequence);
-        let sequences = known.iter().map(|(_, sequence)| *sequence).chain(chain(last, &more, SEED)).collect();
-        Self { block_size, tokens: content.tokens.len(), locals, sequences }
+        let sequences = known.iter().map(|(_, sequence)| *sequence).chain(chain(last, more, SEED)).collect();
+        Self { block_size, tokens, locals, sequences }
     }
 
     /// Chains local hashes that were computed elsewhere; `tokens` is the length of the prompt they came from.
@@ -232,29 +229,4 @@ fn locals_seeded(
             LocalHash(xxh3_64_with_seed(&bytes, seed))
         })
         .collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_chain_goes_on_from_any_block_as_if_it_had_begun_at_the_first() {
-        let tokens: Vec<u32> = (0..70).map(|at| at * 7919 % 151).collect();
-        let salt = Salt { lora: Some("adapter".into()), cache: Some("tenant".into()) };
-        for windows in [Windows::Plain, Windows::Eagle] {
-            for size in [1, 3, 16, 64, 100].map(|size| BlockSize::new(size).expect("not zero")) {
-                for length in 0..=tokens.len() {
-                    let content = Content { windows, ..Content::plain(&tokens[..length], &salt) };
-                    let whole = BlockHashes::of_content(&content, size);
-                    assert_eq!(whole.len(), windows.blocks(length, size));
-                    let pairs: Vec<_> = whole.locals().iter().copied().zip(whole.sequences().iter().copied()).collect();
-                    for known in 0..=pairs.len() {
-                        let resumed = BlockHashes::resumed(&content, size, &pairs[..known]);
-                        assert_eq!(resumed, whole, "{windows:?} {size:?} {length} {known}");
-                    }
-                }
-            }
-        }
-    }
 }

@@ -3,7 +3,7 @@
 //! placeholder is replaced by a pad token made of that hash. Requests and events go through the same code here, so that
 //! both sides take the same form for every block.
 
-use super::hash::{BlockHashes, Content, Windows, locals};
+use super::hash::{BlockHashes, Content, LocalHash, SequenceHash, Windows, locals};
 use super::multimodal::{ObjectHash, PromptObject};
 use crate::worker::BlockSize;
 
@@ -18,17 +18,38 @@ pub struct MediaTokens {
 
 /// The blocks of a prompt with objects, as the events of an engine that has these placeholders are hashed.
 pub fn hashes(content: &Content<'_>, block_size: BlockSize, media: MediaTokens) -> BlockHashes {
+    resumed(content, block_size, media, &[])
+}
+
+/// The same where those of the first blocks are known: only what follows them is hashed, and whatever is not before the first
+/// object. They must come from a prompt that begins with the same blocks, under the same salt, block size and windows.
+pub fn resumed(
+    content: &Content<'_>,
+    block_size: BlockSize,
+    media: MediaTokens,
+    known: &[(LocalHash, SequenceHash)],
+) -> BlockHashes {
+    let ranges = || content.objects.iter().flat_map(|object| &object.ranges).filter(|range| !range.is_empty());
+    let first = ranges().map(|range| range.start).min().unwrap_or(content.tokens.len()).min(content.tokens.len());
+    let known = &known[..known.len().min(content.windows.blocks(first, block_size))];
+    let from = known.len() * block_size.tokens();
+    let behind = |object: &PromptObject| {
+        let ranges = object.ranges.iter().filter(|range| !range.is_empty());
+        PromptObject { ranges: ranges.map(|range| range.start - from..range.end - from).collect(), ..object.clone() }
+    };
+    let objects: Vec<PromptObject> = content.objects.iter().map(behind).collect();
+    let rest = Content { tokens: &content.tokens[from..], objects: &objects, ..*content };
+    BlockHashes::after(known, (content.tokens.len(), block_size), &locals_of(&rest, block_size, media))
+}
+
+fn locals_of(content: &Content<'_>, block_size: BlockSize, media: MediaTokens) -> Vec<LocalHash> {
     let mut objects = marks(content.tokens.len(), block_size, content.objects);
     let padded = match content.windows {
         Windows::Plain if !objects.is_empty() => normalize(content.tokens, &mut objects, block_size, media),
         Windows::Plain | Windows::Eagle => None,
     };
     let tokens = padded.as_deref().unwrap_or(content.tokens);
-    BlockHashes::chain(
-        content.tokens.len(),
-        block_size,
-        locals(tokens, block_size, content.salt, content.windows, &objects),
-    )
+    locals(tokens, block_size, content.salt, content.windows, &objects)
 }
 
 /// Per block, the objects that touch it in their order; one that stands there twice is named twice, as engines do.
@@ -152,6 +173,35 @@ mod tests {
             let mut objects: Vec<Vec<u64>> = objects.iter().map(|block| block.to_vec()).collect();
             assert_eq!(normalize(tokens, &mut objects, size, media), expected, "{tokens:?}");
             assert_eq!(objects.iter().all(Vec::is_empty), expected.is_some());
+        }
+    }
+
+    #[test]
+    fn a_chain_goes_on_from_any_block_as_if_it_had_begun_at_the_first() {
+        let tokens: Vec<u32> =
+            (0..70).map(|at| if (31..40).contains(&at) { 9 } else { at * 7919 % 151 + 10 }).collect();
+        let salt = Salt { lora: Some("adapter".into()), cache: Some("tenant".into()) };
+        let objects = [PromptObject { object: ObjectHash(7), ranges: vec![31..40, 3..3] }];
+        let media = MediaTokens { image: Some(9), video: None };
+        for windows in [Windows::Plain, Windows::Eagle] {
+            for size in [1, 3, 16, 64, 100].map(|size| BlockSize::new(size).expect("not zero")) {
+                for (length, objects) in
+                    (0..=31).chain(40..=tokens.len()).flat_map(|at| [(at, &objects[..]), (at, &[])])
+                {
+                    let objects = if length < 40 { &[] } else { objects };
+                    let content = Content { windows, objects, ..Content::plain(&tokens[..length], &salt) };
+                    let whole = hashes(&content, size, media);
+                    assert_eq!(whole.len(), windows.blocks(length, size));
+                    let pairs: Vec<_> = whole.locals().iter().copied().zip(whole.sequences().iter().copied()).collect();
+                    for known in 0..=pairs.len() {
+                        let resumed = resumed(&content, size, media, &pairs[..known]);
+                        assert_eq!(resumed, whole, "{windows:?} {size:?} {length} {known}");
+                    }
+                    if objects.is_empty() {
+                        assert_eq!(whole, BlockHashes::of_content(&content, size));
+                    }
+                }
+            }
         }
     }
 }

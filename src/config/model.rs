@@ -24,7 +24,7 @@ pub struct ModelConfig {
     /// `tokenizer.json`, plain or with `.gz`; without one, requests for the model are routed by load only.
     #[serde(default)]
     pub tokenizer: Option<PathBuf>,
-    /// `tokenizer_config.json`: special tokens and, usually, the chat template.
+    /// `tokenizer_config.json`: special tokens and, usually, the chat template. The model's `config.json` belongs beside it.
     #[serde(default)]
     pub tokenizer_config: Option<PathBuf>,
     /// A Jinja file in place of the template in `tokenizer_config`.
@@ -51,6 +51,9 @@ pub struct ModelConfig {
     /// The version of transformers that its engines run with.
     #[serde(default)]
     pub transformers: Transformers,
+    /// The class of its tokenizer in the engines, where its files do not tell: `TokenizersBackend` is `tokenizer.json` as it is.
+    #[serde(default)]
+    pub tokenizer_class: Option<String>,
     /// The engines' own tokens in place of ours; none: ours only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine_tokens: Option<EngineTokensConfig>,

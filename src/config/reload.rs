@@ -35,7 +35,6 @@ impl Config {
         config.queue = self.queue.clone();
         config.sessions = self.sessions.clone();
         config.approximate = self.approximate.clone();
-        config.learn = self.learn.clone();
         config.readiness = self.readiness.clone();
         config.envoy = self.envoy.clone();
         config.log.format = self.log.format;

@@ -35,7 +35,7 @@ pub struct WorkerConfig {
     /// Most tokens one engine step takes.
     #[serde(default)]
     pub max_num_batched_tokens: Option<u64>,
-    /// KV blocks of one rank.
+    /// KV blocks of one rank, of the model's `block_size`.
     #[serde(default)]
     pub total_kv_blocks: Option<u64>,
     /// Labels that requests may require or prefer.

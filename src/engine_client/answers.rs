@@ -1,8 +1,11 @@
 //! The answers of engines, in vLLM's shapes, as far as they are needed. Whatever else they say is not looked at.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
-use serde::Deserialize;
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
+use serde::de::{MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 use super::EngineError;
@@ -12,9 +15,6 @@ use super::EngineError;
 pub struct Tokenized {
     /// The prompt.
     pub tokens: Vec<u32>,
-    /// The longest context of the model.
-    #[serde(default)]
-    pub max_model_len: Option<u64>,
 }
 
 /// One prompt as an engine would compute it.
@@ -22,8 +22,6 @@ pub struct Tokenized {
 pub struct Rendered {
     /// The prompt.
     pub token_ids: Vec<u32>,
-    /// What separates its cache from others'.
-    pub cache_salt: Option<String>,
     /// Images and the like in it, in the order of their places.
     pub objects: Vec<RenderedObject>,
 }
@@ -82,18 +80,37 @@ pub(super) struct Version {
     pub(super) version: String,
 }
 
-#[derive(Deserialize)]
-#[serde(untagged)]
-pub(super) enum Renderings {
-    Several(Vec<Rendering>),
-    One(Rendering),
+/// What a render endpoint says: a list, or the one where there is only one. Read as it comes: to try one shape and then the
+/// other, serde would keep all of it meanwhile, and an answer may be megabytes of numbers.
+pub(super) struct Renderings(Vec<Rendering>);
+
+impl<'de> Deserialize<'de> for Renderings {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+
+        impl<'de> Visitor<'de> for Either {
+            type Value = Renderings;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a prompt, or a list of prompts")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Renderings, A::Error> {
+                Vec::deserialize(SeqAccessDeserializer::new(list)).map(Renderings)
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, one: A) -> Result<Renderings, A::Error> {
+                Rendering::deserialize(MapAccessDeserializer::new(one)).map(|one| Renderings(vec![one]))
+            }
+        }
+
+        deserializer.deserialize_any(Either)
+    }
 }
 
 #[derive(Deserialize)]
 pub(super) struct Rendering {
     token_ids: Vec<u32>,
-    #[serde(default)]
-    cache_salt: Option<String>,
     #[serde(default)]
     features: Option<Features>,
 }
@@ -114,11 +131,7 @@ struct Placeholder {
 
 impl Renderings {
     pub(super) fn read(self) -> Result<Vec<Rendered>, EngineError> {
-        let list = match self {
-            Renderings::Several(list) => list,
-            Renderings::One(one) => vec![one],
-        };
-        list.into_iter().map(Rendering::read).collect()
+        self.0.into_iter().map(Rendering::read).collect()
     }
 }
 
@@ -129,7 +142,7 @@ impl Rendering {
         if self.token_ids.is_empty() {
             return Err(EngineError::Unreadable("a prompt without tokens"));
         }
-        Ok(Rendered { token_ids: self.token_ids, cache_salt: self.cache_salt, objects })
+        Ok(Rendered { token_ids: self.token_ids, objects })
     }
 }
 

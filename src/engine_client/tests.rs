@@ -70,7 +70,7 @@ async fn an_answer_of_a_real_engine_tells_tokens_and_images() {
     let captured: Value = serde_json::from_str(include_str!("../../tests/data/engines/render-image.json")).unwrap();
     let server = Server::saying(200, captured.to_string()).await;
     let rendered = render(&server).await.unwrap();
-    let [Rendered { token_ids, cache_salt: None, objects }] = &rendered[..] else { panic!("{rendered:?}") };
+    let [Rendered { token_ids, objects }] = &rendered[..] else { panic!("{rendered:?}") };
     assert_eq!((token_ids.len(), token_ids[0]), (captured["token_ids"].as_array().unwrap().len(), 151_644));
     let hash = "05757fdca20857264df44a59e04830bcf59f808198a8899aa2ef4e6f9601f53e".to_owned();
     assert_eq!(objects[..], [RenderedObject { modality: "image".into(), hash, offset: 15, length: 100 }]);
@@ -82,8 +82,8 @@ async fn completions_come_as_a_list() {
     let server =
         Server::saying(200, r#"[{"token_ids":[1,2],"cache_salt":"s"},{"token_ids":[3],"features":null}]"#).await;
     let rendered = render(&server).await.unwrap();
-    let told: Vec<_> = rendered.iter().map(|one| (one.token_ids.clone(), one.cache_salt.as_deref())).collect();
-    assert_eq!(told, [(vec![1, 2], Some("s")), (vec![3], None)]);
+    let told: Vec<_> = rendered.iter().map(|one| one.token_ids.clone()).collect();
+    assert_eq!(told, [vec![1, 2], vec![3]]);
 }
 
 #[tokio::test]
@@ -254,7 +254,7 @@ async fn each_question_goes_to_its_path_and_is_read() {
     assert_eq!(client.version(url).await.unwrap(), "0.32.0");
     assert_eq!(client.metrics(url).await.unwrap().caches()[0].block_size, Some(16));
     let tokenized = client.tokenize(url, Bytes::from_static(b"{}"), SOON).await.unwrap();
-    assert_eq!((tokenized.tokens, tokenized.max_model_len), (vec![5, 6], Some(8192)));
+    assert_eq!(tokenized.tokens, [5, 6]);
     let rendered = client.render(url, RenderApi::Messages, Bytes::from_static(b"{}"), SOON).await.unwrap();
     assert_eq!(rendered[0].token_ids, [7]);
     let sources = client.kv_event_sources(url).await.unwrap();
@@ -279,5 +279,25 @@ fn settings_that_cannot_work_are_named() {
         let problems = config.problems();
         assert_eq!(problems.len(), 1, "{key}");
         assert_eq!(problems[0].trail, [crate::settings::Step::Key(key.into())]);
+    }
+}
+
+/// The thread that read it.
+struct Reader(std::thread::ThreadId);
+
+impl<'de> serde::Deserialize<'de> for Reader {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        serde::de::IgnoredAny::deserialize(deserializer)?;
+        Ok(Self(std::thread::current().id()))
+    }
+}
+
+#[tokio::test]
+async fn long_answers_are_read_beside_the_async_threads() {
+    let here = std::thread::current().id();
+    for (length, aside) in [(10, false), (LARGE + 1, true)] {
+        let server = Server::saying(200, format!("\"{}\"", "x".repeat(length))).await;
+        let Reader(there) = client().get(&server.url, "x").await.unwrap();
+        assert_eq!(there != here, aside, "{length}");
     }
 }

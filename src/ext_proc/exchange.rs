@@ -36,8 +36,11 @@ pub enum Effect {
     Route(Inbound),
     /// The answer began.
     Answered(ResponseHead),
-    /// The first token of the answer was seen: the prefill is over.
-    FirstToken,
+    /// The first token of the answer came: the prefill is over.
+    FirstToken {
+        /// Whether it was seen, and not only taken to come with the headers.
+        seen: bool,
+    },
     /// A piece of the answer, for whoever counts tokens.
     Answer(Bytes),
     /// The answer is complete.

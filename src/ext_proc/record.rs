@@ -8,6 +8,7 @@ use tracing::info;
 
 use super::headers::{AnsweredBy, ResponseHead};
 use crate::audit::{Answered, Audit, Foreseen, Said};
+use crate::block::BlockHashes;
 use crate::entrance::Admitted;
 use crate::health::Outcome;
 use crate::metrics::{Metrics, ModelLabel, OutcomeLabel, RankLabels};
@@ -30,10 +31,14 @@ pub(super) struct Record {
     label: Option<ModelLabel>,
     /// What the engine should find cached.
     foreseen: Option<Foreseen>,
+    /// The prompts of the request, once it is over.
+    prompts: Vec<BlockHashes>,
     /// Whether somebody else served the request than was chosen.
     moved: bool,
     /// Whether the answer's body is shown.
     shown: bool,
+    /// Whether something of the answer's body was seen, by us or by the probe.
+    seen: bool,
     usage: UsageScanner,
     status: u16,
     /// Whether the answer is shown while it is written, so that its beginning is its first token.
@@ -71,8 +76,10 @@ impl Record {
             mirrored: None,
             label: None,
             foreseen: None,
+            prompts: Vec::new(),
             moved: false,
             shown: false,
+            seen: false,
             usage: UsageScanner::default(),
             status: 0,
             event_stream: false,
@@ -83,10 +90,14 @@ impl Record {
         }
     }
 
-    pub(super) fn routed(&mut self, admitted: Option<Box<Admitted>>, mirrored: Option<Box<Mirrored>>) {
+    /// The gateway has a prefill done beside the request.
+    pub(super) fn mirrors(&mut self, mirrored: Option<Box<Mirrored>>) {
         self.mirrored = mirrored;
+    }
+
+    pub(super) fn routed(&mut self, admitted: Option<Box<Admitted>>) {
         self.label = admitted.as_ref().map(|admitted| ModelLabel::from(&admitted.booked.route.model));
-        self.foreseen = admitted.as_ref().and_then(|admitted| Foreseen::of(&admitted.booked.route));
+        self.foreseen = admitted.as_ref().and_then(|admitted| self.audit.foresee(&admitted.booked.route));
         self.admitted = admitted;
         self.admitted_at = Instant::now();
     }
@@ -166,7 +177,9 @@ impl Record {
         }
     }
 
-    pub(super) fn first_token(&mut self) {
+    /// The answer's first token came, and was `seen` or only taken to come with the headers.
+    pub(super) fn first_token(&mut self, seen: bool) {
+        self.seen |= seen;
         self.end = self.end_at_least(End::Closed);
         // An error has no first token.
         let well = (200..300).contains(&self.status);
@@ -192,7 +205,7 @@ impl Record {
     }
 
     pub(super) fn answer(&mut self, chunk: &[u8]) {
-        self.shown = true;
+        (self.shown, self.seen) = (true, true);
         self.usage.push(chunk);
         if self.books_output {
             self.book_output();
@@ -224,13 +237,20 @@ impl Record {
         self.usage.finish();
     }
 
-    /// Gives back what the exchange holds. An answer that was well begun has filled the prompt's blocks.
+    /// Gives back what the exchange holds. An answer that was well begun has filled the prompt's blocks; but the headers of
+    /// a stream come before anything was computed, and who waits behind them may give up.
     fn release(&mut self) {
-        let begun = matches!(self.end, End::Complete | End::Closed) && (200..300).contains(&self.status);
+        let begun = match self.end {
+            End::Complete => true,
+            End::Closed => self.seen || !self.event_stream,
+            End::Abandoned | End::Own => false,
+        };
+        let begun = begun && (200..300).contains(&self.status);
         if let Some(mut admitted) = self.admitted.take()
             && begun
         {
             self.router.answered_well(&mut admitted.booked);
+            self.prompts = admitted.booked.take_prompts();
         }
     }
 
@@ -249,7 +269,8 @@ impl Record {
         match self.usage.usage() {
             Some(Usage { prompt_tokens, cached_tokens: Some(cached), .. }) if prompt_tokens > 0 => {
                 let said = Said { prompt: prompt_tokens, cached };
-                let answered = Answered { foreseen, said, arrived: self.arrived, moved: self.moved };
+                let prompts = std::mem::take(&mut self.prompts);
+                let answered = Answered { foreseen, said, prompts, moved: self.moved };
                 self.audit.answered(answered, Instant::now());
             }
             usage => self.audit.silent(&foreseen.model, usage.is_some()),
@@ -303,6 +324,53 @@ mod tests {
     use crate::router::{Predictions, Prompt, Reason, RouteRequest, RouterSettings};
     use crate::worker::{BlockSize, Worker, WorkerId};
 
+    /// Where the blocks of requests are looked for.
+    fn watching() -> (Arc<Router>, crate::index::RankWriter) {
+        let router = router();
+        let rank = router.fleet().members().next().unwrap().rank;
+        router.parity().configure([("m".into(), Arc::default())]);
+        let mut source = crate::trust::Source::new(0.0);
+        source.linked(crate::trust::Link::Attached);
+        source.cleared();
+        router.sources().watch(rank, Arc::new(parking_lot::Mutex::new(source)));
+        router.set_trust(rank, crate::trust::Standing::EXACT);
+        let writer = router.index().join(router.fleet().slot(rank).unwrap());
+        (router, writer)
+    }
+
+    /// Whether the blocks of a request that was answered so are looked for.
+    fn looked_for(event_stream: bool, seen: bool, complete: bool) -> bool {
+        let ((router, _writer), metrics) = (watching(), Arc::new(Metrics::new()));
+        let locals = (0..8).map(LocalHash).collect();
+        let prompt = Prompt::Hashed(vec![BlockHashes::chain(33, BlockSize::new(4).unwrap(), locals)]);
+        let foretold = crate::parity::Foretold::Prompt;
+        let request = RouteRequest { foretold, ..RouteRequest::new(Some("m".into()), prompt) };
+        let booked = router.route(request).unwrap();
+        let mut record = Record::open(metrics.clone(), router.clone(), Audit::new(router.clone(), metrics));
+        record.routed(Some(Box::new(Admitted::new(booked))));
+        record.answered(ResponseHead { status: 200, event_stream, ..ResponseHead::default() });
+        record.first_token(seen);
+        if complete {
+            record.finished();
+        }
+        drop(record);
+        !router.parity().of(&"m".into()).unwrap().take_ready().is_empty()
+    }
+
+    #[test]
+    fn who_gives_up_behind_the_headers_of_a_stream_proves_nothing() {
+        let cases = [
+            // Whether it is a stream, its first token was seen, it is complete, and its blocks are looked for.
+            (true, false, false, false),
+            (true, true, false, true),
+            (true, false, true, true),
+            (false, false, false, true),
+        ];
+        for (event_stream, seen, complete, expected) in cases {
+            assert_eq!(looked_for(event_stream, seen, complete), expected, "{event_stream} {seen} {complete}");
+        }
+    }
+
     fn router() -> Arc<Router> {
         let load = LoadTracker::new(Instant::now);
         let ttl = Ttl { ttl: Duration::from_secs(120), most_blocks_per_rank: 1000 };
@@ -328,7 +396,7 @@ mod tests {
             let mut record = Record::open(metrics.clone(), router.clone(), audit);
             record.routed(Some(Box::new(Admitted::new(booked))));
             record.answered(ResponseHead { status, event_stream, ..ResponseHead::default() });
-            record.first_token();
+            record.first_token(true);
             record.finished();
         }
         !router.prefill_time_errors().is_empty()

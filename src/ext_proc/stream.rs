@@ -167,11 +167,12 @@ impl Stream {
                     }
                     Some(Routed::Steered { directions, admitted, mirrored }) => {
                         effects.extend(self.exchange.on_route(*directions));
-                        self.record.routed(admitted, mirrored);
+                        self.record.routed(admitted);
+                        self.record.mirrors(mirrored);
                     }
                 },
                 Effect::Answered(head) => self.record.answered(head),
-                Effect::FirstToken => self.record.first_token(),
+                Effect::FirstToken { seen } => self.record.first_token(seen),
                 Effect::Answer(chunk) => self.record.answer(&chunk),
                 Effect::Finished => self.record.finished(),
             }

@@ -3,10 +3,13 @@
 //! readers no longer report the seat, and the seat is given out again only when no trie mentions it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use parking_lot::Mutex;
+
+use super::doubts::{Doubts, Gains};
 use super::needs::Needs;
-use super::{BlockCounts, SlotStats};
+use super::{BlockCounts, Moment, SlotStats};
 use crate::tier::Tier;
 use crate::worker::Slot;
 
@@ -119,10 +122,10 @@ impl Seats {
         seated.map(|(slot, seating)| SlotStats { slot: Slot(slot as u32), counts: seating.tally.read() }).collect()
     }
 
-    /// Events of a slot's writer that stored something.
-    pub(super) fn stores(&self, slot: Slot) -> Option<u64> {
+    /// Under which seat a slot is reported, and what its writer tells of itself.
+    pub(super) fn seating(&self, slot: Slot) -> Option<(Seat, &Tally)> {
         let seating = self.by_slot.get(slot.at())?.as_ref()?;
-        Some(seating.tally.stores.load(Ordering::Relaxed))
+        Some((seating.seat, &seating.tally))
     }
 
     fn vacant(&mut self) -> Seat {
@@ -150,6 +153,10 @@ pub(super) struct Tally {
     waiting: AtomicU64,
     /// Events that stored something. Never taken back: whoever compares two readings learns whether there was news.
     stores: AtomicU64,
+    /// How often events were lost.
+    gaps: AtomicU32,
+    pub(super) doubts: Mutex<Doubts>,
+    pub(super) gains: Mutex<Gains>,
 }
 
 impl Tally {
@@ -170,7 +177,17 @@ impl Tally {
         add(&self.stores, 1);
     }
 
+    /// Events were lost; how often so far.
+    pub(super) fn note_gap(&self) -> u32 {
+        self.gaps.fetch_add(1, Ordering::Relaxed).wrapping_add(1)
+    }
+
+    pub(super) fn moment(&self) -> Moment {
+        Moment { stores: self.stores.load(Ordering::Relaxed), gaps: self.gaps.load(Ordering::Relaxed) }
+    }
+
     pub(super) fn reset(&self) {
+        self.doubts.lock().reset();
         for count in self.blocks.iter().chain([&self.copies, &self.waiting]) {
             count.store(0, Ordering::Relaxed);
         }

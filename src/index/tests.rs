@@ -1,3 +1,4 @@
+mod doubts;
 mod model;
 mod properties;
 mod stress;

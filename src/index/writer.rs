@@ -3,6 +3,7 @@
 //! leaves with the last copy. It may also give one content several names, and then the content stays until the last of
 //! the names has left. The trie hears only of the first and the last.
 
+mod certain;
 mod clear;
 mod groups;
 mod portrait;
@@ -13,6 +14,7 @@ mod waiting;
 use std::collections::HashMap;
 use std::sync::Arc;
 
+pub use certain::{Forgotten, Settled};
 use groups::{Groups, Lesson};
 use waiting::Waiting;
 
@@ -42,14 +44,18 @@ pub struct RankWriter {
     waiting: Waiting,
     /// Only of models that have several cache groups.
     groups: Option<Box<Groups>>,
+    /// How often events were lost.
+    generation: u32,
+    /// Whether the engine may hold blocks that were never told, and how many were evicted since of those stored since.
+    untold: Option<u64>,
     scratch: Scratch,
 }
 
 /// A block within the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-struct Place {
-    shard: u8,
-    block: BlockId,
+pub(super) struct Place {
+    pub(super) shard: u8,
+    pub(super) block: BlockId,
 }
 
 /// What the engine's name of a block stands for.
@@ -60,6 +66,14 @@ struct Named {
     layers: Layers,
     /// Tiers whose copies may be gone: events were lost since they were counted.
     doubted: Layers,
+    /// The generation in which that was so; after another gap all of them may be.
+    counted: u32,
+}
+
+impl Named {
+    fn doubts(&self, generation: u32) -> Layers {
+        if self.counted == generation { self.doubted } else { self.layers.tiers() }
+    }
 }
 
 /// Buffers of one event, kept to be used again.
@@ -72,6 +86,8 @@ struct Scratch {
     won: Vec<(Place, Layer)>,
     /// What names hold no longer.
     lost: Vec<(Place, Layer)>,
+    /// What is there for certain.
+    sure: Vec<(Place, Tier)>,
 }
 
 impl RankWriter {
@@ -88,6 +104,8 @@ impl RankWriter {
             aliases: HashMap::new(),
             waiting: Waiting::default(),
             groups: None,
+            generation: 0,
+            untold: None,
             scratch: Scratch::default(),
         }
     }
@@ -102,8 +120,11 @@ impl RankWriter {
         match event {
             KvEvent::Stored { parent, blocks, tier } => {
                 let outcome = self.store(*parent, blocks, *tier);
-                if outcome == Outcome::Ok {
-                    self.tally.note_store();
+                match outcome {
+                    Outcome::Ok => self.tally.note_store(),
+                    // What was not told is in use.
+                    Outcome::ParentNotFound => self.untold = self.untold.map(|_| 0),
+                    _ => {}
                 }
                 outcome
             }
@@ -117,50 +138,9 @@ impl RankWriter {
         }
     }
 
-    /// Events were lost for good, so blocks may have gone unnoticed. They stay, but the next time the engine stores one,
-    /// its copies are counted from one again: otherwise a removal that was lost would keep it for ever.
-    pub fn doubt(&mut self) {
-        for named in self.held.values_mut() {
-            named.doubted = named.layers.tiers();
-        }
-        self.waiting.doubt();
-        if let Some(groups) = &mut self.groups {
-            groups.doubt();
-        }
-    }
-
-    /// Blocks that may have gone unnoticed.
-    pub fn doubted(&self) -> usize {
-        let held = self.held.values().filter(|named| !named.doubted.is_empty()).count();
-        held + self.waiting.iter().filter(|(_, apart)| !apart.doubted.is_empty()).count()
-    }
-
-    /// Blocks, doubted or not.
-    pub fn len(&self) -> usize {
-        self.held.len()
-    }
-
-    /// Whether it holds nothing with a place.
-    pub fn is_empty(&self) -> bool {
-        self.held.is_empty()
-    }
-
-    /// Takes what is doubted for gone.
-    pub fn forget_doubted(&mut self) {
-        for tier in Tier::ALL {
-            let held = self.held.iter().filter(|(_, named)| named.doubted.has(tier)).map(|(engine, _)| *engine);
-            let waiting = self.waiting.iter().filter(|(_, apart)| apart.doubted.has(tier)).map(|(engine, _)| engine);
-            let gone: Vec<EngineHash> = held.chain(waiting).collect();
-            for some in gone.chunks(clear::SWEEP) {
-                some.iter().for_each(|&engine| self.forget_extra(engine, tier));
-                self.remove(some, tier);
-            }
-        }
-    }
-
     fn remove(&mut self, blocks: &[EngineHash], tier: Tier) -> Outcome {
         let mut scratch = std::mem::take(&mut self.scratch);
-        let mut outcome = Outcome::Ok;
+        let (mut outcome, mut evicted) = (Outcome::Ok, Vec::new());
         for &engine in blocks {
             let Some(named) = self.held.get_mut(&engine).filter(|named| named.layers.has(tier)) else {
                 if !self.remove_waiting(engine, tier) {
@@ -174,6 +154,9 @@ impl RankWriter {
             }
             named.layers = named.layers.without(tier);
             named.doubted = named.doubted.without(tier);
+            if self.generation > 0 {
+                evicted.push(named.counted);
+            }
             scratch.lost.push((named.place, tier.into()));
             if named.layers.tiers().is_empty() {
                 if !named.layers.is_empty() {
@@ -185,6 +168,7 @@ impl RankWriter {
         }
         self.release_elsewhere(&mut scratch);
         self.recycle(scratch);
+        self.evicted(&evicted);
         outcome
     }
 
@@ -281,6 +265,7 @@ impl RankWriter {
         scratch.locals.clear();
         scratch.path.clear();
         scratch.granted.clear();
+        scratch.sure.clear();
         self.scratch = scratch;
     }
 }

@@ -7,7 +7,7 @@ use tracing::debug;
 use super::{Encoded, Intake, Stopwatch, Told, estimate};
 use crate::block::Salt;
 use crate::openai::cut::{Cut, Mended, Step, mend};
-use crate::openai::{self, Api, Shape};
+use crate::openai::{self, Api, Chat, Content, Meaning, Message, Shape};
 use crate::router::{Prompt, Reason};
 
 /// Tokens before the cut that what follows may change.
@@ -37,7 +37,7 @@ impl Intake {
             return encoded;
         }
         let Some((mended, request)) = readable(api, told, mended) else { return encoded };
-        let Some(mut request) = settled(request, &mended.cut) else { return encoded };
+        let Some(request) = settled(request, &mended.cut) else { return encoded };
         let Some(named) = self.parts.models.find(request.model.as_deref()) else {
             encoded.fail(Reason::UnknownModel);
             return encoded;
@@ -45,14 +45,6 @@ impl Intake {
         let mut clock = Stopwatch::start();
         let salt =
             Salt { lora: named.adapter.clone(), cache: told.tenant.clone().or_else(|| request.cache_salt.clone()) };
-        if let openai::Prompt::Chat(chat) = &mut request.prompt
-            && chat.has_media()
-        {
-            // The cut may be in the midst of any item, and then it is another.
-            chat.media_options = true;
-            self.read_illustrated((&named, &salt), &request, &mut encoded, &mut clock);
-            return encoded;
-        }
         let tokens = self.tokens((&named, &salt), &request, &mut encoded, &mut clock);
         let Some(mut tokens) = tokens.ok().and_then(|mut prompts| prompts.pop()) else { return encoded };
         let guessed = tokens.len() as f64 * whole as f64 / shown.len().max(1) as f64;
@@ -83,9 +75,9 @@ fn readable(api: Api, told: &Told, mended: Mended) -> Option<(Mended, openai::Re
     None
 }
 
-/// The request whose prompt is the beginning of the whole one's, if nothing that stands at the beginning of prompts comes
-/// only after the cut: most clients send tools and the like behind the messages, and most requests have none. `None` where
-/// the cut is in such a thing itself.
+/// The request whose prompt is the beginning of the whole one's; `None` where that is not so. What stands at the beginning of
+/// prompts and may come only after the cut (tools, `system`, developers) is taken for absent where nothing of what was shown
+/// lets one expect it, because most requests have none; so this is no evidence of the engine's tokens.
 fn settled(mut request: openai::Request, cut: &Cut) -> Option<openai::Request> {
     let path = match cut {
         Cut::Nowhere => return Some(request),
@@ -100,8 +92,7 @@ fn settled(mut request: openai::Request, cut: &Cut) -> Option<openai::Request> {
         _ if !in_prompt => return None,
         openai::Prompt::Chat(chat) => {
             let open_text = matches!(cut, Cut::Text(path) if matches!(path.last(), Some(Step::Key(key)) if key == "content" || key == "text"));
-            chat.add_generation_prompt = false;
-            chat.continue_final_message = open_text;
+            begun(chat, open_text)?;
         }
         openai::Prompt::Texts(texts) if texts.len() == 1 => {}
         openai::Prompt::Tokens(tokens) if tokens.len() == 1 => {}
@@ -109,4 +100,31 @@ fn settled(mut request: openai::Request, cut: &Cut) -> Option<openai::Request> {
     }
     // What is cut off at the front is only known at the end.
     request.tokenization.truncate_prompt_tokens.is_none().then_some(request)
+}
+
+/// Makes of a conversation the beginning of a longer one.
+fn begun(chat: &mut Chat, open_text: bool) -> Option<()> {
+    let calls = |message: &Message| message.role == "tool" || message.tool_calls.is_some();
+    if chat.tools.is_none() && chat.messages.iter().any(calls) {
+        return None;
+    }
+    // Other APIs have a field for it, and nearly all requests have it.
+    if chat.put_together && chat.messages.first().is_none_or(|first| first.role != "system") {
+        return None;
+    }
+    chat.unfinished = true;
+    chat.add_generation_prompt = false;
+    chat.continue_final_message = open_text;
+    // The cut may be in the midst of any item, and then it is another: what comes before its message is known.
+    let shows = |message: &Message| match &message.content {
+        Some(Content::Parts(parts)) => {
+            parts.iter().any(|part| !matches!(part.meaning(), Meaning::Text(_) | Meaning::Nothing))
+        }
+        _ => false,
+    };
+    if let Some(first) = chat.messages.iter().position(shows) {
+        chat.messages.truncate(first);
+        chat.continue_final_message = false;
+    }
+    (!chat.messages.is_empty()).then_some(())
 }

@@ -26,6 +26,8 @@ pub(super) struct Encoded {
     pub(super) prompt: Prompt,
     /// Whether we made its tokens from text.
     pub(super) ours: bool,
+    /// Whether an image or the like is among them.
+    pub(super) illustrated: bool,
     pub(super) foretold: Foretold,
     pub(super) tracked: Option<Vec<Arc<[SequenceHash]>>>,
     pub(super) tokens: Vec<Vec<u32>>,
@@ -46,6 +48,7 @@ impl Encoded {
             adapter: None,
             prompt,
             ours: false,
+            illustrated: false,
             foretold: Foretold::Nothing,
             tracked: None,
             tokens: vec![],

@@ -14,18 +14,20 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use parking_lot::Mutex;
-use serde::de::IgnoredAny;
-use tracing::{debug, info};
+use serde_json::Value;
+use serde_json::value::RawValue;
+use tokio::sync::Semaphore;
+use tracing::debug;
 
-use super::{Body, Encoded, Intake, Named, Told};
+use super::{Body, Encoded, Intake, Named, Place, Told};
 use crate::block::multimodal::{ObjectHash, PromptObject};
 use crate::block::{BlockHashes, Content, Salt, SequenceHash, placeholders};
 use crate::engine_client::config::EnginesConfig;
 use crate::engine_client::{EngineClient, EngineError, EngineUrl, RenderApi, Rendered, RenderedObject, Tokenized};
 use crate::metrics::{Metrics, ModelOutcomeLabels};
 use crate::openai::{self, Api};
-use crate::parity::{Change, Evidence, Foretold, Standing};
-use crate::router::{Prompt, Reason, Router};
+use crate::parity::{Foretold, Standing};
+use crate::router::{Prompt, Reason, Router, SharedAgreed};
 use crate::worker::{ModelName, WorkerRank};
 use breaker::Breaker;
 use config::{EngineTokensConfig, RenderPath, When};
@@ -46,7 +48,7 @@ const NOT_TOKENIZED: [&str; 6] = [
 /// What it does not rename in messages as the chat does, so that the template sees no thoughts.
 const NOT_RENAMED: &[u8] = b"\"reasoning_content\"";
 
-/// Of so many prompts that engines render while our own tokens are not believed, one is compared with ours.
+/// Of so many prompts that engines render while our own tokens are not believed, one is looked for with ours.
 const COMPARED: usize = 8;
 
 /// Where a model's tokens come from.
@@ -55,6 +57,8 @@ pub struct TokenSource {
     pub standing: Arc<Standing>,
     /// The engines', where they are asked.
     pub engine: Option<EngineTokens>,
+    /// What engines say of their models.
+    pub agreed: SharedAgreed,
 }
 
 /// The token sources by model.
@@ -82,6 +86,8 @@ pub struct EngineTokens {
     metrics: Arc<Metrics>,
     breakers: Mutex<HashMap<EngineUrl, Breaker>>,
     turn: AtomicUsize,
+    /// One permit per request under way, taken before anything is made of its body.
+    room: Semaphore,
 }
 
 /// One question, for all who are asked.
@@ -93,25 +99,28 @@ struct Question {
 }
 
 impl EngineTokens {
-    /// A source of one model.
+    /// A source of one model, by the connections of a client.
     pub fn new(
         config: &EngineTokensConfig,
         engines: &EnginesConfig,
+        client: &EngineClient,
         router: Arc<Router>,
         metrics: Arc<Metrics>,
-    ) -> Result<Self, EngineError> {
+    ) -> Self {
         let token_file = config.token_file.clone().or(engines.token_file.clone());
-        let own = EnginesConfig { token_file, in_flight: config.in_flight, ..engines.clone() };
-        Ok(Self {
-            client: EngineClient::new(&own)?,
+        // A request asks two at most, and must not lack a call for the second because others have begun.
+        let in_flight = config.in_flight.saturating_mul(MOST_TRIES as u32);
+        Self {
+            client: client.apart(token_file, in_flight),
             urls: config.urls.iter().filter_map(|url| url.parse().ok()).collect(),
             config: config.clone(),
-            engines: own,
+            engines: engines.clone(),
             router,
             metrics,
             breakers: Mutex::default(),
             turn: AtomicUsize::new(0),
-        })
+            room: Semaphore::new((config.in_flight as usize).min(Semaphore::MAX_PERMITS)),
+        }
     }
 
     fn is_wanted(&self, standing: &Standing) -> bool {
@@ -191,9 +200,7 @@ impl EngineTokens {
             RenderPath::Render => self.client.render(&url, question.api, question.body, left).await,
             RenderPath::Tokenize => {
                 let tokenized = self.client.tokenize(&url, question.body, left).await;
-                tokenized.map(|Tokenized { tokens, .. }| {
-                    vec![Rendered { token_ids: tokens, cache_salt: None, objects: vec![] }]
-                })
+                tokenized.map(|Tokenized { tokens, .. }| vec![Rendered { token_ids: tokens, objects: vec![] }])
             }
         };
         asked.answered();
@@ -224,14 +231,23 @@ impl EngineTokens {
             // Without it the answer holds every pixel.
             RenderPath::Render => Some((render, openai::edit::set_field(body, "mm_payload", b"\"none\"")?.into())),
             RenderPath::Tokenize => {
-                let keys: BTreeMap<String, IgnoredAny> = serde_json::from_slice(body).ok()?;
+                let keys: BTreeMap<String, &RawValue> = serde_json::from_slice(body).ok()?;
                 let read = !NOT_TOKENIZED.iter().any(|key| keys.contains_key(*key))
+                    && !refuses_tools(&keys)
                     && memchr::memmem::find(body, NOT_RENAMED).is_none();
                 let known = matches!(render, RenderApi::Chat | RenderApi::Completions);
                 (known && read).then(|| (render, body.clone()))
             }
         }
     }
+}
+
+/// Whether tools are offered and none may be called: engines with `--exclude-tools-when-tool-choice-none` show them to nobody
+/// then, and `/tokenize` shows them all the same.
+fn refuses_tools(keys: &BTreeMap<String, &RawValue>) -> bool {
+    let read = |key: &str| keys.get(key).and_then(|raw| serde_json::from_str::<Value>(raw.get()).ok());
+    read("tool_choice").is_some_and(|choice| choice == "none")
+        && read("tools").is_some_and(|tools| tools.as_array().is_some_and(|tools| !tools.is_empty()))
 }
 
 /// One who was asked. Dropped without an answer after another one had to be asked, it has failed: who hangs would otherwise
@@ -271,8 +287,7 @@ impl Intake {
         let Some(source) = self.parts.tokens.get(model) else { return };
         let Some(engine) = source.engine.as_ref().filter(|engine| engine.is_wanted(&source.standing)) else { return };
         let started = Instant::now();
-        let Some((api, body)) = self.prepared(api, model, bytes).await else { return };
-        let answered = engine.ask(model, Question { api, body, started }).await;
+        let Some(answered) = self.answered(engine, (api, model, bytes), started).await else { return };
         let outcome = answered.as_ref().err().copied().unwrap_or("ok");
         let label = ModelOutcomeLabels { model: model.as_str().to_owned(), outcome };
         engine.metrics.engine_tokens.get_or_create(&label).inc();
@@ -280,14 +295,45 @@ impl Intake {
         told.waited = started.elapsed();
     }
 
-    /// Made beside the async threads where it is long.
-    async fn prepared(self: &Arc<Self>, api: Api, model: &ModelName, body: &Bytes) -> Option<(RenderApi, Bytes)> {
-        if body.len() <= self.parts.limits.inline {
-            return self.parts.tokens.get(model)?.engine.as_ref()?.question(api, body);
+    /// What engines make of a body; `None` where they cannot be asked for it.
+    async fn answered(
+        self: &Arc<Self>,
+        engine: &EngineTokens,
+        (api, model, body): (Api, &ModelName, &Bytes),
+        started: Instant,
+    ) -> Option<Result<Vec<Rendered>, &'static str>> {
+        // First of all, so that bodies beyond what may be under way are not even looked at.
+        let Ok(_permit) = engine.room.try_acquire() else { return Some(Err("busy")) };
+        let prepared = tokio::time::timeout(engine.config.deadline.get(), self.prepared(api, model, body)).await;
+        match prepared.unwrap_or(Err("timeout")) {
+            Ok(Some((api, body))) => Some(engine.ask(model, Question { api, body, started }).await),
+            Ok(None) => None,
+            Err(why) => Some(Err(why)),
         }
+    }
+
+    /// Made beside the async threads where it is long, in the same queue as prompts.
+    async fn prepared(
+        self: &Arc<Self>,
+        api: Api,
+        model: &ModelName,
+        body: &Bytes,
+    ) -> Result<Option<(RenderApi, Bytes)>, &'static str> {
+        let question = move |intake: &Self, model: &ModelName, body: &Bytes| {
+            intake.parts.tokens.get(model)?.engine.as_ref()?.question(api, body)
+        };
+        if body.len() <= self.parts.limits.inline {
+            return Ok(question(self, model, body));
+        }
+        let _place = Place::take(&self.queued, self.parts.limits.queue).ok_or("busy")?;
+        let permit = self.encoders.clone().acquire_owned().await.map_err(|_| "busy")?;
         let (intake, model, body) = (self.clone(), model.clone(), body.clone());
-        let prepare = move || intake.parts.tokens.get(&model)?.engine.as_ref()?.question(api, &body);
-        tokio::task::spawn_blocking(prepare).await.ok()?
+        let prepare = move || {
+            // Held until the work is done, as for prompts.
+            let _permit = permit;
+            question(&intake, &model, &body)
+        };
+        tokio::task::spawn_blocking(prepare).await.map_err(|_| "client")
     }
 
     /// Takes what the engine said for the prompt; false where it said nothing of use.
@@ -320,7 +366,7 @@ impl Intake {
         encoded.tracked = tracked.into_iter().map(|mut names| names.as_mut().and_then(Vec::pop)).collect();
         encoded.prompt = Prompt::Hashed(hashes);
         if source.standing.is_mistrusted() && !has_media {
-            self.compare(named, source, request, &prompts);
+            encoded.foretold = self.shadow((named, salt), source, request);
         }
         encoded.tokens = prompts;
         true
@@ -345,20 +391,16 @@ impl Intake {
         (hashes, names)
     }
 
-    /// Compares our tokens with the engine's for one request of some, so that ours are believed again when they agree.
-    fn compare(&self, named: &Named, source: &TokenSource, request: &openai::Request, theirs: &[Vec<u32>]) {
-        let (Some(engine), Some(encoder)) = (&source.engine, &named.model.encoder) else { return };
+    /// Our own blocks of one request of some, to be looked for where it is computed: so ours are believed again when its
+    /// engine makes the same.
+    fn shadow(&self, (named, salt): (&Named, &Salt), source: &TokenSource, request: &openai::Request) -> Foretold {
+        let (Some(engine), Some(encoder)) = (&source.engine, &named.model.encoder) else { return Foretold::Nothing };
         if !engine.turn.load(Ordering::Relaxed).is_multiple_of(COMPARED) {
-            return;
+            return Foretold::Nothing;
         }
-        let Ok(ours) = encoder.encode(request) else { return };
-        let differs = ours.prompts.iter().zip(theirs).find_map(|(ours, theirs)| {
-            let same = ours.iter().zip(theirs).take_while(|(ours, theirs)| ours == theirs).count();
-            (same < ours.len().max(theirs.len())).then_some(same / named.model.block_size.tokens())
-        });
-        let evidence = differs.map_or(Evidence::Confirmed, |block| Evidence::Unconfirmed { block });
-        if source.standing.seen(evidence) == Change::Trusted {
-            info!(model = %named.model.name, "our tokens are the engine's again");
+        match encoder.encode(request).map(|ours| <[Vec<u32>; 1]>::try_from(ours.prompts)) {
+            Ok(Ok([tokens])) => Foretold::Shadow(Box::new(named.hashes(&tokens, salt))),
+            _ => Foretold::Nothing,
         }
     }
 
@@ -373,13 +415,13 @@ impl Intake {
         let source = encoded.model.as_ref().and_then(|model| self.parts.tokens.get(model));
         let Some(source) = source.filter(|_| encoded.ours) else { return encoded };
         if !source.standing.is_mistrusted() {
-            encoded.foretold = Foretold::Prompt;
+            encoded.foretold = if encoded.illustrated { Foretold::Illustrated } else { Foretold::Prompt };
             return encoded;
         }
         let tokens = encoded.prompt.tokens();
         let doubted = Prompt::Estimated { tokens, because: Reason::ParityMismatch };
         let shadow = match std::mem::replace(&mut encoded.prompt, doubted) {
-            Prompt::Hashed(prompts) => <[BlockHashes; 1]>::try_from(prompts).ok(),
+            Prompt::Hashed(prompts) => <[BlockHashes; 1]>::try_from(prompts).ok().filter(|_| !encoded.illustrated),
             Prompt::Beginning { .. } => None,
             // What was not known is not doubted.
             prompt @ Prompt::Estimated { .. } => {

@@ -2,7 +2,7 @@
 //! blocks are. From the first item on of which something is not known, the prompt goes on unknown.
 
 use super::{Encoded, Intake, Named, Stopwatch, estimate, reason};
-use crate::block::{Content, Salt, placeholders};
+use crate::block::{Content, Salt};
 use crate::openai;
 use crate::prompt::Illustrated;
 use crate::router::{Prompt, Reason};
@@ -17,12 +17,14 @@ impl Intake {
         clock: &mut Stopwatch,
     ) {
         let Some(encoder) = &named.model.encoder else { return encoded.fail(Reason::NoTokenizer) };
-        let mut shown = match encoder.illustrate(request) {
+        let root = self.agreed(named, |agreed| agreed.root.clone());
+        let mut shown = match encoder.illustrate_as(request, salt.cache.as_deref(), root.as_deref()) {
             Ok(shown) => shown,
             Err(error) => return encoded.fail(reason(error)),
         };
         encoded.times.push(("render", clock.lap()));
         encoded.ours = true;
+        encoded.illustrated = true;
         if !shown.whole {
             let size = named.model.block_size.tokens();
             shown.tokens.truncate(shown.tokens.len() / size * size);
@@ -30,7 +32,7 @@ impl Intake {
         let Illustrated { tokens, at_least, whole, .. } = &shown;
         let objects = shown.objects();
         let content = Content { windows: named.model.windows, objects: &objects, ..Content::plain(tokens, salt) };
-        let known = placeholders::hashes(&content, named.model.block_size, named.model.media);
+        let known = tokens.hashes_of(&content, named.model.block_size, named.model.media);
         encoded.tracked = self.tracked_content(named, &content, &known);
         encoded.prompt = match whole {
             true => Prompt::Hashed(vec![known]),
@@ -40,7 +42,7 @@ impl Intake {
             }
         };
         if *whole {
-            encoded.tokens = vec![shown.tokens];
+            encoded.tokens = vec![shown.tokens.into_ids()];
         }
         encoded.times.push(("hash", clock.lap()));
     }

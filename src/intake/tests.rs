@@ -1,6 +1,7 @@
 use super::encoded::MOST_ESTIMATED;
 use super::*;
 use crate::block::{MediaTokens, Windows};
+use crate::parity::Foretold;
 use crate::prompt;
 use crate::worker::BlockSize;
 use crate::worker::ModelName;
@@ -249,6 +250,10 @@ fn only_wanted_bodies_are_asked_for() {
 
 /// A way in for a model that sees, with a system prompt before every image so that some blocks come before it.
 fn seeing() -> Arc<Intake> {
+    seeing_with(|encoder| encoder, MediaTokens::default(), Windows::Plain)
+}
+
+fn seeing_with(change: impl Fn(Encoder) -> Encoder, media_tokens: MediaTokens, windows: Windows) -> Arc<Intake> {
     let files = prompt::Config {
         tokenizer: "examples/models/qwen2.5/tokenizer.json.gz".into(),
         tokenizer_config: Some("tests/data/tokens/qwen2-vl/tokenizer_config.json".into()),
@@ -261,14 +266,16 @@ fn seeing() -> Arc<Intake> {
     let model = Model {
         name: "m".into(),
         block_size: BlockSize::new(4).unwrap(),
-        windows: Windows::Plain,
-        media: MediaTokens::default(),
-        encoder: Some(Arc::new(Encoder::load_as(&files, &traits).unwrap())),
+        windows,
+        media: media_tokens,
+        encoder: Some(Arc::new(change(Encoder::load_as(&files, &traits).unwrap()))),
     };
     let mut models = Models::default();
     models.add(model, &[], &[]);
     let limits = Limits { inline: 1 << 20, queue: 1, deadline: Duration::from_secs(60) };
-    Intake::new(parts(models, ClientsConfig::default(), limits))
+    let source = engine_tokens::TokenSource { standing: Arc::default(), engine: None, agreed: Default::default() };
+    let tokens = TokenSources::from([("m".into(), source)]);
+    Intake::new(Parts { tokens, ..parts(models, ClientsConfig::default(), limits) })
 }
 
 /// The beginning of a PNG of 56 by 56 pixels, as a data URL; its colours are these.
@@ -308,6 +315,48 @@ fn images_tell_prompts_apart_and_what_comes_before_them_is_shared() {
     assert!(known.len() == shared && tokens > known.tokens() as u64, "{} of {shared} blocks", known.len());
 }
 
+#[test]
+fn illustrated_prompts_prove_nothing_of_tokens_and_are_doubted_with_them() {
+    let intake = seeing();
+    let take = |body: &str| intake.take_now("/v1/chat/completions", &|_| None, body.as_bytes()).request;
+    let shown = conversation(&picture(2), "what is it?");
+    let text = r#"{"model": "m", "messages": [{"role": "user", "content": "one two three four five six seven"}]}"#;
+    assert!(matches!(take(text).foretold, Foretold::Prompt));
+    assert!(matches!(take(&shown).foretold, Foretold::Illustrated));
+    let differs = crate::parity::Evidence::Unconfirmed { block: 0 };
+    let (_, standing) = intake.standings().next().unwrap();
+    (0..8).for_each(|_| _ = standing.seen(crate::worker::WorkerId(1), differs));
+    assert!(matches!(take(text).foretold, Foretold::Shadow(_)));
+    let doubted = take(&shown);
+    assert!(matches!(doubted.foretold, Foretold::Nothing), "{:?}", doubted.foretold);
+    assert_eq!(doubted.prompt.because(), Some(Reason::ParityMismatch));
+}
+
+#[test]
+fn what_is_left_to_the_engines_is_as_they_say_alike() {
+    let intake = seeing();
+    let take = |path: &str, body: &str| intake.take_now(path, &|_| None, body.as_bytes());
+    let locals = |taken: Taken| match taken.request.prompt {
+        Prompt::Hashed(prompts) => prompts[0].locals().to_vec(),
+        prompt => panic!("{prompt:?}"),
+    };
+    let image = conversation(&picture(2), "what is it?");
+    let by_name = locals(take("/v1/chat/completions", &image));
+    let text = |more: &str| format!(r#"{{"model": "m", "prompt": "one two three four five six"{more}}}"#);
+    let cut = text(r#", "truncate_prompt_tokens": -1"#);
+    assert_eq!(take("/v1/completions", &cut).request.prompt.because(), Some(Reason::EncodeFailed));
+
+    let says = crate::learned::Agreed { root: Some("org/m".to_owned()), max_model_len: Some(5) };
+    intake.parts.tokens[&"m".into()].agreed.store(Arc::new([("m".into(), says)].into()));
+    assert_ne!(locals(take("/v1/chat/completions", &image)), by_name, "images are named by what was started");
+    let whole = take("/v1/completions", &text("")).tokens[0].clone();
+    assert_eq!(whole.len(), 6);
+    for (more, kept) in [("", 5), (r#", "max_tokens": 2"#, 4), (r#", "max_tokens": 0"#, 5)] {
+        let taken = take("/v1/completions", &text(&format!(r#", "truncate_prompt_tokens": -1{more}"#)));
+        assert_eq!(taken.tokens, [&whole[6 - kept..]], "{more}");
+    }
+}
+
 #[tokio::test]
 async fn an_image_that_was_shown_in_part_is_no_image_yet() {
     let intake = seeing();
@@ -321,4 +370,157 @@ async fn an_image_that_was_shown_in_part_is_no_image_yet() {
         panic!()
     };
     assert!(!known.is_empty() && whole[0].locals().starts_with(known.locals()));
+}
+
+/// A way in with this template, given as text.
+fn with_template(template: &str) -> Arc<Intake> {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("template.jinja");
+    std::fs::write(&file, template).unwrap();
+    let files = prompt::Config {
+        tokenizer: "examples/models/qwen2.5/tokenizer.json.gz".into(),
+        tokenizer_config: None,
+        chat_template: Some(file),
+    };
+    let model = Model {
+        name: "m".into(),
+        block_size: BlockSize::new(4).unwrap(),
+        windows: Windows::Plain,
+        media: MediaTokens::default(),
+        encoder: Some(Arc::new(Encoder::load(&files).unwrap())),
+    };
+    let mut models = Models::default();
+    models.add(model, &[], &[]);
+    let limits = Limits { inline: 1 << 20, queue: 1, deadline: Duration::from_secs(60) };
+    Intake::new(parts(models, ClientsConfig::default(), limits))
+}
+
+const STRINGS: &str = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}";
+
+/// As strings, without the thoughts of all but the last answer, and with tools before the last question.
+const LATE: &str = "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}\
+    {% endfor %}{% for m in messages %}<|im_start|>{{ m.role }} {% if m.reasoning and loop.index0 > ns.last %}{{ m.reasoning }}\
+    {% endif %}{% if tools and loop.index0 == ns.last %}{{ tools }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}";
+
+/// As lists of parts, the images of a message before its texts.
+const PARTS: &str = "{% for m in messages %}<|im_start|>{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}\
+    {% for c in m.content %}{% if c.type == 'image' %}<|image_pad|>{% endif %}{% endfor %}\
+    {% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}";
+
+/// However a conversation goes on behind the cut, its prompt begins with the blocks that are known.
+#[tokio::test]
+async fn what_follows_a_cut_does_not_change_what_is_known() {
+    use serde_json::{Value, json};
+    let words = |from: usize| (from..from + 40).map(|n| format!("w{n} ")).collect::<String>();
+    let system = json!({"role": "system", "content": words(0)});
+    let text = |text: String| json!({"type": "text", "text": text});
+    let image = json!({"type": "image_url", "image_url": {"url": picture(2)}});
+    let developer = json!({"role": "developer", "content": "be brief"});
+    let user = json!({"role": "user", "content": words(100)});
+    let thought = json!({"role": "assistant", "content": words(200), "reasoning": words(300)});
+    let answer = json!({"role": "assistant", "content": words(400)});
+    let shown = json!({"role": "user", "content": [text(words(500)), image]});
+    let parts = json!({"role": "user", "content": [text(words(500)), text(words(600))]});
+    let tool = json!({"type": "function", "function": {"name": "f"}});
+    let of = |messages: &[&Value], tools: bool| {
+        let mut body = json!({"model": "m"});
+        if tools {
+            body["tools"] = json!([tool]);
+        }
+        body["messages"] = json!(messages);
+        body.to_string()
+    };
+    // The conversation, a place behind which it is cut, and how much is known at least.
+    let cases = [
+        (STRINGS, of(&[&system, &user, &answer, &user], false), "w430 ", 60),
+        (STRINGS, of(&[&system, &user, &answer, &parts], false), "w530 ", 60),
+        (STRINGS, of(&[&system, &user, &answer, &shown], false), "w530 ", 60),
+        (STRINGS, of(&[&developer, &user, &answer, &developer], false), "w430 ", 0),
+        (STRINGS, of(&[&shown], false), "w530 ", 0),
+        (LATE, of(&[&system, &user, &thought, &user], false), "w230 ", 40),
+        (LATE, of(&[&system, &user, &thought, &user, &answer], true), "w130 ", 20),
+        (LATE, of(&[&system, &user, &thought, &user, &answer], true), "\"reasoning\":\"w300 ", 40),
+        (PARTS, of(&[&system, &user, &answer, &parts], false), "w630 ", 60),
+        (PARTS, of(&[&system, &user, &answer, &shown], false), "w530 ", 60),
+    ];
+    for (at, (template, body, behind, least)) in cases.into_iter().enumerate() {
+        let intake = with_template(template);
+        let cut = body.find(behind).unwrap() + behind.len();
+        let cut_body =
+            Body::Cut { shown: Bytes::copy_from_slice(&body.as_bytes()[..cut]), length: Some(body.len() as u64) };
+        let known = match intake.take("/v1/chat/completions", &|_| None, &cut_body).await.request.prompt {
+            Prompt::Beginning { known, .. } => known.locals().to_vec(),
+            Prompt::Estimated { .. } => Vec::new(),
+            prompt => panic!("{at}: {prompt:?}"),
+        };
+        assert!(known.len() * 4 >= least, "{at}: {} tokens are known", known.len() * 4);
+        let whole = intake.take_now("/v1/chat/completions", &|_| None, body.as_bytes()).request.prompt;
+        // Of one with an image as much is known as comes before it.
+        let locals = match &whole {
+            Prompt::Hashed(prompts) => prompts[0].locals().to_vec(),
+            Prompt::Beginning { known, .. } => known.locals().to_vec(),
+            prompt @ Prompt::Estimated { .. } => panic!("{at}: {prompt:?}"),
+        };
+        assert!(locals.starts_with(&known), "{at}: {} of {} blocks", known.len(), locals.len());
+    }
+}
+
+#[tokio::test]
+async fn a_cut_conversation_that_lets_one_expect_more_before_it_goes_by_load() {
+    let intake = with_template(STRINGS);
+    let words = "one two three four five six seven eight nine ten ".repeat(4);
+    for (path, message, expected) in [
+        ("/v1/chat/completions", serde_json::json!({"role": "user", "content": words}), true),
+        // Who answers calls was offered tools.
+        ("/v1/chat/completions", serde_json::json!({"role": "tool", "tool_call_id": "a", "content": words}), false),
+        // And the system prompt is a field that may come later.
+        ("/v1/messages", serde_json::json!({"role": "user", "content": words}), false),
+    ] {
+        let body = serde_json::json!({"model": "m", "messages": [message]}).to_string();
+        let cut = Body::Cut { shown: Bytes::copy_from_slice(&body.as_bytes()[..body.len() - 9]), length: None };
+        let prompt = intake.take(path, &|_| None, &cut).await.request.prompt;
+        assert_eq!(matches!(prompt, Prompt::Beginning { .. }), expected, "{path}: {prompt:?}");
+    }
+}
+
+#[test]
+fn conversations_with_images_go_on_from_earlier_ones() {
+    use serde_json::json;
+    let words = |from: usize| (from..from + 40).map(|n| format!("w{n} ")).collect::<String>();
+    let image = |url: &str| json!({"type": "image_url", "image_url": {"url": url}});
+    let mut messages = vec![
+        json!({"role": "system", "content": words(0)}),
+        json!({"role": "user", "content": words(100)}),
+        json!({"role": "assistant", "content": words(200)}),
+        json!({"role": "user", "content": [{"type": "text", "text": words(300)}, image(&picture(2))]}),
+    ];
+    for (pads, windows) in [(None, Windows::Plain), (Some(151_655), Windows::Plain), (None, Windows::Eagle)] {
+        let media = MediaTokens { image: pads, video: None };
+        let metrics = Arc::new(crate::metrics::Metrics::new());
+        let cache = prompt::PromptCache::new(1 << 20, metrics.clone());
+        let resuming = seeing_with(|encoder| encoder.resuming(cache.clone()).0, media, windows);
+        let plain = seeing_with(|encoder| encoder, media, windows);
+        let both = |messages: &[serde_json::Value]| {
+            let body = json!({"model": "m", "messages": messages}).to_string();
+            let take = |intake: &Arc<Intake>| intake.take_now("/v1/chat/completions", &|_| None, body.as_bytes());
+            let (ours, theirs) = (take(&resuming), take(&plain));
+            assert_eq!(ours.tokens, theirs.tokens);
+            assert_eq!(ours.request.prompt.blocks(), theirs.request.prompt.blocks(), "{pads:?} {windows:?}");
+            assert!(!ours.request.prompt.blocks()[0].is_empty());
+        };
+        let resumed = || metrics.prompt_cache_resumed_tokens.get();
+        // Text alone, then an image that is known, then one that is not.
+        both(&messages[..2]);
+        assert_eq!(resumed(), 0);
+        let mut before = 0;
+        for upto in [4, 4] {
+            both(&messages[..upto]);
+            assert!(resumed() > before + 100, "{} tokens taken over", resumed() - before);
+            before = resumed();
+        }
+        messages.push(json!({"role": "user", "content": [image("https://a/b.png")]}));
+        both(&messages);
+        assert!(resumed() > before + 200, "{} tokens taken over", resumed() - before);
+        messages.pop();
+    }
 }

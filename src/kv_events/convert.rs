@@ -12,7 +12,7 @@ use super::reblock::{Fit, Reblocker, Regrouped, Run};
 use super::salts::Salts;
 use super::wire::{Event, ExtraKey, Kind, Locality, Medium, Origin, Ownership, Stored};
 use crate::block::{EngineHash, Salt};
-use crate::index::{GroupNeed, KvEvent, Outcome};
+use crate::index::{Forgotten, GroupNeed, KvEvent, Outcome};
 use crate::tier::Tier;
 use crate::worker::BlockSize;
 
@@ -30,6 +30,8 @@ pub enum Converted {
     Group(Filtered, KvEvent),
     /// It does not concern the index.
     Filtered(Filtered),
+    /// The engine's blocks have another size now: what was known before is gone, and this is what became of the event then.
+    Resized(Box<Converted>),
 }
 
 /// Why an event does not concern the index.
@@ -131,21 +133,28 @@ impl Normalizer {
         self.reblocker.clear();
     }
 
-    /// Events were lost for good.
-    pub fn doubt(&mut self) {
-        self.salts.doubt();
-        self.reblocker.doubt();
+    /// Events were lost for good, so often by now.
+    pub fn doubt(&mut self, gaps: u32) {
+        self.salts.doubt(gaps);
+        self.reblocker.doubt(gaps);
     }
 
-    /// What is doubted is gone; what the index is to be told before it forgets its share.
-    pub fn forget_doubted(&mut self) -> Vec<KvEvent> {
-        self.salts.forget_doubted();
-        self.reblocker.forget_doubted()
+    /// The index has taken these for gone; what else it is to be told of them.
+    pub fn forgotten(&mut self, forgotten: &Forgotten) -> Vec<KvEvent> {
+        self.salts.forget(&forgotten.names);
+        let (parts, events) = self.reblocker.forgotten(forgotten);
+        self.salts.forget(&parts);
+        events
     }
 
     /// Tokens per block of the engine on the device, once it has told.
     pub fn engine_block_size(&self) -> Option<BlockSize> {
         self.reblocker.engine()
+    }
+
+    #[cfg(test)]
+    pub(super) fn reblocker(&self) -> &Reblocker {
+        &self.reblocker
     }
 
     /// Converts one event. Order matters: later events lean on what earlier ones taught.
@@ -231,15 +240,22 @@ impl Normalizer {
             // Only the engine knows which of the tokens its blocks hold.
             return Err(Filtered::NonMainKind);
         }
-        let salt = self.salt(stored)?;
+        let (salt, is_known) = self.salt(stored)?;
         if repeats(stored) {
             // A run that meets itself has no place in a prefix tree.
             return Ok(Converted::Event(KvEvent::Removed { blocks: Vec::new(), tier }));
         }
         let engine = BlockSize::new(stored.block_size);
         let fit = engine.and_then(|engine| self.reblocker.fit(engine, tier));
+        if fit.is_none() && tier == Tier::Device && self.is_resized(stored) {
+            self.emptied();
+            let anew = self.stored(stored, tier).unwrap_or_else(Converted::Filtered);
+            return Ok(Converted::Resized(Box::new(anew)));
+        }
         let fit = fit.ok_or(Filtered::BlockSize { engine: stored.block_size })?;
-        self.salts.stored(&stored.hashes, tier, salt.cache.as_deref());
+        if is_known {
+            self.salts.stored(&stored.hashes, tier, salt.cache.as_deref());
+        }
         let run = Run {
             parent: stored.parent,
             names: &stored.hashes,
@@ -256,16 +272,28 @@ impl Normalizer {
         })
     }
 
-    /// The salt of a store: named outright, or in the first block's extra keys, or the parent's.
-    fn salt(&self, stored: &Stored) -> Result<Salt, Filtered> {
+    /// Whether the engine's blocks have another size now. One cache has blocks of one size, so it is another one then.
+    fn is_resized(&self, stored: &Stored) -> bool {
+        let size = stored.block_size as usize;
+        let known = self.reblocker.engine().map(BlockSize::tokens);
+        size > 0 && stored.tokens.ids.len() >= size && known.is_some_and(|known| known != size)
+    }
+
+    /// The salt of a store: named outright, or in the first block's extra keys, or the parent's; and whether that is known.
+    /// Of what follows an unknown parent it is not, and to enter it would make it ambiguous when it is told again.
+    fn salt(&self, stored: &Stored) -> Result<(Salt, bool), Filtered> {
         let lora = stored.lora.clone().filter(|name| !name.is_empty());
         let named = stored.cache_salt.as_deref().or_else(|| salt_in_keys(stored));
-        let cache = match (named, stored.parent) {
-            (Some(""), _) | (None, None) => None,
-            (Some(salt), _) => Some(salt.to_owned()),
-            (None, Some(parent)) => self.salts.of(parent).map_err(|_| Filtered::AmbiguousSalt)?.map(str::to_owned),
+        let (cache, is_known) = match (named, stored.parent) {
+            (Some(""), _) | (None, None) => (None, true),
+            (Some(salt), _) => (Some(salt), true),
+            (None, Some(parent)) => {
+                let of_parent = self.salts.of(parent).map_err(|_| Filtered::AmbiguousSalt)?;
+                let own = || stored.hashes.first().and_then(|first| self.salts.own(*first));
+                if self.salts.knows(parent) { (of_parent, true) } else { (own(), own().is_some()) }
+            }
         };
-        Ok(Salt { lora, cache })
+        Ok((Salt { lora, cache: cache.map(str::to_owned) }, is_known))
     }
 }
 

@@ -5,14 +5,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::convert::{Converted, Filtered, Normalizer};
-use super::doubts::{self, Doubts, Due};
 use super::sequencer::{Digest, Live, Repeated, Sequencer};
 use super::wire::{self, Batch, Event};
 use super::witness::unix_now;
-use super::{RankSink, SourceSpec, Witness};
+use super::{RankSink, SharedResync, SourceSpec, Witness};
 use crate::index::{KvEvent, Outcome};
 use crate::metrics::{EventLabels, Metrics, OutcomeLabel};
-use crate::trust::{Because, Heard, Resync, Source};
+use crate::trust::{Because, Heard, Source};
 use crate::worker::{BlockSize, WorkerRank};
 
 /// A live batch that came too early: the numbers in between are missing.
@@ -35,8 +34,9 @@ pub(super) struct Feed {
     tally: Vec<(EventLabels, u64)>,
     complaints: Complaints,
     witness: Witness,
-    resync: Resync,
-    doubts: Doubts,
+    resync: SharedResync,
+    /// Whether stores were dropped that the engine was right to tell of.
+    dropped: bool,
 }
 
 /// What was complained of already; the second time says nothing new.
@@ -61,8 +61,8 @@ impl Feed {
             tally: Vec::new(),
             complaints: Complaints::default(),
             witness,
-            resync: spec.resync,
-            doubts: Doubts::default(),
+            resync: spec.resync.clone(),
+            dropped: false,
         }
     }
 
@@ -163,46 +163,51 @@ impl Feed {
     /// What was missed while detached cannot be found out.
     pub(super) fn doubt(&mut self) {
         self.witness.note(Source::missed);
-        if self.resync == Resync::Clear {
+        if self.resync.clears() {
             tracing::info!(rank = %self.rank, "what is known of this rank is forgotten, to be learned anew");
             self.normalizer.emptied();
-            (self.sink.apply)(&KvEvent::Cleared);
-            self.emptied();
-            return;
+            self.forget_all();
         }
-        self.normalizer.doubt();
-        (self.sink.doubt)();
-        let held = (self.sink.held)();
-        let room = doubts::room(self.normalizer.engine_block_size(), self.block_size, held);
-        self.doubts.begin(held, room);
-        self.witness.note(|source| source.doubted(held.doubted));
+        self.normalizer.doubt((self.sink.doubt)());
+        self.settle_doubts();
     }
 
-    /// Nothing is held any more.
-    fn emptied(&mut self) {
-        self.doubts.end();
+    /// Nothing is held any more as far as is known.
+    fn forget_all(&mut self) {
+        self.dropped = false;
+        (self.sink.apply)(&KvEvent::Cleared);
         self.witness.note(Source::emptied);
     }
 
+    /// The engine's blocks have another size than they had, so its cache is another one: it may be a new engine whose start
+    /// was not noticed.
+    fn resized(&mut self) {
+        tracing::warn!(
+            rank = %self.rank, engine = self.normalizer.engine_block_size().map(BlockSize::tokens),
+            "the engine's blocks have another size than before; those that were known are forgotten"
+        );
+        self.witness.note(Source::missed);
+        self.forget_all();
+        self.normalizer.doubt((self.sink.doubt)());
+    }
+
     /// Looks what has become of doubts.
-    fn look_at_doubts(&mut self) {
-        match self.doubts.due() {
-            Due::Nothing => return,
-            Due::Count => {}
-            Due::Forget => {
-                tracing::info!(
-                    rank = %self.rank,
-                    "blocks that may be gone since events were lost are forgotten: a whole cache of others was stored since"
-                );
-                for event in self.normalizer.forget_doubted() {
-                    (self.sink.apply)(&event);
-                }
-                (self.sink.forget_doubted)();
+    fn settle_doubts(&mut self) {
+        let settled = (self.sink.settle)();
+        if let Some(forgotten) = &settled.forgotten {
+            tracing::info!(
+                rank = %self.rank, blocks = forgotten.names.len(),
+                "blocks that nothing was heard of since events were lost are forgotten: as many newer ones were evicted since"
+            );
+            for event in self.normalizer.forgotten(forgotten) {
+                (self.sink.apply)(&event);
             }
         }
-        let held = (self.sink.held)();
-        self.doubts.counted(held);
-        self.witness.note(|source| source.doubted(held.doubted));
+        let untold = settled.untold || self.dropped;
+        self.witness.note(|source| {
+            source.doubted(settled.doubted);
+            source.untold(untold);
+        });
     }
 
     /// Notes a message that does not have the shape of a batch.
@@ -224,7 +229,7 @@ impl Feed {
         self.metrics.kv_event_restarts.inc();
         self.normalizer.reset();
         (self.sink.apply)(&KvEvent::Cleared);
-        self.doubts.end();
+        self.dropped = false;
         self.witness.note(Source::restarted);
     }
 
@@ -263,49 +268,54 @@ impl Feed {
             return;
         }
         for event in &batch.events {
-            let labels = match self.normalizer.convert(event) {
-                Converted::Event(event) => EventLabels { kind: event.kind(), outcome: self.tell(&event).as_str() },
-                Converted::Regrouped(events, outcome) => {
-                    let told: Vec<_> = events.iter().map(|event| self.tell(event)).collect();
-                    let failed = told.into_iter().find(|outcome| !is_fine(*outcome));
-                    EventLabels { kind: kind(event), outcome: failed.unwrap_or(outcome).as_str() }
-                }
-                Converted::Group(reason, share) => {
-                    self.complain(reason);
-                    let outcome = match self.tell(&share) {
-                        Outcome::TooManyGroups => Outcome::TooManyGroups.as_str(),
-                        _ => reason.label(),
-                    };
-                    EventLabels { kind: kind(event), outcome }
-                }
-                Converted::Filtered(reason) => {
-                    self.complain(reason);
-                    EventLabels { kind: kind(event), outcome: reason.label() }
-                }
-            };
+            let converted = self.normalizer.convert(event);
+            let labels = self.told(event, converted);
             match self.tally.iter_mut().find(|(known, _)| *known == labels) {
                 Some((_, count)) => *count += 1,
                 None => self.tally.push((labels, 1)),
             }
         }
         self.count("applied");
-        self.look_at_doubts();
+        self.settle_doubts();
         for (labels, count) in self.tally.drain(..) {
             self.metrics.kv_events.get_or_create(&labels).inc_by(count);
+        }
+    }
+
+    /// Tells the index what became of an event.
+    fn told(&mut self, event: &Event, converted: Converted) -> EventLabels {
+        match converted {
+            Converted::Event(event) => EventLabels { kind: event.kind(), outcome: self.tell(&event).as_str() },
+            Converted::Regrouped(events, outcome) => {
+                let told: Vec<_> = events.iter().map(|event| self.tell(event)).collect();
+                let failed = told.into_iter().find(|outcome| !is_fine(*outcome));
+                EventLabels { kind: kind(event), outcome: failed.unwrap_or(outcome).as_str() }
+            }
+            Converted::Group(reason, share) => {
+                self.complain(reason);
+                let outcome = match self.tell(&share) {
+                    Outcome::TooManyGroups => Outcome::TooManyGroups.as_str(),
+                    _ => reason.label(),
+                };
+                EventLabels { kind: kind(event), outcome }
+            }
+            Converted::Filtered(reason) => {
+                self.complain(reason);
+                EventLabels { kind: kind(event), outcome: reason.label() }
+            }
+            Converted::Resized(anew) => {
+                self.resized();
+                self.told(event, *anew)
+            }
         }
     }
 
     /// Hands one event to the index.
     fn tell(&mut self, event: &KvEvent) -> Outcome {
         let outcome = (self.sink.apply)(event);
-        match event {
-            KvEvent::Stored { blocks, .. } => self.doubts.stored(blocks.len() as u64),
-            KvEvent::Removed { blocks, .. } => self.doubts.removed(blocks.len() as u64),
-            KvEvent::GroupStored { .. } | KvEvent::GroupRemoved { .. } => {}
-            KvEvent::Cleared => {
-                self.doubts.end();
-                self.witness.note(Source::cleared);
-            }
+        if *event == KvEvent::Cleared {
+            self.dropped = false;
+            self.witness.note(Source::cleared);
         }
         outcome
     }
@@ -328,20 +338,32 @@ impl Feed {
     }
 
     fn complain(&mut self, reason: Filtered) {
-        if let Filtered::BlockSize { engine } = reason
-            && self.normalizer.engine_block_size().is_none()
-        {
-            let engine = BlockSize::new(engine);
-            self.witness.note(|source| source.unusable(Because::BlockSizeMismatch, engine));
-        }
         let configured = self.block_size.tokens();
         match reason {
-            Filtered::BlockSize { engine } if !std::mem::replace(&mut self.complaints.block_size, true) => {
-                tracing::error!(
-                    rank = %self.rank, engine, configured,
-                    "the engine's blocks have another size than configured, and neither divides the other, so its cache \
-                     cannot be used and it is chosen by load; correct the block size"
-                );
+            Filtered::BlockSize { engine } => {
+                let known = self.normalizer.engine_block_size();
+                match known {
+                    None => {
+                        let engine = BlockSize::new(engine);
+                        self.witness.note(|source| source.unusable(Because::BlockSizeMismatch, engine));
+                    }
+                    // Only in a slower tier: on the device it would be another cache.
+                    Some(_) => self.dropped = true,
+                }
+                if std::mem::replace(&mut self.complaints.block_size, true) {
+                    return;
+                }
+                match known {
+                    None => tracing::error!(
+                        rank = %self.rank, engine, configured,
+                        "the engine's blocks have another size than configured, and neither divides the other, so its \
+                         cache cannot be used and it is chosen by load; correct the block size"
+                    ),
+                    Some(_) => tracing::warn!(
+                        rank = %self.rank, engine,
+                        "a tier has blocks of several sizes, or of one that cannot be brought to ours; those are not known"
+                    ),
+                }
             }
             Filtered::GroupBlockSize { engine } if !std::mem::replace(&mut self.complaints.group_block_size, true) => {
                 tracing::warn!(
@@ -382,68 +404,4 @@ fn kind(event: &Event) -> &'static str {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::index::{GroupNeed, PrefixIndex};
-    use crate::kv_events::Held;
-    use crate::worker::{Attach, DpRank, EventSource, Slot, WorkerId};
-
-    /// Plays captured batches of a model with a sliding window into a rank with blocks of some size.
-    fn play(block_size: u32) -> (Arc<Metrics>, Vec<KvEvent>) {
-        let session: serde_json::Value = serde_json::from_str(include_str!("../../tests/data/hybrid.json")).unwrap();
-        let hex = session["requests"][0]["payloads"][0].as_str().unwrap();
-        let byte = |at: usize| u8::from_str_radix(&hex[at..at + 2], 16).unwrap();
-        let payload: Vec<u8> = (0..hex.len()).step_by(2).map(byte).collect();
-        let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
-        let spec = SourceSpec {
-            rank,
-            source: EventSource {
-                endpoint: String::new(),
-                topic: String::new(),
-                attach: Attach::Connect,
-                replay: None,
-            },
-            block_size: BlockSize::new(block_size).unwrap(),
-            media: Default::default(),
-            resync: Resync::Keep,
-        };
-        let (told, metrics) = (Arc::new(parking_lot::Mutex::new(Vec::new())), Arc::new(Metrics::new()));
-        let mut writer = PrefixIndex::new().join(Slot(0));
-        let heard = told.clone();
-        let apply = move |event: &KvEvent| {
-            heard.lock().push(event.clone());
-            writer.apply(event)
-        };
-        let sink = RankSink {
-            apply: Box::new(apply),
-            doubt: Box::new(|| {}),
-            held: Box::new(Held::default),
-            forget_doubted: Box::new(|| {}),
-        };
-        assert_eq!(Feed::new(&spec, sink, metrics.clone(), Witness::default()).live(0, &payload), None);
-        let told = told.lock().clone();
-        (metrics, told)
-    }
-
-    fn count(metrics: &Metrics, outcome: &'static str) -> u64 {
-        metrics.kv_events.get_or_create(&EventLabels { kind: "stored", outcome }).get()
-    }
-
-    #[test]
-    fn what_a_group_holds_is_told_and_still_counted_as_filtered() {
-        let (metrics, told) = play(32);
-        let [KvEvent::GroupStored { group: 0, need, blocks }, KvEvent::Stored { .. }] = &told[..] else {
-            panic!("{told:?}")
-        };
-        assert_eq!((*need, blocks.len()), (GroupNeed::Last { blocks: 2, stride: std::num::NonZeroU32::MIN }, 2));
-        assert_eq!((count(&metrics, "filtered_non_main_attention_kind"), count(&metrics, "ok")), (1, 1));
-    }
-
-    #[test]
-    fn a_group_with_blocks_of_another_size_is_counted_by_that_reason() {
-        let (metrics, told) = play(24);
-        assert!(matches!(told[..], [KvEvent::GroupStored { need: GroupNeed::Unknown, .. }]), "{told:?}");
-        assert_eq!(count(&metrics, "filtered_group_block_size_mismatch"), 1);
-        assert_eq!(count(&metrics, "filtered_block_size_mismatch"), 1);
-    }
-}
+mod tests;

@@ -13,7 +13,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::media::{self, MediaTokens};
 use crate::block::hash::{Windows, locals};
 use crate::block::{EngineHash, LocalHash, Salt};
-use crate::index::{KvEvent, Outcome, StoredBlock};
+use crate::index::{Forgotten, KvEvent, Outcome, StoredBlock};
 use crate::tier::Tier;
 use crate::worker::BlockSize;
 use join::Chains;
@@ -97,16 +97,18 @@ pub(super) struct Reblocker {
     /// Tokens per block of the engine, by tier.
     sizes: [Option<BlockSize>; Tier::ALL.len()],
     chains: Option<Chains>,
+    /// How often events were lost.
+    gaps: u32,
 }
 
 impl Reblocker {
     pub(super) fn new(ours: BlockSize, media: MediaTokens) -> Self {
-        Self { ours, media, sizes: Default::default(), chains: None }
+        Self { ours, media, sizes: Default::default(), chains: None, gaps: 0 }
     }
 
     /// Forgets everything: the cache is empty.
     pub(super) fn clear(&mut self) {
-        *self = Self::new(self.ours, self.media);
+        *self = Self { gaps: self.gaps, ..Self::new(self.ours, self.media) };
     }
 
     /// Tokens per block of the engine on the device, once it has told.
@@ -123,20 +125,32 @@ impl Reblocker {
             return None;
         }
         if matches!(fit, Fit::Join(_)) {
-            let chains = self.chains.get_or_insert_with(|| Chains::new(engine, self.ours));
+            let chains = self.chains.get_or_insert_with(|| Chains::new(engine, self.ours, self.gaps));
             return (chains.engine() == engine).then_some(fit);
         }
         Some(fit)
     }
 
-    /// Events were lost for good.
-    pub(super) fn doubt(&mut self) {
-        self.chains.iter_mut().for_each(Chains::doubt);
+    /// Events were lost for good, so often by now.
+    pub(super) fn doubt(&mut self, gaps: u32) {
+        self.gaps = gaps;
+        self.chains.iter_mut().for_each(|chains| chains.doubt(gaps));
     }
 
-    /// What is doubted is gone. The index forgets its own share by itself.
-    pub(super) fn forget_doubted(&mut self) -> Vec<KvEvent> {
-        self.chains.as_mut().map(Chains::forget_doubted).unwrap_or_default()
+    /// The index has taken blocks for gone. The engine's blocks that are gone with them, and what the index is to be told:
+    /// where one is several of ours, the first of these may have stayed for the sake of others.
+    pub(super) fn forgotten(&mut self, forgotten: &Forgotten) -> (Vec<(EngineHash, Tier)>, Vec<KvEvent>) {
+        let parts = self.chains.as_mut().map(|chains| chains.forgotten(forgotten)).unwrap_or_default();
+        let others = Tier::ALL.into_iter().filter_map(|tier| {
+            let Some(Fit::Split(parts)) = self.sizes[tier as usize].and_then(|engine| Fit::of(engine, self.ours))
+            else {
+                return None;
+            };
+            let names = forgotten.names.iter().filter(|(_, of)| *of == tier);
+            let others = names.flat_map(|&(name, _)| parts_of(name, parts.get()).filter(move |part| *part != name));
+            Some(KvEvent::Removed { blocks: others.collect(), tier })
+        });
+        (parts, others.collect())
     }
 
     /// Blocks as large as ours or larger.

@@ -22,6 +22,8 @@ pub(super) struct Salts {
     blocks: HashMap<EngineHash, Entry>,
     /// Whether this rank has ever named a salt.
     used: bool,
+    /// How often events were lost.
+    gaps: u32,
     /// Whether a block could not be remembered.
     full: bool,
 }
@@ -31,14 +33,14 @@ struct Entry {
     salt: Result<Option<Arc<str>>, Ambiguous>,
     /// By tier: one hash may be stored several times and then leaves as often.
     copies: [u32; Tier::ALL.len()],
-    /// By tier: events were lost since the copies were counted, so some may be gone.
-    doubted: [bool; Tier::ALL.len()],
+    /// The gap since which the copies were counted, by tier: events were lost since, so some may be gone.
+    counted: [u32; Tier::ALL.len()],
 }
 
 impl Entry {
-    /// Whether nothing is left of it. An ambiguous one stays: some copy of it may still be there.
+    /// Whether nothing is left of it.
     fn is_over(&self) -> bool {
-        self.copies.iter().all(|copies| *copies == 0) && self.salt.is_ok()
+        self.copies.iter().all(|copies| *copies == 0)
     }
 }
 
@@ -48,24 +50,35 @@ impl Salts {
         self.full = false;
     }
 
-    /// Events were lost for good. As in the index, the next store counts the copies of a block from one again.
-    pub(super) fn doubt(&mut self) {
-        self.blocks.values_mut().for_each(|entry| entry.doubted = entry.copies.map(|copies| copies > 0));
+    /// Events were lost for good, so often by now. As in the index, the next store counts the copies of a block from one
+    /// again.
+    pub(super) fn doubt(&mut self, gaps: u32) {
+        self.gaps = gaps;
     }
 
-    /// What is doubted is gone.
-    pub(super) fn forget_doubted(&mut self) {
-        self.blocks.retain(|_, entry| {
-            for (copies, doubted) in entry.copies.iter_mut().zip(&mut entry.doubted) {
-                if std::mem::take(doubted) {
-                    *copies = 0;
-                }
+    /// These are gone.
+    pub(super) fn forget(&mut self, names: &[(EngineHash, Tier)]) {
+        for (block, tier) in names {
+            let Some(entry) = self.blocks.get_mut(block) else { continue };
+            entry.copies[*tier as usize] = 0;
+            if entry.is_over() {
+                self.blocks.remove(block);
             }
-            !entry.is_over()
-        });
+        }
     }
 
-    /// The salt to inherit from a parent. An unknown parent carries none.
+    /// The salt of a block itself, where it is known.
+    pub(super) fn own(&self, block: EngineHash) -> Option<&str> {
+        self.blocks.get(&block)?.salt.as_ref().ok()?.as_deref()
+    }
+
+    /// Whether the salt of a block is known, so that what follows it is known to have the same.
+    pub(super) fn knows(&self, block: EngineHash) -> bool {
+        self.blocks.contains_key(&block)
+    }
+
+    /// The salt to inherit from a parent. An unknown parent carries none: it was there before any salt was named, or it is
+    /// gone, and then what follows it is dropped.
     pub(super) fn of(&self, parent: EngineHash) -> Result<Option<&str>, Ambiguous> {
         match self.blocks.get(&parent) {
             None if self.full => Err(Ambiguous),
@@ -85,10 +98,10 @@ impl Salts {
                 self.full = true;
                 continue;
             }
-            let fresh = || Entry { salt: Ok(salt.clone()), copies: Default::default(), doubted: Default::default() };
+            let fresh = || Entry { salt: Ok(salt.clone()), copies: Default::default(), counted: Default::default() };
             let entry = self.blocks.entry(block).or_insert_with(fresh);
             let copies = &mut entry.copies[tier as usize];
-            if std::mem::take(&mut entry.doubted[tier as usize]) {
+            if std::mem::replace(&mut entry.counted[tier as usize], self.gaps) != self.gaps {
                 *copies = 0;
             }
             *copies = copies.saturating_add(1);
@@ -122,7 +135,7 @@ mod tests {
             salts.stored(&block, Tier::Device, Some("a"));
             if doubt {
                 // The removal of the first copy was lost.
-                salts.doubt();
+                salts.doubt(1);
             }
             salts.stored(&block, Tier::Device, Some("a"));
             salts.removed(&block, Tier::Device);
@@ -136,11 +149,13 @@ mod tests {
         let (mut salts, block) = (Salts::default(), [EngineHash(1)]);
         salts.stored(&block, Tier::Device, Some("a"));
         salts.stored(&block, Tier::HostPinned, Some("a"));
-        salts.doubt();
+        salts.doubt(1);
         salts.stored(&block, Tier::Device, Some("a"));
         salts.removed(&block, Tier::Device);
         assert_eq!(salts.of(block[0]), Ok(Some("a")));
-        salts.forget_doubted();
+        salts.forget(&[(block[0], Tier::Device)]);
+        assert_eq!(salts.of(block[0]), Ok(Some("a")));
+        salts.forget(&[(block[0], Tier::HostPinned)]);
         assert_eq!(salts.of(block[0]), Ok(None));
     }
 }

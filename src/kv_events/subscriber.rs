@@ -322,9 +322,8 @@ mod tests {
     use zeromq::{RouterSocket, SocketSend};
 
     use super::*;
-    use crate::index::Outcome;
-    use crate::kv_events::{Held, MediaTokens};
-    use crate::trust::Resync;
+    use crate::index::{Outcome, Settled};
+    use crate::kv_events::{MediaTokens, SharedResync};
     use crate::worker::{BlockSize, DpRank, WorkerId};
 
     fn listener(replay: &str) -> Listener {
@@ -336,14 +335,10 @@ mod tests {
         };
         let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
         let block_size = BlockSize::new(2).unwrap();
-        let (media, resync) = (MediaTokens::default(), Resync::Keep);
+        let (media, resync) = (MediaTokens::default(), SharedResync::default());
         let spec = SourceSpec { rank, source, block_size, media, resync };
-        let sink = RankSink {
-            apply: Box::new(|_| Outcome::Ok),
-            doubt: Box::new(|| {}),
-            held: Box::new(Held::default),
-            forget_doubted: Box::new(|| {}),
-        };
+        let sink =
+            RankSink { apply: Box::new(|_| Outcome::Ok), doubt: Box::new(|| 0), settle: Box::new(Settled::default) };
         let witness = Witness::default();
         let metrics = Arc::new(Metrics::new());
         let (state, _) = watch::channel(SourceState::default());

@@ -40,6 +40,8 @@ pub struct Chat {
     pub brings_tokens: bool,
     /// Whether another engine forwards finished prompt tokens that stand in for the messages.
     pub forwarded_tokens: bool,
+    /// Whether more of its last message and further ones may follow that were not shown.
+    pub unfinished: bool,
 }
 
 /// One message.
@@ -205,6 +207,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         thinking_off: false,
         brings_tokens: body.input_ids.is_some(),
         forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.has_tokens()),
+        unfinished: false,
     };
     Ok(Request {
         model: body.model,

@@ -26,10 +26,20 @@ pub enum Foretold {
     /// Nothing: its tokens came from elsewhere, or are not known.
     #[default]
     Nothing,
+    /// The blocks of its prompt, in which an image or the like stands. Clients name those, and engines as they are set up:
+    /// where such a block is missing, that says nothing of tokens.
+    Illustrated,
     /// The blocks of its prompt.
     Prompt,
     /// These blocks, by which it is not routed because they are not believed.
     Shadow(Box<BlockHashes>),
+}
+
+impl Foretold {
+    /// Whether its blocks are made of our own tokens.
+    pub fn is_ours(&self) -> bool {
+        matches!(self, Foretold::Illustrated | Foretold::Prompt)
+    }
 }
 
 /// A request to be looked after.
@@ -64,8 +74,9 @@ impl Sighting {
         &self.hashes
     }
 
-    /// What was found: `held` leading blocks of those that have to be there, after `stores` events that stored something. `None` where that says nothing,
-    /// because the engine told of nothing new: what it had cached before we listened it never tells.
+    /// What was found: `held` leading blocks of those that have to be there, after `stores` events that stored something.
+    /// `None` where that says nothing, because the engine told of nothing new: what it had cached before we listened it
+    /// never tells.
     pub fn found(self, (held, of): (usize, usize), stores: u64) -> Option<(Evidence, Change)> {
         let evidence = match held {
             _ if of == 0 => return None,
@@ -74,7 +85,7 @@ impl Sighting {
             block => Evidence::Unconfirmed { block },
         };
         let standing = self.standing.clone();
-        Some((evidence, standing.seen(evidence)))
+        Some((evidence, standing.seen(self.rank.worker, evidence)))
     }
 }
 

@@ -74,20 +74,41 @@ fn events_prove_a_difference_only_in_a_row_and_heal_it_in_a_row() {
     let missing = Evidence::Unconfirmed { block: 2 };
     for round in 0..5 {
         for _ in 0..7 {
-            assert_eq!(standing.seen(missing), Change::None, "{round}");
+            assert_eq!(standing.seen(ONE, missing), Change::None, "{round}");
         }
-        assert_eq!(standing.seen(Evidence::Confirmed), Change::None);
+        assert_eq!(standing.seen(ONE, Evidence::Confirmed), Change::None);
     }
-    let changes: Vec<_> = (0..9).map(|_| standing.seen(missing)).collect();
+    let changes: Vec<_> = (0..9).map(|_| standing.seen(ONE, missing)).collect();
     assert_eq!(changes[7], Change::Mistrusted);
     assert_eq!(changes.iter().filter(|change| **change != Change::None).count(), 1);
-    let found = standing.parity().events.differs.unwrap();
+    let found = standing.parity().workers[&ONE].events.differs.clone().unwrap();
     assert_eq!((found.what, found.block, found.our_text), (What::Events, 2, None));
-    // A worker that agrees does not outweigh what events prove.
+    // That it agrees to canaries does not outweigh what its events prove.
     assert_eq!(standing.tested(ONE, agrees()), Change::None);
     let healing = [Evidence::Confirmed, Evidence::Confirmed, missing, Evidence::Confirmed, Evidence::Confirmed];
-    assert!(healing.into_iter().all(|evidence| standing.seen(evidence) == Change::None));
-    assert_eq!(standing.seen(Evidence::Confirmed), Change::Trusted);
+    assert!(healing.into_iter().all(|evidence| standing.seen(ONE, evidence) == Change::None));
+    assert_eq!(standing.seen(ONE, Evidence::Confirmed), Change::Trusted);
+}
+
+#[test]
+fn what_the_events_of_one_worker_prove_is_proven_of_that_worker_only() {
+    let standing = Standing::default();
+    let missing = Evidence::Unconfirmed { block: 0 };
+    // Nobody can be asked; both compute requests in turn, and only one of them as we foretell.
+    let mut changes = Vec::new();
+    for _ in 0..20 {
+        changes.push(standing.seen(ONE, missing));
+        changes.push(standing.seen(TWO, Evidence::Confirmed));
+    }
+    changes.retain(|change| *change != Change::None);
+    assert_eq!(changes, [Change::Differs], "neither the model, nor to and fro");
+    assert_eq!((standing.is_mistrusted(), standing.parity().state()), (false, "some_differ"));
+    assert_eq!(standing.differing().iter().collect::<Vec<_>>(), [&ONE]);
+    // Where nobody is left who makes our tokens, there is nobody to compare.
+    assert_eq!(standing.tested(TWO, differs()), Change::Mistrusted);
+    assert_eq!((0..3).map(|_| standing.seen(ONE, Evidence::Confirmed)).last(), Some(Change::Trusted));
+    assert_eq!(standing.differing().iter().collect::<Vec<_>>(), [&TWO]);
+    assert_eq!(standing.tested(TWO, agrees()), Change::Agrees);
 }
 
 #[test]

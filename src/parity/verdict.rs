@@ -1,4 +1,4 @@
-//! The verdict on one model: what each worker's answers said, and what its events say.
+//! The verdict on one model, worker by worker: what its answers to canaries said, and what its events say.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -47,7 +47,7 @@ pub struct Difference {
     pub their_text: Option<String>,
 }
 
-/// What one worker's answers say.
+/// What one worker's answers to canaries say.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "verdict")]
 pub enum Verdict {
@@ -85,11 +85,13 @@ impl Verdict {
     }
 }
 
-/// What the events of real requests say.
+/// What a worker's events say of real requests.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct EventsVerdict {
     /// The difference, while it is proven.
     pub differs: Option<Difference>,
+    /// Whether the opposite is.
+    pub agrees: bool,
     /// Requests in a row without their blocks.
     unconfirmed: u32,
     /// Requests in a row with them.
@@ -103,6 +105,7 @@ impl EventsVerdict {
                 self.unconfirmed = 0;
                 self.confirmed = self.confirmed.saturating_add(1);
                 if self.confirmed >= HEALED {
+                    self.agrees = true;
                     self.differs = None;
                 }
             }
@@ -110,6 +113,7 @@ impl EventsVerdict {
                 self.confirmed = 0;
                 self.unconfirmed = self.unconfirmed.saturating_add(1);
                 if self.unconfirmed >= PROOF && self.differs.is_none() {
+                    self.agrees = false;
                     let (canary, our_text, their_text) = (None, None, None);
                     let (ours, theirs) = (None, None);
                     let what = What::Events;
@@ -121,13 +125,42 @@ impl EventsVerdict {
     }
 }
 
+/// What is known of one worker's tokens.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct WorkerParity {
+    /// By canaries.
+    #[serde(flatten)]
+    pub canaries: Verdict,
+    /// By real requests.
+    pub events: EventsVerdict,
+}
+
+impl WorkerParity {
+    /// Whether its tokens are known to be others than ours. What its events prove no canary outweighs.
+    pub fn differs(&self) -> bool {
+        matches!(self.canaries, Verdict::Differs { .. }) || self.events.differs.is_some()
+    }
+
+    /// Whether its tokens are known to be ours.
+    pub fn agrees(&self) -> bool {
+        !self.differs() && (matches!(self.canaries, Verdict::Agrees { .. }) || self.events.agrees)
+    }
+
+    /// The name in metrics.
+    pub fn label(&self) -> &'static str {
+        match () {
+            () if self.differs() => "differs",
+            () if self.agrees() => "agrees",
+            () => self.canaries.label(),
+        }
+    }
+}
+
 /// What is known of one model.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ModelParity {
     /// By worker.
-    pub workers: BTreeMap<WorkerId, Verdict>,
-    /// Of real requests.
-    pub events: EventsVerdict,
+    pub workers: BTreeMap<WorkerId, WorkerParity>,
     /// Workers that may be other engines than were tested.
     #[serde(skip)]
     pub(super) doubted: BTreeSet<WorkerId>,
@@ -135,7 +168,7 @@ pub struct ModelParity {
 
 impl ModelParity {
     pub(super) fn tested(&mut self, worker: WorkerId, verdict: Verdict) {
-        let known = self.workers.entry(worker).or_default();
+        let known = &mut self.workers.entry(worker).or_default().canaries;
         if matches!(verdict, Verdict::CannotTest { .. }) {
             // Who does not answer has not changed its tokens, unless it is somebody else by now; and even then what was
             // wrong is wrong until a test is passed.
@@ -148,16 +181,28 @@ impl ModelParity {
         *known = verdict;
     }
 
-    /// Whether our own tokens are not to be believed.
+    pub(super) fn seen(&mut self, worker: WorkerId, evidence: Evidence) {
+        self.workers.entry(worker).or_default().events.note(evidence);
+    }
+
+    pub(super) fn retain(&mut self, keep: impl Fn(WorkerId) -> bool) {
+        self.workers.retain(|worker, _| keep(*worker));
+        self.doubted.retain(|worker| keep(*worker));
+    }
+
+    /// Those whose tokens are known to be others than ours.
+    pub(super) fn differing(&self) -> BTreeSet<WorkerId> {
+        self.workers.iter().filter(|(_, known)| known.differs()).map(|(worker, _)| *worker).collect()
+    }
+
+    /// Whether our own tokens are not to be believed at all: somebody makes others, and nobody is known to make ours.
     pub fn is_mistrusted(&self) -> bool {
-        let differs = self.workers.values().any(|verdict| matches!(verdict, Verdict::Differs { .. }));
-        let agrees = self.workers.values().any(|verdict| matches!(verdict, Verdict::Agrees { .. }));
-        (differs && !agrees) || self.events.differs.is_some()
+        self.workers.values().any(WorkerParity::differs) && !self.workers.values().any(WorkerParity::agrees)
     }
 
     /// In one word, for metrics.
     pub fn state(&self) -> &'static str {
-        let any = |label: &str| self.workers.values().any(|verdict| verdict.label() == label);
+        let any = |label: &str| self.workers.values().any(|known| known.label() == label);
         match () {
             () if self.is_mistrusted() => "differs",
             () if any("differs") => "some_differ",

@@ -35,6 +35,8 @@ pub struct Traits {
     pub engine: Engine,
     /// The version of transformers that it runs with.
     pub transformers: Transformers,
+    /// The class of its tokenizer in the engine, where its files do not tell.
+    pub tokenizer_class: Option<String>,
     /// What stands for images and the like in its prompts.
     pub media: Option<MediaConfig>,
 }

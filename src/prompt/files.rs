@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use thiserror::Error;
 use tokenizers::Tokenizer;
 
-use super::rebuild::{self, Said};
+use super::rebuild::{self, Added, Class, Said};
 use super::{Config, Engine, MediaConfig, Traits, Transformers, sglang};
 
 /// Why a model's files cannot be used.
@@ -47,7 +47,7 @@ pub enum LoadError {
 }
 
 /// The names under which special tokens reach a template.
-const SPECIAL_TOKENS: [&str; 7] =
+pub(super) const SPECIAL_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// What the files hold.
@@ -82,9 +82,9 @@ struct TokenizerConfig {
     #[serde(default)]
     add_prefix_space: Option<bool>,
     #[serde(default)]
-    added_tokens_decoder: Map<String, Value>,
-    #[serde(flatten)]
-    rest: Map<String, Value>,
+    auto_map: Option<Value>,
+    #[serde(default)]
+    fix_mistral_regex: Option<bool>,
 }
 
 #[derive(Deserialize)]
@@ -110,7 +110,8 @@ impl Fingerprint {
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         // Only models whose prompts hold media need their name, and the others may share an encoder.
         let name = traits.media.as_ref().map(|_| traits.name.as_str());
-        hasher.update(format!("{name:?} {:?} {:?} {:?}", traits.engine, traits.transformers, traits.media).as_bytes());
+        let (engine, class) = (traits.engine, &traits.tokenizer_class);
+        hasher.update(format!("{name:?} {engine:?} {:?} {class:?} {:?}", traits.transformers, traits.media).as_bytes());
         for path in traits.media.iter().flat_map(MediaConfig::files) {
             let bytes = fs::read(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })?;
             hasher.update(&(bytes.len() as u64).to_le_bytes()).update(&bytes);
@@ -145,49 +146,99 @@ impl Config {
 /// What the model is, beside its tokenizer.
 const MODEL: &str = "config.json";
 
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
 struct ModelFile {
     #[serde(default)]
     model_type: Option<String>,
+    #[serde(default)]
+    tokenizer_class: Option<String>,
 }
 
 pub(super) fn load(config: &Config, traits: &Traits) -> Result<Loaded, LoadError> {
-    let transformers = traits.transformers;
     let folder = config.tokenizer.parent().unwrap_or(Path::new(""));
     let config_path = config.tokenizer_config.clone().or_else(|| beside(folder, "tokenizer_config.json"));
-    let settings: TokenizerConfig = config_path.as_deref().map(json).transpose()?.unwrap_or_default();
+    let written: Map<String, Value> = config_path.as_deref().map(json).transpose()?.unwrap_or_default();
     let config_path = config_path.unwrap_or_else(|| config.tokenizer.clone());
     let config_folder = config_path.parent().unwrap_or(Path::new("")).to_owned();
+    let content = |problem: String| LoadError::Content { path: config_path.clone(), problem };
+    let settings: TokenizerConfig =
+        TokenizerConfig::deserialize(&written).map_err(|error| content(error.to_string()))?;
+    let written = with_special_tokens_map(written, &config_folder)?;
 
-    let model_type = match beside(&config_folder, MODEL).filter(|_| transformers == Transformers::V5) {
-        Some(path) => json::<ModelFile>(&path)?.model_type,
-        None => None,
-    };
+    let model = beside(&config_folder, MODEL).filter(|_| traits.transformers == Transformers::V5);
+    let model: ModelFile = model.as_deref().map(json).transpose()?.unwrap_or_default();
+    let named = settings.tokenizer_class.as_deref().or(model.tokenizer_class.as_deref());
     let said = Said {
-        class: settings.tokenizer_class.as_deref().filter(|_| transformers == Transformers::V5),
-        model_type: model_type.as_deref(),
+        told: traits.tokenizer_class.as_deref(),
+        class: named.filter(|_| traits.transformers == Transformers::V5),
+        model_type: model.model_type.as_deref(),
         legacy: settings.legacy,
         add_prefix_space: settings.add_prefix_space,
+        unk_token: written.get("unk_token").and_then(text_of),
         engine: traits.engine,
     };
-    let tokenizer = tokenizer(&config.tokenizer, &settings, &said)?;
-    check_added_tokens(&tokenizer, &settings, &config_path)?;
-    let special_tokens = special_tokens(&settings, &config_folder)?;
+    settings.refuse_code(&said).map_err(content)?;
+    let class = said.class().map_err(content)?;
+    let tokenizer = tokenizer(&config.tokenizer, (&settings, &written), class, &said)?;
+    check_added_tokens(&tokenizer, &written, &config_path)?;
+    let special_tokens = special_tokens(class, &written);
     let special_tokens_doubt = special_tokens_doubt(&tokenizer, &settings, &special_tokens, traits.engine);
     let templates = templates((config, traits.engine), settings.chat_template, &config_path, &config_folder)?;
     Ok(Loaded { tokenizer, templates, special_tokens, special_tokens_doubt })
 }
 
-fn tokenizer(path: &Path, settings: &TokenizerConfig, said: &Said<'_>) -> Result<Tokenizer, LoadError> {
-    let content = |error: tokenizers::Error| LoadError::Content { path: path.to_owned(), problem: error.to_string() };
-    let mut bytes = read(path)?;
-    if said.is_rebuilt() {
-        let mut whole: Value = serde_json::from_slice(&bytes).map_err(|error| content(error.into()))?;
-        if rebuild::rebuild(&mut whole, said) {
-            bytes = serde_json::to_vec(&whole).map_err(|error| content(error.into()))?;
+impl TokenizerConfig {
+    /// What the engine does beyond its classes.
+    fn refuse_code(&self, said: &Said<'_>) -> Result<(), String> {
+        let of_tokenizer = |map: &Value| map.is_array() || map.get("AutoTokenizer").is_some_and(|code| !code.is_null());
+        if said.told.is_none() && self.auto_map.as_ref().is_some_and(of_tokenizer) {
+            return Err("the tokenizer is code of the model's own (auto_map), which engines run with --trust-remote-code: \
+                        say what they have by `tokenizer_class` of the model (TokenizersBackend: tokenizer.json as it is)"
+                .to_owned());
+        }
+        match self.fix_mistral_regex {
+            Some(true) => Err("fix_mistral_regex is not known here".to_owned()),
+            _ => Ok(()),
         }
     }
+}
+
+/// The settings with the special tokens of the older file, which is read where no added tokens are listed.
+fn with_special_tokens_map(mut written: Map<String, Value>, folder: &Path) -> Result<Map<String, Value>, LoadError> {
+    if written.contains_key("added_tokens_decoder") {
+        return Ok(written);
+    }
+    let map: Map<String, Value> =
+        beside(folder, "special_tokens_map.json").as_deref().map(json).transpose()?.unwrap_or_default();
+    for (key, mut value) in map {
+        if value.get("content").is_some() {
+            value["special"] = Value::Bool(true);
+        }
+        written.insert(key, value);
+    }
+    Ok(written)
+}
+
+fn tokenizer(
+    path: &Path,
+    (settings, written): (&TokenizerConfig, &Map<String, Value>),
+    class: Class,
+    said: &Said<'_>,
+) -> Result<Tokenizer, LoadError> {
+    let content = |error: tokenizers::Error| LoadError::Content { path: path.to_owned(), problem: error.to_string() };
+    let mut bytes = read(path)?;
+    // Read twice only where it is changed: it may have megabytes, and what is as written has its own added tokens.
+    let added = if class == Class::AsWritten {
+        Added::new(class, written, &Value::Null)
+    } else {
+        let mut whole: Value = serde_json::from_slice(&bytes).map_err(|error| content(error.into()))?;
+        let added = Added::new(class, written, &whole);
+        rebuild::rebuild(&mut whole, class, said).map_err(|problem| content(problem.into()))?;
+        bytes = serde_json::to_vec(&whole).map_err(|error| content(error.into()))?;
+        added
+    };
     let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(content)?;
+    added.add_to(&mut tokenizer).map_err(content)?;
     tokenizer.with_truncation(None).map_err(content)?;
     tokenizer.with_padding(None);
     tokenizer.set_encode_special_tokens(settings.split_special_tokens.unwrap_or(false));
@@ -195,8 +246,9 @@ fn tokenizer(path: &Path, settings: &TokenizerConfig, said: &Said<'_>) -> Result
 }
 
 /// The engine adds tokens of the configuration that the tokenizer lacks, in an order of its own.
-fn check_added_tokens(tokenizer: &Tokenizer, settings: &TokenizerConfig, path: &Path) -> Result<(), LoadError> {
-    for (id, token) in &settings.added_tokens_decoder {
+fn check_added_tokens(tokenizer: &Tokenizer, written: &Map<String, Value>, path: &Path) -> Result<(), LoadError> {
+    let listed = written.get("added_tokens_decoder").and_then(Value::as_object);
+    for (id, token) in listed.into_iter().flatten() {
         let Some(content) = token.get("content").and_then(Value::as_str) else { continue };
         if tokenizer.token_to_id(content).map(|known| known.to_string()).as_deref() != Some(id.as_str()) {
             let problem = format!("added token {id} `{content}` is not the same in the tokenizer");
@@ -206,19 +258,22 @@ fn check_added_tokens(tokenizer: &Tokenizer, settings: &TokenizerConfig, path: &
     Ok(())
 }
 
-fn special_tokens(settings: &TokenizerConfig, folder: &Path) -> Result<Vec<(&'static str, String)>, LoadError> {
-    let map: Map<String, Value> =
-        beside(folder, "special_tokens_map.json").as_deref().map(json).transpose()?.unwrap_or_default();
-    let text = |value: &Value| match value {
-        Value::String(text) => Some(text.clone()),
-        Value::Object(token) => token.get("content").and_then(Value::as_str).map(str::to_owned),
-        _ => None,
-    };
+/// The special tokens as templates see them.
+fn special_tokens(class: Class, written: &Map<String, Value>) -> Vec<(&'static str, String)> {
+    let by_default =
+        |name: &str| class.special_tokens().iter().find(|(known, _)| *known == name).map(|(_, token)| *token);
     let token = |name: &'static str| {
-        let text = settings.rest.get(name).or_else(|| map.get(name)).and_then(text)?;
-        Some((name, text))
+        let text = match written.get(name) {
+            Some(said) => text_of(said),
+            None => by_default(name),
+        };
+        Some((name, text?.to_owned()))
     };
-    Ok(SPECIAL_TOKENS.into_iter().filter_map(token).collect())
+    SPECIAL_TOKENS.into_iter().filter_map(token).collect()
+}
+
+fn text_of(token: &Value) -> Option<&str> {
+    token.as_str().or_else(|| token.get("content")?.as_str())
 }
 
 /// The configuration can ask for a BOS or EOS token that `tokenizer.json` does not add, or the reverse.

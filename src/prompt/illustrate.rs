@@ -8,12 +8,24 @@ use std::borrow::Cow;
 use super::media::{Illustrated, Known, common, expand};
 use super::stage::{MARK, Show};
 use super::template::Templates;
-use super::{EncodeError, Encoder, Engine, Exactness, Rendered, Source};
+use super::unfinished::same;
+use super::{EncodeError, Encoder, Engine, Exactness, Rendered, Source, Tokens};
 use crate::openai::{Chat, Modality, Prompt, Request, Tokenization};
 
 impl Encoder {
-    /// The tokens of a conversation that shows or plays something, as far as they can be known.
-    pub fn illustrate(&self, request: &Request) -> Result<Illustrated, EncodeError> {
+    /// The tokens of a conversation that shows or plays something, as far as they can be known. Text is taken over from
+    /// earlier prompts as in [`Encoder::tokenize_resuming`].
+    pub fn illustrate(&self, request: &Request, apart: Option<&str>) -> Result<Illustrated, EncodeError> {
+        self.illustrate_as(request, apart, None)
+    }
+
+    /// The same, where engines say that they were started with `root`.
+    pub fn illustrate_as(
+        &self,
+        request: &Request,
+        apart: Option<&str>,
+        root: Option<&str>,
+    ) -> Result<Illustrated, EncodeError> {
         let Prompt::Chat(chat) = &request.prompt else {
             return Err(EncodeError::uncertain("images and the like in another request than a conversation"));
         };
@@ -25,22 +37,22 @@ impl Encoder {
             return Err(EncodeError::Multimodal("any".to_owned()));
         }
         let templates = self.templates.as_ref().ok_or(EncodeError::NoTemplate)?;
-        let special = request.tokenization.add_special_tokens.unwrap_or(false);
-        let (known, all) = self.known(chat, templates)?;
-        if all {
-            self.whole(templates, chat, &known, special)
-        } else {
-            self.beginning(templates, chat, &known, special)
-        }
+        let how = How { special: request.tokenization.add_special_tokens.unwrap_or(false), apart };
+        let (known, all) = self.known((chat, root), templates)?;
+        if all { self.whole(templates, chat, &known, how) } else { self.beginning(templates, chat, &known, how) }
     }
 
     /// The items up to the first of which not everything is known, and whether these are all.
-    fn known(&self, chat: &Chat, templates: &Templates) -> Result<(Vec<(Modality, Known)>, bool), EncodeError> {
+    fn known(
+        &self,
+        (chat, root): (&Chat, Option<&str>),
+        templates: &Templates,
+    ) -> Result<(Vec<(Modality, Known)>, bool), EncodeError> {
         let lists = templates.takes_parts(chat)?;
         let mut known = Vec::new();
         for media in chat.media() {
             let placed = lists || self.rules.placeholder(media.modality, 1).is_some();
-            match self.rules.known(media).filter(|_| placed && !chat.media_options) {
+            match self.rules.known(media, root).filter(|_| placed && !chat.media_options) {
                 Some(item) => known.push((media.modality, item)),
                 None => return Ok((known, false)),
             }
@@ -53,10 +65,10 @@ impl Encoder {
         templates: &Templates,
         chat: &Chat,
         items: &[(Modality, Known)],
-        special: bool,
+        how: How<'_>,
     ) -> Result<Illustrated, EncodeError> {
         let (text, _) = templates.render_as(chat, Show::As(&self.rules))?;
-        expand(&self.ids(&text, special)?, items, &self.rules, true)
+        expand(self.ids(&text, how)?, items, &self.rules, true)
     }
 
     fn beginning(
@@ -64,20 +76,20 @@ impl Encoder {
         templates: &Templates,
         chat: &Chat,
         items: &[(Modality, Known)],
-        special: bool,
+        how: How<'_>,
     ) -> Result<Illustrated, EncodeError> {
         let (marked, _) = templates.render_as(chat, Show::Marked(&self.rules, items.len()))?;
         let place = marked.find(MARK).ok_or_else(|| EncodeError::uncertain("the template does not show an item"))?;
         let (tokens, least) = match templates.render_as(chat, Show::As(&self.rules)) {
             Ok((shown, _)) => {
                 let before = &shown[..same(&shown, &marked[..place])];
-                let all = self.ids(&shown, special)?;
+                let all = self.ids(&shown, how)?;
                 let least = all.len();
-                (common(all, &self.ids(before, special)?), least)
+                (common(all, &self.ids(before, how)?), least)
             }
             // What the engine writes for the item may join the text before it, up to the last token that nothing joins.
             Err(EncodeError::Multimodal(_)) => {
-                let mut tokens = self.ids(&marked[..place], special)?;
+                let mut tokens = self.ids(&marked[..place], how)?;
                 let edge = tokens.iter().rposition(|&token| self.is_edge(token));
                 let least = tokens.len();
                 tokens.truncate(edge.map_or(0, |edge| edge + 1));
@@ -85,7 +97,7 @@ impl Encoder {
             }
             Err(error) => return Err(error),
         };
-        let expanded = expand(&tokens, items, &self.rules, false)?;
+        let expanded = expand(tokens, items, &self.rules, false)?;
         let at_least = least.max(expanded.tokens.len());
         Ok(Illustrated { at_least, whole: false, ..expanded })
     }
@@ -95,20 +107,22 @@ impl Encoder {
         self.tokenizer.get_added_vocabulary().get_added_tokens_decoder().get(&token).is_some_and(|token| token.special)
     }
 
-    fn ids(&self, text: &str, special: bool) -> Result<Vec<u32>, EncodeError> {
+    fn ids(&self, text: &str, how: How<'_>) -> Result<Tokens, EncodeError> {
         let rendered = Rendered {
             prompts: Source::Texts(vec![Cow::Borrowed(text)]),
             tokenization: Tokenization::default(),
-            add_special_tokens: special,
+            add_special_tokens: how.special,
             exact: Exactness::Exact,
         };
-        Ok(self.tokenize(&rendered)?.pop().unwrap_or_default())
+        Ok(self.tokenize_resuming(&rendered, how.apart)?.pop().unwrap_or_else(|| Vec::new().into()))
     }
 }
 
-/// Bytes that two texts begin with, up to the end of a character.
-fn same(one: &str, other: &str) -> usize {
-    let differ = |(one, other): ((usize, char), char)| (one.1 != other).then_some(one.0);
-    let shorter = one.len().min(other.len());
-    one.char_indices().zip(other.chars()).find_map(differ).unwrap_or(shorter)
+/// How texts become tokens.
+#[derive(Clone, Copy)]
+struct How<'a> {
+    /// With special tokens around them.
+    special: bool,
+    /// What they share nothing with others by.
+    apart: Option<&'a str>,
 }

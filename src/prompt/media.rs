@@ -13,6 +13,7 @@ mod tests;
 
 use std::ops::Range;
 
+use super::Tokens;
 use crate::block::{ObjectHash, PromptObject};
 use crate::openai::{Media, Modality};
 
@@ -23,8 +24,8 @@ use size::Count;
 /// The tokens of a prompt with images and the like, all of them or the first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Illustrated {
-    /// The engine's tokens.
-    pub tokens: Vec<u32>,
+    /// The engine's tokens, which know from where others may go on before the first item.
+    pub tokens: Tokens,
     /// The items among them, in their order.
     pub items: Vec<Item>,
     /// How many tokens the whole prompt has, as far as that is known: items of unknown size count one each.
@@ -63,8 +64,10 @@ pub(super) struct Known {
 /// What stands for items in the prompts of a model; nothing, where that is not configured.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Rules {
-    /// What the engine was started with, as it enters the names of items.
-    model: String,
+    /// What the engine was started with, as it enters the names of items, where that is configured.
+    model: Option<String>,
+    /// The name of the model.
+    name: String,
     image: Option<Placed>,
     audio: Option<Placed>,
     video: Option<Placed>,
@@ -93,7 +96,7 @@ impl Rules {
             return Err("one token stands for two kinds of media".to_owned());
         }
         let [image, audio, video] = rules;
-        Ok(Self { model: config.model.clone().unwrap_or_else(|| name.to_owned()), image, audio, video })
+        Ok(Self { model: config.model.clone(), name: name.to_owned(), image, audio, video })
     }
 
     /// The rule of a modality.
@@ -112,8 +115,8 @@ impl Rules {
     }
 
     /// The engine's name of an item and its tokens, if both are known. Of an item that is named but not sent the engine
-    /// may remember nothing, and then it refuses.
-    pub(super) fn known(&self, media: &Media) -> Option<Known> {
+    /// may remember nothing, and then it refuses. `root` is what the engines say they were started with.
+    pub(super) fn known(&self, media: &Media, root: Option<&str>) -> Option<Known> {
         let count = self.of(media.modality)?.count;
         let data = content::base64_of(media.source.as_ref()?);
         if let Some(id) = &media.uuid {
@@ -124,6 +127,7 @@ impl Rules {
         let data = data.filter(|_| media.modality == Modality::Image)?;
         let picture = content::picture(data)?;
         let tokens = count.tokens(Some(picture))?;
-        Some(Known { id: identity::of_image(&self.model, picture.is_rgb?, data)?, tokens })
+        let model = self.model.as_deref().or(root).unwrap_or(&self.name);
+        Some(Known { id: identity::of_image(model, picture.is_rgb?, data)?, tokens })
     }
 }

@@ -1,143 +1,182 @@
 //! Tokenizers as transformers 5 builds them. Of some classes it takes from `tokenizer.json` only vocabulary, merges, special
 //! tokens and post-processor, and puts its own normalizer and pre-tokenizer around them, whatever the file says; vLLM of
-//! 2026 runs with it. Which class it takes depends on the class that `tokenizer_config.json` names and on the type of the
-//! model (`models/auto/tokenization_auto.py` of 5.19).
+//! 2026 runs with it. Which class it takes depends on the class that the files name and on the type of the model; both lists
+//! are in `rebuild/transformers.json`, made by `tests/data/tokens/make_classes.py`. What is not known is refused by name.
+
+mod added;
+mod table;
 
 use serde_json::{Value, json};
 
 use super::Engine;
+pub(super) use added::Added;
+use table::{Does, TABLE};
 
 /// The class of a tokenizer, as far as it decides how text is taken apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Class {
+pub(super) enum Class {
     /// What `tokenizer.json` says.
     AsWritten,
     Llama,
     Qwen2,
+    Qwen3_5,
     Gemma,
+    Gpt2,
+    GptNeoX,
+    Cohere,
 }
 
-/// What the other files of the model say of its tokenizer.
+/// What the other files of the model, and the operator, say of its tokenizer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Said<'s> {
+    /// The class that the engine has, where the operator says it.
+    pub(super) told: Option<&'s str>,
+    /// The class that the files name.
     pub(super) class: Option<&'s str>,
+    /// The type of the model, where its `config.json` is at hand.
     pub(super) model_type: Option<&'s str>,
     pub(super) legacy: Option<bool>,
     pub(super) add_prefix_space: Option<bool>,
+    pub(super) unk_token: Option<&'s str>,
     pub(super) engine: Engine,
 }
 
-/// Types of models whose tokenizers are taken as written unless the named class is the registered one.
-const AS_WRITTEN: [&str; 51] = [
-    "arctic",
-    "aria",
-    "chameleon",
-    "deepseek_ocr",
-    "deepseek_ocr2",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "deepseek_v4",
-    "deepseek_vl",
-    "deepseek_vl_hybrid",
-    "deepseek_vl_v2",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "flex_olmo",
-    "fuyu",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm4v",
-    "glm4v_moe",
-    "granite",
-    "granitemoe",
-    "granitemoehybrid",
-    "granitemoeshared",
-    "hyperclovax",
-    "internlm2",
-    "jamba",
-    "janus",
-    "kimi_k25",
-    "kimi_linear",
-    "llava",
-    "llava_next",
-    "mimo_v2_flash",
-    "minicpm3",
-    "minicpmv",
-    "minimax_m2",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "mistral3",
-    "mixtral",
-    "molmo",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "phi3_v",
-    "phimoe",
-    "pixtral",
-    "step3p5",
-];
-
-/// How Qwen2 takes text apart.
+/// How Qwen2 takes text apart, in the parts between which Qwen3.5 differs.
 const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN3_5: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 impl Said<'_> {
-    /// Whether anything but `tokenizer.json` has a say.
-    pub(super) fn is_rebuilt(&self) -> bool {
-        Class::of(self) != Class::AsWritten
+    /// The class that the engine comes to; or why that is not known.
+    pub(super) fn class(&self) -> Result<Class, String> {
+        if let Some(told) = self.told {
+            return Class::named(told);
+        }
+        let table = &*TABLE;
+        let Some(model_type) = self.model_type else {
+            return match self.class.map_or(Ok(Class::AsWritten), Class::named) {
+                Ok(Class::AsWritten) => Ok(Class::AsWritten),
+                _ => Err(format!(
+                    "what becomes of the class `{}` depends on the type of the model: put the model's config.json beside \
+                     tokenizer_config.json, or say `tokenizer_class` of the model",
+                    self.class.unwrap_or_default()
+                )),
+            };
+        };
+        let chosen = match table.chosen(model_type, self.class) {
+            // SGLang loads anew by the named class what came out as written.
+            None if self.engine == Engine::Sglang => self.class,
+            chosen => chosen,
+        };
+        chosen.map_or(Ok(Class::AsWritten), Class::named)
     }
 }
 
 impl Class {
-    fn of(said: &Said<'_>) -> Self {
-        let named = said.class.map(|class| class.strip_suffix("Fast").unwrap_or(class));
-        match (said.model_type, named) {
-            // SGLang loads anew by the named class what came out as written.
-            (Some(model), _) if AS_WRITTEN.contains(&model) && said.engine == Engine::Vllm => Self::AsWritten,
-            // The only one of these whose files are not believed.
-            (Some("qwen2"), Some(_)) => Self::Qwen2,
-            (_, Some("LlamaTokenizer")) => Self::Llama,
-            (_, Some("Qwen2Tokenizer")) => Self::Qwen2,
-            (_, Some("GemmaTokenizer")) => Self::Gemma,
-            _ => Self::AsWritten,
+    fn named(name: &str) -> Result<Self, String> {
+        let bare = name.strip_suffix("Fast").unwrap_or(name);
+        Ok(match TABLE.does(bare) {
+            Does::AsWritten => Self::AsWritten,
+            Does::Rebuilds("LlamaTokenizer") => Self::Llama,
+            Does::Rebuilds("Qwen2Tokenizer") => Self::Qwen2,
+            Does::Rebuilds("Qwen3_5Tokenizer") => Self::Qwen3_5,
+            Does::Rebuilds("GemmaTokenizer") => Self::Gemma,
+            Does::Rebuilds("GPT2Tokenizer") => Self::Gpt2,
+            Does::Rebuilds("GPTNeoXTokenizer") => Self::GptNeoX,
+            Does::Rebuilds("CohereTokenizer") => Self::Cohere,
+            Does::Rebuilds(_) | Does::Python => {
+                return Err(format!(
+                    "transformers builds `{bare}` in a way of its own that is not known here: leave the model without \
+                     `tokenizer` (it goes by load then), or say `tokenizer_class: TokenizersBackend` if its engines take \
+                     tokenizer.json as it is"
+                ));
+            }
+        })
+    }
+
+    /// The special tokens that it has where its configuration says nothing of them.
+    pub(super) fn special_tokens(self) -> &'static [(&'static str, &'static str)] {
+        const END: &str = "<|endoftext|>";
+        match self {
+            Self::AsWritten => &[],
+            Self::Llama => &[("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>")],
+            Self::Qwen2 | Self::Qwen3_5 => &[("eos_token", END), ("unk_token", END), ("pad_token", END)],
+            Self::Gemma => &[
+                ("bos_token", "<bos>"),
+                ("eos_token", "<eos>"),
+                ("unk_token", "<unk>"),
+                ("pad_token", "<pad>"),
+                ("mask_token", "<mask>"),
+            ],
+            Self::Gpt2 => &[("bos_token", END), ("eos_token", END), ("unk_token", END)],
+            Self::GptNeoX => {
+                &[("bos_token", END), ("eos_token", END), ("unk_token", END), ("pad_token", "<|padding|>")]
+            }
+            Self::Cohere => &[
+                ("bos_token", "<BOS_TOKEN>"),
+                ("eos_token", "<|END_OF_TURN_TOKEN|>"),
+                ("unk_token", "<UNK>"),
+                ("sep_token", "<SEP>"),
+                ("pad_token", "<PAD>"),
+                ("cls_token", "<CLS>"),
+                ("mask_token", "<MASK_TOKEN>"),
+            ],
         }
     }
 }
 
-/// Makes of the content of `tokenizer.json` what the engine makes of it; whether that is something else.
-pub(super) fn rebuild(tokenizer: &mut Value, said: &Said<'_>) -> bool {
-    // Other kinds of models are built in other ways, of which nothing is known here.
-    if tokenizer["model"]["type"] != "BPE" {
-        return false;
+/// What a class makes of `tokenizer.json`, beside vocabulary and merges.
+struct Parts {
+    normalizer: Value,
+    pre_tokenizer: Value,
+    /// Whether unknown characters become bytes.
+    bytes: bool,
+    unk_token: Value,
+}
+
+/// Makes of the content of `tokenizer.json` what this class makes of it.
+pub(super) fn rebuild(tokenizer: &mut Value, class: Class, said: &Said<'_>) -> Result<(), String> {
+    let Some(parts) = parts(class, said) else { return Ok(()) };
+    let model = &tokenizer["model"];
+    let of_pairs = model["type"] == "BPE" || (model["type"].is_null() && model["merges"].is_array());
+    if !of_pairs {
+        return Err(format!("the engine's class {class:?} is for BPE, this is {}", model["type"]));
     }
-    let Some([normalizer, pre_tokenizer, fallback]) = parts(said) else { return false };
-    // Where the model's family is not told, the file tells at least that it is none of those that the class is for: some
-    // families name it although their vocabulary is one of bytes.
-    if said.model_type.is_none() && Class::of(said) == Class::Llama && is_of_bytes(&tokenizer["pre_tokenizer"]) {
-        return false;
+    let written = &tokenizer["pre_tokenizer"];
+    // Spaces become ▁ in such a vocabulary, and a vocabulary of bytes has no ▁: no engine would run so for long.
+    let sglang = said.engine == Engine::Sglang;
+    if class == Class::Llama && said.told.is_none() && !sglang && is_of_bytes(written) {
+        return Err(
+            "the files name the class LlamaTokenizer, whose vocabulary is not one of bytes as this is: say what the \
+                    engine has by `tokenizer_class` of the model (TokenizersBackend: tokenizer.json as it is)"
+                .to_owned(),
+        );
     }
     // SGLang puts the written one back where its type was changed.
-    let written = &tokenizer["pre_tokenizer"];
-    let kept = said.engine == Engine::Sglang && !written.is_null() && written["type"] != pre_tokenizer["type"];
-    let pre_tokenizer = if kept { written.clone() } else { pre_tokenizer };
-    let mut changed = false;
-    let mut set = |value: &mut Value, new: Value| {
-        changed |= *value != new;
-        *value = new;
-    };
-    set(&mut tokenizer["normalizer"], normalizer);
-    set(&mut tokenizer["pre_tokenizer"], pre_tokenizer);
+    let kept = sglang && !written.is_null() && written["type"] != parts.pre_tokenizer["type"];
+    if !kept {
+        tokenizer["pre_tokenizer"] = parts.pre_tokenizer;
+    }
+    tokenizer["normalizer"] = parts.normalizer;
+    // They come in again from the configuration, or as they were.
+    tokenizer["added_tokens"] = json!([]);
+    if class == Class::GptNeoX {
+        tokenizer["post_processor"] = Value::Null;
+    }
     let model = &mut tokenizer["model"];
-    set(&mut model["fuse_unk"], fallback.clone());
-    set(&mut model["byte_fallback"], fallback);
-    set(&mut model["ignore_merges"], json!(false));
-    set(&mut model["dropout"], Value::Null);
-    changed
+    for (key, value) in [
+        ("type", json!("BPE")),
+        ("fuse_unk", json!(parts.bytes)),
+        ("byte_fallback", json!(parts.bytes)),
+        ("unk_token", parts.unk_token),
+        ("ignore_merges", json!(false)),
+        ("dropout", Value::Null),
+        ("continuing_subword_prefix", Value::Null),
+        ("end_of_word_suffix", Value::Null),
+    ] {
+        model[key] = value;
+    }
+    Ok(())
 }
 
 /// Whether a pre-tokenizer makes bytes of text.
@@ -146,54 +185,53 @@ fn is_of_bytes(written: &Value) -> bool {
     written["type"] == "ByteLevel" || listed.into_iter().any(|part| part["type"] == "ByteLevel")
 }
 
-/// Normalizer and pre-tokenizer of a class, and whether unknown characters become bytes; nothing for what is taken as written.
-fn parts(said: &Said<'_>) -> Option<[Value; 3]> {
-    Some(match Class::of(said) {
-        Class::AsWritten => return None,
+/// What a class puts around the vocabulary; nothing for what is taken as written.
+fn parts(class: Class, said: &Said<'_>) -> Option<Parts> {
+    let nfc = json!({"type": "NFC"});
+    let of_bytes =
+        |normalizer, pre_tokenizer| Some(Parts { normalizer, pre_tokenizer, bytes: false, unk_token: Value::Null });
+    let prefix = said.add_prefix_space;
+    match class {
+        Class::AsWritten => None,
         Class::Llama => {
-            let scheme = match (said.add_prefix_space.unwrap_or(true), said.legacy.unwrap_or(false)) {
+            let scheme = match (prefix.unwrap_or(true), said.legacy.unwrap_or(false)) {
                 (false, _) => "never",
                 (true, true) => "always",
                 (true, false) => "first",
             };
             let spaces = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": false});
-            [Value::Null, spaces, json!(true)]
-        }
-        Class::Qwen2 => {
-            let prefix = said.add_prefix_space.unwrap_or(false);
-            let split = json!({"type": "Split", "pattern": {"Regex": QWEN2}, "behavior": "Isolated", "invert": false});
-            let bytes =
-                json!({"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": true, "use_regex": false});
-            [json!({"type": "NFC"}), json!({"type": "Sequence", "pretokenizers": [split, bytes]}), json!(false)]
+            Some(Parts { normalizer: Value::Null, pre_tokenizer: spaces, bytes: true, unk_token: Value::Null })
         }
         Class::Gemma => {
             let spaces = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
             let split =
                 json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false});
-            [spaces, split, json!(true)]
+            let unk_token = json!(said.unk_token.unwrap_or("<unk>"));
+            Some(Parts { normalizer: spaces, pre_tokenizer: split, bytes: true, unk_token })
         }
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_class_is_chosen_as_transformers_chooses_it() {
-        for (class, model_type, expected) in [
-            (Some("LlamaTokenizer"), None, Class::Llama),
-            (Some("LlamaTokenizerFast"), Some("llama"), Class::Llama),
-            (Some("LlamaTokenizer"), Some("mistral"), Class::AsWritten),
-            (Some("LlamaTokenizerFast"), Some("deepseek_v3"), Class::AsWritten),
-            (Some("LlamaTokenizerFast"), Some("qwen2"), Class::Qwen2),
-            (Some("Qwen2Tokenizer"), Some("qwen3"), Class::Qwen2),
-            (Some("PreTrainedTokenizerFast"), Some("llama"), Class::AsWritten),
-            (Some("GemmaTokenizerFast"), Some("gemma3"), Class::Gemma),
-            (None, Some("llama"), Class::AsWritten),
-        ] {
-            let said = Said { class, model_type, ..Said::default() };
-            assert_eq!(Class::of(&said), expected, "{class:?} {model_type:?}");
+        Class::Qwen2 => of_bytes(nfc, sequence([split_by(QWEN2), byte_level(prefix, false)])),
+        Class::Qwen3_5 => of_bytes(nfc, sequence([split_by(QWEN3_5), byte_level(prefix, false)])),
+        Class::Gpt2 => of_bytes(Value::Null, byte_level(prefix, true)),
+        Class::GptNeoX => of_bytes(nfc, byte_level(prefix, true)),
+        Class::Cohere => {
+            let digits = json!({"type": "Digits", "individual_digits": true});
+            of_bytes(nfc, sequence([digits, byte_level(prefix, true)]))
         }
     }
 }
+
+fn split_by(regex: &str) -> Value {
+    json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false})
+}
+
+fn byte_level(prefix: Option<bool>, use_regex: bool) -> Value {
+    let prefix = prefix.unwrap_or(false);
+    json!({"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": true, "use_regex": use_regex})
+}
+
+fn sequence(parts: [Value; 2]) -> Value {
+    json!({"type": "Sequence", "pretokenizers": Value::from_iter(parts)})
+}
+
+#[cfg(test)]
+mod tests;

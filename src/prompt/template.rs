@@ -12,9 +12,10 @@ use minijinja::{Environment, Error, ErrorKind, Value};
 use super::conversation::{self, Turn};
 use super::detect::{self, ContentFormat};
 use super::files::{LoadError, Sources};
+use super::media::Rules;
 use super::python::{self, DOUBT, Dict};
 use super::stage::{Show, Stage};
-use super::{EncodeError, Engine, Exactness, continuation, methods, sglang, support};
+use super::{EncodeError, Engine, Exactness, continuation, methods, sglang, support, unfinished};
 use crate::openai::Chat;
 
 /// Instructions a template may spend: thousands of messages, or about a second.
@@ -75,9 +76,19 @@ impl Templates {
         Self { engine, ..self }
     }
 
-    /// The prompt of a conversation that shows and plays nothing.
+    /// The prompt of a conversation that shows and plays nothing; or how it begins, where more follows.
     pub(super) fn render(&self, chat: &Chat) -> Result<(String, Exactness), EncodeError> {
-        self.render_as(chat, Show::Nothing)
+        if !chat.unfinished {
+            return self.render_as(chat, Show::Nothing);
+        }
+        let nobody = Rules::default();
+        let show = |chat: &Chat| if chat.has_media() { Show::As(&nobody) } else { Show::Nothing };
+        let format = match self.engine {
+            Engine::Vllm => self.of(chat)?.format,
+            // What it does with images is not known here.
+            Engine::Sglang => ContentFormat::Text,
+        };
+        unfinished::beginning(chat, format, |chat| self.render_as(chat, show(chat)))
     }
 
     /// Whether the template of a conversation takes lists of parts.

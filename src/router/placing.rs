@@ -46,6 +46,11 @@ pub struct Booked {
 }
 
 impl Booked {
+    /// Gives its prompts away, as far as they are known; it is over.
+    pub fn take_prompts(&mut self) -> Vec<BlockHashes> {
+        std::mem::take(&mut self.prompts)
+    }
+
     /// The answer fills one more block, on the worker rank that writes it.
     pub fn grow(&mut self) {
         if let Some(lease) = self.leases.first_mut().filter(|_| self.own_leases > 0) {

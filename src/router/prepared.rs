@@ -2,7 +2,7 @@
 //! under which names the load will count the prompt's blocks. It can wait for its turn in this form, and be looked up
 //! again when it waited long.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::iter;
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::index::{Overlaps, TierBlocks};
 use crate::load::LoadView;
 use crate::schedule::Weights;
 use crate::trust::{Because, Standing, Trust};
-use crate::worker::{BlockSize, Role, Slot};
+use crate::worker::{BlockSize, Role, Slot, WorkerId};
 
 /// Tables of overlaps that are kept to be used again.
 const MOST_SCRATCH: usize = 64;
@@ -70,6 +70,8 @@ pub struct Prepared {
     pub(super) index_time: Duration,
     /// How far event sources could be believed when it was looked up.
     pub(super) trust: Arc<Trusted>,
+    /// Who made other tokens than we do; nobody where the tokens are not ours.
+    pub(super) differing: Arc<BTreeSet<WorkerId>>,
     pub(super) scratch: Scratch,
 }
 
@@ -115,6 +117,9 @@ impl Prepared {
 
     /// What a member has cached, all prompts together.
     pub(super) fn overlap(&self, member: &Member) -> TierBlocks {
+        if self.differs(member) {
+            return TierBlocks::default();
+        }
         let whole = |looked: &Looked| {
             let held = looked.table.get(member.slot);
             match self.engine_blocks(member, looked.block_size) {
@@ -134,6 +139,11 @@ impl Prepared {
     /// How far a member's event source can be believed.
     pub(super) fn standing(&self, member: &Member) -> Standing {
         self.trust.standing(member.rank)
+    }
+
+    /// Whether a member makes other tokens of the prompt, so that whatever it holds is no part of it.
+    pub(super) fn differs(&self, member: &Member) -> bool {
+        self.differing.contains(&member.rank.worker)
     }
 
     /// Whether a member tells of its cache and nothing of that can be used.
@@ -156,7 +166,11 @@ impl Prepared {
 
     /// Cached prompt tokens on a member; `as_reported` leaves the last token to the engine, which always computes it.
     pub(super) fn cached_tokens(&self, member: &Member, as_reported: bool) -> u64 {
-        cached_tokens(&self.overlaps, member.slot, self.counting(member, as_reported))
+        self.cached_of(&self.overlaps, member, as_reported)
+    }
+
+    fn cached_of(&self, prompts: &[Looked], member: &Member, as_reported: bool) -> u64 {
+        if self.differs(member) { 0 } else { cached_tokens(prompts, member.slot, self.counting(member, as_reported)) }
     }
 
     fn counting(&self, member: &Member, as_reported: bool) -> Counting {
@@ -180,7 +194,7 @@ impl Prepared {
         let members: Vec<_> = members.iter().filter(computes).collect();
         let best = |looked: &Looked| {
             let one = std::slice::from_ref(looked);
-            let held = |member: &&&Member| cached_tokens(one, member.slot, self.counting(member, false));
+            let held = |member: &&&Member| self.cached_of(one, member, false);
             members.iter().map(held).max().unwrap_or(0)
         };
         self.overlaps.iter().map(best).sum()

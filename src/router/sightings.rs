@@ -1,21 +1,30 @@
 //! Comparing what was foretold of a request's blocks with what its engine tells of them. Only where the engine's events
 //! are followed and caught up, and only for a few requests at a time.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::answer::Phases;
 use super::placing::Booked;
 use super::prepared::Prepared;
-use super::{Prompt, Router};
+use super::{Prompt, RouteRequest, Router};
 use crate::index::Overlaps;
 use crate::parity::{Change, Evidence, Foretold, Parity, Sighting};
 use crate::trust::Trust;
-use crate::worker::WorkerRank;
+use crate::worker::{WorkerId, WorkerRank};
 
 impl Router {
     /// What is known of the models' tokens.
     pub fn parity(&self) -> &Arc<Parity> {
         &self.parity
+    }
+
+    /// The workers that make other tokens of a request than it was hashed by.
+    pub(super) fn differing(&self, request: &RouteRequest) -> Arc<BTreeSet<WorkerId>> {
+        match request.foretold.is_ours() {
+            true => self.parity.differing(request.model.as_ref()),
+            false => Arc::default(),
+        }
     }
 
     /// A place to look after a request that was just booked, where there is something to be learnt.
@@ -32,10 +41,6 @@ impl Router {
             return None;
         }
         let standing = self.parity.of(&booked.route.model)?;
-        // Of an engine that is known to make other tokens there is nothing to learn about the others.
-        if standing.is_known_to_differ(rank.worker) {
-            return None;
-        }
         let stores = self.index.stores(self.fleet.load().slot(rank)?)?;
         standing.sighting(rank, hashes.clone(), stores)
     }

@@ -9,9 +9,9 @@ use arc_swap::ArcSwap;
 use dashmap::DashMap;
 use parking_lot::Mutex;
 
-use crate::learned::{Learned, Mismatch};
+use crate::learned::{Agreed, Learned, Mismatch};
 use crate::trust::{Facts, Source, Standing};
-use crate::worker::{WorkerId, WorkerRank};
+use crate::worker::{ModelName, WorkerId, WorkerRank};
 
 /// An event source that several parts tell what happened to it.
 pub type SharedSource = Arc<Mutex<Source>>;
@@ -22,7 +22,11 @@ pub struct Sources {
     table: ArcSwap<Trusted>,
     watched: DashMap<WorkerRank, SharedSource>,
     learned: ArcSwap<AllLearned>,
+    agreed: SharedAgreed,
 }
+
+/// What all engines of each model say alike.
+pub type SharedAgreed = Arc<ArcSwap<HashMap<ModelName, Agreed>>>;
 
 /// What engines say of themselves, and where it is configured otherwise.
 pub type AllLearned = BTreeMap<WorkerId, (Learned, Vec<Mismatch>)>;
@@ -65,9 +69,15 @@ impl Sources {
         self.learned.load_full()
     }
 
-    /// Engines say this of themselves from now on.
-    pub fn set_learned(&self, learned: AllLearned) {
+    /// Engines say this of themselves from now on, and this of their models.
+    pub fn set_learned(&self, learned: AllLearned, agreed: HashMap<ModelName, Agreed>) {
         self.learned.store(Arc::new(learned));
+        self.agreed.store(Arc::new(agreed));
+    }
+
+    /// What all engines of each model say alike, now and later.
+    pub fn agreed(&self) -> &SharedAgreed {
+        &self.agreed
     }
 
     /// A request that was routed at some instant had to store blocks on a rank, and was answered.

@@ -7,6 +7,7 @@ mod explain;
 mod gateway;
 mod herd;
 mod outside;
+mod parity;
 mod phases;
 mod standing;
 mod trust;

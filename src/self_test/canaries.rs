@@ -1,6 +1,6 @@
 //! The canaries: requests whose tokens show what routers and engines commonly do differently. Between them they have a system
-//! prompt, tools, calls of tools in the history, scripts that normalise, texts that look like special tokens, and a length
-//! of many blocks.
+//! prompt, tools, calls of tools and thoughts in the history, documents, scripts that normalise, texts that look like special
+//! tokens, and a length of many blocks.
 
 use bytes::Bytes;
 use serde_json::{Value, json};
@@ -17,10 +17,15 @@ pub struct Canary {
     pub api: Api,
     /// Its body.
     pub body: Bytes,
+    /// Whether `/tokenize` leaves out what it is about, so that it says nothing of it.
+    pub render_only: bool,
 }
 
 /// What SGLang's `/tokenize` reads and its chat does not, or the other way round: what it says of these is not what it does.
 const NOT_AS_IN_SGLANGS_CHAT: [&str; 3] = ["chat_open", "chat_continued", "text_bare"];
+
+/// What `/tokenize` does not read as the chat does.
+const NOT_TOKENIZED: [&str; 3] = ["chat_documents", "chat_effort", "chat_thoughts"];
 
 /// All canaries, as requests for a model of such engines.
 pub fn canaries(model: &str, engine: Engine) -> Vec<Canary> {
@@ -29,7 +34,7 @@ pub fn canaries(model: &str, engine: Engine) -> Vec<Canary> {
     let texts = texts().into_iter().map(|(name, body)| (name, Api::Completions, body));
     let canary = |(name, api, mut body): (&'static str, Api, Value)| {
         body["model"] = model.into();
-        Canary { name, api, body: body.to_string().into() }
+        Canary { name, api, body: body.to_string().into(), render_only: NOT_TOKENIZED.contains(&name) }
     };
     chats.chain(texts).filter(|(name, ..)| tells(name)).map(canary).collect()
 }
@@ -61,7 +66,23 @@ fn chats() -> Vec<(&'static str, Value)> {
         // Engines take it without a parser of calls; the tools are in the prompt all the same.
         ("chat_tools", json!({"messages": [system, user], "tools": tools(), "tool_choice": "none"})),
         ("chat_tool_calls", json!({"messages": called(), "tools": tools(), "tool_choice": "none"})),
+        ("chat_documents", json!({"messages": [user], "documents": documents()})),
+        ("chat_effort", json!({"messages": [user], "reasoning_effort": "low"})),
+        ("chat_thoughts", json!({"messages": thought()})),
     ]
+}
+
+fn documents() -> Value {
+    json!([{"title": "Shafts", "text": "Shaft 7 is dry."}, {"title": "Birds", "text": "A canary weighs 20 g."}])
+}
+
+/// A history with thoughts; what follows them asks templates to show or to leave out the earlier ones.
+fn thought() -> Value {
+    json!([
+        says("user", "Is 91 a prime?"),
+        {"role": "assistant", "reasoning_content": "7 times 13 is 91.", "content": "No."},
+        says("user", "And 97?")
+    ])
 }
 
 fn texts() -> Vec<(&'static str, Value)> {

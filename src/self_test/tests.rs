@@ -18,6 +18,10 @@ enum Engine {
     Right,
     /// It has no `/tokenize`.
     RendersOnly,
+    /// It does not render, and reads no documents, efforts and thoughts where it tokenises.
+    TokenizesOnly,
+    /// It forgets thoughts.
+    Thoughtless,
     /// It takes no tools.
     NoTools,
     Denies,
@@ -28,9 +32,16 @@ enum Engine {
     Short,
 }
 
+/// A template that shows thoughts.
+const TEMPLATE: &str = "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}\
+                        {{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+
 fn encoder() -> Arc<Encoder> {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tinyllama");
-    let files: prompt::Config = serde_json::from_value(json!({"tokenizer": folder.join("tokenizer.json.gz")})).unwrap();
+    let template = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(template.path(), TEMPLATE).unwrap();
+    let files = json!({"tokenizer": folder.join("tokenizer.json.gz"), "chat_template": template.path()});
+    let files: prompt::Config = serde_json::from_value(files).unwrap();
     Arc::new(Encoder::load(&files).unwrap())
 }
 
@@ -39,7 +50,12 @@ async fn answer(
     uri: Uri,
     body: String,
 ) -> (StatusCode, String) {
-    let request: Value = serde_json::from_str(&body).unwrap();
+    let mut request: Value = serde_json::from_str(&body).unwrap();
+    if matches!(engine, Engine::Thoughtless | Engine::TokenizesOnly) && !request["messages"].is_null() {
+        let messages = request["messages"].as_array_mut().unwrap();
+        messages.iter_mut().for_each(|message| _ = message.as_object_mut().unwrap().remove("reasoning_content"));
+    }
+    let body = request.to_string();
     match engine {
         Engine::Denies => return (StatusCode::UNAUTHORIZED, String::new()),
         Engine::KnowsNoModel => {
@@ -47,6 +63,7 @@ async fn answer(
             return (StatusCode::NOT_FOUND, said.to_string());
         }
         Engine::RendersOnly if uri.path() == "/tokenize" => return (StatusCode::NOT_FOUND, String::new()),
+        Engine::TokenizesOnly if uri.path() != "/tokenize" => return (StatusCode::NOT_FOUND, String::new()),
         Engine::NoTools if !request["tools"].is_null() => {
             return (StatusCode::BAD_REQUEST, json!({"message": "no tools here"}).to_string());
         }
@@ -90,10 +107,19 @@ async fn verdict(engine: Engine) -> Verdict {
 
 #[tokio::test]
 async fn an_engine_with_the_same_tokens_agrees_by_either_way() {
-    for engine in [Engine::Right, Engine::RendersOnly] {
-        let Verdict::Agrees { compared, .. } = verdict(engine).await else { panic!("it differs") };
+    for engine in [Engine::Right, Engine::RendersOnly, Engine::TokenizesOnly] {
+        let Verdict::Agrees { compared, skipped } = verdict(engine).await else { panic!("it differs") };
         assert!(compared >= 10, "{compared}");
+        // What `/tokenize` does not read is compared by rendering or not at all.
+        let unread = skipped.values().filter(|why| *why == NOT_READ).count();
+        assert_eq!(unread, if engine == Engine::TokenizesOnly { 3 } else { 0 }, "{skipped:?}");
     }
+}
+
+#[tokio::test]
+async fn an_engine_that_forgets_thoughts_is_found_out_where_it_renders() {
+    let Verdict::Differs { difference } = verdict(Engine::Thoughtless).await else { panic!("it is not found") };
+    assert_eq!(difference.canary.as_deref(), Some("chat_thoughts"));
 }
 
 #[tokio::test]

@@ -15,49 +15,25 @@ fn stands(source: &Source) -> (Trust, Option<Because>) {
     (standing.trust, standing.because)
 }
 
+type Case = (&'static str, fn(&mut Source), Trust, Option<Because>);
+
+fn check(cases: &[Case]) {
+    for (name, happens, trust, because) in cases {
+        let mut source = attached();
+        happens(&mut source);
+        assert_eq!(stands(&source), (*trust, *because), "{name}");
+    }
+}
+
 #[test]
 fn what_happens_decides_how_a_source_stands() {
-    type Case = (&'static str, fn(&mut Source), Trust, Option<Because>);
-    let cases: [Case; 10] = [
+    let mismatch = |source: &mut Source| source.unusable(Because::BlockSizeMismatch, BlockSize::new(24));
+    check(&[
         ("new", |_| {}, Trust::Exact, None),
         ("replaying", |source| source.linked(Link::Replaying), Trust::CatchingUp, Some(Because::Replaying)),
         ("detached", |source| source.linked(Link::Connecting), Trust::Stale, Some(Because::Detached)),
         ("undecodable", Source::undecodable, Trust::Stale, Some(Because::Undecodable)),
-        (
-            "lost",
-            |source| {
-                source.lost(3);
-                source.doubted(7);
-            },
-            Trust::Stale,
-            Some(Because::LostBatches),
-        ),
-        // Where nothing was held nothing can be out of date.
-        ("lost before anything was held", |source| source.lost(3), Trust::Exact, None),
-        (
-            "confirmed",
-            |source| {
-                source.doubted(7);
-                source.doubted(0);
-            },
-            Trust::Exact,
-            None,
-        ),
-        (
-            "cleared",
-            |source| {
-                source.doubted(7);
-                source.emptied();
-            },
-            Trust::Exact,
-            None,
-        ),
-        (
-            "unusable",
-            |source| source.unusable(Because::BlockSizeMismatch, BlockSize::new(24)),
-            Trust::Absent,
-            Some(Because::BlockSizeMismatch),
-        ),
+        ("unusable", mismatch, Trust::Absent, Some(Because::BlockSizeMismatch)),
         (
             "a new engine with other blocks",
             |source| {
@@ -67,13 +43,59 @@ fn what_happens_decides_how_a_source_stands() {
             Trust::Exact,
             None,
         ),
-    ];
-    for (name, happens, trust, because) in cases {
-        let mut source = attached();
-        happens(&mut source);
-        assert_eq!(stands(&source), (trust, because), "{name}");
-    }
+    ]);
     assert_eq!(stands(&Source::new(0.0)), (Trust::CatchingUp, Some(Because::Connecting)));
+}
+
+#[test]
+fn what_is_lost_may_be_gone_and_may_be_missing() {
+    fn lost(source: &mut Source) {
+        source.lost(3);
+        source.missed();
+        source.doubted(7);
+    }
+    check(&[
+        ("lost", lost, Trust::Stale, Some(Because::LostBatches)),
+        // Where nothing was held nothing can be out of date, but what was stored meanwhile is not known.
+        ("lost before anything was held", Source::missed, Trust::Incomplete, Some(Because::UntoldBlocks)),
+        (
+            "confirmed",
+            |source| {
+                lost(source);
+                source.doubted(0);
+            },
+            Trust::Incomplete,
+            Some(Because::UntoldBlocks),
+        ),
+        (
+            "forgotten",
+            |source| {
+                lost(source);
+                source.emptied();
+            },
+            Trust::Incomplete,
+            Some(Because::UntoldBlocks),
+        ),
+        (
+            "evicted",
+            |source| {
+                lost(source);
+                source.doubted(0);
+                source.untold(false);
+            },
+            Trust::Exact,
+            None,
+        ),
+        (
+            "cleared",
+            |source| {
+                lost(source);
+                source.cleared();
+            },
+            Trust::Exact,
+            None,
+        ),
+    ]);
 }
 
 #[test]
@@ -122,7 +144,7 @@ fn since_when_it_stands_so_changes_with_the_standing_only() {
 fn only_what_may_be_out_of_date_is_discounted() {
     let rules = TrustRules { stale_credit: 0.25, ..TrustRules::default() };
     let credit = Trust::ALL.map(|trust| rules.credit(Standing::new(trust, None)));
-    assert_eq!(credit, [1.0, 0.25, 0.25, 1.0]);
+    assert_eq!(credit, [1.0, 1.0, 0.25, 0.25, 1.0], "what an incomplete one told is true");
     let absent = |because| rules.credit(Standing::new(Trust::Absent, Some(because)));
     assert_eq!(
         (absent(Because::NoSource), absent(Because::BlockSizeMismatch), absent(Because::OtherRank)),

@@ -104,7 +104,7 @@ fn faults() -> Vec<Fault> {
             ..fault(
                 "the second rank's sockets for the first",
                 Plan::with(&["--dp-start", "1", "--dp-size", "1"]),
-                &[("error", "events.rank")],
+                &[("error", "engine.ranks"), ("error", "events.rank")],
                 &["write `data_parallel: {start: 1, size: 1}` for worker 1"],
             )
         },

@@ -147,7 +147,7 @@ async fn each_mistake_in_our_configuration_is_found_and_mended() {
         (
             "a rank that is another",
             planted(&bed, |config| worker(config, "data_parallel", json!({"start": 1, "size": 1}))),
-            &[("error", "events.attached"), ("error", "events.replay")],
+            &[("error", "engine.ranks"), ("error", "events.attached"), ("error", "events.replay")],
             &[],
         ),
         (

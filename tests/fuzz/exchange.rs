@@ -12,7 +12,7 @@ use proto::ProcessingRequest;
 use proto::processing_request::Request;
 use warmroute::ext_proc::config::Observe;
 use warmroute::ext_proc::contract::{Contract, Names, Profile};
-use warmroute::ext_proc::exchange::{Answers, Directions, Edit, Options, Renamed, Start};
+use warmroute::ext_proc::exchange::{Answers, Copied, Directions, Edit, Options, Renamed, Start};
 use warmroute::ext_proc::headers;
 use warmroute::ext_proc::message::{BodyMode, Incoming};
 use warmroute::ext_proc::mutation::Immediate;
@@ -141,7 +141,8 @@ impl Run {
             _ => None,
         };
         let steer = if input.below(4) == 0 { Steer::PASSTHROUGH } else { steer(input) };
-        let directions = Directions { steer, edit, first_token_with_headers: input.rarely() };
+        let copy = input.rarely().then(|| Copied { cluster: "prefill".into(), to: Endpoint(([10, 0, 0, 9], 9).into()) });
+        let directions = Directions { steer, edit, copy, first_token_with_headers: input.rarely() };
         self.watch.routes(&directions, self.whole.as_ref(), &self.exchange);
         self.exchange.on_route(directions)
     }

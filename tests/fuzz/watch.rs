@@ -199,7 +199,7 @@ impl Watch {
             Effect::Reply(reply) => return self.reply(reply.response.expect("only a wish to wait has no response")),
             Effect::Route(_) => "route",
             Effect::Answered(_) => "answered",
-            Effect::FirstToken => "first token",
+            Effect::FirstToken { .. } => "first token",
             Effect::Finished => "finished",
             Effect::Answer(_) => return assert!(!finished, "an answer goes on after its end"),
         };

@@ -245,6 +245,7 @@ fn result(converted: Converted, rank: u32, next_id: &mut u64) -> Value {
     let event = match converted {
         Converted::Filtered(reason) | Converted::Group(reason, _) => return json!({ "filtered": reason.as_str() }),
         Converted::Event(event) => event,
+        Converted::Resized(anew) => return result(*anew, rank, next_id),
         Converted::Regrouped(events, _) => panic!("no case has smaller blocks: {events:?}"),
     };
     let tier = |tier: Tier| match tier {

@@ -88,6 +88,7 @@ async fn tokenizers_are_loaded_again_only_when_their_files_say_something_else() 
     std::fs::copy(model_file("tokenizer.json.gz"), &tokenizer).unwrap();
     let settings = dir.path().join("tokenizer_config.json");
     std::fs::copy(model_file("tokenizer_config.json"), &settings).unwrap();
+    std::fs::copy(model_file("config.json"), dir.path().join("config.json")).unwrap();
     let one = json!({"name": "m", "tokenizer": tokenizer, "tokenizer_config": settings});
     let process = Process::start(by_signal(&json!({"models": [one]})), &[]).await;
     let loaded = || process.log().matches("tokenizer loaded").count();

@@ -112,6 +112,30 @@ async fn a_wrong_template_is_named_at_the_start_and_forgiven_after_a_restart_wit
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_two_engines_only_the_one_that_differs_is_left_to_the_load() {
+    let template = Template::other();
+    let bed = Bed::start(&[engine(1).with(&template.flags(&[])), engine(2)], json!({})).await;
+    let told = async || {
+        let shown = parity(&bed).await;
+        shown["workers"]["1"]["verdict"] == "differs" && shown["workers"]["2"]["verdict"] == "agrees"
+    };
+    assert!(until(SOON, told).await, "{:#}", parity(&bed).await);
+    assert_eq!(parity(&bed).await["mistrusted"], false);
+    let mut modes = std::collections::BTreeSet::new();
+    let mut topic = 0;
+    let both = until(SOON, async || {
+        topic += 1;
+        let answer = bed.ask(&text(&essay(topic))).await;
+        modes.insert((answer.engine(), answer.mode().to_owned()));
+        modes.len() >= 2
+    });
+    assert!(both.await, "{modes:?}");
+    assert_eq!(modes, [(1, "load_only".to_owned()), (2, "exact".to_owned())].into());
+    let reasons = bed.metrics().await.sum("degradations_total", &[("reason", "parity_mismatch")]);
+    assert!(reasons >= 1.0, "{reasons}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn where_engines_cannot_be_asked_their_events_tell_within_a_hundred_requests_and_heal_it() {
     let template = Template::other();
     let config = json!({"self_test": {"interval": "1s", "grace": "200ms"}});
@@ -127,7 +151,7 @@ async fn where_engines_cannot_be_asked_their_events_tell_within_a_hundred_reques
     assert!(requests <= 100, "{requests} requests");
     let shown = parity(&bed).await;
     assert_eq!(shown["workers"]["1"]["verdict"], "cannot_test", "{shown:#}");
-    let difference = &shown["events"]["differs"];
+    let difference = &shown["workers"]["1"]["events"]["differs"];
     assert_eq!((&difference["what"], &difference["block"]), (&json!("events"), &json!(0)), "{shown:#}");
     let nothing = ["canary", "ours", "theirs", "our_text", "their_text"];
     assert!(nothing.iter().all(|key| difference[*key].is_null()), "nothing of a user is shown: {shown:#}");

@@ -86,7 +86,10 @@ async fn blocks_of_another_size_are_brought_to_ours() {
         bed.shows("the mismatch is told", |page| page.sum("setting_mismatches", &[("setting", "block_size")]) == 2.0)
             .await;
         let mismatch = json!({"setting": "block_size", "configured": of.to_string(), "engine": "16"});
-        assert_eq!(member(&bed, 1).await["mismatches"], json!([mismatch]));
+        let found = member(&bed, 1).await;
+        assert_eq!(found["mismatches"], json!([mismatch]));
+        let capacity = 8192 * 16 / u64::from(of);
+        assert_eq!(found["worker"]["capacity"]["total_kv_blocks"], json!(capacity), "in blocks of {of}: {found}");
         assert_eq!(bed.metrics().await.sum("kv_events_total", &[("outcome", "filtered_block_size_mismatch")]), 0.0);
     }
 }
@@ -146,6 +149,29 @@ async fn lost_batches_make_a_source_stale_and_its_blocks_count_less_until_the_en
     assert_eq!(source(&bed, 1).await["restarts"], json!(1));
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reload_decides_what_becomes_of_blocks_when_batches_are_lost() {
+    let bed = Bed::start(&[without_replay(1)], json!({})).await;
+    let before = source(&bed, 1).await;
+    bed.ask(&chat(&essay(1))).await;
+    heard(&bed, 1, &before).await;
+    bed.settle().await;
+    let file = bed.stack.run_dir.join("warmroute.yaml");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    config["index_trust"] = json!({"resync": "clear"});
+    std::fs::write(&file, config.to_string()).unwrap();
+    let taken = async || bed.stack.debug("config").await.unwrap()["config"]["index_trust"]["resync"] == "clear";
+    assert!(until(SOON, taken).await);
+    bed.misbehave(1, json!({"drop_events": {"batches": 1}})).await;
+    bed.ask(&chat(&essay(2))).await;
+    let before = source(&bed, 1).await;
+    bed.ask(&chat(&essay(3))).await;
+    heard(&bed, 1, &before).await;
+    let lost = async || source(&bed, 1).await["lost_batches"] == json!(1);
+    assert!(until(SOON, lost).await, "{}", source(&bed, 1).await);
+    assert_eq!(source(&bed, 1).await["doubted_blocks"], json!(0), "they are forgotten");
+}
+
 /// What an explanation says of the only worker.
 async fn explained(bed: &Bed, question: &Value) -> Value {
     let page = bed.stack.admin_url("/debug/explain");
@@ -168,8 +194,36 @@ async fn an_engine_whose_events_stop_is_noticed_by_its_answers() {
     }
     stands(&bed, 1, "stale", json!("silent")).await;
     bed.misbehave(1, json!({"drop_events": {"batches": 0}})).await;
-    bed.ask(&chat(&essay(6))).await;
+    // A silent source is attached anew, and what is told in between is lost; so it may take several until one is heard.
+    let mut topic = 5;
+    let heard = async || {
+        topic += 1;
+        bed.ask(&chat(&essay(topic))).await;
+        source(&bed, 1).await["because"] == "lost_batches"
+    };
+    assert!(until(SOON, heard).await, "{}", source(&bed, 1).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_used_after_a_loss_is_certain_again_though_the_engine_never_tells_of_it() {
+    let bed = Bed::start(&[without_replay(1)], json!({"observe": "usage"})).await;
+    let question = chat(&essay(1));
+    let before = source(&bed, 1).await;
+    bed.ask(&question).await;
+    heard(&bed, 1, &before).await;
+    let full = explained(&bed, &question).await;
+    bed.misbehave(1, json!({"drop_events": {"batches": 1}})).await;
+    bed.ask(&chat(&essay(2))).await;
+    bed.ask(&chat(&essay(3))).await;
     stands(&bed, 1, "stale", json!("lost_batches")).await;
+    let batches = source(&bed, 1).await["batches"].clone();
+    // All of it is cached, so the engine says nothing.
+    let again = bed.ask(&question).await;
+    assert_eq!(predicted(&again), cached(&again), "{again:?}");
+    stands(&bed, 1, "incomplete", json!("untold_blocks")).await;
+    assert_eq!(source(&bed, 1).await["batches"], batches);
+    let judged = explained(&bed, &question).await;
+    assert_eq!((&judged["cost"]["trust_credit"], &judged["overlap"]), (&json!(1.0), &full["overlap"]), "{judged}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

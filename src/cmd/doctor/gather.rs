@@ -14,6 +14,7 @@ use crate::config::{ApproximatePolicy, Config};
 use crate::engine_client::{EngineClient, EngineUrl, EventsOfRank, MetricsPage};
 use crate::intake::Model;
 use crate::kv_events::listen::{self, Ear, Heard};
+use crate::learned::Given;
 use crate::openai::{self, Api};
 use crate::parity::Verdict;
 use crate::self_test::Subject;
@@ -98,7 +99,7 @@ impl Gatherer<'_> {
         if self.config.learn.enabled {
             let caches = metrics.map(MetricsPage::caches).unwrap_or_default();
             let publishers = publishers.map(Vec::as_slice).unwrap_or_default();
-            app::learned(worker.endpoint, &caches, publishers).fill(&mut completed, None);
+            app::learned(worker.endpoint, &caches, publishers).fill(&mut completed, &Given::default());
         }
         let learned = worker.event_sources.is_empty() && !completed.event_sources.is_empty();
         (completed, learned)

@@ -74,7 +74,7 @@ impl ResponseSide {
         if end {
             *self = ResponseSide::Ended;
             let answer = mutation::go_on(To::ResponseHeaders, changes);
-            return vec![reply(answer), Effect::Answered(head), Effect::FirstToken, Effect::Finished];
+            return vec![reply(answer), Effect::Answered(head), Effect::FirstToken { seen: false }, Effect::Finished];
         }
         let renamed = context.directions.as_ref().and_then(|found| found.edit.as_ref()?.restore.as_ref());
         let restore = renamed.map(|names| Box::new(Restorer::new(&names.served, &names.asked)));
@@ -94,7 +94,7 @@ impl ResponseSide {
         let answer = if asked { mutation::with_response_body(answer, context.modes.request) } else { answer };
         let mut effects = vec![reply(answer), Effect::Answered(head)];
         if !first_token_due {
-            effects.push(Effect::FirstToken);
+            effects.push(Effect::FirstToken { seen: false });
         }
         effects
     }
@@ -139,7 +139,7 @@ impl ResponseSide {
             ResponseSide::Hidden { first_token_due: due @ true }
             | ResponseSide::Watched { first_token_due: due @ true, .. } => {
                 *due = false;
-                vec![Effect::FirstToken]
+                vec![Effect::FirstToken { seen: true }]
             }
             _ => Vec::new(),
         }

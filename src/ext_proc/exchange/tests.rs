@@ -86,7 +86,7 @@ fn short_one(effect: Effect) -> String {
             Body::TooLarge { bytes: len, .. } => format!("route too large {len}"),
             Body::Shed { bytes: len, .. } => format!("route shed {len}"),
         },
-        Effect::FirstToken => "first token".into(),
+        Effect::FirstToken { .. } => "first token".into(),
         Effect::Answer(bytes) => format!("answer {}", bytes.len()),
         Effect::Answered(head) => format!("status {}", head.status),
         Effect::Finished => "finished".into(),

@@ -84,6 +84,12 @@ impl Copies {
 }
 
 impl RankDump {
+    /// Whether anything may be gone.
+    pub(in crate::index) fn is_doubted(&self) -> bool {
+        let copies = self.names.iter().map(|name| &name.copies).chain(self.waiting.iter().map(|name| &name.copies));
+        copies.into_iter().any(|copies| copies.doubted.contains(&true)) || self.shares.iter().any(|share| share.doubted)
+    }
+
     /// Writes the record of this rank.
     pub fn write(&self, out: &mut impl Write) -> std::io::Result<()> {
         let mut frames = FrameWriter::new(out);

@@ -222,6 +222,7 @@ impl Pair {
                 assert_eq!(writer.apply(&event), expected, "{event:?}");
             }
         }
+        self.writers[rank].as_ref().unwrap().check_doubts();
     }
 
     fn compare(&mut self, prompt: &BlockHashes) {

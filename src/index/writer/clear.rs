@@ -14,6 +14,7 @@ impl RankWriter {
         let left = self.seat;
         self.seat = self.index.seats.write().renew(left);
         self.tally.reset();
+        self.untold = None;
         self.extra.clear();
         self.aliases.clear();
         self.waiting = Default::default();

@@ -23,8 +23,8 @@ pub(super) struct Groups {
     holds: Mixed<EngineHash, u64>,
     /// Copies beyond the first, by block and group.
     extra: HashMap<(EngineHash, usize), u32>,
-    /// Copies that may be gone.
-    doubted: Mixed<EngineHash, u64>,
+    /// Since events were lost: those whose copies were counted since. The others may be gone.
+    sure: Option<Mixed<EngineHash, u64>>,
 }
 
 /// One group; its place in the list is its bit.
@@ -135,21 +135,24 @@ impl Groups {
     pub(super) fn store(&mut self, at: usize, engine: EngineHash) -> bool {
         let held = self.holds.entry(engine).or_insert(0);
         let bit = 1 << at;
-        if *held & bit == 0 {
-            *held |= bit;
-            return true;
+        let is_new = *held & bit == 0;
+        *held |= bit;
+        let was_sure = self.set_sure(at, engine);
+        if !is_new && was_sure {
+            *self.extra.entry((engine, at)).or_insert(0) += 1;
+        } else if !is_new {
+            self.extra.remove(&(engine, at));
         }
-        match self.doubted.get_mut(&engine) {
-            Some(doubted) if *doubted & bit != 0 => {
-                *doubted &= !bit;
-                if *doubted == 0 {
-                    self.doubted.remove(&engine);
-                }
-                self.extra.remove(&(engine, at));
-            }
-            _ => *self.extra.entry((engine, at)).or_insert(0) += 1,
-        }
-        false
+        is_new
+    }
+
+    /// Copies of a block are counted now; whether they were before.
+    fn set_sure(&mut self, at: usize, engine: EngineHash) -> bool {
+        let Some(sure) = &mut self.sure else { return true };
+        let sure = sure.entry(engine).or_insert(0);
+        let was = *sure & (1 << at) != 0;
+        *sure |= 1 << at;
+        was
     }
 
     /// Takes out one copy of a block; false if the group does not hold it.
@@ -167,17 +170,19 @@ impl Groups {
         if *held == 0 {
             self.holds.remove(&engine);
         }
-        if let Some(doubted) = self.doubted.get_mut(&engine) {
-            *doubted &= !bit;
-            if *doubted == 0 {
-                self.doubted.remove(&engine);
+        if let Some(all) = &mut self.sure
+            && let Some(sure) = all.get_mut(&engine)
+        {
+            *sure &= !bit;
+            if *sure == 0 {
+                all.remove(&engine);
             }
         }
         true
     }
 
     pub(super) fn doubt(&mut self) {
-        self.doubted = self.holds.clone();
+        self.sure = Some(Mixed::default());
     }
 
     pub(super) fn shares(&self) -> impl Iterator<Item = Share> {
@@ -187,7 +192,7 @@ impl Groups {
                 engine,
                 group: at as u32,
                 copies: 1 + self.extra.get(&(engine, at)).copied().unwrap_or(0),
-                doubted: self.doubted.get(&engine).is_some_and(|doubted| doubted & (1 << at) != 0),
+                doubted: self.sure.as_ref().is_some_and(|sure| sure.get(&engine).unwrap_or(&0) & (1 << at) == 0),
             })
         })
     }
@@ -197,8 +202,8 @@ impl Groups {
         if share.copies > 1 {
             self.extra.insert((share.engine, at), share.copies - 1);
         }
-        if share.doubted {
-            *self.doubted.entry(share.engine).or_insert(0) |= 1 << at;
+        if !share.doubted {
+            self.set_sure(at, share.engine);
         }
     }
 
@@ -216,6 +221,6 @@ impl Groups {
     pub(super) fn empty(&mut self) {
         self.holds.clear();
         self.extra.clear();
-        self.doubted.clear();
+        self.sure = None;
     }
 }

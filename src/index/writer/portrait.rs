@@ -65,7 +65,7 @@ impl RankWriter {
                 let trie = shard_trie.read();
                 for (_, engine, named) in some {
                     let block = row(&trie, named.place.block, &mut rows, &mut dump.blocks);
-                    let copies = self.copies(*engine, named.layers, named.doubted);
+                    let copies = self.copies(*engine, named.layers, named.doubts(self.generation));
                     dump.names.push(PlacedName { engine: *engine, block, copies });
                 }
             }
@@ -74,7 +74,7 @@ impl RankWriter {
 
     fn waiting(&self) -> impl Iterator<Item = ApartName> {
         self.waiting.iter().map(|(engine, apart)| {
-            let copies = self.copies(engine, apart.tiers, apart.doubted);
+            let copies = self.copies(engine, apart.tiers, apart.doubts(self.generation));
             ApartName { engine, parent: apart.parent, local: apart.local, copies }
         })
     }
@@ -95,12 +95,16 @@ impl RankWriter {
         for event in dump.tell(Telling::Once) {
             self.apply(&event);
         }
+        if dump.is_doubted() {
+            self.doubt();
+        }
         for name in &dump.names {
             self.recount(name.engine, name.copies);
         }
         for name in &dump.waiting {
             self.recount(name.engine, name.copies);
         }
+        self.tally.doubts.lock().close();
         self.restore_groups(dump);
         let needs = self.groups.as_ref().map(|groups| Arc::new(groups.needs().clone()));
         let mut seats = self.index.seats.write();
@@ -130,9 +134,13 @@ impl RankWriter {
         let doubted = Tier::ALL.into_iter().filter(|tier| copies.doubted[*tier as usize]);
         let doubted = doubted.fold(Layers::NONE, Layers::with);
         if let Some(named) = self.held.get_mut(&engine) {
-            named.doubted = doubted;
+            (named.doubted, named.counted) = (doubted, self.generation);
+            let mut doubts = self.tally.doubts.lock();
+            for tier in named.layers.tiers().except(doubted).iter_tiers() {
+                doubts.hear(named.place, tier);
+            }
         } else if let Some(apart) = self.waiting.get_mut(engine) {
-            apart.doubted = doubted;
+            (apart.doubted, apart.counted) = (doubted, self.generation);
         }
     }
 }

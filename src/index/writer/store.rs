@@ -44,7 +44,7 @@ impl RankWriter {
         let known = scratch.path.len();
         let last = scratch.path.last().copied().or(after);
         trie.extend(last, &scratch.locals[known..], hold, &mut scratch.path);
-        let mut gained = false;
+        let (mut gained, mut entered, mut first) = (false, 0, None);
         for (at, block) in blocks.iter().enumerate() {
             let place = Place { shard: shard as u8, block: scratch.path[at] };
             if self.name(*block, place, tier, &mut scratch) == Gain::Copy {
@@ -52,18 +52,32 @@ impl RankWriter {
             }
             gained = true;
             if at >= known {
-                self.tally.add_blocks(tier, 1);
+                entered += 1;
+                first.get_or_insert(place);
             } else if trie.layers(place.block, self.seat).has(tier) {
                 *self.aliases.entry((place, tier.into())).or_insert(0) += 1;
             } else {
-                self.tally.add_blocks(tier, 1);
+                entered += 1;
+                if trie.layers(place.block, self.seat).tiers().is_empty() {
+                    first.get_or_insert(place);
+                }
                 scratch.granted.push(place.block);
             }
+        }
+        self.tally.add_blocks(tier, entered);
+        self.tally.doubts.lock().entered(entered as u64);
+        if let Some(first) = first.filter(|_| tier == Tier::Device) {
+            self.tally.gains.lock().note(self.tally.moment().stores + 1, first);
         }
         trie.mark_all(&scratch.granted, hold, true);
         self.grant(&mut trie, shard, &mut scratch);
         if !self.waiting.is_empty() {
             self.adopt(&mut trie, blocks);
+        }
+        if self.generation > 0 {
+            scratch.sure.extend(scratch.path.iter().map(|&block| (Place { shard: shard as u8, block }, tier)));
+            let parent = after.filter(|_| tier == Tier::Device).map(|block| Place { shard: shard as u8, block });
+            self.hear(&trie, &scratch.sure, parent);
         }
         self.release(&mut trie, shard, &mut scratch);
         drop(trie);
@@ -79,8 +93,10 @@ impl RankWriter {
         if !self.waiting.is_empty() && self.name_waiting(block, place, tier, scratch) {
             return Gain::Name;
         }
-        let fresh = Named { place, layers: Layers::one(tier), doubted: Layers::NONE };
+        let generation = self.generation;
+        let fresh = Named { place, layers: Layers::one(tier), doubted: Layers::NONE, counted: generation };
         let named = self.held.entry(engine).or_insert(Named { layers: Layers::NONE, ..fresh });
+        (named.doubted, named.counted) = (named.doubts(generation), generation);
         if named.place == place && !named.layers.has(tier) {
             let new = named.layers.is_empty();
             named.layers = named.layers.with(tier);
@@ -126,7 +142,8 @@ impl RankWriter {
             self.forget_copies(engine, apart.tiers);
             return false;
         }
-        let mut doubted = apart.doubted;
+        let mut doubted = apart.doubts(self.generation);
+        scratch.sure.extend(apart.tiers.except(doubted).iter_tiers().map(|tier| (place, tier)));
         if apart.tiers.has(tier) && !doubted.has(tier) {
             *self.extra.entry((engine, tier)).or_insert(0) += 1;
             self.tally.add_copies(1);
@@ -137,7 +154,8 @@ impl RankWriter {
             self.tally.add_copies(1);
         }
         scratch.won.extend(apart.tiers.without(tier).iter().map(|layer| (place, layer)));
-        self.held.insert(engine, Named { place, layers: apart.tiers.with(tier), doubted });
+        let layers = apart.tiers.with(tier);
+        self.held.insert(engine, Named { place, layers, doubted, counted: self.generation });
         self.name_in_groups(engine, scratch);
         true
     }
@@ -179,6 +197,7 @@ impl RankWriter {
         let StoredBlock { engine, local } = block;
         let known = self.waiting.get_mut(engine).filter(|apart| (apart.parent, apart.local) == (parent, local));
         if let Some(apart) = known {
+            (apart.doubted, apart.counted) = (apart.doubts(self.generation), self.generation);
             if !apart.tiers.has(tier) {
                 apart.tiers = apart.tiers.with(tier);
                 self.tally.add_blocks(tier, 1);
@@ -196,7 +215,7 @@ impl RankWriter {
             return false;
         }
         self.forget(engine);
-        let apart = Apart { parent, local, tiers: Layers::one(tier), doubted: Layers::NONE };
+        let apart = Apart { parent, local, tiers: Layers::one(tier), doubted: Layers::NONE, counted: self.generation };
         self.waiting.insert(engine, apart);
         self.tally.add_waiting(1);
         self.tally.add_blocks(tier, 1);
@@ -270,10 +289,12 @@ impl RankWriter {
             } else {
                 let hold = Hold { seat: self.seat, layer };
                 trie.extend(Some(after.block), &[apart.local], hold, &mut path);
-                layer.tier().into_iter().for_each(|tier| self.tally.add_blocks(tier, 1));
+                self.count(layer, 1);
             }
         }
         let place = Place { block: path[0], ..after };
-        self.held.insert(child, Named { place, layers, doubted: apart.doubted });
+        let sure: Vec<_> = layers.tiers().except(apart.doubts(self.generation)).iter_tiers().collect();
+        self.hear(trie, &sure.into_iter().map(|tier| (place, tier)).collect::<Vec<_>>(), None);
+        self.held.insert(child, Named { place, layers, doubted: apart.doubted, counted: apart.counted });
     }
 }

@@ -17,6 +17,14 @@ pub(super) struct Apart {
     pub(super) tiers: Layers,
     /// Tiers whose copies may be gone.
     pub(super) doubted: Layers,
+    /// The generation in which that was so; after another gap all of them may be.
+    pub(super) counted: u32,
+}
+
+impl Apart {
+    pub(super) fn doubts(&self, generation: u32) -> Layers {
+        if self.counted == generation { self.doubted } else { self.tiers }
+    }
 }
 
 /// Most blocks without a place of one rank. Nobody is routed by them, so they may not take memory without end.
@@ -72,11 +80,5 @@ impl Waiting {
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (EngineHash, &Apart)> {
         self.blocks.iter().map(|(engine, apart)| (*engine, apart))
-    }
-
-    pub(super) fn doubt(&mut self) {
-        for apart in self.blocks.values_mut() {
-            apart.doubted = apart.tiers;
-        }
     }
 }

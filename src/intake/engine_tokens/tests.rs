@@ -38,8 +38,10 @@ async fn server(status: u16, text: String, after: Duration) -> (String, Arc<Atom
 fn intake(config: &EngineTokensConfig, media: MediaTokens) -> (Arc<Intake>, Arc<Metrics>) {
     let router = Router::new(PrefixIndex::new(), LoadTracker::new(Instant::now), RouterSettings::default(), 1);
     let metrics = Arc::new(Metrics::new());
-    let engine = EngineTokens::new(config, &EnginesConfig::default(), Arc::new(router), metrics.clone()).unwrap();
-    let source = TokenSource { standing: Arc::default(), engine: Some(engine) };
+    let engines = EnginesConfig::default();
+    let client = EngineClient::new(&engines).unwrap();
+    let engine = EngineTokens::new(config, &engines, &client, Arc::new(router), metrics.clone());
+    let source = TokenSource { standing: Arc::default(), engine: Some(engine), agreed: Default::default() };
     let block_size = BlockSize::new(32).unwrap();
     let mut models = Models::default();
     let model = Model { name: "m".into(), block_size, windows: Windows::Plain, media, encoder: None };
@@ -154,4 +156,85 @@ async fn the_blocks_of_a_rendered_image_are_those_that_its_engine_tells_of() {
         assert_eq!((blocks.tokens(), blocks.len()), (124, 3));
         assert_eq!(blocks.locals(), told(media), "{image:?}");
     }
+}
+
+#[tokio::test]
+async fn what_tokenize_would_show_and_the_chat_may_not_is_not_asked_for() {
+    let (url, asked) = server(200, r#"{"tokens":[1,2,3],"count":3,"max_model_len":9}"#.into(), Duration::ZERO).await;
+    let config = EngineTokensConfig { path: RenderPath::Tokenize, ..patient(vec![url]) };
+    let (intake, _) = intake(&config, MediaTokens::default());
+    let tool = json!({"type": "function", "function": {"name": "f"}});
+    for (more, known) in [
+        (json!({}), true),
+        (json!({"tool_choice": "none"}), true),
+        (json!({"tool_choice": "none", "tools": []}), true),
+        (json!({"tool_choice": "none", "tools": null}), true),
+        (json!({"tool_choice": "auto", "tools": [tool]}), true),
+        (json!({"tool_choice": "none", "tools": [tool]}), false),
+    ] {
+        let before = asked.load(Ordering::SeqCst);
+        let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "hello"}]});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let taken = intake.take(PATH, &|_| None, &Body::Whole(body.to_string().into())).await;
+        assert_eq!(taken.tokens == [[1, 2, 3]], known, "{more}");
+        assert_eq!(asked.load(Ordering::SeqCst) - before, usize::from(known), "{more}");
+    }
+}
+
+/// A conversation that is not encoded on the caller's thread.
+fn large() -> Body {
+    let text = "hello ".repeat(2000);
+    Body::Whole(json!({"model": "m", "messages": [{"role": "user", "content": text}]}).to_string().into())
+}
+
+/// Takes one request on a task of its own.
+fn take(intake: &Arc<Intake>, body: Body) -> tokio::task::JoinHandle<crate::intake::Taken> {
+    let intake = intake.clone();
+    tokio::spawn(async move { intake.take(PATH, &|_| None, &body).await })
+}
+
+async fn until(what: impl Fn() -> bool) {
+    let waiting = async {
+        while !what() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), waiting).await.expect("it comes within half a minute");
+}
+
+#[tokio::test]
+async fn large_bodies_are_prepared_in_the_queue_of_prompts_and_within_the_deadline() {
+    let (url, asked) = server(200, TOKENS.into(), Duration::ZERO).await;
+    let config = EngineTokensConfig { deadline: Period::millis(20), ..patient(vec![url.clone()]) };
+    let (way, metrics) = intake(&config, MediaTokens::default());
+    let cores = way.encoders.available_permits() as u32;
+    let all = way.encoders.clone().acquire_many_owned(cores).await.unwrap();
+    let one = take(&way, large());
+    until(|| outcomes(&metrics, "timeout") == 1).await;
+    drop(all);
+    one.await.unwrap();
+    // And where the queue is full, nobody joins it.
+    let (way, metrics) = intake(&patient(vec![url]), MediaTokens::default());
+    let place = Place::take(&way.queued, 1).unwrap();
+    take(&way, large()).await.unwrap();
+    drop(place);
+    assert_eq!((outcomes(&metrics, "busy"), asked.load(Ordering::SeqCst)), (1, 0));
+    take(&way, large()).await.unwrap();
+    assert_eq!((outcomes(&metrics, "ok"), asked.load(Ordering::SeqCst)), (1, 1));
+}
+
+#[tokio::test]
+async fn beyond_what_may_be_under_way_a_body_is_not_even_looked_at() {
+    let (slow, asked) = server(200, TOKENS.into(), Duration::from_secs(600)).await;
+    let config = EngineTokensConfig { in_flight: 1, ..patient(vec![slow]) };
+    let (way, metrics) = intake(&config, MediaTokens::default());
+    let first = take(&way, Body::Whole(json!({"model": "m", "messages": []}).to_string().into()));
+    until(|| asked.load(Ordering::SeqCst) == 1).await;
+    let cores = way.encoders.available_permits() as u32;
+    let all = way.encoders.clone().acquire_many_owned(cores).await.unwrap();
+    let second = take(&way, large());
+    until(|| outcomes(&metrics, "busy") == 1).await;
+    drop(all);
+    second.await.unwrap();
+    first.abort();
 }

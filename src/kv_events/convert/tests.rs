@@ -31,7 +31,7 @@ fn text(text: &str) -> ExtraKey {
 fn local(normalizer: &mut Normalizer, stored: Stored) -> Result<LocalHash, Filtered> {
     match normalizer.convert(&Event::Stored(Box::new(stored))) {
         Converted::Event(KvEvent::Stored { blocks, .. }) => Ok(blocks[0].local),
-        other @ (Converted::Event(_) | Converted::Regrouped(..)) => panic!("{other:?}"),
+        other @ (Converted::Event(_) | Converted::Regrouped(..) | Converted::Resized(_)) => panic!("{other:?}"),
         Converted::Filtered(reason) | Converted::Group(reason, _) => Err(reason),
     }
 }
@@ -83,7 +83,7 @@ fn a_salt_follows_the_parent_chain_until_the_last_copy_leaves() {
     normalizer.convert(&removed(2));
     assert_eq!(local(&mut normalizer, store(3, Some(2))), salted, "another copy of 2 is still there");
     normalizer.convert(&removed(2));
-    assert_eq!(local(&mut normalizer, store(3, Some(2))), expected(None, None, &[]));
+    assert_eq!(local(&mut normalizer, store(5, Some(2))), expected(None, None, &[]));
     normalizer.convert(&Event::Cleared { ownership: Ownership::Framework });
     assert_eq!(local(&mut normalizer, store(4, Some(1))), expected(None, None, &[]));
 }
@@ -98,6 +98,25 @@ fn a_salt_is_never_guessed() {
     assert_eq!(local(&mut normalizer, store(2, Some(1))), Err(Filtered::AmbiguousSalt));
     normalizer.reset();
     assert_eq!(local(&mut normalizer, store(2, Some(1))), expected(None, None, &[]));
+}
+
+#[test]
+fn a_salt_that_was_forgotten_is_known_again_when_it_is_told_again() {
+    let mut normalizer = normalizer();
+    let salted = expected(None, Some("tenant"), &[]);
+    let first = || with_keys(1, None, &[text("tenant")]);
+    assert_eq!(local(&mut normalizer, first()), salted);
+    assert_eq!(local(&mut normalizer, store(2, Some(1))), salted);
+    // The parent is taken for gone and was not: what follows it comes without a salt, and is dropped by the index.
+    let forgotten = Forgotten { before: 1, names: vec![(EngineHash(1), Tier::Device)] };
+    assert_eq!(normalizer.forgotten(&forgotten), []);
+    assert_eq!(local(&mut normalizer, store(2, Some(1))), salted, "its own is known");
+    assert_eq!(local(&mut normalizer, store(3, Some(1))), expected(None, None, &[]));
+    assert_eq!(local(&mut normalizer, store(4, Some(3))), expected(None, None, &[]));
+    assert_eq!(local(&mut normalizer, first()), salted);
+    for (block, parent) in [(3, 1), (4, 3), (2, 1)] {
+        assert_eq!(local(&mut normalizer, store(block, Some(parent))), salted, "{block}");
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ use hashbrown::HashMap;
 
 use super::{Regrouped, Run, local_of};
 use crate::block::{EngineHash, LocalHash};
-use crate::index::{KvEvent, Outcome, StoredBlock};
+use crate::index::{Forgotten, KvEvent, Outcome, StoredBlock};
 use crate::tier::Tier;
 use crate::worker::BlockSize;
 
@@ -21,6 +21,8 @@ pub(super) struct Chains {
     engine: BlockSize,
     ours: BlockSize,
     parts: HashMap<EngineHash, Part>,
+    /// How often events were lost.
+    gaps: u32,
 }
 
 /// One block of the engine.
@@ -33,8 +35,8 @@ struct Part {
     place: usize,
     content: Content,
     copies: [u32; TIERS],
-    /// Events were lost since the copies were counted.
-    doubted: [bool; TIERS],
+    /// The gap since which the copies were counted, by tier.
+    counted: [u32; TIERS],
 }
 
 /// What a part holds.
@@ -52,13 +54,13 @@ struct Block {
     local: LocalHash,
     /// Where the index was told to have it.
     told: [bool; TIERS],
-    /// Where the index doubts it.
-    doubted: [bool; TIERS],
+    /// The gap since which that was so; the index counts its copies anew after another one.
+    counted: [u32; TIERS],
 }
 
 impl Block {
     fn new(local: LocalHash) -> Self {
-        Self { local, told: [false; TIERS], doubted: [false; TIERS] }
+        Self { local, told: [false; TIERS], counted: [0; TIERS] }
     }
 
     fn is_placed(&self) -> bool {
@@ -112,8 +114,8 @@ impl Told {
 }
 
 impl Chains {
-    pub(super) fn new(engine: BlockSize, ours: BlockSize) -> Self {
-        Self { engine, ours, parts: HashMap::new() }
+    pub(super) fn new(engine: BlockSize, ours: BlockSize, gaps: u32) -> Self {
+        Self { engine, ours, parts: HashMap::new(), gaps }
     }
 
     pub(super) fn engine(&self) -> BlockSize {
@@ -178,7 +180,7 @@ impl Chains {
         if let Some(parent) = parent.and_then(|parent| self.parts.get_mut(&parent)) {
             parent.children.push(name);
         }
-        let part = Part { parent, children: vec![], place, content, copies: [0; TIERS], doubted: [false; TIERS] };
+        let part = Part { parent, children: vec![], place, content, copies: [0; TIERS], counted: [0; TIERS] };
         self.parts.insert(name, part);
         true
     }
@@ -207,8 +209,8 @@ impl Chains {
     /// One more copy of a part; whether it is the first in this tier.
     fn add_copy(&mut self, name: EngineHash, tier: Tier, told: &mut Told) -> bool {
         let Some(part) = self.parts.get_mut(&name) else { return false };
-        let (copies, was_doubted) = (&mut part.copies[tier as usize], &mut part.doubted[tier as usize]);
-        let (first, confirmed) = (*copies == 0, std::mem::take(was_doubted));
+        let (copies, counted) = (&mut part.copies[tier as usize], &mut part.counted[tier as usize]);
+        let (first, confirmed) = (*copies == 0, std::mem::replace(counted, self.gaps) != self.gaps);
         *copies = if first || confirmed { 1 } else { copies.saturating_add(1) };
         if first || confirmed {
             self.tell_from(name, told);
@@ -243,14 +245,14 @@ impl Chains {
             return;
         }
         let Some(block) = self.parts.get_mut(&name).and_then(Part::block_mut) else { return };
-        let (is_told, is_doubted) = (&mut block.told[tier as usize], &mut block.doubted[tier as usize]);
-        let is_confirmed = *is_doubted && !doubted;
+        let (is_told, counted) = (&mut block.told[tier as usize], &mut block.counted[tier as usize]);
+        // Told again, the index doubts it no longer.
+        let is_confirmed = *counted != self.gaps && !doubted;
         if *is_told && !is_confirmed {
             return;
         }
         *is_told = true;
-        // Told again, the index doubts it no longer.
-        *is_doubted = false;
+        *counted = self.gaps;
         let block = StoredBlock { engine: name, local: block.local };
         told.stored(before, block, tier);
     }
@@ -260,12 +262,13 @@ impl Chains {
     }
 
     /// Of the block of ours that ends with a part: the one before it, whether all parts are held, and whether any is doubted.
+    /// Nothing is stored on the device without what it follows.
     fn stretch(&self, name: EngineHash, tier: Tier) -> Option<(Option<EngineHash>, bool, bool)> {
         let (mut held, mut doubted, mut next) = (true, false, Some(name));
-        for _ in 0..self.parts_per_block() {
+        for at in 0..self.parts_per_block() {
             let part = self.parts.get(&next?)?;
             held &= part.copies[tier as usize] > 0;
-            doubted |= part.doubted[tier as usize];
+            doubted |= part.counted[tier as usize] != self.gaps && (at == 0 || tier != Tier::Device);
             next = part.parent;
         }
         Some((next, held, doubted))
@@ -282,7 +285,6 @@ impl Chains {
             };
             part.copies[tier as usize] -= 1;
             if part.copies[tier as usize] == 0 {
-                part.doubted[tier as usize] = false;
                 self.untell_from(name, tier, &mut told);
                 self.prune(name);
             }
@@ -299,7 +301,6 @@ impl Chains {
                 Content::Tokens { .. } => open.extend(part.children.iter().rev()),
                 Content::Whole(block) if block.told[tier as usize] => {
                     block.told[tier as usize] = false;
-                    block.doubted[tier as usize] = false;
                     told.removed(name, tier);
                 }
                 Content::Whole(_) => {}
@@ -342,33 +343,54 @@ impl Chains {
         before.into_iter().for_each(|before| self.prune(before));
     }
 
-    /// Events were lost for good: copies are counted from one again when a part is stored, as in the index.
-    pub(super) fn doubt(&mut self) {
-        for part in self.parts.values_mut() {
-            part.doubted = part.copies.map(|copies| copies > 0);
-            if let Some(block) = part.block_mut() {
-                block.doubted = block.told;
-            }
-        }
+    /// Events were lost for good, so often by now: copies are counted from one again when a part is stored, as in the index.
+    pub(super) fn doubt(&mut self, gaps: u32) {
+        self.gaps = gaps;
     }
 
-    /// What is doubted is gone.
-    pub(super) fn forget_doubted(&mut self) -> Vec<KvEvent> {
-        let is_doubted = |part: &Part| part.doubted.contains(&true);
-        let doubted: Vec<EngineHash> =
-            self.parts.iter().filter(|(_, part)| is_doubted(part)).map(|(name, _)| *name).collect();
-        let mut told = Told::default();
-        for &name in &doubted {
-            for tier in Tier::ALL {
-                let Some(part) = self.parts.get_mut(&name) else { continue };
-                if std::mem::take(&mut part.doubted[tier as usize]) {
-                    part.copies[tier as usize] = 0;
-                    self.untell_from(name, tier, &mut told);
-                }
+    /// The index has taken blocks for gone, and with them go their parts that were not heard of since and belong to no
+    /// other. Of parts that never became a block of ours it knows nothing: the last ones of a chain go by their own age.
+    /// Says what is gone.
+    pub(super) fn forgotten(&mut self, forgotten: &Forgotten) -> Vec<(EngineHash, Tier)> {
+        for (name, tier) in &forgotten.names {
+            let Some(part) = self.parts.get_mut(name) else { continue };
+            if part.counted[*tier as usize] < forgotten.before {
+                part.copies[*tier as usize] = 0;
+            }
+            if let Some(block) = part.block_mut() {
+                block.told[*tier as usize] = false;
             }
         }
-        doubted.into_iter().for_each(|name| self.prune(name));
-        told.0
+        let named = forgotten.names.iter().map(|(name, _)| *name);
+        let is_end = |part: &Part| part.children.is_empty() && part.block().is_none();
+        let ends = self.parts.iter().filter(|(_, part)| is_end(part)).map(|(name, _)| *name);
+        let mut open: Vec<EngineHash> = named.chain(ends).collect();
+        let mut gone = Vec::new();
+        while let Some(name) = open.pop() {
+            let Some(part) = self.parts.get_mut(&name).filter(|part| part.children.is_empty()) else { continue };
+            if part.block().is_none() {
+                for tier in Tier::ALL.into_iter().filter(|tier| part.counted[*tier as usize] < forgotten.before) {
+                    if std::mem::take(&mut part.copies[tier as usize]) > 0 {
+                        gone.push((name, tier));
+                    }
+                }
+            }
+            if part.is_held() {
+                continue;
+            }
+            let before = part.parent;
+            self.parts.remove(&name);
+            if let Some(parent) = before.and_then(|parent| self.parts.get_mut(&parent)) {
+                parent.children.retain(|child| *child != name);
+            }
+            open.extend(before);
+        }
+        gone
+    }
+
+    #[cfg(test)]
+    pub(super) fn holds(&self, name: EngineHash, tier: Tier) -> bool {
+        self.parts.get(&name).is_some_and(|part| part.copies[tier as usize] > 0)
     }
 
     #[cfg(test)]

@@ -31,9 +31,11 @@ fn sink(held: &Arc<Mutex<Held>>) -> RankSink {
             }
             Outcome::Ok
         }),
-        doubt: Box::new(move || doubted.lock().doubted = true),
-        held: Box::new(Default::default),
-        forget_doubted: Box::new(|| {}),
+        doubt: Box::new(move || {
+            doubted.lock().doubted = true;
+            1
+        }),
+        settle: Box::new(Default::default),
     }
 }
 

@@ -13,7 +13,7 @@ use crate::settings::Problem;
 #[serde(deny_unknown_fields, default)]
 pub struct MediaConfig {
     /// What the engines were started with (`vllm serve THIS`), because it enters the names they give to content; unset
-    /// means the name of the model.
+    /// means what they say alike, and the name of the model where they say nothing.
     pub model: Option<String>,
     /// Images.
     pub image: Option<ItemRule>,

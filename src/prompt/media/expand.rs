@@ -2,13 +2,13 @@
 
 use super::{Illustrated, Item, Known, Rules};
 use crate::openai::Modality;
-use crate::prompt::EncodeError;
+use crate::prompt::{EncodeError, Tokens};
 
 /// Most tokens of a prompt that are laid out; no context is larger.
 const MOST_TOKENS: usize = 1 << 21;
 
 /// The tokens that two prompts begin with.
-pub(in crate::prompt) fn common(mut one: Vec<u32>, other: &[u32]) -> Vec<u32> {
+pub(in crate::prompt) fn common(mut one: Tokens, other: &[u32]) -> Tokens {
     let same = one.iter().zip(other).take_while(|(one, other)| one == other).count();
     one.truncate(same);
     one
@@ -18,7 +18,7 @@ pub(in crate::prompt) fn common(mut one: Vec<u32>, other: &[u32]) -> Vec<u32> {
 /// for its items, wherever they come from; those beyond stay as they are. Of a prompt of which only the first items are
 /// known, nothing is known from the next placeholder on.
 pub(in crate::prompt) fn expand(
-    tokens: &[u32],
+    tokens: Tokens,
     items: &[(Modality, Known)],
     rules: &Rules,
     all: bool,
@@ -34,7 +34,7 @@ pub(in crate::prompt) fn expand(
     let mut expanded = Vec::with_capacity(total);
     let mut placed = Vec::with_capacity(items.len());
     let mut whole = all;
-    for &token in tokens {
+    for &token in &*tokens {
         let found = queues.iter_mut().find(|(_, placeholder, _)| *placeholder == Some(token));
         match found.map(|(modality, _, queue)| (*modality, queue.next())) {
             Some((modality, Some(item))) => {
@@ -53,5 +53,6 @@ pub(in crate::prompt) fn expand(
     if left && all {
         return Err(EncodeError::uncertain("the template shows no placeholder for an item"));
     }
-    Ok(Illustrated { at_least: expanded.len(), tokens: expanded, items: placed, whole })
+    let first = placed.first().map_or(expanded.len(), |item| item.range.start);
+    Ok(Illustrated { at_least: expanded.len(), tokens: tokens.carried_to(expanded, first), items: placed, whole })
 }

@@ -26,17 +26,17 @@ fn known(id: &str, tokens: usize) -> Known {
 fn placeholders_become_rows_in_the_order_of_the_items_wherever_they_come_from() {
     let items =
         vec![(Modality::Image, known("x", 2)), (Modality::Audio, known("y", 3)), (Modality::Image, known("z", 1))];
-    let shown = expand(&[7, 0, 7, 1, 0, 7, 0], &items, &rules(), true).unwrap();
-    assert_eq!(shown.tokens, [7, 0, 0, 7, 1, 1, 1, 0, 7, 0], "the last placeholder stands for nothing");
+    let shown = expand(vec![7, 0, 7, 1, 0, 7, 0].into(), &items, &rules(), true).unwrap();
+    assert_eq!(*shown.tokens, [7, 0, 0, 7, 1, 1, 1, 0, 7, 0], "the last placeholder stands for nothing");
     let places: Vec<_> = shown.items.iter().map(|item| (item.id.as_str(), item.range.clone())).collect();
     assert_eq!(places, [("x", 1..3), ("y", 4..7), ("z", 7..8)]);
     assert!(shown.whole);
     // Of which the third is unknown: what stands at its place may be anything.
-    let beginning = expand(&[7, 0, 7, 1, 0, 7], &items[..2], &rules(), false).unwrap();
-    assert_eq!((beginning.tokens.as_slice(), beginning.whole), ([7, 0, 0, 7, 1, 1, 1].as_slice(), false));
-    assert!(expand(&[7, 0], &items, &rules(), true).is_err(), "two items are shown nowhere");
+    let beginning = expand(vec![7, 0, 7, 1, 0, 7].into(), &items[..2], &rules(), false).unwrap();
+    assert_eq!((&*beginning.tokens, beginning.whole), (&[7, 0, 0, 7, 1, 1, 1][..], false));
+    assert!(expand(vec![7, 0].into(), &items, &rules(), true).is_err(), "two items are shown nowhere");
     let many = vec![(Modality::Audio, known("y", 1 << 20)); 3];
-    assert!(expand(&[1, 1, 1], &many, &rules(), true).is_err(), "no context is so long");
+    assert!(expand(vec![1, 1, 1].into(), &many, &rules(), true).is_err(), "no context is so long");
 }
 
 fn image(url: &str, uuid: Option<&str>) -> Media {
@@ -62,11 +62,11 @@ fn data_url(bytes: &[u8]) -> String {
 fn an_item_is_known_only_with_its_name_and_its_size() {
     let rules = rules();
     let url = data_url(&png(280, 140, 2));
-    let here = rules.known(&image(&url, None)).unwrap();
+    let here = rules.known(&image(&url, None), None).unwrap();
     assert_eq!((here.tokens, here.id.len()), (50, 64));
-    assert_eq!(rules.known(&image(&url, Some("mine"))), Some(known("mine", 50)));
+    assert_eq!(rules.known(&image(&url, Some("mine")), None), Some(known("mine", 50)));
     let grey = data_url(&png(280, 140, 0));
-    assert_ne!(rules.known(&image(&grey, None)).unwrap().id, here.id);
+    assert_ne!(rules.known(&image(&grey, None), None).unwrap().id, here.id);
     for unknown in [
         image("https://example.com/a.png", None),
         image("https://example.com/a.png", Some("mine")),
@@ -79,10 +79,10 @@ fn an_item_is_known_only_with_its_name_and_its_size() {
         Media { modality: Modality::Audio, ..image(&url, None) },
         Media { modality: Modality::Video, ..image(&url, Some("mine")) },
     ] {
-        assert_eq!(rules.known(&unknown), None, "{unknown:?}");
+        assert_eq!(rules.known(&unknown, None), None, "{unknown:?}");
     }
     let sound = Media { modality: Modality::Audio, ..image("https://example.com/a.wav", Some("mine")) };
-    assert_eq!(rules.known(&sound), Some(known("mine", 3)));
+    assert_eq!(rules.known(&sound, None), Some(known("mine", 3)));
     assert_eq!(rules.placeholder(Modality::Image, 2).as_deref(), Some("<img 2>"));
 }
 

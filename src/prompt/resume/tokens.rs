@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::cache::{PromptCache, Value};
 use super::name;
-use crate::block::{BlockHashes, Content, LocalHash, Salt, SequenceHash, Windows};
+use crate::block::{BlockHashes, Content, LocalHash, MediaTokens, Salt, SequenceHash, Windows, placeholders};
 use crate::worker::BlockSize;
 
 /// Separates the names of blocks from those of texts.
@@ -64,16 +64,31 @@ impl Tokens {
         }
     }
 
+    /// Other tokens that are the same before this place, as far as others may go on there as well.
+    pub(in crate::prompt) fn carried_to(self, ids: Vec<u32>, place: usize) -> Self {
+        let trail = self.trail.map(|mut trail| {
+            trail.points.retain(|(_, tokens)| *tokens <= place);
+            trail
+        });
+        Self { ids, trail }
+    }
+
     /// The hashes of their blocks: the same as [`BlockHashes::of_content`] gives, of which those that were computed before
     /// are only copied.
     pub fn hashes(&self, salt: &Salt, block_size: BlockSize, windows: Windows) -> BlockHashes {
         let content = Content { windows, ..Content::plain(&self.ids, salt) };
-        let Some(trail) = &self.trail else { return BlockHashes::of_content(&content, block_size) };
-        let names = trail.names(salt.seed(), block_size, windows);
+        self.hashes_of(&content, block_size, MediaTokens::default())
+    }
+
+    /// The hashes of the blocks of a prompt of these tokens with objects in it: the same as [`placeholders::hashes`] gives.
+    pub fn hashes_of(&self, content: &Content<'_>, block_size: BlockSize, media: MediaTokens) -> BlockHashes {
+        let windows = content.windows;
+        let Some(trail) = &self.trail else { return placeholders::hashes(content, block_size, media) };
+        let names = trail.names(content.salt.seed(), block_size, windows);
         let found = trail.cache.walk(&names, Value::blocks);
         let known: Vec<(LocalHash, SequenceHash)> = found.iter().flat_map(|piece| piece.iter().copied()).collect();
         let mut from = known.len();
-        let hashes = BlockHashes::resumed(&content, block_size, &known);
+        let hashes = placeholders::resumed(content, block_size, media, &known);
         let all = || hashes.locals().iter().copied().zip(hashes.sequences().iter().copied());
         let made = names.iter().zip(&trail.points).skip(found.len()).map(|(name, (_, tokens))| {
             let upto = windows.blocks(*tokens, block_size);
@@ -92,6 +107,14 @@ impl From<Vec<u32>> for Tokens {
         Self { ids, trail: None }
     }
 }
+
+impl PartialEq for Tokens {
+    fn eq(&self, other: &Self) -> bool {
+        self.ids == other.ids
+    }
+}
+
+impl Eq for Tokens {}
 
 impl Deref for Tokens {
     type Target = [u32];

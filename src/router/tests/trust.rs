@@ -7,11 +7,11 @@ use crate::tier::Tier;
 use crate::trust::{Because, Link, Source, Standing, Trust, TrustRules};
 use crate::worker::DpRank;
 
-fn rank(id: u64) -> WorkerRank {
+pub(super) fn rank(id: u64) -> WorkerRank {
     WorkerRank { worker: WorkerId(id), rank: DpRank(0) }
 }
 
-fn holds(router: &Router, id: u64, count: u64) -> RankWriter {
+pub(super) fn holds(router: &Router, id: u64, count: u64) -> RankWriter {
     let mut writer = router.index().join(router.fleet().slot(rank(id)).unwrap());
     let blocks = (0..count).map(|local| StoredBlock { engine: EngineHash(local), local: LocalHash(local) }).collect();
     writer.apply(&KvEvent::Stored { parent: None, blocks, tier: Tier::Device });

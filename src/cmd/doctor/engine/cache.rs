@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 
 use super::facts::{WorkerFacts, why};
+use crate::app;
 use crate::cmd::doctor::finding::{At, Finding};
 use crate::engine_client::{CacheConfig, EngineError};
 use crate::parity::Verdict;
@@ -79,15 +80,11 @@ fn prefix_caching(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding
 
 /// Engines count in their own blocks, we in ours; where ranks differ the one that has the fewest counts.
 fn capacity(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
-    let ours = u64::from(facts.worker.block_size.0.get());
-    let in_ours = |cache: &CacheConfig| {
-        let size = cache.block_size.map_or(ours, u64::from);
-        Some(cache.num_gpu_blocks?.saturating_mul(size) / ours)
-    };
-    let theirs = caches.iter().filter_map(in_ours).min()?;
+    let size = facts.worker.block_size;
+    let theirs = app::learned(facts.worker.endpoint, caches, &[]).blocks_of(size)?;
     let at = At::new("engine.capacity", facts.subject());
     let mend = format!("write `total_kv_blocks: {theirs}` for worker {}", facts.worker.id);
-    let has = format!("the engine has {theirs} blocks of {ours} tokens per rank");
+    let has = format!("the engine has {theirs} blocks of {} tokens per rank", size.0);
     Some(match facts.worker.capacity.total_kv_blocks {
         Some(ours) if ours == theirs => at.ok(format!("{ours} blocks on both sides")),
         Some(ours) => at.warning(format!("{has}, configured are {ours}"), mend),
@@ -114,12 +111,14 @@ fn ranks(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
         ours.size, ours.start
     );
     let size = last - first + 1;
+    let begins =
+        if ours.start == first { String::new() } else { format!(" --data-parallel-start-rank {}", ours.start) };
     Some(at.error(
         seen,
         format!(
             "write `data_parallel: {{start: {first}, size: {size}}}` for worker {}, or start the engine with \
-             `--data-parallel-size {} --data-parallel-start-rank {}`",
-            facts.worker.id, ours.size, ours.start
+             `--data-parallel-size {}{begins}`",
+            facts.worker.id, ours.size
         ),
     ))
 }

@@ -161,7 +161,7 @@ fn same_hashes(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary, stored: &
         Converted::Event(event) => vec![event],
         Converted::Regrouped(events, _) => events,
         // Blocks that cannot be brought to ours were spoken of already.
-        Converted::Group(..) | Converted::Filtered(_) => return None,
+        Converted::Group(..) | Converted::Filtered(_) | Converted::Resized(_) => return None,
     };
     let blocks = told.iter().flat_map(|event| match event {
         KvEvent::Stored { blocks, .. } => blocks.as_slice(),

@@ -134,7 +134,7 @@ impl Seen {
             Effect::Reply(reply) => return self.note_reply(reply.response.unwrap()),
             Effect::Route(_) => "route",
             Effect::Answered(_) => "status",
-            Effect::FirstToken => "first token",
+            Effect::FirstToken { .. } => "first token",
             Effect::Finished => "finished",
             Effect::Answer(_) => return,
         };

@@ -1,0 +1,219 @@
+use super::*;
+use crate::block::hash::{Windows, locals};
+use crate::block::{BlockHashes, Salt};
+use crate::index::{GroupNeed, Overlaps, PrefixIndex, Settled};
+use crate::trust::Resync;
+use crate::trust::{Facts, Trust};
+use crate::worker::{Attach, DpRank, EventSource, Slot, WorkerId};
+
+/// Plays captured batches of a model with a sliding window into a rank with blocks of some size.
+fn play(block_size: u32) -> (Arc<Metrics>, Vec<KvEvent>) {
+    let session: serde_json::Value = serde_json::from_str(include_str!("../../../tests/data/hybrid.json")).unwrap();
+    let hex = session["requests"][0]["payloads"][0].as_str().unwrap();
+    let byte = |at: usize| u8::from_str_radix(&hex[at..at + 2], 16).unwrap();
+    let payload: Vec<u8> = (0..hex.len()).step_by(2).map(byte).collect();
+    let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
+    let spec = SourceSpec {
+        rank,
+        source: EventSource { endpoint: String::new(), topic: String::new(), attach: Attach::Connect, replay: None },
+        block_size: BlockSize::new(block_size).unwrap(),
+        media: Default::default(),
+        resync: Default::default(),
+    };
+    let (told, metrics) = (Arc::new(parking_lot::Mutex::new(Vec::new())), Arc::new(Metrics::new()));
+    let mut writer = PrefixIndex::new().join(Slot(0));
+    let heard = told.clone();
+    let apply = move |event: &KvEvent| {
+        heard.lock().push(event.clone());
+        writer.apply(event)
+    };
+    let sink = RankSink { apply: Box::new(apply), doubt: Box::new(|| 0), settle: Box::new(Settled::default) };
+    assert_eq!(Feed::new(&spec, sink, metrics.clone(), Witness::default()).live(0, &payload), None);
+    let told = told.lock().clone();
+    (metrics, told)
+}
+
+fn count(metrics: &Metrics, outcome: &'static str) -> u64 {
+    metrics.kv_events.get_or_create(&EventLabels { kind: "stored", outcome }).get()
+}
+
+#[test]
+fn what_a_group_holds_is_told_and_still_counted_as_filtered() {
+    let (metrics, told) = play(32);
+    let [KvEvent::GroupStored { group: 0, need, blocks }, KvEvent::Stored { .. }] = &told[..] else {
+        panic!("{told:?}")
+    };
+    assert_eq!((*need, blocks.len()), (GroupNeed::Last { blocks: 2, stride: std::num::NonZeroU32::MIN }, 2));
+    assert_eq!((count(&metrics, "filtered_non_main_attention_kind"), count(&metrics, "ok")), (1, 1));
+}
+
+#[test]
+fn a_group_with_blocks_of_another_size_is_counted_by_that_reason() {
+    let (metrics, told) = play(24);
+    assert!(matches!(told[..], [KvEvent::GroupStored { need: GroupNeed::Unknown, .. }]), "{told:?}");
+    assert_eq!(count(&metrics, "filtered_group_block_size_mismatch"), 1);
+    assert_eq!(count(&metrics, "filtered_block_size_mismatch"), 1);
+}
+
+/// A feed into a real index.
+struct Real {
+    feed: Feed,
+    index: Arc<PrefixIndex>,
+    witness: Witness,
+    metrics: Arc<Metrics>,
+    /// The number of the next batch.
+    next: u64,
+}
+
+impl Real {
+    fn new(resync: Resync) -> Self {
+        let shared = SharedResync::default();
+        shared.set(resync);
+        let spec = SourceSpec {
+            rank: WorkerRank { worker: WorkerId(1), rank: DpRank(0) },
+            source: EventSource {
+                endpoint: String::new(),
+                topic: String::new(),
+                attach: Attach::Connect,
+                replay: None,
+            },
+            block_size: BlockSize::new(2).unwrap(),
+            media: Default::default(),
+            resync: shared,
+        };
+        let (index, witness, metrics) = (PrefixIndex::new(), Witness::default(), Arc::new(Metrics::new()));
+        let writer = Arc::new(parking_lot::Mutex::new(index.join(Slot(0))));
+        let (doubted, settled) = (writer.clone(), writer.clone());
+        let sink = RankSink {
+            apply: Box::new(move |event| writer.lock().apply(event)),
+            doubt: Box::new(move || doubted.lock().doubt()),
+            settle: Box::new(move || settled.lock().settle()),
+        };
+        witness.note(|source| source.linked(crate::trust::Link::Attached));
+        let feed = Feed::new(&spec, sink, metrics.clone(), witness.clone());
+        Self { feed, index, witness, metrics, next: 0 }
+    }
+
+    /// Sends a batch without a replay endpoint.
+    fn send(&mut self, payload: &[u8]) {
+        if let Some(gap) = self.feed.live(self.next, payload) {
+            self.feed.settle(gap, payload);
+        }
+        self.next += 1;
+    }
+
+    fn lose(&mut self, batches: u64) {
+        self.next += batches;
+    }
+
+    /// Stores blocks of two tokens each that bear the numbers of their tokens.
+    fn store(&mut self, parent: Option<u64>, blocks: &[u64]) {
+        let tokens: Vec<u64> = blocks.iter().flat_map(|block| [*block, *block]).collect();
+        self.send(&rmp_serde::to_vec(&(1.5, [("BlockStored", blocks, parent, tokens, 2u32)], 0)).unwrap());
+    }
+
+    /// The same for another size of the engine's blocks.
+    fn store_sized(&mut self, blocks: &[u64], size: u32) {
+        let tokens: Vec<u64> = blocks.iter().flat_map(|block| vec![*block; size as usize]).collect();
+        self.send(&rmp_serde::to_vec(&(1.5, [("BlockStored", blocks, None::<u64>, tokens, size)], 0)).unwrap());
+    }
+
+    fn remove(&mut self, blocks: &[u64]) {
+        self.send(&rmp_serde::to_vec(&(1.5, [("BlockRemoved", blocks)], 0)).unwrap());
+    }
+
+    /// Leading blocks of a prompt.
+    fn holds(&self, blocks: &[u32]) -> usize {
+        let tokens: Vec<u32> = blocks.iter().flat_map(|block| [*block, *block]).collect();
+        let size = BlockSize::new(2).unwrap();
+        let hashes =
+            BlockHashes::chain(tokens.len(), size, locals(&tokens, size, &Salt::default(), Windows::Plain, &[]));
+        self.index.leading(&hashes, Slot(0), &mut Overlaps::new())
+    }
+
+    fn stands(&self) -> (Trust, Option<Because>) {
+        let standing = self.witness.standing();
+        (standing.trust, standing.because)
+    }
+
+    fn facts(&self) -> Facts {
+        self.witness.source().lock().facts()
+    }
+}
+
+const EXACT: (Trust, Option<Because>) = (Trust::Exact, None);
+const STALE: (Trust, Option<Because>) = (Trust::Stale, Some(Because::LostBatches));
+const INCOMPLETE: (Trust, Option<Because>) = (Trust::Incomplete, Some(Because::UntoldBlocks));
+
+#[test]
+fn after_a_gap_the_prefix_that_everybody_uses_stays_and_what_it_lost_goes() {
+    let mut real = Real::new(Resync::Keep);
+    real.store(None, &[1, 2]);
+    for prompt in 10..20 {
+        real.store(Some(2), &[prompt]);
+    }
+    assert_eq!(real.stands(), EXACT);
+    // Half of the prompts leave in batches that are lost. A cache of twenty blocks; the system prompt is hit all the time
+    // and never told again.
+    real.lose(5);
+    let mut live: std::collections::VecDeque<u64> = (15..20).collect();
+    real.store(Some(2), &[20]);
+    assert_eq!((real.stands(), real.facts().doubted_blocks), (STALE, 10), "the prefix is confirmed at once");
+    for prompt in 21..80 {
+        real.store(Some(2), &[prompt]);
+        live.push_back(prompt);
+        if live.len() > 16 {
+            real.remove(&[live.pop_front().unwrap()]);
+        }
+    }
+    assert_eq!(real.stands(), EXACT, "{:?}", real.facts());
+    assert_eq!((real.holds(&[1, 2, 79]), real.holds(&[1, 2, 12])), (3, 2), "one is in use, one is gone");
+}
+
+#[test]
+fn what_was_lost_before_anything_was_held_is_known_to_be_missing_until_the_engine_begins_anew() {
+    for resync in [Resync::Keep, Resync::Clear] {
+        let mut real = Real::new(resync);
+        real.lose(5_000);
+        real.store(None, &[1]);
+        assert_eq!(real.stands(), INCOMPLETE, "{resync:?}");
+        real.store(None, &[2]);
+        assert_eq!((real.stands(), real.holds(&[1])), (INCOMPLETE, 1), "{resync:?}");
+        real.next = 0;
+        real.store(None, &[3]);
+        assert_eq!(real.stands(), EXACT, "{resync:?}");
+        real.lose(1);
+        real.store(None, &[4]);
+        let (after, held) = if resync == Resync::Keep { (STALE, 1) } else { (INCOMPLETE, 0) };
+        assert_eq!((real.stands(), real.holds(&[3])), (after, held), "{resync:?}");
+    }
+}
+
+#[test]
+fn blocks_of_another_size_are_another_cache() {
+    let mut real = Real::new(Resync::Keep);
+    real.store(None, &[1, 2]);
+    real.store_sized(&[7], 4);
+    assert_eq!((real.holds(&[1, 2]), real.holds(&[7, 7])), (0, 2), "one of four tokens is two of ours");
+    assert_eq!(real.witness.standing().engine_block_size, BlockSize::new(4));
+    assert_eq!(real.stands(), INCOMPLETE, "how it began was not heard");
+    real.store_sized(&[9], 3);
+    assert_eq!(real.stands(), (Trust::Absent, Some(Because::BlockSizeMismatch)));
+    assert_eq!(real.witness.standing().engine_block_size, BlockSize::new(3));
+    assert_eq!(count(&real.metrics, "filtered_block_size_mismatch"), 1);
+    real.store_sized(&[5], 2);
+    assert_eq!((real.stands(), real.holds(&[5]), real.holds(&[7, 7])), (INCOMPLETE, 1, 0));
+}
+
+#[test]
+fn what_a_slower_tier_has_in_blocks_that_cannot_be_used_is_missing() {
+    let mut real = Real::new(Resync::Keep);
+    real.store(None, &[1, 2]);
+    let slower = ("BlockStored", [7], None::<u64>, [7, 7, 7], 3u32, None::<u64>, "CPU");
+    real.send(&rmp_serde::to_vec(&(1.5, [slower], 0)).unwrap());
+    assert_eq!((real.stands(), real.holds(&[1, 2])), (INCOMPLETE, 2), "the device is as it was");
+    assert_eq!(count(&real.metrics, "filtered_block_size_mismatch"), 1);
+    real.next = 0;
+    real.store(None, &[1]);
+    assert_eq!(real.stands(), EXACT, "a new engine");
+}

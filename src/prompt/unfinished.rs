@@ -1,0 +1,107 @@
+//! Conversations of which only the beginning is here. What follows may change how the beginning is rendered: thoughts are
+//! left out of all but the last turn, tools are shown before the last question, images stand before the text of their
+//! message, systems are merged into the first. So the conversation is rendered as it is and with things that may follow, and
+//! only what all of these begin with is taken.
+
+use serde_json::{Value, json};
+
+use super::EncodeError;
+use super::detect::ContentFormat;
+use crate::openai::{Chat, Content, Message, Part};
+
+/// A text that no conversation has where one may come that is not known.
+const UNKNOWN: &str = "\u{10fffe}";
+
+/// An id that templates take which want nine letters.
+const CALL: &str = "unknown00";
+
+/// The text that the whole conversation's prompt begins with.
+pub(super) fn beginning<T>(
+    chat: &Chat,
+    format: ContentFormat,
+    render: impl Fn(&Chat) -> Result<(String, T), EncodeError>,
+) -> Result<(String, T), EncodeError> {
+    let (mut text, told) = render(chat)?;
+    let changed = match render(&followed(&changed(chat, format))) {
+        // A template may take no images, or no calls here.
+        Err(_) => render(&followed(&unknown(chat)))?,
+        rendered => rendered?,
+    };
+    for (other, _) in [render(&followed(chat))?, changed] {
+        text.truncate(same(&text, &other));
+    }
+    Ok((text, told))
+}
+
+/// The conversation with further turns behind the last message.
+fn followed(chat: &Chat) -> Chat {
+    let says = |role: &str| Message {
+        role: role.to_owned(),
+        content: Some(Content::Text(UNKNOWN.to_owned())),
+        ..Message::default()
+    };
+    let mut whole = Chat { add_generation_prompt: false, continue_final_message: false, ..chat.clone() };
+    let Some(last) = chat.messages.last() else { return whole };
+    let calls = last.tool_calls.as_deref().unwrap_or_default();
+    let answers = calls.iter().map(|call| {
+        let tool_call_id = call.get("id").and_then(Value::as_str).map(str::to_owned);
+        Message { tool_call_id, ..says("tool") }
+    });
+    whole.messages.extend(answers);
+    let turns: &[&str] = match last.role.as_str() {
+        "assistant" if calls.is_empty() => &["user"],
+        "system" | "developer" => &["user", "assistant", "user"],
+        _ => &["assistant", "user"],
+    };
+    whole.messages.extend(turns.iter().map(|role| says(role)));
+    // Who calls systems developers may do so again later.
+    if chat.messages.iter().any(|message| message.role == "developer") {
+        whole.messages.push(says("developer"));
+    }
+    whole
+}
+
+/// The same with a last message that says all that may come behind the cut.
+fn changed(chat: &Chat, format: ContentFormat) -> Chat {
+    let mut chat = chat.clone();
+    let Some(last) = chat.messages.last_mut() else { return chat };
+    match (&mut last.content, format) {
+        (Some(Content::Parts(parts)), ContentFormat::Parts) => parts.extend(image()),
+        (content @ Some(Content::Parts(_)), ContentFormat::Text) => *content = Some(Content::Text(UNKNOWN.to_owned())),
+        (Some(Content::Text(_)) | None, _) => {}
+    }
+    last.name.get_or_insert_with(|| json!(UNKNOWN));
+    match last.role.as_str() {
+        "assistant" => {
+            last.reasoning.get_or_insert_with(|| UNKNOWN.to_owned());
+            let function = json!({"name": UNKNOWN, "arguments": "{}"});
+            let call = json!({"id": CALL, "type": "function", "function": function});
+            last.tool_calls.get_or_insert_with(|| vec![call]);
+        }
+        "tool" => {
+            last.tool_call_id.get_or_insert_with(|| CALL.to_owned());
+        }
+        _ => {}
+    }
+    chat
+}
+
+fn image() -> Option<Part> {
+    serde_json::from_value(json!({"type": "image_url", "image_url": {"url": "data:,"}})).ok()
+}
+
+/// The same with a last message of which nothing is known.
+fn unknown(chat: &Chat) -> Chat {
+    let mut chat = chat.clone();
+    if let Some(last) = chat.messages.last_mut() {
+        last.content = Some(Content::Text(UNKNOWN.to_owned()));
+    }
+    chat
+}
+
+/// Bytes that two texts begin with, up to the end of a character.
+pub(super) fn same(one: &str, other: &str) -> usize {
+    let differ = |(one, other): ((usize, char), char)| (one.1 != other).then_some(one.0);
+    let shorter = one.len().min(other.len());
+    one.char_indices().zip(other.chars()).find_map(differ).unwrap_or(shorter)
+}
