@@ -141,7 +141,9 @@ impl Run {
             _ => None,
         };
         let steer = if input.below(4) == 0 { Steer::PASSTHROUGH } else { steer(input) };
-        let copy = input.rarely().then(|| Copied { cluster: "prefill".into(), to: Endpoint(([10, 0, 0, 9], 9).into()) });
+        let copy = input
+            .rarely()
+            .then(|| Copied { cluster: "prefill".into(), to: warmroute::worker::Endpoint(([10, 0, 0, 9], 9).into()) });
         let directions = Directions { steer, edit, copy, first_token_with_headers: input.rarely() };
         self.watch.routes(&directions, self.whole.as_ref(), &self.exchange);
         self.exchange.on_route(directions)
