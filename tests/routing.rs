@@ -15,6 +15,8 @@ mod bed;
 mod call;
 #[path = "routing/encrypted.rs"]
 mod encrypted;
+#[path = "routing/handovers.rs"]
+mod handovers;
 #[path = "routing/health.rs"]
 mod health;
 #[path = "routing/mirror.rs"]

@@ -10,15 +10,15 @@ use crate::bed::{Answer, Bed, SOON, chat, engine_for, essay, stream, text};
 use crate::support::ports::until;
 use crate::support::stack::{BLOCK_SIZE, EngineSpec, MODEL, model_file};
 
-const PREFILL: [u64; 2] = [11, 12];
-const DECODE: [u64; 2] = [21, 22];
+pub(crate) const PREFILL: [u64; 2] = [11, 12];
+pub(crate) const DECODE: [u64; 2] = [21, 22];
 
-fn pools(args: &[&str]) -> Vec<EngineSpec> {
+pub(crate) fn pools(args: &[&str]) -> Vec<EngineSpec> {
     let pool = |role, ids: [u64; 2]| ids.map(|id| engine_for(role, id).with(args));
     pool("prefill", PREFILL).into_iter().chain(pool("decode", DECODE)).collect()
 }
 
-fn calling(prefill: Value, more: Value) -> Value {
+pub(crate) fn calling(prefill: Value, more: Value) -> Value {
     carrying("call", prefill, more)
 }
 
@@ -36,7 +36,7 @@ pub(crate) fn carrying(by: &str, prefill: Value, more: Value) -> Value {
     config
 }
 
-const NIXL: [&str; 2] = ["--kv-connector", "nixl"];
+pub(crate) const NIXL: [&str; 2] = ["--kv-connector", "nixl"];
 
 impl Bed {
     /// A counter or gauge of an engine, over all engines.
@@ -56,7 +56,7 @@ impl Bed {
     }
 
     /// Waits until nothing is in flight, and insists that no engine keeps anything for a request that is over.
-    async fn nothing_left(&self) {
+    pub(crate) async fn nothing_left(&self) {
         self.quiet().await;
         assert_eq!(self.engines("engine_sim:kv_leases").await, 0.0, "leases are left over");
         assert_eq!(self.engines("engine_sim:kv_mismatches_total").await, 0.0, "blocks of other requests were taken");
@@ -71,7 +71,7 @@ pub(crate) fn words(answer: &Answer) -> String {
 }
 
 /// Behind the shipped configuration for it.
-async fn start(specs: &[EngineSpec], more: Value) -> Bed {
+pub(crate) async fn start(specs: &[EngineSpec], more: Value) -> Bed {
     Bed::behind_file("disaggregated-call", specs, more, crate::bed::patient).await
 }
 

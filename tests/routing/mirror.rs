@@ -26,13 +26,13 @@ fn pools(prefill_speed: &str) -> Vec<EngineSpec> {
     prefill.into_iter().chain(decode).collect()
 }
 
-async fn start(prefill_speed: &str, prefill: Value) -> Bed {
+pub(crate) async fn start(prefill_speed: &str, prefill: Value) -> Bed {
     let config = carrying("mirror", prefill, json!({}));
     Bed::behind_file("disaggregated-mirror", &pools(prefill_speed), config, patient).await
 }
 
 /// Waits until nothing is in flight, and insists that everybody met whom it was to meet.
-async fn all_met(bed: &Bed) {
+pub(crate) async fn all_met(bed: &Bed) {
     bed.quiet().await;
     assert_eq!(bed.engines("engine_sim:rooms_unmet_total").await, 0.0, "somebody waited in vain");
     assert_eq!(bed.engines("engine_sim:rooms_mismatched_total").await, 0.0, "somebody met another request");
