@@ -4,6 +4,8 @@
 //! The engines and warmroute run as processes of their own: this program starts itself again under another first
 //! argument, so that nothing but Cargo, Python and what Cargo builds is needed.
 
+#[path = "support/disaggregated.rs"]
+mod disaggregated;
 #[path = "engine_sim/engine.rs"]
 mod engine;
 #[path = "support/mod.rs"]
@@ -53,6 +55,9 @@ struct Cli {
     /// Seed of the workload
     #[arg(long, default_value_t = 7)]
     seed: u64,
+    /// Compare four engines that do both phases with two for prefills and two for decodes, on long prompts
+    #[arg(long, value_enum)]
+    disaggregated: Option<disaggregated::By>,
 }
 
 /// What `--json` prints.
@@ -151,6 +156,12 @@ async fn run(cli: &Cli) -> anyhow::Result<()> {
     let dir = tempfile::Builder::new().prefix("warmroute-").tempdir()?;
     let own = std::env::current_exe()?.into_os_string();
     let programs = Programs { warmroute: vec![own.clone(), AS_WARMROUTE.into()], engine: vec![own, AS_ENGINE.into()] };
+    if let Some(by) = cli.disaggregated {
+        let compared = disaggregated::compare(by, cli.seed, &programs, dir.path()).await;
+        let compared = compared.map_err(|error| error.context(format!("the logs are in {}", dir.keep().display())))?;
+        bar.say("done");
+        return Ok(compared.show(cli.json)?);
+    }
     let result = compare(cli, &programs, dir.path(), &bar).await;
     let (round_robin, routed, audit, stack) = match result {
         Ok(result) => result,

@@ -27,6 +27,8 @@ pub(crate) struct Sample {
     /// As warmroute predicted, where it answered.
     pub(crate) predicted_tokens: Option<u64>,
     pub(crate) mode: Option<String>,
+    /// Who did the prefill, where that was another worker.
+    pub(crate) prefilled_by: Option<String>,
     /// The text of the answer.
     pub(crate) answer: String,
 }
@@ -86,6 +88,7 @@ async fn stream(client: &reqwest::Client, url: &str, body: &Value, sample: &mut 
     let header = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
     sample.engine = header("x-engine-id");
     sample.mode = header("x-warmroute-mode");
+    sample.prefilled_by = header("x-prefill-instance-id");
     sample.predicted_tokens = header("x-warmroute-predicted-cached-tokens").and_then(|tokens| tokens.parse().ok());
     anyhow::ensure!(response.status().is_success(), "status {}", response.status());
     let mut usage = UsageScanner::default();

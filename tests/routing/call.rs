@@ -232,3 +232,31 @@ async fn a_client_cannot_say_whose_blocks_to_take() {
     assert_eq!(bed.engines("engine_sim:kv_mismatches_total").await, before);
     assert_eq!(phases(&bed, "not_handed_over").await, 1.0, "two answers are not handed over");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tensorrt_llms_workers_hand_over_in_their_own_words() {
+    let bed = start(&pools(&["--disaggregation", "trtllm"]), calling(json!({"protocol": "trtllm"}), json!({}))).await;
+    for topic in 0..12 {
+        let body = if topic % 2 == 0 { text(&essay(topic)) } else { chat(&essay(topic)) };
+        let answer = bed.ask(&body).await;
+        assert!(PREFILL.contains(&answer.header("x-prefill-instance-id").parse().unwrap()), "{answer:?}");
+        let alone = Answer::of(bed.http.post(bed.engine(21).url(path(&body))).json(&body)).await;
+        assert_eq!(words(&answer), words(&alone), "{body}");
+    }
+    assert_eq!(bed.engines("engine_sim:kv_transfers_total").await, 12.0);
+    bed.nothing_left().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_little_to_compute_stays_with_whoever_decodes() {
+    let conditional = json!({"disaggregation": {"conditional": {"uncached_tokens": 64}}});
+    let bed = start(&pools(&NIXL), calling(json!({}), conditional)).await;
+    let first = bed.ask(&text(&essay(1))).await;
+    assert!(!first.header("x-prefill-instance-id").is_empty(), "all of it is to be computed: {first:?}");
+    bed.settle().await;
+    // Now the decode worker has it, because it took the blocks over.
+    let again = bed.ask(&text(&essay(1))).await;
+    assert_eq!((again.header("x-prefill-instance-id"), again.engine()), ("", first.engine()), "{again:?}");
+    assert_eq!(phases(&bed, "little_to_compute").await, 1.0);
+    bed.nothing_left().await;
+}
