@@ -7,6 +7,7 @@ mod children;
 mod doubts;
 pub mod dump;
 pub mod event;
+mod gains;
 mod needs;
 mod overlaps;
 mod owners;
@@ -164,10 +165,10 @@ impl PrefixIndex {
         doubts.close();
     }
 
-    /// Whether a slot got one of the first blocks of a prompt after a moment, which it cannot have held all the time then;
-    /// `None` where that is not remembered.
-    pub fn gained_since(&self, hashes: &BlockHashes, blocks: usize, slot: Slot, since: Moment) -> Option<bool> {
-        let first = *hashes.locals().first()?;
+    /// Whether one of the first blocks of a prompt left a slot's device after a moment and came again; `None` where that is
+    /// not remembered.
+    pub fn regained_since(&self, hashes: &BlockHashes, blocks: usize, slot: Slot, since: Moment) -> Option<bool> {
+        let Some(&first) = hashes.locals().first() else { return Some(false) };
         let shard = shard_of(first);
         let trie = self.shards[shard].read();
         let mut path = Vec::new();

@@ -4,8 +4,6 @@
 //! engine has evicted as many blocks that were stored since: it evicts what was used longest ago. Nothing here walks over
 //! the cache when events are lost, because a bad link loses some with every batch.
 
-use std::collections::VecDeque;
-
 use super::children::Mixed;
 use super::writer::Place;
 use crate::tier::Tier;
@@ -145,34 +143,6 @@ fn key(place: Place, tier: Tier) -> u64 {
     u64::from(place.block.0) << 16 | u64::from(place.shard) << 8 | tier as u64
 }
 
-/// Stores that are remembered per rank.
-const MOST_GAINS: usize = 4096;
-
-/// What a rank got on its device lately that it did not hold: the first block of each store. A block that was evicted and
-/// computed again is among them; one that was held all the time, as far as was told, is not.
-#[derive(Debug, Default)]
-pub(super) struct Gains {
-    /// By the number of the store.
-    log: VecDeque<(u64, Place)>,
-    /// The number of the last one that was dropped.
-    dropped: u64,
-}
-
-impl Gains {
-    pub(super) fn note(&mut self, number: u64, place: Place) {
-        if self.log.len() == MOST_GAINS {
-            self.dropped = self.log.pop_front().map_or(self.dropped, |(number, _)| number);
-        }
-        self.log.push_back((number, place));
-    }
-
-    /// Whether one of these was gained after a store; `None` where that is not remembered.
-    pub(super) fn since(&self, number: u64, is_one: impl Fn(Place) -> bool) -> Option<bool> {
-        let found = self.log.iter().rev().take_while(|(at, _)| *at > number).any(|(_, place)| is_one(*place));
-        (found || self.dropped <= number).then_some(found)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -222,15 +192,5 @@ mod tests {
         (4..10).for_each(|block| doubts.left(place(block), Tier::Device));
         doubts.forgotten();
         assert_eq!((doubts.doubted(), doubts.due()), (4, None), "they were heard of before the last gap");
-    }
-
-    #[test]
-    fn gains_beyond_what_is_remembered_are_not_known() {
-        let mut gains = Gains::default();
-        (1..=MOST_GAINS as u64).for_each(|number| gains.note(number, place(number as u32)));
-        let since = |gains: &Gains, number, block| gains.since(number, |gained| gained == place(block));
-        assert_eq!((since(&gains, 7, 8), since(&gains, 8, 8)), (Some(true), Some(false)));
-        gains.note(MOST_GAINS as u64 + 1, place(0));
-        assert_eq!((since(&gains, 0, 1), since(&gains, 1, 1)), (None, Some(false)));
     }
 }

@@ -21,6 +21,7 @@ use waiting::Waiting;
 use super::PrefixIndex;
 use super::children::Mixed;
 use super::event::{GroupNeed, KvEvent, Outcome};
+use super::gains::Left;
 use super::needs::Needs;
 use super::owners::{Layer, Layers};
 use super::seats::{Seat, Tally};
@@ -46,6 +47,8 @@ pub struct RankWriter {
     groups: Option<Box<Groups>>,
     /// How often events were lost.
     generation: u32,
+    /// What left the device lately.
+    left: Left,
     /// Whether the engine may hold blocks that were never told, and how many were evicted since of those stored since.
     untold: Option<u64>,
     scratch: Scratch,
@@ -105,6 +108,7 @@ impl RankWriter {
             waiting: Waiting::default(),
             groups: None,
             generation: 0,
+            left: Left::default(),
             untold: None,
             scratch: Scratch::default(),
         }
@@ -156,6 +160,11 @@ impl RankWriter {
             named.doubted = named.doubted.without(tier);
             if self.generation > 0 {
                 evicted.push(named.counted);
+            }
+            if tier == Tier::Device
+                && let Some(forgotten) = self.left.note(engine, self.tally.moment().stores)
+            {
+                self.tally.gains.lock().forget(forgotten);
             }
             scratch.lost.push((named.place, tier.into()));
             if named.layers.tiers().is_empty() {

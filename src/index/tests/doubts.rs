@@ -104,16 +104,34 @@ fn that_blocks_may_never_have_been_told_is_known_until_all_that_was_there_must_h
 }
 
 #[test]
-fn what_a_rank_got_since_a_moment_is_remembered() {
+fn what_came_again_since_a_moment_is_remembered() {
     let index = PrefixIndex::new();
     let mut writer = index.join(Slot(0));
     writer.apply(&stored(None, &[(1, 100), (2, 200)], Tier::Device));
     let sent = index.moment(Slot(0)).unwrap();
-    let gained = |blocks| index.gained_since(&hashes(&[1, 2, 3]), blocks, Slot(0), sent);
+    let gained = |blocks| index.regained_since(&hashes(&[1, 2, 3]), blocks, Slot(0), sent);
     // Stored again without having left: it was held all the time, as far as was told.
     writer.apply(&stored(None, &[(1, 100), (2, 200), (3, 300)], Tier::Device));
-    assert_eq!((gained(2), gained(3)), (Some(false), Some(true)));
+    assert_eq!(gained(3), Some(false), "and the third is new");
     writer.apply(&removed(&[200, 200, 300]));
     writer.apply(&stored(Some(100), &[(2, 200), (3, 300)], Tier::Device));
     assert_eq!((gained(1), gained(2)), (Some(false), Some(true)));
+    // What others evict and store says nothing, until so much left that it cannot be remembered.
+    let sent = index.moment(Slot(0)).unwrap();
+    let gained = |blocks| index.regained_since(&hashes(&[1, 2, 3]), blocks, Slot(0), sent);
+    for block in 1000..8000 {
+        assert_eq!(gained(3), Some(false), "{block}");
+        writer.apply(&stored(None, &[(block, block)], Tier::Device));
+        if block < 2000 {
+            writer.apply(&removed(&[block]));
+        }
+    }
+    for block in 2000..6000 {
+        writer.apply(&removed(&[block]));
+    }
+    assert_eq!(gained(3), None);
+    let sent = index.moment(Slot(0)).unwrap();
+    writer.apply(&KvEvent::Cleared);
+    writer.apply(&stored(None, &[(1, 100)], Tier::Device));
+    assert_eq!(index.regained_since(&hashes(&[1]), 1, Slot(0), sent), Some(true), "all of it left");
 }

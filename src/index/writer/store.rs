@@ -51,22 +51,21 @@ impl RankWriter {
                 continue;
             }
             gained = true;
+            if first.is_none() && tier == Tier::Device && self.left.has(block.engine) {
+                first = Some(place);
+            }
             if at >= known {
                 entered += 1;
-                first.get_or_insert(place);
             } else if trie.layers(place.block, self.seat).has(tier) {
                 *self.aliases.entry((place, tier.into())).or_insert(0) += 1;
             } else {
                 entered += 1;
-                if trie.layers(place.block, self.seat).tiers().is_empty() {
-                    first.get_or_insert(place);
-                }
                 scratch.granted.push(place.block);
             }
         }
         self.tally.add_blocks(tier, entered);
         self.tally.doubts.lock().entered(entered as u64);
-        if let Some(first) = first.filter(|_| tier == Tier::Device) {
+        if let Some(first) = first {
             self.tally.gains.lock().note(self.tally.moment().stores + 1, first);
         }
         trie.mark_all(&scratch.granted, hold, true);
