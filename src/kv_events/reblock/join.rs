@@ -12,7 +12,7 @@ use crate::tier::Tier;
 use crate::worker::BlockSize;
 
 /// Parts that are remembered per rank; what follows others is dropped.
-const MOST: usize = 1 << 21;
+const MOST: usize = if cfg!(test) { 1 << 12 } else { 1 << 21 };
 const TIERS: usize = Tier::ALL.len();
 
 /// Everything that is known of the parts.
