@@ -23,6 +23,7 @@ use serde::Serialize;
 
 pub use event::{GroupNeed, KvEvent, Outcome, StoredBlock};
 pub use overlaps::{Overlaps, TierBlocks};
+use owners::Layer;
 use seats::Seats;
 use trie::Trie;
 use writer::Place;
@@ -139,7 +140,7 @@ impl PrefixIndex {
         Some(self.seats.read().seating(slot)?.1.moment())
     }
 
-    /// Blocks of a slot that may be gone since events were lost; `None` where nobody writes for it, or is busy with them.
+    /// Blocks on the device, and cache groups' shares of them, that a slot may have lost since events were; `None` where nobody writes for it, or is busy with them.
     pub fn doubted(&self, slot: Slot) -> Option<u64> {
         Some(self.seats.read().seating(slot)?.1.doubts.try_lock()?.doubted())
     }
@@ -159,8 +160,20 @@ impl PrefixIndex {
         }
         let mut path = Vec::new();
         trie.trace(None, hashes.locals().iter().copied().take(blocks), &mut path);
-        for block in path.into_iter().filter(|block| trie.layers(*block, seat).has(Tier::Device)) {
-            doubts.hear(Place { shard: shard as u8, block }, Tier::Device);
+        let place = |block| Place { shard: shard as u8, block };
+        for &block in &path {
+            let fastest = trie.layers(block, seat).from(Tier::Device);
+            fastest.into_iter().for_each(|tier| _ = doubts.hear(place(block), tier));
+        }
+        let classes = seats.needs(seat).map_or(&[][..], |needs| &needs.classes);
+        for (number, class) in classes.iter().enumerate() {
+            let layer = Layer::class(number);
+            for &block in class.used(blocks).filter_map(|at| path.get(at)) {
+                let layers = trie.layers(block, seat);
+                if layers.has(Tier::Device) && layers.has(layer) {
+                    doubts.hear(place(block), layer);
+                }
+            }
         }
         doubts.close();
     }

@@ -90,7 +90,7 @@ struct Scratch {
     /// What names hold no longer.
     lost: Vec<(Place, Layer)>,
     /// What is there for certain.
-    sure: Vec<(Place, Tier)>,
+    sure: Vec<(Place, Layer)>,
 }
 
 impl RankWriter {
@@ -156,11 +156,11 @@ impl RankWriter {
             if take_extra(&mut self.extra, engine, tier) {
                 continue;
             }
+            if self.generation > 0 {
+                evicted.push(if named.doubted.has(tier) { 0 } else { named.counted });
+            }
             named.layers = named.layers.without(tier);
             named.doubted = named.doubted.without(tier);
-            if self.generation > 0 {
-                evicted.push(named.counted);
-            }
             if tier == Tier::Device
                 && let Some(forgotten) = self.left.note(engine, self.tally.moment().stores)
             {
@@ -177,7 +177,7 @@ impl RankWriter {
         }
         self.release_elsewhere(&mut scratch);
         self.recycle(scratch);
-        self.evicted(&evicted);
+        self.evicted(tier, &evicted);
         outcome
     }
 
@@ -250,9 +250,11 @@ impl RankWriter {
             scratch.won.extend(now.except(before).iter().map(|layer| (named.place, layer)));
             scratch.lost.extend(before.except(now).iter().map(|layer| (named.place, layer)));
             named.layers = tiers.and(now);
+            scratch.sure.extend(groups.sure(engine).iter().map(|layer| (named.place, layer)));
         }
         self.grant_elsewhere(&mut scratch);
         self.release_elsewhere(&mut scratch);
+        self.hear(&scratch.sure, None);
         self.recycle(scratch);
     }
 
