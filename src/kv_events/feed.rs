@@ -10,6 +10,7 @@ use super::wire::{self, Batch, Event, Medium};
 use super::witness::unix_now;
 use super::{RankSink, SharedResync, SourceSpec, Witness};
 use crate::index::{KvEvent, Outcome};
+use crate::lifecycle::aside;
 use crate::metrics::{EventLabels, Metrics, OutcomeLabel};
 use crate::tier::Tier;
 use crate::trust::{Because, Heard, Source};
@@ -200,7 +201,7 @@ impl Feed {
                 rank = %self.rank, blocks = forgotten.names.len(),
                 "blocks that nothing was heard of since events were lost are forgotten: as many newer ones were evicted since"
             );
-            for event in self.normalizer.forgotten(forgotten) {
+            for event in aside(|| self.normalizer.forgotten(forgotten)) {
                 (self.sink.apply)(&event);
             }
         }

@@ -59,7 +59,10 @@ fn a_prefix_that_is_always_in_use_outlives_any_number_of_gaps_and_what_is_not_us
             writer.apply(&removed(&[live.pop_front().unwrap()]));
         }
         writer.doubt();
-        if let Some(forgotten) = writer.settle().forgotten {
+        let due = writer.is_due();
+        let forgotten = writer.settle().forgotten;
+        assert_eq!(due, forgotten.is_some());
+        if let Some(forgotten) = forgotten {
             assert!(forgotten.names.iter().all(|(name, tier)| name.0 >= 1000 && *tier == Tier::Device));
         }
     }
