@@ -209,25 +209,7 @@ impl Pair {
                 model.doubt();
                 writer.doubt();
             }
-            Step::Settle { .. } => {
-                let shares = |writer: &RankWriter| -> BTreeSet<_> {
-                    writer
-                        .portrait(RANK)
-                        .shares
-                        .into_iter()
-                        .map(|share| (share.group, share.engine, share.doubted))
-                        .collect()
-                };
-                let before = shares(writer);
-                let forgotten = writer.settle().forgotten.unwrap_or_default();
-                let after = shares(writer);
-                assert!(before.difference(&after).all(|(.., doubted)| *doubted), "what was counted since is there");
-                model.forget(&forgotten.names);
-                let numbers = writer.portrait(RANK).groups;
-                let held: BTreeSet<_> =
-                    after.into_iter().map(|(at, engine, _)| (numbers[at as usize].0, engine)).collect();
-                model.keep_shares(|group, engine| held.contains(&(group, engine)));
-            }
+            Step::Settle { .. } => settle(writer, model),
             Step::Rejoin { .. } => {
                 *model = model::Rank::default();
                 self.writers[rank] = None;
@@ -282,6 +264,22 @@ impl Pair {
             trie::tests::check(&shard.read());
         }
     }
+}
+
+/// What was taken for gone is gone in the model, too, if it may be.
+fn settle(writer: &mut RankWriter, model: &mut model::Rank) {
+    let shares = |writer: &RankWriter| -> BTreeSet<_> {
+        let dump = writer.portrait(RANK);
+        let of_group = |share: dump::Share| (dump.groups[share.group as usize].0, share.engine, share.doubted);
+        dump.shares.into_iter().map(of_group).collect()
+    };
+    let before = shares(writer);
+    let forgotten = writer.settle().forgotten.unwrap_or_default();
+    let after = shares(writer);
+    assert!(before.difference(&after).all(|(.., doubted)| *doubted), "what was counted since is there");
+    model.forget(&forgotten.names);
+    let left: BTreeSet<_> = after.into_iter().map(|(group, engine, _)| (group, engine)).collect();
+    model.keep_shares(|group, engine| left.contains(&(group, engine)));
 }
 
 fn through_bytes(writer: &RankWriter) -> dump::RankDump {
