@@ -11,6 +11,7 @@ use std::panic::AssertUnwindSafe;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -150,9 +151,29 @@ impl Backoff {
     }
 }
 
+/// Does what takes long and cannot wait elsewhere. Where the thread serves others, too, another one serves them meanwhile.
+pub fn aside<T>(work: impl FnOnce() -> T) -> T {
+    match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
+        Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(work),
+        _ => work(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_takes_long_is_done_wherever_it_is_asked_and_others_are_served_meanwhile() {
+        assert_eq!(aside(|| 7), 7);
+        let single = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        assert_eq!(single.block_on(async { aside(|| 7) }), 7);
+        let one = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let work = one.spawn(async move { aside(|| told.recv_timeout(Duration::from_secs(20))) });
+        one.spawn(async move { tell.send(7).unwrap() });
+        assert_eq!(one.block_on(work).unwrap(), Ok(7));
+    }
 
     #[test]
     fn a_dropped_guard_is_ready_and_draining_is_not() {

@@ -6,11 +6,13 @@ use std::time::Instant;
 
 use super::convert::{Converted, Filtered, Normalizer};
 use super::sequencer::{Digest, Live, Repeated, Sequencer};
-use super::wire::{self, Batch, Event};
+use super::wire::{self, Batch, Event, Medium};
 use super::witness::unix_now;
 use super::{RankSink, SharedResync, SourceSpec, Witness};
 use crate::index::{KvEvent, Outcome};
+use crate::lifecycle::aside;
 use crate::metrics::{EventLabels, Metrics, OutcomeLabel};
+use crate::tier::Tier;
 use crate::trust::{Because, Heard, Source};
 use crate::worker::{BlockSize, WorkerRank};
 
@@ -199,7 +201,7 @@ impl Feed {
                 rank = %self.rank, blocks = forgotten.names.len(),
                 "blocks that nothing was heard of since events were lost are forgotten: as many newer ones were evicted since"
             );
-            for event in self.normalizer.forgotten(forgotten) {
+            for event in aside(|| self.normalizer.forgotten(forgotten)) {
                 (self.sink.apply)(&event);
             }
         }
@@ -289,6 +291,10 @@ impl Feed {
             Converted::Regrouped(events, outcome) => {
                 let told: Vec<_> = events.iter().map(|event| self.tell(event)).collect();
                 let failed = told.into_iter().find(|outcome| !is_fine(*outcome));
+                self.dropped |= outcome == Outcome::TooManyWaiting;
+                if outcome == Outcome::ParentNotFound {
+                    self.tell_unfounded(event);
+                }
                 EventLabels { kind: kind(event), outcome: failed.unwrap_or(outcome).as_str() }
             }
             Converted::Group(reason, share) => {
@@ -310,9 +316,20 @@ impl Feed {
         }
     }
 
+    /// A block is in use on the device that was never told. The index, which judges by that, does not see it where the
+    /// engine's blocks are smaller than ours.
+    fn tell_unfounded(&mut self, event: &Event) {
+        if let Event::Stored(stored) = event
+            && stored.origin.medium == Medium::Tier(Tier::Device)
+        {
+            self.tell(&KvEvent::Stored { parent: stored.parent, blocks: Vec::new(), tier: Tier::Device });
+        }
+    }
+
     /// Hands one event to the index.
     fn tell(&mut self, event: &KvEvent) -> Outcome {
         let outcome = (self.sink.apply)(event);
+        self.dropped |= outcome == Outcome::TooManyWaiting;
         if *event == KvEvent::Cleared {
             self.dropped = false;
             self.witness.note(Source::cleared);
@@ -340,6 +357,7 @@ impl Feed {
     fn complain(&mut self, reason: Filtered) {
         let configured = self.block_size.tokens();
         match reason {
+            Filtered::AmbiguousSalt => self.dropped = true,
             Filtered::BlockSize { engine } => {
                 let known = self.normalizer.engine_block_size();
                 match known {
