@@ -188,8 +188,6 @@ pub struct Facts {
     pub restarts: u64,
     /// Blocks, as the index counts them, that may be gone.
     pub doubted_blocks: u64,
-    /// Whether everything was heard since its cache was empty: of a cache that was warm before we listened nothing is told.
-    pub whole: bool,
     /// Requests answered without a word since the last batch, of those that had to store blocks.
     pub unheard_requests: u32,
 }
@@ -304,7 +302,6 @@ impl Source {
         self.facts.batches += 1;
         self.facts.last_event = Some(batch.unix);
         self.facts.last_number = Some(batch.number);
-        self.facts.whole |= batch.number == 0;
         if let Some(written) = batch.written {
             let lag = batch.unix - written;
             self.facts.lag_seconds = Some(lag);
@@ -330,7 +327,6 @@ impl Source {
 
     /// Something was not heard.
     pub fn missed(&mut self) {
-        self.facts.whole = false;
         self.untold = true;
     }
 
@@ -356,7 +352,6 @@ impl Source {
     pub fn cleared(&mut self) {
         self.emptied();
         self.untold = false;
-        self.facts.whole = true;
     }
 
     /// Nothing of what it told is held any more.

@@ -1,5 +1,6 @@
 //! Comparing what was foretold of a request's blocks with what its engine tells of them. Only where the engine's events
-//! are followed and caught up, and only for a few requests at a time.
+//! are followed and caught up, and only for a few requests at a time. Blocks that are missing prove something only where
+//! all that the engine holds was told; blocks that are there prove that it makes our tokens wherever what was told is true.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use super::placing::Booked;
 use super::prepared::Prepared;
 use super::{Prompt, RouteRequest, Router};
 use crate::index::Overlaps;
-use crate::parity::{Change, Evidence, Foretold, Parity, Sighting};
+use crate::parity::{Change, Evidence, Foretold, Parity, Sighting, Told};
 use crate::trust::Trust;
 use crate::worker::{WorkerId, WorkerRank};
 
@@ -37,7 +38,7 @@ impl Router {
         };
         let rank = booked.route.to.rank;
         // Who only decodes has its blocks from elsewhere, and not all engines tell of those.
-        if hashes.is_empty() || matches!(booked.route.phases, Phases::Remote(_)) || !self.is_known(rank) {
+        if hashes.is_empty() || matches!(booked.route.phases, Phases::Remote(_)) || self.told(rank).is_none() {
             return None;
         }
         let standing = self.parity.of(&booked.route.model)?;
@@ -45,17 +46,21 @@ impl Router {
         standing.sighting(rank, hashes.clone(), stores)
     }
 
-    /// Whether all that a worker rank holds was told. Of blocks that it held before anybody listened it says nothing, and
+    /// How much of what a worker rank holds was told. Of blocks that it held before anybody listened it says nothing, and
     /// where those are hit no block of theirs is missing for another reason.
-    fn is_known(&self, rank: WorkerRank) -> bool {
-        let whole = || self.sources().facts(rank).is_some_and(|facts| facts.whole);
-        self.trust(rank).trust == Trust::Exact && whole()
+    fn told(&self, rank: WorkerRank) -> Option<Told> {
+        match self.trust(rank).trust {
+            Trust::Exact => Some(Told::All),
+            Trust::Incomplete => Some(Told::Some),
+            Trust::CatchingUp | Trust::Stale | Trust::Absent => None,
+        }
     }
 
     /// Looks for the blocks of an answered request; `None` where nothing can be said.
     pub fn look_for(&self, sighting: Sighting, scratch: &mut Overlaps) -> Option<(Evidence, Change)> {
         let rank = sighting.rank();
-        let slot = self.fleet.load().slot(rank).filter(|_| self.is_known(rank))?;
+        let told = self.told(rank)?;
+        let slot = self.fleet.load().slot(rank)?;
         let stores = self.index.stores(slot)?;
         let hashes = sighting.hashes();
         // An engine with larger blocks than ours tells of whole ones of its own only.
@@ -63,6 +68,6 @@ impl Router {
             self.trust(rank).engine_block_size.map_or(1, |engine| engine.tokens() / hashes.block_size().tokens());
         let of = hashes.len() / engine.max(1) * engine.max(1);
         let held = self.index.leading(hashes, slot, scratch);
-        sighting.found((held, of), stores)
+        sighting.found((held, of), stores, told)
     }
 }
