@@ -217,6 +217,9 @@ pub struct Heard {
     pub number: u64,
 }
 
+/// So many own batches without one of another rank between them, and nobody else publishes here any more.
+const OWN_IN_A_ROW: u32 = 64;
+
 /// The event source of one worker rank as we see it.
 #[derive(Clone, Debug, Default)]
 pub struct Source {
@@ -229,6 +232,8 @@ pub struct Source {
     /// Whether its engine may hold blocks that were never told.
     untold: bool,
     unusable: Option<Because>,
+    /// Own batches since one of another rank came, while that is not long ago.
+    since_foreign: Option<u32>,
     engine_block_size: Option<BlockSize>,
     owed: Owed,
     heard: Option<Instant>,
@@ -243,7 +248,8 @@ impl Source {
 
     /// How it stands.
     pub fn standing(&self) -> Standing {
-        let (trust, because) = match (self.unusable, self.link) {
+        let unusable = self.unusable.or(self.since_foreign.map(|_| Because::OtherRank));
+        let (trust, because) = match (unusable, self.link) {
             (Some(because), _) => (Trust::Absent, Some(because)),
             (None, Link::Connecting) if self.known => (Trust::Stale, Some(Because::Detached)),
             (None, Link::Connecting) => (Trust::CatchingUp, Some(Because::Connecting)),
@@ -346,6 +352,7 @@ impl Source {
         self.cleared();
         self.engine_block_size = None;
         self.unusable = None;
+        self.since_foreign = None;
     }
 
     /// The engine emptied its cache.
@@ -366,13 +373,13 @@ impl Source {
         self.unusable = None;
     }
 
-    /// Whether its batches name the rank they are taken for.
+    /// Whether a batch names the rank it was taken for. Where two ranks publish to one place their batches take turns, so
+    /// one of its own is no sign that the other has gone.
     pub fn named(&mut self, own: bool) {
-        match (own, self.unusable) {
-            (false, _) => self.unusable = Some(Because::OtherRank),
-            (true, Some(Because::OtherRank)) => self.unusable = None,
-            (true, _) => {}
-        }
+        self.since_foreign = match own {
+            false => Some(0),
+            true => self.since_foreign.map(|own| own + 1).filter(|own| *own < OWN_IN_A_ROW),
+        };
     }
 
     /// Its events say nothing that could be used.

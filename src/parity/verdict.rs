@@ -70,6 +70,9 @@ pub enum Verdict {
     CannotTest {
         /// Why.
         why: String,
+        /// Whether it may be otherwise soon.
+        #[serde(skip)]
+        passes: bool,
     },
 }
 
