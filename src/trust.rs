@@ -43,9 +43,14 @@ impl Trust {
         }
     }
 
-    /// Whether what it told is compared at all.
-    pub fn counts(self) -> bool {
-        matches!(self, Trust::Exact | Trust::Incomplete | Trust::Stale)
+    /// Whether what it told is compared: while it is catching up only where it `told` something, as long as that is as good
+    /// as what a stale one told. Before, that it did not name anything says nothing.
+    pub fn counts(self, told: bool) -> bool {
+        match self {
+            Trust::Exact | Trust::Incomplete | Trust::Stale => true,
+            Trust::CatchingUp => told,
+            Trust::Absent => false,
+        }
     }
 }
 
@@ -63,7 +68,7 @@ pub enum Because {
     Detached,
     /// Batches got lost that nobody repeats, and what was held then may be gone.
     LostBatches,
-    /// Batches got lost, and what was stored in them was never told.
+    /// Stores were lost, or could not be used, so that blocks are held of which nothing is known.
     UntoldBlocks,
     /// The last batch could not be read.
     Undecodable,
