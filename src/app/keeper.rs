@@ -214,12 +214,11 @@ impl Keeper {
         }
         self.metrics.workers.set(fleet.workers().count() as i64);
         self.metrics.fleet_generation.set(fleet.generation() as i64);
-        if self.initial_workers.as_ref().is_some_and(|(least, _)| fleet.workers().count() >= *least) {
+        let found = fleet.workers().count();
+        if let Some((_, guard)) = self.initial_workers.take_if(|(least, _)| found >= *least) {
             let workers = fleet.workers().map(|worker| (worker.id, worker.endpoint)).collect();
-            // Before the other is given up: who waits for readiness takes the first moment in which nothing is pending.
-            let _ready = self.readiness.wait_for("what the initial workers say of themselves");
+            let _ready = guard.then("what the initial workers say of themselves");
             self.unasked = Some(Unasked { workers, _ready });
-            self.initial_workers = None;
         }
         self.look_who_is_unasked(&fleet);
     }

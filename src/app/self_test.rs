@@ -17,7 +17,6 @@ use super::subjects::Subjects;
 use crate::config::Config;
 use crate::engine_client::config::EnginesConfig;
 use crate::engine_client::{EngineClient, EngineUrl};
-use crate::index::Overlaps;
 use crate::lifecycle::supervise;
 use crate::metrics::{Metrics, ModelLabel, ModelOutcomeLabels};
 use crate::parity::{Change, Evidence, Sighting, Standing, Verdict};
@@ -65,7 +64,6 @@ struct Runner {
     known: HashMap<WorkerId, Known>,
     /// Requests to be looked after, oldest first, and since when.
     answered: VecDeque<(Instant, ModelName, Sighting)>,
-    scratch: Overlaps,
 }
 
 impl App {
@@ -98,8 +96,7 @@ impl App {
 
 impl Runner {
     fn new(router: Arc<Router>, metrics: Arc<Metrics>) -> Self {
-        let (known, answered, scratch) = (HashMap::new(), VecDeque::new(), Overlaps::new());
-        Self { router, metrics, known, answered, scratch }
+        Self { router, metrics, known: HashMap::new(), answered: VecDeque::new() }
     }
 
     async fn run(mut self, mut tasks: watch::Receiver<Arc<Task>>) -> anyhow::Result<()> {
@@ -165,7 +162,8 @@ impl Runner {
         let mut due = Vec::new();
         for worker in tested {
             let life = Life::of(worker, &self.router, &out);
-            let known = self.known.entry(worker.id).or_insert_with(|| Known { life: life.clone(), due: now, tested: None });
+            let known =
+                self.known.entry(worker.id).or_insert_with(|| Known { life: life.clone(), due: now, tested: None });
             if life.is_another_than(&known.life) {
                 known.due = known.due.min(now + lives::pause(known.tested.map(|tested| now - tested)));
                 if let Some(standing) = self.router.parity().of(&worker.model) {
@@ -188,7 +186,8 @@ impl Runner {
             let before = standing.parity().workers.get(&worker.id).cloned().unwrap_or_default().canaries;
             let labels = ModelOutcomeLabels::new(&worker.model, verdict.label());
             self.metrics.parity_tests.get_or_create(&labels).inc();
-            if let (Verdict::CannotTest { passes: true, .. }, Some(known)) = (&verdict, self.known.get_mut(&worker.id)) {
+            if let (Verdict::CannotTest { passes: true, .. }, Some(known)) = (&verdict, self.known.get_mut(&worker.id))
+            {
                 known.due = known.due.min(Instant::now() + SOON);
             }
             let change = standing.tested(worker.id, verdict.clone());
@@ -249,7 +248,7 @@ impl Runner {
             && let Some((_, model, sighting)) = self.answered.pop_front()
         {
             let worker = sighting.rank().worker;
-            let found = self.router.look_for(sighting, &mut self.scratch);
+            let found = self.router.look_for(sighting);
             let outcome = match found {
                 None => "unknown",
                 Some((Evidence::Confirmed, _)) => "confirmed",

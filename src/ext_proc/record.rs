@@ -304,10 +304,6 @@ mod tests {
         let router = router();
         let rank = router.fleet().members().next().unwrap().rank;
         router.parity().configure([("m".into(), Arc::default())]);
-        let mut source = crate::trust::Source::new(0.0);
-        source.linked(crate::trust::Link::Attached);
-        source.cleared();
-        router.sources().watch(rank, Arc::new(parking_lot::Mutex::new(source)));
         router.set_trust(rank, crate::trust::Standing::EXACT);
         let writer = router.index().join(router.fleet().slot(rank).unwrap());
         (router, writer)
