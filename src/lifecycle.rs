@@ -33,6 +33,15 @@ pub struct ReadyGuard {
     readiness: Readiness,
 }
 
+impl ReadyGuard {
+    /// Something else has to happen next. At no moment in between is nothing pending: whoever waits for that takes the
+    /// first.
+    #[must_use]
+    pub fn then(self, name: impl Into<String>) -> Self {
+        self.readiness.wait_for(name)
+    }
+}
+
 impl Drop for ReadyGuard {
     fn drop(&mut self) {
         self.readiness.pending.send_modify(|pending| {
@@ -186,6 +195,28 @@ mod tests {
         assert!(readiness.pending().is_empty());
         readiness.drain();
         assert_eq!(readiness.pending(), ["draining"]);
+    }
+
+    #[test]
+    fn from_one_step_to_the_next_nobody_sees_that_all_is_done() {
+        let readiness = Readiness::default();
+        let first = readiness.wait_for("start");
+        let begun = std::sync::Barrier::new(2);
+        let last = std::thread::scope(|scope| {
+            let watching = scope.spawn(|| {
+                begun.wait();
+                while readiness.pending() != ["end"] {
+                    assert!(!readiness.pending().is_empty(), "nothing is pending");
+                }
+            });
+            begun.wait();
+            let steps = (0..20_000).fold(first, |guard, step| guard.then(format!("step {step}")));
+            let last = steps.then("end");
+            watching.join().unwrap();
+            last
+        });
+        drop(last);
+        assert!(readiness.pending().is_empty());
     }
 
     #[test]

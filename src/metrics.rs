@@ -372,7 +372,7 @@ metrics! {
     parity_tests: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Times that tokens were found to differ, by canaries or by events
     parity_mismatches: Family<ModelLabel, Counter> = Family::default();
-    /// Real requests whose blocks were looked for in their engine's events, by model and outcome: confirmed, unconfirmed, unknown (no news to judge by)
+    /// Real requests whose blocks were looked for in their engine's events, by model and outcome: confirmed, unconfirmed, unknown (no news to judge by, or the source does not tell all)
     parity_sightings: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Error of the estimated prefill times, relative to the times, by model and role
     prefill_time_error: Family<ModelRoleLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();

@@ -127,6 +127,13 @@ impl Real {
         self.send(&rmp_serde::to_vec(&(1.5, [("BlockRemoved", blocks)], 0)).unwrap());
     }
 
+    /// A batch of another rank, under a number of that one's.
+    fn foreign(&mut self, number: u64) {
+        let payload = rmp_serde::to_vec(&(1.5, [("BlockStored", [77u64], None::<u64>, [7u64, 7], 2u32)], 1)).unwrap();
+        assert_eq!(self.feed.live(number, &payload), None);
+        assert_eq!(self.feed.repeated(number, &payload), Repeated::Known);
+    }
+
     /// Leading blocks of a prompt.
     fn holds(&self, blocks: &[u32]) -> usize {
         let tokens: Vec<u32> = blocks.iter().flat_map(|block| [*block, *block]).collect();
@@ -266,4 +273,25 @@ fn a_source_whose_stores_are_lost_for_want_of_memory_is_not_exact() {
         real.store(None, &[1]);
         assert_eq!(real.stands(), EXACT, "{at}: a new engine");
     }
+}
+
+#[test]
+fn batches_of_another_rank_neither_count_nor_hide_that_they_come() {
+    let mut real = Real::new(Resync::Keep);
+    real.store(None, &[1]);
+    // Another publisher, whose numbers are far ahead of ours, or begin anew.
+    for (block, number) in [(2, 500), (3, 501), (4, 0), (5, 1)] {
+        real.foreign(number);
+        let before = real.facts();
+        real.store(None, &[block]);
+        assert_eq!(real.stands(), (Trust::Absent, Some(Because::OtherRank)), "{number}");
+        let facts = real.facts();
+        assert_eq!((facts.restarts, facts.gaps, facts.lost_batches), (0, 0, 0), "{number}");
+        assert_eq!(facts.batches, before.batches + 1, "only its own are heard");
+    }
+    assert_eq!((real.holds(&[1]), real.holds(&[5]), real.holds(&[7])), (1, 1, 0));
+    for block in 10..80 {
+        real.store(None, &[block]);
+    }
+    assert_eq!(real.stands(), EXACT, "it has gone");
 }
