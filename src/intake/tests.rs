@@ -351,9 +351,18 @@ fn what_is_left_to_the_engines_is_as_they_say_alike() {
     assert_ne!(locals(take("/v1/chat/completions", &image)), by_name, "images are named by what was started");
     let whole = take("/v1/completions", &text("")).tokens[0].clone();
     assert_eq!(whole.len(), 6);
-    for (more, kept) in [("", 5), (r#", "max_tokens": 2"#, 4), (r#", "max_tokens": 0"#, 5)] {
+    for (more, kept) in
+        [("", 4), (r#", "max_tokens": null"#, 4), (r#", "max_tokens": 2"#, 4), (r#", "max_tokens": 0"#, 5)]
+    {
         let taken = take("/v1/completions", &text(&format!(r#", "truncate_prompt_tokens": -1{more}"#)));
         assert_eq!(taken.tokens, [&whole[6 - kept..]], "{more}");
+    }
+    // A chat may be as long as the model takes, where it does not say how long the answer is to be.
+    let chat = |more: &str| format!(r#"{{"model": "m", "messages": [{{"role": "user", "content": "one two"}}]{more}}}"#);
+    let whole = take("/v1/chat/completions", &chat("")).tokens[0].clone();
+    for (more, kept) in [("", 5), (r#", "max_tokens": 0"#, 5), (r#", "max_completion_tokens": 2"#, 4)] {
+        let taken = take("/v1/chat/completions", &chat(&format!(r#", "truncate_prompt_tokens": -1{more}"#)));
+        assert_eq!(taken.tokens, [&whole[whole.len() - kept..]], "{more}");
     }
 }
 
