@@ -11,7 +11,7 @@ use flate2::read::GzDecoder;
 use serde::Deserialize;
 use serde_json::Value;
 use warmroute::openai::{self, Api, Chat, Prompt, Source};
-use warmroute::prompt::media::{ItemRule, Rule};
+use warmroute::prompt::media::{ItemRule, Root, Rule};
 use warmroute::prompt::{Config, Encoder, Illustrated, MediaConfig, Traits};
 
 /// Of each of our own files, the cases, those that are equal, and those that are not compared, because the engine refused them
@@ -266,7 +266,7 @@ fn compare(asked: &Asked<'_>, models: &mut Tokenizers, names: &[&str]) -> Outcom
             if models.remembers_another(chat) {
                 return skipped("the engine remembers another item of this uuid".to_owned());
             }
-            return match encoder.illustrate(&request, None) {
+            return match encoder.illustrate(&request, None, &Root::Unsaid) {
                 Ok(ours) => against_illustrated(&ours, asked, models.names_media(names)),
                 Err(error) => skipped(error.to_string()),
             };
