@@ -268,6 +268,14 @@ fn keeps_values(api: Api, text: &str) -> bool {
     }
 }
 
+/// Whether a body has so many prompts, or values, that none is looked at.
+pub fn is_too_much(api: Api, body: &[u8]) -> bool {
+    std::str::from_utf8(body).is_ok_and(|text| match api {
+        Api::Completions => completion::has_too_many(text),
+        api => keeps_values(api, text) && scan::has_more_values(body, MOST_VALUES),
+    })
+}
+
 /// Reads a request body. Nesting deeper than 128 levels is refused, so that a body cannot exhaust the stack.
 pub fn parse(api: Api, body: &[u8]) -> Result<Request, ParseError> {
     let text = std::str::from_utf8(body).map_err(|error| ParseError::NotUtf8(error.valid_up_to()))?;

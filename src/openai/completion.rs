@@ -66,6 +66,17 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
     })
 }
 
+/// Whether a body has more prompts than are looked at.
+pub(super) fn has_too_many(text: &str) -> bool {
+    #[derive(Deserialize)]
+    struct Only {
+        prompt: Option<Prompts>,
+    }
+    // Each has a byte, and another that separates it from the next.
+    text.len() > 2 * MOST_PROMPTS
+        && serde_json::from_str::<Only>(text).is_ok_and(|only| matches!(only.prompt, Some(Prompts(Prompt::TooMany))))
+}
+
 /// The prompts of a request, in any of the four shapes.
 pub(super) struct Prompts(pub(super) Prompt);
 
