@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-pub use judge::{Cause, Evidence, Foreseen, Said, Verdict, judge};
+pub use judge::{Cause, Evidence, Foreseen, Said, Told, Verdict, judge};
 pub use totals::{ModelTotals, Totals, share};
 
 use crate::block::BlockHashes;
@@ -96,9 +96,9 @@ impl Answered {
 
     /// Whether the chosen one's events tell what its engine found. What was missing was computed and stored again, so it is
     /// held now in any case: but not all the time, if it was told to be gone.
-    fn is_told(&self, index: &PrefixIndex, slot: Slot) -> bool {
+    fn told(&self, index: &PrefixIndex, slot: Slot) -> Told {
         let (foreseen, mut scratch) = (&self.foreseen, Overlaps::new());
-        let Some(since) = foreseen.since else { return false };
+        let Some(since) = foreseen.since else { return Told::No };
         let size = foreseen.block_size.tokens() as u64;
         let (found, captured) = (self.said.cached / size, foreseen.captured / size);
         let mut holds = |hashes| {
@@ -107,13 +107,16 @@ impl Answered {
         };
         let held: u64 = self.prompts.iter().map(&mut holds).sum();
         if found > captured {
-            return held >= found;
+            return Told::from(held >= found);
         }
-        let gained = |hashes: &BlockHashes| {
+        if held < captured {
+            return Told::Yes;
+        }
+        let told = self.prompts.iter().map(|hashes| {
             let foreseen = if self.prompts.len() == 1 { captured as usize } else { hashes.len() };
-            index.gained_since(hashes, foreseen, slot, since) != Some(false)
-        };
-        held < captured || self.prompts.iter().any(gained)
+            index.regained_since(hashes, foreseen, slot, since).map_or(Told::Forgotten, Told::from)
+        });
+        told.max().unwrap_or_default()
     }
 }
 
@@ -168,7 +171,7 @@ impl Audit {
     fn settle(&self, answered: &Answered) {
         let needed = judge::needs_events(&answered.foreseen, answered.said) && !answered.moved;
         let slot = self.router.fleet().slot(answered.foreseen.chosen).filter(|_| needed);
-        let told = slot.is_some_and(|slot| answered.is_told(self.router.index(), slot));
+        let told = slot.map_or(Told::No, |slot| answered.told(self.router.index(), slot));
         let evidence = Evidence { told, moved: answered.moved };
         let verdict = judge(&answered.foreseen, answered.said, evidence);
         self.count(&verdict);

@@ -116,6 +116,11 @@ impl EngineError {
         matches!(self, EngineError::Status { status: 400 | 404 | 413 | 422, .. })
     }
 
+    /// Whether the next try may well go better: the engine is starting, or has much to do.
+    pub fn passes(&self) -> bool {
+        matches!(self, EngineError::Busy | EngineError::Timeout | EngineError::Unreachable(_))
+    }
+
     /// Whether the engine wants credentials that it did not get.
     pub fn is_denied(&self) -> bool {
         matches!(self, EngineError::Status { status: 401, .. })

@@ -7,6 +7,7 @@ mod children;
 mod doubts;
 pub mod dump;
 pub mod event;
+mod gains;
 mod needs;
 mod overlaps;
 mod owners;
@@ -22,6 +23,7 @@ use serde::Serialize;
 
 pub use event::{GroupNeed, KvEvent, Outcome, StoredBlock};
 pub use overlaps::{Overlaps, TierBlocks};
+use owners::Layer;
 use seats::Seats;
 use trie::Trie;
 use writer::Place;
@@ -138,7 +140,7 @@ impl PrefixIndex {
         Some(self.seats.read().seating(slot)?.1.moment())
     }
 
-    /// Blocks of a slot that may be gone since events were lost; `None` where nobody writes for it, or is busy with them.
+    /// Blocks on the device, and cache groups' shares of them, that a slot may have lost since events were; `None` where nobody writes for it, or is busy with them.
     pub fn doubted(&self, slot: Slot) -> Option<u64> {
         Some(self.seats.read().seating(slot)?.1.doubts.try_lock()?.doubted())
     }
@@ -158,16 +160,28 @@ impl PrefixIndex {
         }
         let mut path = Vec::new();
         trie.trace(None, hashes.locals().iter().copied().take(blocks), &mut path);
-        for block in path.into_iter().filter(|block| trie.layers(*block, seat).has(Tier::Device)) {
-            doubts.hear(Place { shard: shard as u8, block }, Tier::Device);
+        let place = |block| Place { shard: shard as u8, block };
+        for &block in &path {
+            let fastest = trie.layers(block, seat).from(Tier::Device);
+            fastest.into_iter().for_each(|tier| _ = doubts.hear(place(block), tier));
+        }
+        let classes = seats.needs(seat).map_or(&[][..], |needs| &needs.classes);
+        for (number, class) in classes.iter().enumerate() {
+            let layer = Layer::class(number);
+            for &block in class.used(blocks).filter_map(|at| path.get(at)) {
+                let layers = trie.layers(block, seat);
+                if layers.has(Tier::Device) && layers.has(layer) {
+                    doubts.hear(place(block), layer);
+                }
+            }
         }
         doubts.close();
     }
 
-    /// Whether a slot got one of the first blocks of a prompt after a moment, which it cannot have held all the time then;
-    /// `None` where that is not remembered.
-    pub fn gained_since(&self, hashes: &BlockHashes, blocks: usize, slot: Slot, since: Moment) -> Option<bool> {
-        let first = *hashes.locals().first()?;
+    /// Whether one of the first blocks of a prompt left a slot's device after a moment and came again; `None` where that is
+    /// not remembered.
+    pub fn regained_since(&self, hashes: &BlockHashes, blocks: usize, slot: Slot, since: Moment) -> Option<bool> {
+        let Some(&first) = hashes.locals().first() else { return Some(false) };
         let shard = shard_of(first);
         let trie = self.shards[shard].read();
         let mut path = Vec::new();

@@ -36,7 +36,7 @@ pub use wishes::{Headers, Wishes};
 use crate::block::tracking::Scope;
 use crate::block::{BlockHashes, Content, Salt, SequenceHash, TrackingHash};
 use crate::entrance::SessionWord;
-use crate::openai::{self, Api, Extension, Hidden, Opaque, Paths, Shape};
+use crate::openai::{self, Api, Hidden, Opaque, Paths, Shape};
 use crate::parity::Standing;
 use crate::prompt::{EncodeError, Encoder, Tokens};
 use crate::router::{Prompt, Reason, RouteRequest};
@@ -325,8 +325,7 @@ impl Intake {
             // The bytes of an image say nothing about its tokens, and are far more.
             encoded.prompt = Prompt::Estimated { tokens: estimate(text_bytes), because };
         }
-        let raw = request.extension.take().filter(|_| self.parts.clients.trusted);
-        encoded.extension = raw.map(|raw| Box::new(Extension::read(&raw)));
+        let cache = encoded.salt(told, &mut request, self.parts.clients.trusted);
         let Some(named) = encoded.asks(request.model.take(), &self.parts.models) else {
             if api.shape() != Shape::NoPrompt {
                 encoded.fail(Reason::UnknownModel);
@@ -337,8 +336,6 @@ impl Intake {
             return encoded;
         }
         self.measure(&named, &mut request);
-        let salt_in_extension = encoded.extension.as_ref().and_then(|extension| extension.cache_salt.clone());
-        let cache = told.tenant.clone().or(salt_in_extension).or(request.cache_salt.take());
         let salt = Salt { lora: named.adapter.clone(), cache };
         if self.take_engine_tokens((&named, &salt), told, &request, &mut encoded) {
             return encoded;

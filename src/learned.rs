@@ -39,6 +39,8 @@ pub struct Given {
 pub struct Agreed {
     /// What they were started with.
     pub root: Option<String>,
+    /// Whether they were started with different things, which is more than that nobody said.
+    pub roots_differ: bool,
     /// Their longest context, in tokens.
     pub max_model_len: Option<u64>,
 }
@@ -50,8 +52,11 @@ impl Agreed {
             let first = said.next()?;
             said.all(|other| other == first).then_some(first)
         }
+        let mut roots = all.clone().filter_map(|learned| learned.root.as_ref());
+        let root = alike(roots.clone()).cloned();
         Self {
-            root: alike(all.clone().filter_map(|learned| learned.root.as_ref())).cloned(),
+            roots_differ: root.is_none() && roots.next().is_some(),
+            root,
             max_model_len: alike(all.filter_map(|learned| learned.max_model_len)),
         }
     }
@@ -196,14 +201,15 @@ mod tests {
             ..Learned::default()
         };
         let cases = [
-            (vec![], None, None),
-            (vec![says(Some("a"), Some(8)), says(None, None), says(Some("a"), Some(8))], Some("a"), Some(8)),
-            (vec![says(Some("a"), Some(8)), says(Some("b"), Some(8))], None, Some(8)),
-            (vec![says(Some("a"), Some(8)), says(Some("a"), Some(9))], Some("a"), None),
+            (vec![], None, false, None),
+            (vec![says(None, None)], None, false, None),
+            (vec![says(Some("a"), Some(8)), says(None, None), says(Some("a"), Some(8))], Some("a"), false, Some(8)),
+            (vec![says(Some("a"), Some(8)), says(None, None), says(Some("b"), Some(8))], None, true, Some(8)),
+            (vec![says(Some("a"), Some(8)), says(Some("a"), Some(9))], Some("a"), false, None),
         ];
-        for (all, root, longest) in cases {
-            let agreed = Agreed::of(all.iter());
-            assert_eq!((agreed.root.as_deref(), agreed.max_model_len), (root, longest), "{all:?}");
+        for (all, root, roots_differ, max_model_len) in cases {
+            let expected = Agreed { root: root.map(str::to_owned), roots_differ, max_model_len };
+            assert_eq!(Agreed::of(all.iter()), expected, "{all:?}");
         }
     }
 

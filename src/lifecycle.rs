@@ -11,6 +11,7 @@ use std::panic::AssertUnwindSafe;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -30,6 +31,15 @@ pub struct Readiness {
 pub struct ReadyGuard {
     name: String,
     readiness: Readiness,
+}
+
+impl ReadyGuard {
+    /// Something else has to happen next. At no moment in between is nothing pending: whoever waits for that takes the
+    /// first.
+    #[must_use]
+    pub fn then(self, name: impl Into<String>) -> Self {
+        self.readiness.wait_for(name)
+    }
 }
 
 impl Drop for ReadyGuard {
@@ -150,9 +160,29 @@ impl Backoff {
     }
 }
 
+/// Does what takes long and cannot wait elsewhere. Where the thread serves others, too, another one serves them meanwhile.
+pub fn aside<T>(work: impl FnOnce() -> T) -> T {
+    match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
+        Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(work),
+        _ => work(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_takes_long_is_done_wherever_it_is_asked_and_others_are_served_meanwhile() {
+        assert_eq!(aside(|| 7), 7);
+        let single = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        assert_eq!(single.block_on(async { aside(|| 7) }), 7);
+        let one = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let work = one.spawn(async move { aside(|| told.recv_timeout(Duration::from_secs(20))) });
+        one.spawn(async move { tell.send(7).unwrap() });
+        assert_eq!(one.block_on(work).unwrap(), Ok(7));
+    }
 
     #[test]
     fn a_dropped_guard_is_ready_and_draining_is_not() {
@@ -165,6 +195,28 @@ mod tests {
         assert!(readiness.pending().is_empty());
         readiness.drain();
         assert_eq!(readiness.pending(), ["draining"]);
+    }
+
+    #[test]
+    fn from_one_step_to_the_next_nobody_sees_that_all_is_done() {
+        let readiness = Readiness::default();
+        let first = readiness.wait_for("start");
+        let begun = std::sync::Barrier::new(2);
+        let last = std::thread::scope(|scope| {
+            let watching = scope.spawn(|| {
+                begun.wait();
+                while readiness.pending() != ["end"] {
+                    assert!(!readiness.pending().is_empty(), "nothing is pending");
+                }
+            });
+            begun.wait();
+            let steps = (0..20_000).fold(first, |guard, step| guard.then(format!("step {step}")));
+            let last = steps.then("end");
+            watching.join().unwrap();
+            last
+        });
+        drop(last);
+        assert!(readiness.pending().is_empty());
     }
 
     #[test]

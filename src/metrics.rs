@@ -308,7 +308,7 @@ metrics! {
     audit_answers: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Tokens of the answers that said what they found cached, by kind: prompt, available (on the best candidate), captured (on the chosen one), by_chance (on one by chance), delivered (by the engine)
     audit_tokens: Family<ModelTokensLabels, Counter> = Family::default();
-    /// Prompt tokens that were not found cached, by cause: block_alignment, workload (nobody had them), load_spill (another worker was chosen for its load), evicted (meanwhile, as its events tell), stale_index (they do not), parity (the engine's tokens are others), served_elsewhere, guess (the cache was guessed), unforeseen (routed by load)
+    /// Prompt tokens that were not found cached, by cause: block_alignment, workload (nobody had them), load_spill (another worker was chosen for its load), evicted (meanwhile, as its events tell), stale_index (they do not), unknown (one of these two: too much was told since), parity (the engine's tokens are others), served_elsewhere, guess (the cache was guessed), unforeseen (routed by load)
     audit_missed_tokens: Family<CauseLabels, Counter> = Family::default();
     /// Answers that found more or less cached than was foreseen, by cause; as the missed tokens', and stored_meanwhile
     audit_errors: Family<CauseLabels, Counter> = Family::default();
@@ -376,7 +376,7 @@ metrics! {
     parity_tests: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Times that tokens were found to differ, by canaries or by events
     parity_mismatches: Family<ModelLabel, Counter> = Family::default();
-    /// Real requests whose blocks were looked for in their engine's events, by model and outcome: confirmed, unconfirmed, unknown (no news to judge by)
+    /// Real requests whose blocks were looked for in their engine's events, by model and outcome: confirmed, unconfirmed, unknown (no news to judge by, or the source does not tell all)
     parity_sightings: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Error of the estimated prefill times, relative to the times, by model and role
     prefill_time_error: Family<ModelRoleLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();

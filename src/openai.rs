@@ -53,7 +53,7 @@ pub struct Request {
     pub prompt: Prompt,
     /// Separates equal prompts of different tenants.
     pub cache_salt: Option<String>,
-    /// Most tokens the answer may have.
+    /// Most tokens the answer may have; none, where that is all there is room for.
     pub max_output_tokens: Option<u64>,
     /// How text becomes tokens.
     pub tokenization: Tokenization,
@@ -72,6 +72,20 @@ impl Request {
             tokenization: Tokenization::default(),
             extension: None,
         }
+    }
+
+    /// Says in tokens how long vLLM leaves a prompt that is to be cut to what its model takes, which is `longest` with the answer.
+    pub fn measure(&mut self, longest: u64) {
+        if self.tokenization.truncate_prompt_tokens != Some(-1) {
+            return;
+        }
+        let room = match self.max_output_tokens {
+            None | Some(0) => longest,
+            // One token is kept back for an answer whose length was asked for.
+            Some(_) => longest.saturating_sub(1),
+        };
+        // Where no room is left, the engine decides what is wrong with the request.
+        self.tokenization.truncate_prompt_tokens = i64::try_from(room).ok().filter(|room| *room > 0).or(Some(-1));
     }
 
     /// Work whose tokens cannot be known, with so many bytes of text.
@@ -252,6 +266,14 @@ fn keeps_values(api: Api, text: &str) -> bool {
             }),
         _ => false,
     }
+}
+
+/// Whether a body has so many prompts, or values, that none is looked at.
+pub fn is_too_much(api: Api, body: &[u8]) -> bool {
+    std::str::from_utf8(body).is_ok_and(|text| match api {
+        Api::Completions => completion::has_too_many(text),
+        api => keeps_values(api, text) && scan::has_more_values(body, MOST_VALUES),
+    })
 }
 
 /// Reads a request body. Nesting deeper than 128 levels is refused, so that a body cannot exhaust the stack.

@@ -18,7 +18,7 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-pub use sighting::{Evidence, Foretold, Sighting};
+pub use sighting::{Evidence, Foretold, Sighting, Told};
 pub use verdict::{Difference, EventsVerdict, ModelParity, Verdict, What, WorkerParity};
 
 use crate::block::BlockHashes;
@@ -121,6 +121,11 @@ impl Standing {
             Evidence::Unconfirmed { .. } => self.unconfirmed.fetch_add(1, Ordering::Relaxed),
         };
         self.change(Some(worker), |parity| parity.seen(worker, evidence))
+    }
+
+    /// Blocks of a request to a worker were missing whose events do not tell all, so that it proves nothing.
+    fn undecided(&self, worker: WorkerId) {
+        self.parity.lock().workers.entry(worker).or_default().events.undecided += 1;
     }
 
     /// A place for one more request to be looked after, if there is any.

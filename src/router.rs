@@ -268,6 +268,7 @@ impl Router {
         Ok(Booked {
             chosen: legs.decode.member().rank,
             placed: self.load.now(),
+            differing: prepared.differing.clone(),
             expected: self.expected(&legs),
             route: self.describe(prepared, &legs, &pools.standings),
             reservation,
@@ -362,7 +363,8 @@ impl Router {
 
     /// The step of the ladder: what is known of the prompt, and of the candidates' caches.
     fn mode(&self, prepared: &Prepared, chosen: &Member, candidates: &[&Member]) -> (Mode, Option<Reason>) {
-        let counts = |member: &&Member| prepared.standing(member).trust.counts();
+        let told = |member: &Member| prepared.overlap(member).total() > 0;
+        let counts = |member: &&Member| prepared.standing(member).trust.counts(told(member));
         let guessed = chosen.worker.event_source(chosen.rank.rank).is_none() && self.predictions.of(chosen).is_some();
         let prompt = &prepared.request.prompt;
         let because = prompt.because();

@@ -103,11 +103,13 @@ impl Subject {
                     let said = if let EngineError::Status { message: Some(said), .. } = &error { said } else { "" };
                     skipped.insert(name, format!("{error}: {said}"));
                 }
-                Err(error) => return Verdict::CannotTest { why: why(&error) },
+                Err(error) => return Verdict::CannotTest { why: why(&error), passes: error.passes() },
             }
         }
         match (compared, skipped.values().next()) {
-            (0, Some(first)) => Verdict::CannotTest { why: format!("every canary was skipped; the first: {first}") },
+            (0, Some(first)) => {
+                Verdict::CannotTest { why: format!("every canary was skipped; the first: {first}"), passes: false }
+            }
             _ => Verdict::Agrees { compared, skipped },
         }
     }

@@ -43,9 +43,14 @@ impl Trust {
         }
     }
 
-    /// Whether what it told is compared at all.
-    pub fn counts(self) -> bool {
-        matches!(self, Trust::Exact | Trust::Incomplete | Trust::Stale)
+    /// Whether what it told is compared: while it is catching up only where it `told` something, as long as that is as good
+    /// as what a stale one told. Before, that it did not name anything says nothing.
+    pub fn counts(self, told: bool) -> bool {
+        match self {
+            Trust::Exact | Trust::Incomplete | Trust::Stale => true,
+            Trust::CatchingUp => told,
+            Trust::Absent => false,
+        }
     }
 }
 
@@ -63,7 +68,7 @@ pub enum Because {
     Detached,
     /// Batches got lost that nobody repeats, and what was held then may be gone.
     LostBatches,
-    /// Batches got lost, and what was stored in them was never told.
+    /// Stores were lost, or could not be used, so that blocks are held of which nothing is known.
     UntoldBlocks,
     /// The last batch could not be read.
     Undecodable,
@@ -188,8 +193,6 @@ pub struct Facts {
     pub restarts: u64,
     /// Blocks, as the index counts them, that may be gone.
     pub doubted_blocks: u64,
-    /// Whether everything was heard since its cache was empty: of a cache that was warm before we listened nothing is told.
-    pub whole: bool,
     /// Requests answered without a word since the last batch, of those that had to store blocks.
     pub unheard_requests: u32,
 }
@@ -219,6 +222,9 @@ pub struct Heard {
     pub number: u64,
 }
 
+/// So many own batches without one of another rank between them, and nobody else publishes here any more.
+const OWN_IN_A_ROW: u32 = 64;
+
 /// The event source of one worker rank as we see it.
 #[derive(Clone, Debug, Default)]
 pub struct Source {
@@ -231,6 +237,8 @@ pub struct Source {
     /// Whether its engine may hold blocks that were never told.
     untold: bool,
     unusable: Option<Because>,
+    /// Own batches since one of another rank came, while that is not long ago.
+    since_foreign: Option<u32>,
     engine_block_size: Option<BlockSize>,
     owed: Owed,
     heard: Option<Instant>,
@@ -245,7 +253,8 @@ impl Source {
 
     /// How it stands.
     pub fn standing(&self) -> Standing {
-        let (trust, because) = match (self.unusable, self.link) {
+        let unusable = self.unusable.or(self.since_foreign.map(|_| Because::OtherRank));
+        let (trust, because) = match (unusable, self.link) {
             (Some(because), _) => (Trust::Absent, Some(because)),
             (None, Link::Connecting) if self.known => (Trust::Stale, Some(Because::Detached)),
             (None, Link::Connecting) => (Trust::CatchingUp, Some(Because::Connecting)),
@@ -304,7 +313,6 @@ impl Source {
         self.facts.batches += 1;
         self.facts.last_event = Some(batch.unix);
         self.facts.last_number = Some(batch.number);
-        self.facts.whole |= batch.number == 0;
         if let Some(written) = batch.written {
             let lag = batch.unix - written;
             self.facts.lag_seconds = Some(lag);
@@ -330,7 +338,6 @@ impl Source {
 
     /// Something was not heard.
     pub fn missed(&mut self) {
-        self.facts.whole = false;
         self.untold = true;
     }
 
@@ -350,13 +357,13 @@ impl Source {
         self.cleared();
         self.engine_block_size = None;
         self.unusable = None;
+        self.since_foreign = None;
     }
 
     /// The engine emptied its cache.
     pub fn cleared(&mut self) {
         self.emptied();
         self.untold = false;
-        self.facts.whole = true;
     }
 
     /// Nothing of what it told is held any more.
@@ -371,13 +378,13 @@ impl Source {
         self.unusable = None;
     }
 
-    /// Whether its batches name the rank they are taken for.
+    /// Whether a batch names the rank it was taken for. Where two ranks publish to one place their batches take turns, so
+    /// one of its own is no sign that the other has gone.
     pub fn named(&mut self, own: bool) {
-        match (own, self.unusable) {
-            (false, _) => self.unusable = Some(Because::OtherRank),
-            (true, Some(Because::OtherRank)) => self.unusable = None,
-            (true, _) => {}
-        }
+        self.since_foreign = match own {
+            false => Some(0),
+            true => self.since_foreign.map(|own| own + 1).filter(|own| *own < OWN_IN_A_ROW),
+        };
     }
 
     /// Its events say nothing that could be used.

@@ -14,7 +14,7 @@ use std::sync::LazyLock;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use warmroute::openai::{self, Api};
-use warmroute::prompt::media::ItemRule;
+use warmroute::prompt::media::{ItemRule, Root};
 use warmroute::prompt::{
     Config, EncodeError, Encoder, Engine, Exactness, Illustrated, LoadError, MediaConfig, Traits, Transformers,
 };
@@ -292,6 +292,7 @@ fn files_that_cannot_be_used_are_named_with_the_problem() {
     };
     let none = Config { tokenizer: folder.path().join("no.json"), tokenizer_config: None, chat_template: None };
     check(none, ["no.json", "No such file"]);
+    write("config.json", r#"{"model_type": "llama"}"#);
     let bad = Config { tokenizer: write("bad.json", "{}"), tokenizer_config: None, chat_template: None };
     check(bad, ["bad.json", "missing"]);
     let template = |source: &str| Config {
@@ -320,6 +321,7 @@ fn files_that_cannot_be_used_are_named_with_the_problem() {
 fn a_bos_token_that_the_files_disagree_on_makes_special_tokens_uncertain() {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("tokenizer_config.json");
+    std::fs::write(folder.path().join("config.json"), r#"{"model_type": "llama"}"#).unwrap();
     std::fs::write(&config, r#"{"add_bos_token": false, "bos_token": "<s>"}"#).unwrap();
     let config = Config {
         tokenizer: model("tinyllama").join("tokenizer.json.gz"),
@@ -431,7 +433,7 @@ fn responses_and_embeddings_begin_with_special_tokens() {
 /// What is known of a conversation with an image, for a model of which nothing is said about images.
 fn shown(encoder: &Encoder, request: &Value) -> Illustrated {
     let request = openai::parse(Api::ChatCompletions, &serde_json::to_vec(request).unwrap()).unwrap();
-    encoder.illustrate(&request, None).unwrap()
+    encoder.illustrate(&request, None, &Root::Unsaid).unwrap()
 }
 
 #[test]
@@ -499,7 +501,7 @@ fn images_before_the_first_unknown_one_stand_in_the_prompt() {
     let mut truncated = conversation(&second);
     truncated["truncate_prompt_tokens"] = json!(4);
     let request = openai::parse(Api::ChatCompletions, &serde_json::to_vec(&truncated).unwrap()).unwrap();
-    assert!(encoder.illustrate(&request, None).is_err());
+    assert!(encoder.illustrate(&request, None, &Root::Unsaid).is_err());
 }
 
 #[test]

@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 use warmroute::block::{BlockHashes, Content, Salt, Windows};
 use warmroute::metrics::{Metrics, OutcomeLabel};
 use warmroute::openai::{self, Api};
-use warmroute::prompt::{Config, Encoder, LoadError, PromptCache, Rendered};
+use warmroute::prompt::{Config, Encoder, LoadError, PromptCache, Rendered, Traits};
 use warmroute::worker::BlockSize;
 
 /// Threads that share one tokenizer and one cache.
@@ -63,13 +63,17 @@ struct Figures {
 fn load(name: &str, tokenizer: &Path, ours: bool) -> Encoder {
     const PLAIN: &str = "{% for message in messages %}{{ bos_token }}{{ message.content }}{{ eos_token }}{% endfor %}";
     let config = |chat_template| Config { tokenizer: tokenizer.to_owned(), tokenizer_config: None, chat_template };
-    match Encoder::load(&config(None)) {
+    // Without the type of the model what the file says is meant.
+    let written = !tokenizer.with_file_name("config.json").is_file();
+    let tokenizer_class = written.then(|| "TokenizersBackend".to_owned());
+    let traits = Traits { tokenizer_class, ..Traits::default() };
+    match Encoder::load_as(&config(None), &traits) {
         Ok(encoder) => encoder,
         Err(error @ LoadError::Template { .. }) if !ours => {
             println!("{name}: with a plain template, for {error}");
             let mut file = tempfile::NamedTempFile::new().unwrap();
             std::io::Write::write_all(&mut file, PLAIN.as_bytes()).unwrap();
-            Encoder::load(&config(Some(file.path().to_owned()))).unwrap()
+            Encoder::load_as(&config(Some(file.path().to_owned())), &traits).unwrap()
         }
         Err(error) => panic!("{name}: {error}"),
     }

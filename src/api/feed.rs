@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
 use parking_lot::{Mutex, MutexGuard};
-use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::watch;
 
 use crate::fleet::Fleet;
 use crate::index::{KvEvent, Outcome, RankWriter, Settled};
+use crate::lifecycle::aside;
 use crate::worker::WorkerRank;
 
 /// A writer for as long as its event source runs.
@@ -86,19 +86,17 @@ impl Joined {
 
     /// Looks what has become of doubts.
     pub fn settle(&self) -> Settled {
-        self.lock().as_mut().map(RankWriter::settle).unwrap_or_default()
+        let mut writer = self.lock();
+        match writer.as_mut() {
+            Some(writer) if writer.is_due() => aside(|| writer.settle()),
+            Some(writer) => writer.settle(),
+            None => Settled::default(),
+        }
     }
 
-    /// The events come on threads that serve others, too, which must not wait for the end of a long reading: they are
-    /// served by another thread then.
+    /// The events come on threads that serve others, too, which must not wait for the end of a long reading.
     fn lock(&self) -> MutexGuard<'_, Option<RankWriter>> {
-        if let Some(free) = self.0.try_lock() {
-            return free;
-        }
-        match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
-            Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(|| self.0.lock()),
-            _ => self.0.lock(),
-        }
+        self.0.try_lock().unwrap_or_else(|| aside(|| self.0.lock()))
     }
 }
 

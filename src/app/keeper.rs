@@ -214,10 +214,10 @@ impl Keeper {
         }
         self.metrics.workers.set(fleet.workers().count() as i64);
         self.metrics.fleet_generation.set(fleet.generation() as i64);
-        if self.initial_workers.as_ref().is_some_and(|(least, _)| fleet.workers().count() >= *least) {
-            self.initial_workers = None;
+        let found = fleet.workers().count();
+        if let Some((_, guard)) = self.initial_workers.take_if(|(least, _)| found >= *least) {
             let workers = fleet.workers().map(|worker| (worker.id, worker.endpoint)).collect();
-            let _ready = self.readiness.wait_for("what the initial workers say of themselves");
+            let _ready = guard.then("what the initial workers say of themselves");
             self.unasked = Some(Unasked { workers, _ready });
         }
         self.look_who_is_unasked(&fleet);

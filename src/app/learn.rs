@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::App;
-use super::lives::{self, Life};
+use super::lives::{self, Life, SOON};
 use super::reload::Next;
 use crate::config::{Config, LearnConfig};
 use crate::discovery::zmq::ZmqEndpoint;
@@ -44,9 +44,6 @@ const LOOK: Duration = Duration::from_millis(250);
 /// Engines asked at once.
 const AT_ONCE: usize = 16;
 
-/// Who did not answer is asked again so soon.
-const SOON: Duration = Duration::from_secs(5);
-
 /// Whom to ask, and how.
 struct Task {
     settings: LearnConfig,
@@ -66,8 +63,8 @@ struct Known {
     life: Life,
     /// When it is asked next; none while it is.
     due: Option<Instant>,
-    /// Whether it was ever asked.
-    asked: bool,
+    /// When it was asked last, if ever.
+    asked: Option<Instant>,
 }
 
 type Asking = FuturesUnordered<BoxFuture<'static, (Asked, Pages)>>;
@@ -167,20 +164,24 @@ impl Learner {
         let mut due = Vec::new();
         for worker in fleet.workers() {
             let (key, life) = ((worker.id, worker.endpoint), Life::of(worker, &self.router, &out));
-            let known = known.entry(key).or_insert_with(|| Known { life: life.clone(), due: Some(now), asked: false });
-            if life.is_another_than(&known.life) && known.due.is_some() {
-                known.due = Some(now);
+            let known = known.entry(key).or_insert_with(|| Known { life: life.clone(), due: Some(now), asked: None });
+            // Who begins anew while it is asked is asked once more.
+            if known.due.is_some() {
+                if life.is_another_than(&known.life) {
+                    let soon = now + lives::pause(known.asked.map(|asked| now - asked));
+                    known.due = known.due.map(|due| due.min(soon));
+                }
+                known.life = life;
             }
-            known.life = life;
             if known.due.is_some_and(|due| due <= now) {
-                due.push((known.asked, key, worker.model.clone()));
+                due.push((known.asked.is_some(), key, worker.model.clone()));
             }
         }
         due.sort_by_key(|(asked, ..)| *asked);
         due.truncate(most);
         for (_, key, _) in &due {
             if let Some(known) = known.get_mut(key) {
-                (known.due, known.asked) = (None, true);
+                (known.due, known.asked) = (None, Some(now));
             }
         }
         due.into_iter().map(|(_, key, model)| (key, model)).collect()
@@ -250,10 +251,7 @@ impl Pages {
     /// Whether something was not said that may be said soon: the engine is starting, or has much to do.
     fn may_come_soon(&self) -> bool {
         let errors = [self.caches.as_ref().err(), self.sources.as_ref().err(), self.model.as_ref().err()];
-        let passes = |error: &EngineError| {
-            matches!(error, EngineError::Busy | EngineError::Timeout | EngineError::Unreachable(_))
-        };
-        errors.into_iter().flatten().any(passes)
+        errors.into_iter().flatten().any(EngineError::passes)
     }
 
     /// What is known now, with what was known before.
@@ -357,6 +355,33 @@ mod tests {
         }
         let local: Endpoint = "127.0.0.1:8000".parse().unwrap();
         assert_eq!(reachable(local, "ipc:///run/events").as_deref(), Some("ipc:///run/events"));
+    }
+
+    #[test]
+    fn who_begins_anew_again_and_again_is_asked_once_in_a_while() {
+        let load = crate::load::LoadTracker::new(std::time::Instant::now);
+        let settings = crate::router::RouterSettings::default();
+        let router = Arc::new(Router::new(crate::index::PrefixIndex::new(), load, settings, 1));
+        let endpoint = "127.0.0.1:8000".parse().unwrap();
+        let worker = crate::worker::Worker::new(WorkerId(1), endpoint, "m".into(), BlockSize::new(16).unwrap());
+        let rank = crate::worker::WorkerRank { worker: worker.id, rank: worker.ranks.iter().next().unwrap() };
+        router.publish(Arc::new(crate::fleet::Fleet::empty().reconcile(vec![worker]).fleet));
+        let source = Arc::new(parking_lot::Mutex::new(crate::trust::Source::new(0.0)));
+        router.sources().watch(rank, source.clone());
+        let learner = Learner { router, metrics: Arc::new(Metrics::new()), said: watch::Sender::new(off()) };
+        let (mut known, key) = (HashMap::new(), (WorkerId(1), endpoint));
+        assert_eq!(learner.due(&mut known, 1).len(), 1, "it has just come");
+        let later = Instant::now() + Duration::from_secs(300);
+        known.get_mut(&key).unwrap().due = Some(later);
+        for _ in 0..3 {
+            source.lock().restarted();
+            assert!(learner.due(&mut known, 1).is_empty(), "it was asked a moment ago");
+        }
+        let due = known[&key].due.unwrap();
+        assert!(due <= Instant::now() + SOON, "but it is asked soon");
+        known.get_mut(&key).unwrap().asked = Some(Instant::now() - SOON);
+        source.lock().restarted();
+        assert_eq!(learner.due(&mut known, 1).len(), 1);
     }
 
     #[test]

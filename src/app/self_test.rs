@@ -11,13 +11,12 @@ use tokio::time::MissedTickBehavior;
 use tracing::{info, warn};
 
 use super::App;
-use super::lives::{self, Life};
+use super::lives::{self, Life, SOON};
 use super::reload::Next;
 use super::subjects::Subjects;
 use crate::config::Config;
 use crate::engine_client::config::EnginesConfig;
 use crate::engine_client::{EngineClient, EngineUrl};
-use crate::index::Overlaps;
 use crate::lifecycle::supervise;
 use crate::metrics::{Metrics, ModelLabel, ModelOutcomeLabels};
 use crate::parity::{Change, Evidence, Sighting, Standing, Verdict};
@@ -28,9 +27,6 @@ use crate::worker::{ModelName, Worker, WorkerId};
 
 /// How often it is looked who is to be tested, and whose blocks are to be looked for.
 const LOOK: Duration = Duration::from_millis(250);
-
-/// Who did not answer is asked again so soon: a worker that starts is tested when it serves.
-const SOON: Duration = Duration::from_secs(5);
 
 /// Workers tested at once.
 const AT_ONCE: usize = 4;
@@ -58,6 +54,8 @@ struct Known {
     life: Life,
     /// When it is tested next.
     due: Instant,
+    /// When it was tested last, if ever.
+    tested: Option<Instant>,
 }
 
 struct Runner {
@@ -66,7 +64,6 @@ struct Runner {
     known: HashMap<WorkerId, Known>,
     /// Requests to be looked after, oldest first, and since when.
     answered: VecDeque<(Instant, ModelName, Sighting)>,
-    scratch: Overlaps,
 }
 
 impl App {
@@ -99,8 +96,7 @@ impl App {
 
 impl Runner {
     fn new(router: Arc<Router>, metrics: Arc<Metrics>) -> Self {
-        let (known, answered, scratch) = (HashMap::new(), VecDeque::new(), Overlaps::new());
-        Self { router, metrics, known, answered, scratch }
+        Self { router, metrics, known: HashMap::new(), answered: VecDeque::new() }
     }
 
     async fn run(mut self, mut tasks: watch::Receiver<Arc<Task>>) -> anyhow::Result<()> {
@@ -166,16 +162,17 @@ impl Runner {
         let mut due = Vec::new();
         for worker in tested {
             let life = Life::of(worker, &self.router, &out);
-            let known = self.known.entry(worker.id).or_insert_with(|| Known { life: life.clone(), due: now });
+            let known =
+                self.known.entry(worker.id).or_insert_with(|| Known { life: life.clone(), due: now, tested: None });
             if life.is_another_than(&known.life) {
-                known.due = now;
+                known.due = known.due.min(now + lives::pause(known.tested.map(|tested| now - tested)));
                 if let Some(standing) = self.router.parity().of(&worker.model) {
                     standing.restarted(worker.id);
                 }
             }
             known.life = life;
             if known.due <= now && !known.life.out {
-                known.due = now + task.config.interval.get();
+                (known.due, known.tested) = (now + task.config.interval.get(), Some(now));
                 due.push(worker.clone());
             }
         }
@@ -189,7 +186,8 @@ impl Runner {
             let before = standing.parity().workers.get(&worker.id).cloned().unwrap_or_default().canaries;
             let labels = ModelOutcomeLabels::new(&worker.model, verdict.label());
             self.metrics.parity_tests.get_or_create(&labels).inc();
-            if let (Verdict::CannotTest { .. }, Some(known)) = (&verdict, self.known.get_mut(&worker.id)) {
+            if let (Verdict::CannotTest { passes: true, .. }, Some(known)) = (&verdict, self.known.get_mut(&worker.id))
+            {
                 known.due = known.due.min(Instant::now() + SOON);
             }
             let change = standing.tested(worker.id, verdict.clone());
@@ -224,7 +222,7 @@ impl Runner {
                 info!(%model, worker = %id, compared, skipped, "the engine makes the same tokens as we do");
             }
             // Said once; a worker that starts is asked often.
-            Verdict::CannotTest { why } if !matches!(before, Verdict::CannotTest { .. }) => {
+            Verdict::CannotTest { why, .. } if !matches!(before, Verdict::CannotTest { .. }) => {
                 info!(%model, worker = %id, why, "the engine's tokens cannot be compared with ours");
             }
             Verdict::CannotTest { .. } | Verdict::Untested => {}
@@ -250,7 +248,7 @@ impl Runner {
             && let Some((_, model, sighting)) = self.answered.pop_front()
         {
             let worker = sighting.rank().worker;
-            let found = self.router.look_for(sighting, &mut self.scratch);
+            let found = self.router.look_for(sighting);
             let outcome = match found {
                 None => "unknown",
                 Some((Evidence::Confirmed, _)) => "confirmed",
@@ -331,5 +329,32 @@ fn tell((model, worker): (&ModelName, Option<WorkerId>), change: Change, by: &st
             warn!(%model, by, "our tokens are not used any more: requests go by load, or with the engines' own tokens");
         }
         Change::Trusted => info!(%model, by, "our tokens are used again"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::index::PrefixIndex;
+    use crate::load::LoadTracker;
+    use crate::router::RouterSettings;
+    use crate::worker::BlockSize;
+
+    #[test]
+    fn only_who_may_answer_soon_is_asked_again_soon() {
+        let load = LoadTracker::new(Instant::now);
+        let router = Arc::new(Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1));
+        router.parity().configure([("m".into(), Arc::default())]);
+        let mut runner = Runner::new(router.clone(), Arc::new(Metrics::new()));
+        let endpoint = "127.0.0.1:8000".parse().unwrap();
+        let worker = Arc::new(Worker::new(WorkerId(1), endpoint, "m".into(), BlockSize::new(16).unwrap()));
+        for passes in [false, true] {
+            let due = Instant::now() + Duration::from_secs(300);
+            let life = Life::of(&worker, &router, &lives::out(&router));
+            runner.known.insert(worker.id, Known { life, due, tested: None });
+            let verdict = Verdict::CannotTest { why: String::new(), passes };
+            runner.take(vec![Tested { worker: worker.clone(), verdict }]);
+            assert_eq!(runner.known[&worker.id].due < due, passes);
+        }
     }
 }

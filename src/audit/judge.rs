@@ -69,9 +69,27 @@ pub struct Said {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Evidence {
     /// Whether the chosen worker rank's events tell what its engine found: that blocks of the prompt went, or came.
-    pub told: bool,
+    pub told: Told,
     /// Whether somebody else served the request.
     pub moved: bool,
+}
+
+/// Whether events tell something. The later ones outweigh the earlier where there are several prompts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Told {
+    /// They do not.
+    #[default]
+    No,
+    /// There were too many since to remember.
+    Forgotten,
+    /// They do.
+    Yes,
+}
+
+impl From<bool> for Told {
+    fn from(told: bool) -> Self {
+        if told { Self::Yes } else { Self::No }
+    }
 }
 
 /// Why tokens of a prompt were not found cached, or were although nobody foresaw it.
@@ -90,6 +108,8 @@ pub enum Cause {
     StoredMeanwhile,
     /// The index said something else than was true.
     StaleIndex,
+    /// The chosen worker dropped them or the index was wrong: so much was told since that it is not remembered which.
+    Unknown,
     /// The engine's tokens are others than ours.
     Parity,
     /// Somebody else served the request than was chosen.
@@ -110,6 +130,7 @@ impl Cause {
             Cause::Evicted => "evicted",
             Cause::StoredMeanwhile => "stored_meanwhile",
             Cause::StaleIndex => "stale_index",
+            Cause::Unknown => "unknown",
             Cause::Parity => "parity",
             Cause::ServedElsewhere => "served_elsewhere",
             Cause::Guess => "guess",
@@ -126,6 +147,7 @@ impl Cause {
             Cause::Evicted => "evicted meanwhile",
             Cause::StoredMeanwhile => "stored meanwhile",
             Cause::StaleIndex => "the index was out of date",
+            Cause::Unknown => "too much was told since to know",
             Cause::Parity => "the engine's tokens are others",
             Cause::ServedElsewhere => "somebody else served it",
             Cause::Guess => "the cache was guessed",
@@ -224,9 +246,10 @@ fn error(foreseen: &Foreseen, said: Said, evidence: Evidence) -> Option<(i64, Ca
         _ if foreseen.mode == Mode::Exact && said.prompt != foreseen.prompt => Cause::Parity,
         0 => return None,
         _ if foreseen.mode != Mode::Exact => Cause::Guess,
-        ..0 if evidence.told => Cause::Evicted,
-        1.. if evidence.told => Cause::StoredMeanwhile,
-        _ => Cause::StaleIndex,
+        _ if evidence.told == Told::Forgotten => Cause::Unknown,
+        _ if evidence.told == Told::No => Cause::StaleIndex,
+        ..0 => Cause::Evicted,
+        1.. => Cause::StoredMeanwhile,
     };
     Some((blocks, cause))
 }
@@ -252,20 +275,21 @@ mod tests {
         }
     }
 
-    const UNTOLD: Evidence = Evidence { told: false, moved: false };
+    const UNTOLD: Evidence = Evidence { told: Told::No, moved: false };
 
     #[test]
     fn the_causes_add_up_to_what_was_missed() {
         use Cause::{
             BlockAlignment as Align, Evicted, Guess, LoadSpill as Spill, Parity, ServedElsewhere as Elsewhere,
-            StaleIndex, StoredMeanwhile as Stored, Unforeseen, Workload,
+            StaleIndex, StoredMeanwhile as Stored, Unforeseen, Unknown, Workload,
         };
         let said = |cached| Said { prompt: 100, cached };
-        let told = Evidence { told: true, ..UNTOLD };
+        let told = Evidence { told: Told::Yes, ..UNTOLD };
+        let forgotten = Evidence { told: Told::Forgotten, ..UNTOLD };
         let moved = Evidence { moved: true, ..UNTOLD };
         let mode = |mode, reason| Foreseen { mode, reason, ..foreseen(64, 32) };
         type Case<'a> = (Foreseen, Said, Evidence, &'a [(Cause, u64)], Option<(i64, Cause)>);
-        let cases: [Case<'_>; 13] = [
+        let cases: [Case<'_>; 14] = [
             (foreseen(96, 96), said(96), UNTOLD, &[(Align, 4)], None),
             (foreseen(0, 0), said(0), UNTOLD, &[(Align, 4), (Workload, 96)], None),
             (foreseen(64, 32), said(32), UNTOLD, &[(Align, 4), (Spill, 32), (Workload, 32)], None),
@@ -283,6 +307,7 @@ mod tests {
                 &[(Align, 4), (StaleIndex, 32), (Workload, 64)],
                 Some((-2, StaleIndex)),
             ),
+            (foreseen(32, 32), said(0), forgotten, &[(Align, 4), (Unknown, 32), (Workload, 64)], Some((-2, Unknown))),
             // More than was foreseen: first others had less to offer, then nobody had nothing.
             (foreseen(64, 32), said(48), told, &[(Align, 4), (Spill, 16), (Workload, 32)], Some((1, Stored))),
             (foreseen(64, 32), said(96), told, &[(Align, 4)], Some((4, Stored))),

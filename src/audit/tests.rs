@@ -118,6 +118,25 @@ fn a_difference_is_explained_by_what_was_told_of_the_prompts_own_blocks_alone() 
 }
 
 #[test]
+fn what_a_busy_rank_stores_meanwhile_does_not_make_a_miss_an_eviction() {
+    let store = |name| {
+        let blocks = vec![StoredBlock { engine: EngineHash(name), local: LocalHash(name) }];
+        KvEvent::Stored { parent: None, blocks, tier: Tier::Device }
+    };
+    for (stores, removals, cause) in [(5_000, 1_000, Cause::StaleIndex), (5_000, 4_000, Cause::Unknown)] {
+        let (audit, mut writer, _) = audit();
+        writer.apply(&stored(1, 2));
+        let begin = Instant::now();
+        audit.answered(answered(&audit, 32, 16), begin);
+        (100..100 + stores).for_each(|name| _ = writer.apply(&store(name)));
+        (100..100 + removals).for_each(|name| _ = writer.apply(&removed(name, name)));
+        audit.look(begin + GRACE);
+        let errors = &audit.totals().models["m"].errors;
+        assert_eq!(errors.keys().collect::<Vec<_>>(), [&cause], "{stores} {removals}");
+    }
+}
+
+#[test]
 fn changes_before_the_request_came_explain_nothing() {
     let (audit, mut writer, _) = audit();
     writer.apply(&stored(1, 2));

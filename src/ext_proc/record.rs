@@ -17,6 +17,9 @@ use crate::prefill::Mirrored;
 use crate::router::{Answer, AnswerFrom, Mode, Moved, Router};
 use crate::worker::Endpoint;
 
+/// No prompt is longer, whatever an engine says.
+const MOST_TOKENS: u64 = 1 << 40;
+
 /// What one exchange holds and what is noted of it when it ends.
 pub(super) struct Record {
     metrics: Arc<Metrics>,
@@ -304,7 +307,9 @@ impl Drop for Record {
             self.metrics.output_tokens.get_or_create(label).observe(output as f64);
         }
         if let Some(cached) = usage.and_then(|usage| usage.cached_tokens) {
-            self.metrics.delivered_cached_tokens.get_or_create(label).inc_by(cached);
+            // An engine may say anything, and a counter forgets nothing.
+            let most = usage.map_or(0, |usage| usage.prompt_tokens).min(MOST_TOKENS);
+            self.metrics.delivered_cached_tokens.get_or_create(label).inc_by(cached.min(most));
         }
         self.judge();
     }
@@ -329,10 +334,6 @@ mod tests {
         let router = router();
         let rank = router.fleet().members().next().unwrap().rank;
         router.parity().configure([("m".into(), Arc::default())]);
-        let mut source = crate::trust::Source::new(0.0);
-        source.linked(crate::trust::Link::Attached);
-        source.cleared();
-        router.sources().watch(rank, Arc::new(parking_lot::Mutex::new(source)));
         router.set_trust(rank, crate::trust::Standing::EXACT);
         let writer = router.index().join(router.fleet().slot(rank).unwrap());
         (router, writer)
@@ -386,6 +387,27 @@ mod tests {
         let router = Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1).predicting(predictions);
         router.publish(Arc::new(change.fleet));
         Arc::new(router)
+    }
+
+    #[test]
+    fn an_engine_cannot_spoil_the_counter_of_cached_tokens() {
+        let metrics = Arc::new(Metrics::new());
+        let cases = [(100, 64, 64), (100, 1 << 63, 164), (u64::MAX, u64::MAX, 164 + MOST_TOKENS)];
+        for (prompt, cached, expected) in cases {
+            let router = router();
+            let estimated = Prompt::Estimated { tokens: 100, because: Reason::NoTokenizer };
+            let booked = router.route(RouteRequest::new(Some("m".into()), estimated)).unwrap();
+            let mut record = Record::open(metrics.clone(), router.clone(), Audit::new(router, metrics.clone()));
+            record.routed(Some(Box::new(Admitted::new(booked))));
+            record.answered(ResponseHead { status: 200, ..ResponseHead::default() });
+            let details = format!("{{\"cached_tokens\":{cached}}}");
+            let usage = format!("{{\"prompt_tokens\":{prompt},\"prompt_tokens_details\":{details}}}");
+            record.answer(format!("{{\"usage\":{usage}}}").as_bytes());
+            record.finished();
+            drop(record);
+            let counted = metrics.delivered_cached_tokens.get_or_create(&ModelLabel::from(&"m".into())).get();
+            assert_eq!(counted, expected, "{prompt} {cached}");
+        }
     }
 
     fn learns(event_stream: bool, status: u16, prompt: &Prompt) -> bool {

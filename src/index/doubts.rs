@@ -1,19 +1,23 @@
 //! What is certain of a rank's contents after events of it were lost. A content is certain again when it is stored once
 //! more, when a block that follows it is stored on the device, or when an answer found it cached: an engine says nothing of
 //! a cache hit, so those that are used most are never told again. What is left was not used since, and is gone when the
-//! engine has evicted as many blocks that were stored since: it evicts what was used longest ago. Nothing here walks over
-//! the cache when events are lost, because a bad link loses some with every batch.
-
-use std::collections::VecDeque;
+//! engine has evicted as many blocks that were stored since: it evicts what was used longest ago. Each tier evicts on its
+//! own, and so do the cache groups beside the main one, hence each layer has doubts of its own. Nothing here walks over the
+//! cache when events are lost, because a bad link loses some with every batch.
 
 use super::children::Mixed;
+use super::owners::{Layer, Layers};
 use super::writer::Place;
 use crate::tier::Tier;
 
 /// Certainty of one rank.
 #[derive(Debug, Default)]
-pub(super) struct Doubts {
-    /// Contents with a place, once per tier.
+pub(super) struct Doubts([OfLayer; Layer::COUNT]);
+
+/// Certainty of one layer.
+#[derive(Debug, Default)]
+struct OfLayer {
+    /// Contents with a place.
     placed: u64,
     /// While anything is doubted.
     open: Option<Open>,
@@ -30,7 +34,7 @@ struct Open {
     heard: Mixed<u64, u32>,
     /// Those of this generation.
     certain: u64,
-    /// Blocks evicted that were stored since the horizon.
+    /// Contents that left and were stored since the horizon.
     evicted: u64,
 }
 
@@ -46,10 +50,12 @@ const WORTH: u64 = 16;
 impl Doubts {
     /// Events were lost: from now on nothing is certain.
     pub(super) fn gap(&mut self, generation: u32) {
-        match &mut self.open {
-            Some(open) => (open.generation, open.certain) = (generation, 0),
-            None if self.placed > 0 => self.open = Some(Open::since(generation)),
-            None => {}
+        for layer in &mut self.0 {
+            match &mut layer.open {
+                Some(open) => (open.generation, open.certain) = (generation, 0),
+                None if layer.placed > 0 => layer.open = Some(Open::since(generation)),
+                None => {}
+            }
         }
     }
 
@@ -60,117 +66,130 @@ impl Doubts {
 
     /// Whether anything may be doubted.
     pub(super) fn any(&self) -> bool {
-        self.open.is_some()
+        self.0.iter().any(|layer| layer.open.is_some())
     }
 
-    /// Contents that may be gone.
+    /// Contents that may be gone of what a prefix on the device takes: blocks there, and the cache groups' shares of them.
     pub(super) fn doubted(&self) -> u64 {
-        self.open.as_ref().map_or(0, |open| self.placed - open.certain)
+        let of_device = |layer: &Layer| layer.tier().is_none_or(|tier| tier == Tier::Device);
+        Layer::all().filter(of_device).map(|layer| self.of(layer).doubted()).sum()
     }
 
-    /// So many contents got into a tier.
-    pub(super) fn entered(&mut self, count: u64) {
-        self.placed += count;
+    /// Contents of a layer.
+    pub(super) fn placed(&self, layer: impl Into<Layer>) -> u64 {
+        self.of(layer.into()).placed
     }
 
-    /// A content left a tier.
-    pub(super) fn left(&mut self, place: Place, tier: Tier) {
-        self.placed -= 1;
-        let Some(open) = &mut self.open else { return };
-        if open.heard.remove(&key(place, tier)) == Some(open.generation) {
-            open.certain -= 1;
-        }
-        self.close();
+    /// So many contents got into a layer.
+    pub(super) fn entered(&mut self, layer: impl Into<Layer>, count: u64) {
+        self.of_mut(layer.into()).placed += count;
+    }
+
+    /// A content left a layer.
+    pub(super) fn left(&mut self, place: Place, layer: Layer) {
+        let of = self.of_mut(layer);
+        of.placed -= 1;
+        let Some(open) = &mut of.open else { return };
+        let heard = open.heard.remove(&key(place));
+        open.certain -= u64::from(heard == Some(open.generation));
+        // Of blocks the writer knows better which of them were stored.
+        open.evicted += u64::from(heard.is_some() && layer.tier().is_none());
+        of.close();
     }
 
     /// A content is there; whether that is news.
-    pub(super) fn hear(&mut self, place: Place, tier: Tier) -> bool {
-        let Some(open) = &mut self.open else { return false };
-        let news = open.heard.insert(key(place, tier), open.generation) != Some(open.generation);
+    pub(super) fn hear(&mut self, place: Place, layer: impl Into<Layer>) -> bool {
+        let Some(open) = &mut self.of_mut(layer.into()).open else { return false };
+        let news = open.heard.insert(key(place), open.generation) != Some(open.generation);
         open.certain += u64::from(news);
         news
     }
 
-    /// A block was evicted whose copies were last counted in this generation.
-    pub(super) fn evicted(&mut self, counted: u32) {
-        if let Some(open) = self.open.as_mut().filter(|open| counted >= open.horizon) {
+    /// A block was evicted from a tier whose copies there were last counted in this generation.
+    pub(super) fn evicted(&mut self, tier: Tier, counted: u32) {
+        let open = self.of_mut(tier.into()).open.as_mut();
+        if let Some(open) = open.filter(|open| counted >= open.horizon) {
             open.evicted += 1;
         }
     }
 
     /// Nothing is left to doubt where all was heard of.
     pub(super) fn close(&mut self) {
+        self.0.iter_mut().for_each(OfLayer::close);
+    }
+
+    /// The layers in which contents are gone that were not heard of, where it takes a look at so many names to find them.
+    pub(super) fn due(&self, names: u64) -> Layers {
+        Layer::all().filter(|layer| self.of(*layer).is_due(names)).fold(Layers::NONE, Layers::with)
+    }
+
+    /// The generation before which contents were last heard of that were not heard of since.
+    pub(super) fn horizon(&self, layer: impl Into<Layer>) -> Option<u32> {
+        Some(self.of(layer.into()).open.as_ref()?.horizon)
+    }
+
+    /// Whether a content was not heard of since the horizon.
+    pub(super) fn is_old(&self, place: Place, layer: impl Into<Layer>) -> bool {
+        self.of(layer.into()).open.as_ref().is_some_and(|open| !open.heard.contains_key(&key(place)))
+    }
+
+    /// Those that were old are forgotten; what was heard of before this generation is looked after next.
+    pub(super) fn forgotten(&mut self, layer: Layer) {
+        let of = self.of_mut(layer);
+        if let Some(open) = &mut of.open {
+            let generation = open.generation;
+            open.heard.retain(|_, heard| *heard == generation);
+            (open.horizon, open.evicted) = (generation, 0);
+        }
+        of.close();
+    }
+
+    fn of(&self, layer: Layer) -> &OfLayer {
+        &self.0[layer.at()]
+    }
+
+    fn of_mut(&mut self, layer: Layer) -> &mut OfLayer {
+        &mut self.0[layer.at()]
+    }
+}
+
+impl OfLayer {
+    fn doubted(&self) -> u64 {
+        self.open.as_ref().map_or(0, |open| self.placed - open.certain)
+    }
+
+    fn close(&mut self) {
         if self.doubted() == 0 {
             self.open = None;
         }
     }
 
-    /// The generation before which contents were last heard of that are gone, where there are some.
-    pub(super) fn due(&self) -> Option<u32> {
-        let open = self.open.as_ref()?;
+    fn is_due(&self, names: u64) -> bool {
+        let Some(open) = &self.open else { return false };
         let old = self.placed - open.heard.len() as u64;
-        (open.evicted >= old.max(self.placed / WORTH).max(1)).then_some(open.horizon)
-    }
-
-    /// Whether a content was not heard of since the horizon.
-    pub(super) fn is_old(&self, place: Place, tier: Tier) -> bool {
-        self.open.as_ref().is_some_and(|open| !open.heard.contains_key(&key(place, tier)))
-    }
-
-    /// Those that were old are forgotten; what was heard of before this generation is looked after next.
-    pub(super) fn forgotten(&mut self) {
-        if let Some(open) = &mut self.open {
-            let generation = open.generation;
-            open.heard.retain(|_, heard| *heard == generation);
-            (open.horizon, open.evicted) = (generation, 0);
-        }
-        self.close();
+        open.evicted >= old.max(names / WORTH).max(1)
     }
 }
 
 #[cfg(test)]
 impl Doubts {
     /// Holds the counts against what is held.
-    pub(super) fn check(&self, held: &std::collections::HashSet<(Place, Tier)>) {
-        assert_eq!(self.placed, held.len() as u64);
-        let Some(open) = &self.open else { return };
-        let heard = held.iter().filter_map(|(place, tier)| open.heard.get(&key(*place, *tier)));
-        assert_eq!(heard.clone().count(), open.heard.len(), "heard of what is not held");
-        assert_eq!(heard.filter(|heard| **heard == open.generation).count() as u64, open.certain);
-        assert!(self.doubted() > 0, "nothing is left to doubt");
-    }
-}
-
-fn key(place: Place, tier: Tier) -> u64 {
-    u64::from(place.block.0) << 16 | u64::from(place.shard) << 8 | tier as u64
-}
-
-/// Stores that are remembered per rank.
-const MOST_GAINS: usize = 4096;
-
-/// What a rank got on its device lately that it did not hold: the first block of each store. A block that was evicted and
-/// computed again is among them; one that was held all the time, as far as was told, is not.
-#[derive(Debug, Default)]
-pub(super) struct Gains {
-    /// By the number of the store.
-    log: VecDeque<(u64, Place)>,
-    /// The number of the last one that was dropped.
-    dropped: u64,
-}
-
-impl Gains {
-    pub(super) fn note(&mut self, number: u64, place: Place) {
-        if self.log.len() == MOST_GAINS {
-            self.dropped = self.log.pop_front().map_or(self.dropped, |(number, _)| number);
+    pub(super) fn check(&self, held: &std::collections::HashSet<(Place, Layer)>) {
+        for layer in Layer::all() {
+            let of = self.of(layer);
+            let held: Vec<Place> = held.iter().filter(|(_, of)| *of == layer).map(|(place, _)| *place).collect();
+            assert_eq!(of.placed, held.len() as u64, "{layer:?}");
+            let Some(open) = &of.open else { continue };
+            let heard = held.iter().filter_map(|place| open.heard.get(&key(*place)));
+            assert_eq!(heard.clone().count(), open.heard.len(), "heard of what is not held");
+            assert_eq!(heard.filter(|heard| **heard == open.generation).count() as u64, open.certain);
+            assert!(of.doubted() > 0, "nothing is left to doubt");
         }
-        self.log.push_back((number, place));
     }
+}
 
-    /// Whether one of these was gained after a store; `None` where that is not remembered.
-    pub(super) fn since(&self, number: u64, is_one: impl Fn(Place) -> bool) -> Option<bool> {
-        let found = self.log.iter().rev().take_while(|(at, _)| *at > number).any(|(_, place)| is_one(*place));
-        (found || self.dropped <= number).then_some(found)
-    }
+fn key(place: Place) -> u64 {
+    u64::from(place.block.0) << 8 | u64::from(place.shard)
 }
 
 #[cfg(test)]
@@ -187,13 +206,13 @@ mod tests {
         let mut doubts = Doubts::default();
         doubts.gap(1);
         assert!(!doubts.any(), "nothing is held");
-        doubts.entered(3);
+        doubts.entered(Tier::Device, 3);
         for generation in 2..1_000_000 {
             doubts.gap(generation);
         }
         assert_eq!(doubts.doubted(), 3);
         assert!(doubts.hear(place(1), Tier::Device) && !doubts.hear(place(1), Tier::Device));
-        doubts.left(place(2), Tier::Device);
+        doubts.left(place(2), Tier::Device.into());
         assert_eq!(doubts.doubted(), 1);
         doubts.gap(1_000_000);
         assert_eq!(doubts.doubted(), 2, "what was heard of before");
@@ -205,32 +224,25 @@ mod tests {
     #[test]
     fn what_was_not_heard_of_is_gone_after_as_many_evictions_however_many_gaps_there_are() {
         let mut doubts = Doubts::default();
-        doubts.entered(10);
+        doubts.entered(Tier::Device, 10);
+        doubts.entered(Tier::HostPinned, 10);
         doubts.gap(1);
         for block in 0..4 {
             doubts.hear(place(block), Tier::Device);
         }
         for generation in 2..8 {
-            assert_eq!(doubts.due(), None);
-            doubts.evicted(0);
+            assert_eq!(doubts.due(20), Layers::NONE);
+            doubts.evicted(Tier::Device, 0);
             doubts.gap(generation);
-            doubts.evicted(generation);
+            doubts.evicted(Tier::Device, generation);
         }
-        assert_eq!(doubts.due(), Some(1), "six of six");
+        assert_eq!(doubts.due(20), Layers::one(Tier::Device), "six of six, and nothing in another tier");
+        assert_eq!(doubts.due(200), Layers::NONE, "not worth it");
+        assert_eq!(doubts.horizon(Tier::Device), Some(1));
         assert!(doubts.is_old(place(4), Tier::Device) && !doubts.is_old(place(3), Tier::Device));
         assert!(doubts.is_old(place(3), Tier::HostPinned), "another tier");
-        (4..10).for_each(|block| doubts.left(place(block), Tier::Device));
-        doubts.forgotten();
-        assert_eq!((doubts.doubted(), doubts.due()), (4, None), "they were heard of before the last gap");
-    }
-
-    #[test]
-    fn gains_beyond_what_is_remembered_are_not_known() {
-        let mut gains = Gains::default();
-        (1..=MOST_GAINS as u64).for_each(|number| gains.note(number, place(number as u32)));
-        let since = |gains: &Gains, number, block| gains.since(number, |gained| gained == place(block));
-        assert_eq!((since(&gains, 7, 8), since(&gains, 8, 8)), (Some(true), Some(false)));
-        gains.note(MOST_GAINS as u64 + 1, place(0));
-        assert_eq!((since(&gains, 0, 1), since(&gains, 1, 1)), (None, Some(false)));
+        (4..10).for_each(|block| doubts.left(place(block), Tier::Device.into()));
+        doubts.forgotten(Tier::Device.into());
+        assert_eq!((doubts.doubted(), doubts.due(20)), (4, Layers::NONE), "they were heard of before the last gap");
     }
 }

@@ -44,6 +44,15 @@ pub(super) struct Needs {
     pub(super) unknown: bool,
 }
 
+impl Class {
+    /// The last blocks of the index that the groups of this class use of a prefix of so many.
+    pub(super) fn used(self, blocks: usize) -> impl Iterator<Item = usize> {
+        let stride = self.stride.get() as usize;
+        let all = if blocks.is_multiple_of(stride) { blocks / stride } else { 0 };
+        (all.saturating_sub(self.blocks as usize)..all).map(move |own| (own + 1) * stride - 1)
+    }
+}
+
 /// How far back one class reaches without a gap.
 #[derive(Clone, Copy)]
 struct Reach {

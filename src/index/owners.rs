@@ -18,6 +18,22 @@ impl Layer {
         Self(Tier::ALL.len() as u8 + number as u8)
     }
 
+    /// All layers there can be.
+    pub(super) const COUNT: usize = Tier::ALL.len() + Self::CLASSES;
+
+    pub(super) fn all() -> impl Iterator<Item = Self> {
+        (0..Self::COUNT as u8).map(Self)
+    }
+
+    pub(super) fn at(self) -> usize {
+        usize::from(self.0)
+    }
+
+    /// The number of the class, where it is one.
+    pub(super) fn class_number(self) -> Option<usize> {
+        self.at().checked_sub(Tier::ALL.len())
+    }
+
     pub(super) fn tier(self) -> Option<Tier> {
         Tier::ALL.get(usize::from(self.0)).copied()
     }
@@ -65,7 +81,7 @@ impl Layers {
     }
 
     pub(super) fn iter(self) -> impl Iterator<Item = Layer> {
-        (0..8).map(Layer).filter(move |layer| self.has(*layer))
+        Layer::all().filter(move |layer| self.has(*layer))
     }
 
     /// Only the tiers.

@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use super::doubts::{Doubts, Gains};
+use super::doubts::Doubts;
+use super::gains::Gains;
 use super::needs::Needs;
 use super::{BlockCounts, Moment, SlotStats};
 use crate::tier::Tier;
@@ -188,6 +189,7 @@ impl Tally {
 
     pub(super) fn reset(&self) {
         self.doubts.lock().reset();
+        self.gains.lock().clear(self.moment().stores);
         for count in self.blocks.iter().chain([&self.copies, &self.waiting]) {
             count.store(0, Ordering::Relaxed);
         }

@@ -21,6 +21,7 @@ use waiting::Waiting;
 use super::PrefixIndex;
 use super::children::Mixed;
 use super::event::{GroupNeed, KvEvent, Outcome};
+use super::gains::Left;
 use super::needs::Needs;
 use super::owners::{Layer, Layers};
 use super::seats::{Seat, Tally};
@@ -46,6 +47,8 @@ pub struct RankWriter {
     groups: Option<Box<Groups>>,
     /// How often events were lost.
     generation: u32,
+    /// What left the device lately.
+    left: Left,
     /// Whether the engine may hold blocks that were never told, and how many were evicted since of those stored since.
     untold: Option<u64>,
     scratch: Scratch,
@@ -87,7 +90,7 @@ struct Scratch {
     /// What names hold no longer.
     lost: Vec<(Place, Layer)>,
     /// What is there for certain.
-    sure: Vec<(Place, Tier)>,
+    sure: Vec<(Place, Layer)>,
 }
 
 impl RankWriter {
@@ -105,6 +108,7 @@ impl RankWriter {
             waiting: Waiting::default(),
             groups: None,
             generation: 0,
+            left: Left::default(),
             untold: None,
             scratch: Scratch::default(),
         }
@@ -152,10 +156,15 @@ impl RankWriter {
             if take_extra(&mut self.extra, engine, tier) {
                 continue;
             }
+            if self.generation > 0 {
+                evicted.push(if named.doubted.has(tier) { 0 } else { named.counted });
+            }
             named.layers = named.layers.without(tier);
             named.doubted = named.doubted.without(tier);
-            if self.generation > 0 {
-                evicted.push(named.counted);
+            if tier == Tier::Device
+                && let Some(forgotten) = self.left.note(engine, self.tally.moment().stores)
+            {
+                self.tally.gains.lock().forget(forgotten);
             }
             scratch.lost.push((named.place, tier.into()));
             if named.layers.tiers().is_empty() {
@@ -168,7 +177,7 @@ impl RankWriter {
         }
         self.release_elsewhere(&mut scratch);
         self.recycle(scratch);
-        self.evicted(&evicted);
+        self.evicted(tier, &evicted);
         outcome
     }
 
@@ -241,9 +250,11 @@ impl RankWriter {
             scratch.won.extend(now.except(before).iter().map(|layer| (named.place, layer)));
             scratch.lost.extend(before.except(now).iter().map(|layer| (named.place, layer)));
             named.layers = tiers.and(now);
+            scratch.sure.extend(groups.sure(engine).iter().map(|layer| (named.place, layer)));
         }
         self.grant_elsewhere(&mut scratch);
         self.release_elsewhere(&mut scratch);
+        self.hear(&scratch.sure, None);
         self.recycle(scratch);
     }
 

@@ -27,7 +27,7 @@ impl Intake {
             encoded.asks(form.ok().and_then(|form| form.model), &self.parts.models);
             return encoded;
         }
-        let Some(mended) = mend(shown) else { return encoded };
+        let Some(mended) = mend(shown).and_then(without_begun_name) else { return encoded };
         if mended.cut == Cut::Nowhere {
             return self.read(api, told, shown);
         }
@@ -37,14 +37,14 @@ impl Intake {
             return encoded;
         }
         let Some((mended, request)) = readable(api, told, mended) else { return encoded };
-        let Some(request) = settled(request, &mended.cut) else { return encoded };
+        let Some(mut request) = settled(request, &mended.cut) else { return encoded };
         let Some(named) = self.parts.models.find(request.model.as_deref()) else {
             encoded.fail(Reason::UnknownModel);
             return encoded;
         };
         let mut clock = Stopwatch::start();
-        let salt =
-            Salt { lora: named.adapter.clone(), cache: told.tenant.clone().or_else(|| request.cache_salt.clone()) };
+        let cache = encoded.salt(told, &mut request, self.parts.clients.trusted);
+        let salt = Salt { lora: named.adapter.clone(), cache };
         let tokens = self.tokens((&named, &salt), &request, &mut encoded, &mut clock);
         let Some(mut tokens) = tokens.ok().and_then(|mut prompts| prompts.pop()) else { return encoded };
         let guessed = tokens.len() as f64 * whole as f64 / shown.len().max(1) as f64;
@@ -76,23 +76,23 @@ fn readable(api: Api, told: &Told, mended: Mended) -> Option<(Mended, openai::Re
 }
 
 /// The request whose prompt is the beginning of the whole one's; `None` where that is not so. What stands at the beginning of
-/// prompts and may come only after the cut (tools, `system`, developers) is taken for absent where nothing of what was shown
-/// lets one expect it, because most requests have none; so this is no evidence of the engine's tokens.
+/// prompts and may come only after the cut (tools, `system`, developers), what changes all of it (arguments of the template,
+/// effort, documents) and what sets it apart (a salt) is taken for absent where nothing of what was shown lets one expect
+/// it, because most requests have none; so this is no evidence of the engine's tokens.
 fn settled(mut request: openai::Request, cut: &Cut) -> Option<openai::Request> {
     let path = match cut {
         Cut::Nowhere => return Some(request),
         Cut::Text(path) | Cut::Between(path) => path,
     };
     let in_prompt = match path.first() {
-        Some(Step::Key(key)) => ["messages", "prompt", "input", "text", "input_ids", "token_ids"].contains(&&**key),
+        Some(first) => is_key(first, &["messages", "prompt", "input", "text", "input_ids", "token_ids"]),
         // Behind the prompt; or before it, and then there is none.
         _ => path.is_empty(),
     };
     match &mut request.prompt {
         _ if !in_prompt => return None,
         openai::Prompt::Chat(chat) => {
-            let open_text = matches!(cut, Cut::Text(path) if matches!(path.last(), Some(Step::Key(key)) if key == "content" || key == "text"));
-            begun(chat, open_text)?;
+            begun(chat, matches!(cut, Cut::Text(path) if is_text(path)))?;
         }
         openai::Prompt::Texts(texts) if texts.len() == 1 => {}
         openai::Prompt::Tokens(tokens) if tokens.len() == 1 => {}
@@ -100,6 +100,26 @@ fn settled(mut request: openai::Request, cut: &Cut) -> Option<openai::Request> {
     }
     // What is cut off at the front is only known at the end.
     request.tokenization.truncate_prompt_tokens.is_none().then_some(request)
+}
+
+/// Whether this is the text of a message, and not the argument of a call that may have any name.
+fn is_text(path: &[Step]) -> bool {
+    let argument = |step: &Step| is_key(step, &["input", "arguments", "tool_calls"]);
+    path.last().is_some_and(|step| is_key(step, &["content", "text"])) && !path.iter().skip(1).any(argument)
+}
+
+/// Without a text that says who speaks, or of what: the beginning of such a one says something else.
+fn without_begun_name(mended: Mended) -> Option<Mended> {
+    const NAMES: [&str; 6] = ["role", "name", "id", "tool_call_id", "tool_use_id", "call_id"];
+    let begun = match &mended.cut {
+        Cut::Text(path) => path.len() > 1 && path.last().is_some_and(|step| is_key(step, &NAMES)),
+        _ => false,
+    };
+    if begun { mended.shorter() } else { Some(mended) }
+}
+
+fn is_key(step: &Step, keys: &[&str]) -> bool {
+    matches!(step, Step::Key(key) if keys.contains(&key.as_str()))
 }
 
 /// Makes of a conversation the beginning of a longer one.

@@ -4,9 +4,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Models, Named};
+use super::{Models, Named, Told};
 use crate::block::SequenceHash;
-use crate::openai::{Api, Extension, Shape};
+use crate::openai::{self, Api, Extension, Shape};
 use crate::parity::Foretold;
 use crate::router::{Prompt, Reason};
 use crate::worker::ModelName;
@@ -57,6 +57,14 @@ impl Encoded {
             unreadable: None,
             times,
         }
+    }
+
+    /// What separates this client's cache from others'. What else its body says to routers is kept, if it is to be believed.
+    pub(super) fn salt(&mut self, told: &Told, request: &mut openai::Request, trusted: bool) -> Option<String> {
+        let raw = request.extension.take().filter(|_| trusted);
+        self.extension = raw.map(|raw| Box::new(Extension::read(&raw)));
+        let in_extension = self.extension.as_ref().and_then(|extension| extension.cache_salt.clone());
+        told.tenant.clone().or(in_extension).or(request.cache_salt.take())
     }
 
     /// A request whose body was not read, and why.

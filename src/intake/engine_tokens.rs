@@ -227,6 +227,10 @@ impl EngineTokens {
             Api::Messages => RenderApi::Messages,
             _ => return None,
         };
+        // Of these we look at none, so the engine need not render them all.
+        if openai::is_too_much(api, body) {
+            return None;
+        }
         match self.config.path {
             // Without it the answer holds every pixel.
             RenderPath::Render => Some((render, openai::edit::set_field(body, "mm_payload", b"\"none\"")?.into())),

@@ -5,6 +5,7 @@ use super::{Encoded, Intake, Named, Stopwatch, estimate, reason};
 use crate::block::{Content, Salt};
 use crate::openai;
 use crate::prompt::Illustrated;
+use crate::prompt::media::Root;
 use crate::router::{Prompt, Reason};
 
 impl Intake {
@@ -17,8 +18,11 @@ impl Intake {
         clock: &mut Stopwatch,
     ) {
         let Some(encoder) = &named.model.encoder else { return encoded.fail(Reason::NoTokenizer) };
-        let root = self.agreed(named, |agreed| agreed.root.clone());
-        let mut shown = match encoder.illustrate_as(request, salt.cache.as_deref(), root.as_deref()) {
+        let root = self.agreed(named, |agreed| match &agreed.root {
+            Some(root) => Some(Root::Alike(root.clone())),
+            None => agreed.roots_differ.then_some(Root::Different),
+        });
+        let mut shown = match encoder.illustrate(request, salt.cache.as_deref(), &root.unwrap_or_default()) {
             Ok(shown) => shown,
             Err(error) => return encoded.fail(reason(error)),
         };

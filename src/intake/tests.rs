@@ -346,14 +346,34 @@ fn what_is_left_to_the_engines_is_as_they_say_alike() {
     let cut = text(r#", "truncate_prompt_tokens": -1"#);
     assert_eq!(take("/v1/completions", &cut).request.prompt.because(), Some(Reason::EncodeFailed));
 
-    let says = crate::learned::Agreed { root: Some("org/m".to_owned()), max_model_len: Some(5) };
-    intake.parts.tokens[&"m".into()].agreed.store(Arc::new([("m".into(), says)].into()));
+    use crate::learned::Agreed;
+    let agree = |says: Agreed| intake.parts.tokens[&"m".into()].agreed.store(Arc::new([("m".into(), says)].into()));
+    agree(Agreed { roots_differ: true, ..Agreed::default() });
+    match take("/v1/chat/completions", &image).request.prompt {
+        Prompt::Beginning { known, because: Reason::Multimodal, .. } => {
+            assert!(known.locals().len() < by_name.len() && by_name.starts_with(known.locals()));
+        }
+        prompt => panic!("one image has several names, and is none that is known: {prompt:?}"),
+    }
+    let named = image.replace(r#""image_url":{"#, r#""uuid":"mine","image_url":{"#);
+    assert!(matches!(take("/v1/chat/completions", &named).request.prompt, Prompt::Hashed(_)), "{named}");
+    agree(Agreed { root: Some("org/m".to_owned()), max_model_len: Some(5), ..Agreed::default() });
     assert_ne!(locals(take("/v1/chat/completions", &image)), by_name, "images are named by what was started");
     let whole = take("/v1/completions", &text("")).tokens[0].clone();
     assert_eq!(whole.len(), 6);
-    for (more, kept) in [("", 5), (r#", "max_tokens": 2"#, 4), (r#", "max_tokens": 0"#, 5)] {
+    for (more, kept) in
+        [("", 4), (r#", "max_tokens": null"#, 4), (r#", "max_tokens": 2"#, 4), (r#", "max_tokens": 0"#, 5)]
+    {
         let taken = take("/v1/completions", &text(&format!(r#", "truncate_prompt_tokens": -1{more}"#)));
         assert_eq!(taken.tokens, [&whole[6 - kept..]], "{more}");
+    }
+    // A chat may be as long as the model takes, where it does not say how long the answer is to be.
+    let chat =
+        |more: &str| format!(r#"{{"model": "m", "messages": [{{"role": "user", "content": "one two"}}]{more}}}"#);
+    let whole = take("/v1/chat/completions", &chat("")).tokens[0].clone();
+    for (more, kept) in [("", 5), (r#", "max_tokens": 0"#, 5), (r#", "max_completion_tokens": 2"#, 4)] {
+        let taken = take("/v1/chat/completions", &chat(&format!(r#", "truncate_prompt_tokens": -1{more}"#)));
+        assert_eq!(taken.tokens, [&whole[whole.len() - kept..]], "{more}");
     }
 }
 
@@ -374,6 +394,10 @@ async fn an_image_that_was_shown_in_part_is_no_image_yet() {
 
 /// A way in with this template, given as text.
 fn with_template(template: &str) -> Arc<Intake> {
+    with_template_for(template, ClientsConfig::default())
+}
+
+fn with_template_for(template: &str, clients: ClientsConfig) -> Arc<Intake> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("template.jinja");
     std::fs::write(&file, template).unwrap();
@@ -392,7 +416,7 @@ fn with_template(template: &str) -> Arc<Intake> {
     let mut models = Models::default();
     models.add(model, &[], &[]);
     let limits = Limits { inline: 1 << 20, queue: 1, deadline: Duration::from_secs(60) };
-    Intake::new(parts(models, ClientsConfig::default(), limits))
+    Intake::new(parts(models, clients, limits))
 }
 
 const STRINGS: &str = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}";
@@ -406,6 +430,25 @@ const LATE: &str = "{% set ns = namespace(last=0) %}{% for m in messages %}{% if
 const PARTS: &str = "{% for m in messages %}<|im_start|>{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}\
     {% for c in m.content %}{% if c.type == 'image' %}<|image_pad|>{% endif %}{% endfor %}\
     {% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}";
+
+/// Without what comes before `</think>` in all but the last turn.
+const THOUGHTS: &str = "{% for m in messages %}<|im_start|>{{ m.role }} {% if m.role == 'assistant' and not loop.last %}\
+    {{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}";
+
+/// Calls with their arguments one by one, behind the text.
+const CALLS: &str = "{% for m in messages %}<|im_start|>{{ m.role }} {% if m.content %}{{ m.content }}{% endif %}\
+    {% for call in m.tool_calls or [] %}<call>{{ call.function.name }}{% for key, value in call.function.arguments | items %}\
+    <argument={{ key }}>{{ value }}\n</argument of this call and of no other>\n{% endfor %}\n</call that was made>\n{% endfor %}\
+    <|im_end|>{% endfor %}";
+
+/// The blocks of a prompt, as far as they are known.
+fn known_of(prompt: Prompt) -> Vec<crate::block::LocalHash> {
+    match prompt {
+        Prompt::Hashed(prompts) => prompts[0].locals().to_vec(),
+        Prompt::Beginning { known, .. } => known.locals().to_vec(),
+        Prompt::Estimated { .. } => Vec::new(),
+    }
+}
 
 /// However a conversation goes on behind the cut, its prompt begins with the blocks that are known.
 #[tokio::test]
@@ -430,6 +473,12 @@ async fn what_follows_a_cut_does_not_change_what_is_known() {
         body["messages"] = json!(messages);
         body.to_string()
     };
+    let thinks = json!({"role": "assistant", "content": format!("{}</think>{}", words(200), words(400))});
+    let call =
+        |arguments: Value| json!([{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}]);
+    let arguments = json!({"content": words(200), "path": words(300)});
+    let calls = json!({"role": "assistant", "tool_calls": call(arguments.to_string().into()), "content": words(400)});
+    let turned = json!({"content": words(100), "role": "user"});
     // The conversation, a place behind which it is cut, and how much is known at least.
     let cases = [
         (STRINGS, of(&[&system, &user, &answer, &user], false), "w430 ", 60),
@@ -440,6 +489,11 @@ async fn what_follows_a_cut_does_not_change_what_is_known() {
         (LATE, of(&[&system, &user, &thought, &user], false), "w230 ", 40),
         (LATE, of(&[&system, &user, &thought, &user, &answer], true), "w130 ", 20),
         (LATE, of(&[&system, &user, &thought, &user, &answer], true), "\"reasoning\":\"w300 ", 40),
+        (THOUGHTS, of(&[&system, &user, &thinks, &user], false), "w230 ", 60),
+        (THOUGHTS, of(&[&system, &user, &thinks, &user], false), "w430 ", 60),
+        (THOUGHTS, of(&[&system, &user, &answer, &user], false), "\"role\":\"assist", 60),
+        (CALLS, of(&[&system, &user, &calls, &user], true), "w339 \\\"}\"}}]", 60),
+        (CALLS, of(&[&system, &turned, &answer], false), "\"role\":\"us", 20),
         (PARTS, of(&[&system, &user, &answer, &parts], false), "w630 ", 60),
         (PARTS, of(&[&system, &user, &answer, &shown], false), "w530 ", 60),
     ];
@@ -448,20 +502,57 @@ async fn what_follows_a_cut_does_not_change_what_is_known() {
         let cut = body.find(behind).unwrap() + behind.len();
         let cut_body =
             Body::Cut { shown: Bytes::copy_from_slice(&body.as_bytes()[..cut]), length: Some(body.len() as u64) };
-        let known = match intake.take("/v1/chat/completions", &|_| None, &cut_body).await.request.prompt {
-            Prompt::Beginning { known, .. } => known.locals().to_vec(),
-            Prompt::Estimated { .. } => Vec::new(),
-            prompt => panic!("{at}: {prompt:?}"),
-        };
+        let known = known_of(intake.take("/v1/chat/completions", &|_| None, &cut_body).await.request.prompt);
         assert!(known.len() * 4 >= least, "{at}: {} tokens are known", known.len() * 4);
-        let whole = intake.take_now("/v1/chat/completions", &|_| None, body.as_bytes()).request.prompt;
         // Of one with an image as much is known as comes before it.
-        let locals = match &whole {
-            Prompt::Hashed(prompts) => prompts[0].locals().to_vec(),
-            Prompt::Beginning { known, .. } => known.locals().to_vec(),
-            prompt @ Prompt::Estimated { .. } => panic!("{at}: {prompt:?}"),
-        };
+        let locals = known_of(intake.take_now("/v1/chat/completions", &|_| None, body.as_bytes()).request.prompt);
+        assert!(least == 0 || !locals.is_empty(), "{at}");
         assert!(locals.starts_with(&known), "{at}: {} of {} blocks", known.len(), locals.len());
+    }
+}
+
+/// What code agents write with `/v1/messages`: arguments are objects, and one of them is called content.
+#[tokio::test]
+async fn a_cut_argument_of_a_call_is_not_known() {
+    use serde_json::json;
+    let words = |from: usize| (from..from + 40).map(|n| format!("w{n} ")).collect::<String>();
+    let uses =
+        json!({"type": "tool_use", "id": "c", "name": "f", "input": {"path": words(200), "content": words(300)}});
+    let body = json!({"model": "m", "system": words(0), "tools": [{"name": "f", "input_schema": {}}], "messages": [
+        {"role": "user", "content": words(100)}, {"role": "assistant", "content": [uses]}]});
+    let body = body.to_string();
+    let intake = with_template(CALLS);
+    let whole = intake.take_now("/v1/messages", &|_| None, body.as_bytes()).request.prompt;
+    let Prompt::Hashed(whole) = whole else { panic!("{whole:?}") };
+    for behind in ["w230 ", "w330 "] {
+        let cut = body.find(behind).unwrap() + behind.len();
+        let shown = Body::Cut { shown: Bytes::copy_from_slice(&body.as_bytes()[..cut]), length: None };
+        let prompt = intake.take("/v1/messages", &|_| None, &shown).await.request.prompt;
+        let Prompt::Beginning { known, .. } = prompt else { panic!("{behind}: {prompt:?}") };
+        assert!(whole[0].locals().starts_with(known.locals()), "{behind}");
+        assert!(known.locals().len() * 4 >= 60, "{behind}: {}", known.locals().len());
+    }
+}
+
+#[tokio::test]
+async fn a_cut_conversation_is_salted_as_the_whole_one() {
+    let words = (0..40).map(|n| format!("w{n} ")).collect::<String>();
+    let trusting = with_template_for(STRINGS, ClientsConfig { trusted: true, ..ClientsConfig::default() });
+    for salt in [r#""cache_salt": "a", "#, r#""nvext": {"cache_salt": "b"}, "#] {
+        let body =
+            |salt: &str| format!(r#"{{"model": "m", {salt}"messages": [{{"role": "user", "content": "{words}"}}]}}"#);
+        let whole =
+            |body: &str| match trusting.take_now("/v1/chat/completions", &|_| None, body.as_bytes()).request.prompt {
+                Prompt::Hashed(prompts) => prompts[0].locals().to_vec(),
+                prompt => panic!("{prompt:?}"),
+            };
+        let (salted, plain) = (whole(&body(salt)), whole(&body("")));
+        assert!(!plain.starts_with(&salted[..1]), "{salt}");
+        let cut = body(salt).find("w35 ").unwrap();
+        let shown = Body::Cut { shown: Bytes::copy_from_slice(&body(salt).as_bytes()[..cut]), length: None };
+        let prompt = trusting.take("/v1/chat/completions", &|_| None, &shown).await.request.prompt;
+        let Prompt::Beginning { known, .. } = prompt else { panic!("{salt}: {prompt:?}") };
+        assert!(!known.is_empty() && salted.starts_with(known.locals()), "{salt}");
     }
 }
 

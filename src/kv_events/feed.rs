@@ -6,11 +6,13 @@ use std::time::Instant;
 
 use super::convert::{Converted, Filtered, Normalizer};
 use super::sequencer::{Digest, Live, Repeated, Sequencer};
-use super::wire::{self, Batch, Event};
+use super::wire::{self, Batch, Event, Medium, WireError};
 use super::witness::unix_now;
 use super::{RankSink, SharedResync, SourceSpec, Witness};
 use crate::index::{KvEvent, Outcome};
+use crate::lifecycle::aside;
 use crate::metrics::{EventLabels, Metrics, OutcomeLabel};
+use crate::tier::Tier;
 use crate::trust::{Because, Heard, Source};
 use crate::worker::{BlockSize, WorkerRank};
 
@@ -68,6 +70,10 @@ impl Feed {
 
     /// Takes one live message. A gap in front of it is handed back, to be closed and then settled.
     pub(super) fn live(&mut self, seq: u64, payload: &[u8]) -> Option<Gap> {
+        let batch = wire::decode(payload);
+        if self.is_foreign(&batch) {
+            return None;
+        }
         let mut verdict = self.sequencer.live(seq, || Digest::of(payload));
         if verdict == Live::Restart {
             self.restarted("its batch numbers went back");
@@ -81,7 +87,7 @@ impl Feed {
             Live::Stale | Live::Restart => self.count("stale"),
             // Not moving the mark past a batch that cannot be read makes the next one ask for it again.
             Live::Apply => {
-                if self.apply(payload, Way::Live(seq)) {
+                if self.apply(batch, Way::Live(seq)) {
                     self.sequencer.advance(seq, Digest::of(payload));
                 }
             }
@@ -101,7 +107,7 @@ impl Feed {
         match self.sequencer.place(gap.to) {
             Live::Stale | Live::Restart => self.count("stale"),
             Live::Apply => {
-                if self.apply(payload, Way::Live(gap.to)) {
+                if self.apply(wire::decode(payload), Way::Live(gap.to)) {
                     self.sequencer.advance(gap.to, Digest::of(payload));
                 }
             }
@@ -111,11 +117,15 @@ impl Feed {
 
     /// Takes one batch of a replay. A hole is handed back with the batch untouched.
     pub(super) fn repeated(&mut self, seq: u64, payload: &[u8]) -> Repeated {
+        let batch = wire::decode(payload);
+        if self.is_foreign(&batch) {
+            return Repeated::Known;
+        }
         let digest = Digest::of(payload);
         let verdict = self.sequencer.repeated(seq, digest);
         match verdict {
             Repeated::Apply => {
-                if !self.apply(payload, Way::Repeated(seq)) {
+                if !self.apply(batch, Way::Repeated(seq)) {
                     // Asking a third time would bring the same bytes.
                     self.lost(seq, seq.saturating_add(1));
                 }
@@ -139,7 +149,7 @@ impl Feed {
     /// Gives up what is missing in front of a batch and applies it.
     pub(super) fn jump(&mut self, gap: Gap, payload: &[u8]) {
         self.lost(gap.from, gap.to);
-        if !self.apply(payload, Way::Repeated(gap.to)) {
+        if !self.apply(wire::decode(payload), Way::Repeated(gap.to)) {
             self.lost(gap.to, gap.to.saturating_add(1));
         }
         self.sequencer.advance(gap.to, Digest::of(payload));
@@ -199,7 +209,7 @@ impl Feed {
                 rank = %self.rank, blocks = forgotten.names.len(),
                 "blocks that nothing was heard of since events were lost are forgotten: as many newer ones were evicted since"
             );
-            for event in self.normalizer.forgotten(forgotten) {
+            for event in aside(|| self.normalizer.forgotten(forgotten)) {
                 (self.sink.apply)(&event);
             }
         }
@@ -233,9 +243,26 @@ impl Feed {
         self.witness.note(Source::restarted);
     }
 
-    /// Decodes and applies one batch; false if it cannot be read.
-    fn apply(&mut self, payload: &[u8], way: Way) -> bool {
-        match wire::decode(payload) {
+    /// Whether a batch is another rank's. Its blocks under this rank's name would be prefixes that do not exist, and its
+    /// number and its being heard say nothing of this rank.
+    fn is_foreign(&mut self, batch: &Result<Batch, WireError>) -> bool {
+        let named = batch.as_ref().ok().and_then(|batch| batch.rank);
+        let Some(named) = named.filter(|&named| named != self.rank.rank.0) else { return false };
+        self.count("other_rank");
+        self.witness.note(|source| source.named(false));
+        if !std::mem::replace(&mut self.complaints.other_rank, true) {
+            tracing::error!(
+                rank = %self.rank, named,
+                "KV events of another data-parallel rank arrive here and are dropped; \
+                 correct the worker's ranks or the endpoints of its event sources"
+            );
+        }
+        true
+    }
+
+    /// Applies one batch; false if it cannot be read.
+    fn apply(&mut self, batch: Result<Batch, WireError>, way: Way) -> bool {
+        match batch {
             Ok(batch) => {
                 self.complaints.undecodable = false;
                 self.apply_batch(&batch);
@@ -254,19 +281,6 @@ impl Feed {
     }
 
     fn apply_batch(&mut self, batch: &Batch) {
-        if let Some(named) = batch.rank.filter(|&named| named != self.rank.rank.0) {
-            // Another rank's blocks under this rank's name would be prefixes that do not exist.
-            self.count("other_rank");
-            self.witness.note(|source| source.named(false));
-            if !std::mem::replace(&mut self.complaints.other_rank, true) {
-                tracing::error!(
-                    rank = %self.rank, named,
-                    "KV events of another data-parallel rank arrive here and are dropped; \
-                     correct the worker's ranks or the endpoints of its event sources"
-                );
-            }
-            return;
-        }
         for event in &batch.events {
             let converted = self.normalizer.convert(event);
             let labels = self.told(event, converted);
@@ -289,6 +303,10 @@ impl Feed {
             Converted::Regrouped(events, outcome) => {
                 let told: Vec<_> = events.iter().map(|event| self.tell(event)).collect();
                 let failed = told.into_iter().find(|outcome| !is_fine(*outcome));
+                self.dropped |= outcome == Outcome::TooManyWaiting;
+                if outcome == Outcome::ParentNotFound {
+                    self.tell_unfounded(event);
+                }
                 EventLabels { kind: kind(event), outcome: failed.unwrap_or(outcome).as_str() }
             }
             Converted::Group(reason, share) => {
@@ -310,9 +328,20 @@ impl Feed {
         }
     }
 
+    /// A block is in use on the device that was never told. The index, which judges by that, does not see it where the
+    /// engine's blocks are smaller than ours.
+    fn tell_unfounded(&mut self, event: &Event) {
+        if let Event::Stored(stored) = event
+            && stored.origin.medium == Medium::Tier(Tier::Device)
+        {
+            self.tell(&KvEvent::Stored { parent: stored.parent, blocks: Vec::new(), tier: Tier::Device });
+        }
+    }
+
     /// Hands one event to the index.
     fn tell(&mut self, event: &KvEvent) -> Outcome {
         let outcome = (self.sink.apply)(event);
+        self.dropped |= outcome == Outcome::TooManyWaiting;
         if *event == KvEvent::Cleared {
             self.dropped = false;
             self.witness.note(Source::cleared);
@@ -326,20 +355,20 @@ impl Feed {
             Way::Live(number) => (number, Some(batch.timestamp)),
             Way::Repeated(number) => (number, None),
         };
-        let own = batch.rank.is_none_or(|named| named == self.rank.rank.0);
         let engine = self.normalizer.engine_block_size();
         self.witness.note(|source| {
             source.heard(Heard { at: Instant::now(), unix: unix_now(), written, number });
             if let Some(engine) = engine {
                 source.sized(engine);
             }
-            source.named(own);
+            source.named(true);
         });
     }
 
     fn complain(&mut self, reason: Filtered) {
         let configured = self.block_size.tokens();
         match reason {
+            Filtered::AmbiguousSalt => self.dropped = true,
             Filtered::BlockSize { engine } => {
                 let known = self.normalizer.engine_block_size();
                 match known {

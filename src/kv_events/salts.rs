@@ -14,7 +14,7 @@ use crate::tier::Tier;
 pub(super) struct Ambiguous;
 
 /// Blocks that are remembered per rank. Beyond, the salts of further ones cannot be told, and what follows them is dropped.
-const MOST: usize = 1 << 22;
+const MOST: usize = if cfg!(test) { 1 << 12 } else { 1 << 22 };
 
 /// Salts by block.
 #[derive(Debug, Default)]

@@ -13,6 +13,9 @@ use super::{ParseError, Prompt, Request, Tokenization};
 /// Most prompts of one request that are looked at.
 const MOST_PROMPTS: usize = 1024;
 
+/// How long an answer engines give where the request does not say: chats have as much as there is room for.
+const ANSWER: u64 = 16;
+
 #[derive(Deserialize)]
 struct Body<'a> {
     #[serde(default)]
@@ -52,7 +55,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         stream: body.stream.unwrap_or(false),
         prompt,
         cache_salt: body.cache_salt,
-        max_output_tokens: body.max_tokens,
+        max_output_tokens: Some(body.max_tokens.unwrap_or(ANSWER)),
         tokenization: Tokenization {
             add_special_tokens: body.add_special_tokens,
             truncate_prompt_tokens: body.truncate_prompt_tokens,
@@ -61,6 +64,17 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         },
         extension: body.nvext.map(|raw| raw.get().into()),
     })
+}
+
+/// Whether a body has more prompts than are looked at.
+pub(super) fn has_too_many(text: &str) -> bool {
+    #[derive(Deserialize)]
+    struct Only {
+        prompt: Option<Prompts>,
+    }
+    // Each has a byte, and another that separates it from the next.
+    text.len() > 2 * MOST_PROMPTS
+        && serde_json::from_str::<Only>(text).is_ok_and(|only| matches!(only.prompt, Some(Prompts(Prompt::TooMany))))
 }
 
 /// The prompts of a request, in any of the four shapes.

@@ -20,6 +20,15 @@ pub enum Evidence {
     },
 }
 
+/// How much of what an engine holds its events told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// All of it.
+    All,
+    /// It may hold more: blocks were stored of which nothing was heard.
+    Some,
+}
+
 /// What we foretold of a request's blocks by ourselves.
 #[derive(Clone, Debug, Default)]
 pub enum Foretold {
@@ -75,12 +84,16 @@ impl Sighting {
     }
 
     /// What was found: `held` leading blocks of those that have to be there, after `stores` events that stored something.
-    /// `None` where that says nothing, because the engine told of nothing new: what it had cached before we listened it
-    /// never tells.
-    pub fn found(self, (held, of): (usize, usize), stores: u64) -> Option<(Evidence, Change)> {
+    /// `None` where that says nothing, because the engine told of nothing new, or may not have told all: what it had
+    /// cached before we listened it never tells.
+    pub fn found(self, (held, of): (usize, usize), stores: u64, told: Told) -> Option<(Evidence, Change)> {
         let evidence = match held {
             _ if of == 0 => return None,
             held if held >= of => Evidence::Confirmed,
+            _ if told == Told::Some => {
+                self.standing.undecided(self.rank.worker);
+                return None;
+            }
             _ if stores <= self.stores => return None,
             block => Evidence::Unconfirmed { block },
         };

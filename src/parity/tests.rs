@@ -26,7 +26,7 @@ fn differs() -> Verdict {
 }
 
 fn silent() -> Verdict {
-    Verdict::CannotTest { why: "timeout".into() }
+    Verdict::CannotTest { why: "timeout".into(), passes: true }
 }
 
 #[test]
@@ -91,6 +91,18 @@ fn events_prove_a_difference_only_in_a_row_and_heal_it_in_a_row() {
 }
 
 #[test]
+fn a_round_that_a_new_life_passes_outweighs_what_the_events_of_the_old_one_proved() {
+    let standing = Standing::default();
+    (0..8).for_each(|_| _ = standing.seen(ONE, Evidence::Unconfirmed { block: 0 }));
+    standing.restarted(ONE);
+    assert_eq!(standing.tested(ONE, silent()), Change::None, "no test is passed by silence");
+    assert_eq!(standing.tested(ONE, agrees()), Change::Trusted);
+    let again: Vec<_> = (0..8).map(|_| standing.seen(ONE, Evidence::Unconfirmed { block: 0 })).collect();
+    assert_eq!(again.iter().position(|change| *change == Change::Mistrusted), Some(7), "it begins at nothing");
+    assert_eq!(standing.tested(ONE, agrees()), Change::None, "the same life");
+}
+
+#[test]
 fn what_the_events_of_one_worker_prove_is_proven_of_that_worker_only() {
     let standing = Standing::default();
     let missing = Evidence::Unconfirmed { block: 0 };
@@ -121,16 +133,20 @@ fn what_is_looked_after_has_a_limit_and_needs_news_to_say_anything() {
     // Answered by somebody else, it is forgotten.
     held.pop().unwrap().answered(WorkerRank { worker: TWO, rank: DpRank(0) });
     assert!(standing.take_ready().is_empty());
-    for (held, stores, expected) in [
-        (5, 5, Some(Evidence::Confirmed)),
-        (0, 5, None),
-        (0, 6, Some(Evidence::Unconfirmed { block: 0 })),
-        (4, 6, Some(Evidence::Unconfirmed { block: 4 })),
+    for (held, stores, told, expected) in [
+        (5, 5, Told::All, Some(Evidence::Confirmed)),
+        (0, 5, Told::All, None),
+        (0, 6, Told::All, Some(Evidence::Unconfirmed { block: 0 })),
+        (4, 6, Told::All, Some(Evidence::Unconfirmed { block: 4 })),
+        // It may hold what it never told; but what it told it holds.
+        (0, 6, Told::Some, None),
+        (5, 6, Told::Some, Some(Evidence::Confirmed)),
     ] {
         standing.sighting(rank, hashes(), 5).unwrap().answered(rank);
-        let found = standing.take_ready().pop().unwrap().found((held, 5), stores);
-        assert_eq!(found.map(|(evidence, _)| evidence), expected, "{held} {stores}");
+        let found = standing.take_ready().pop().unwrap().found((held, 5), stores, told);
+        assert_eq!(found.map(|(evidence, _)| evidence), expected, "{held} {stores} {told:?}");
     }
+    assert_eq!(standing.parity().workers[&ONE].events.undecided, 1);
     drop(held);
     assert_eq!(standing.sightings.load(Ordering::Relaxed), 0);
 }

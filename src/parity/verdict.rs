@@ -70,6 +70,9 @@ pub enum Verdict {
     CannotTest {
         /// Why.
         why: String,
+        /// Whether it may be otherwise soon.
+        #[serde(skip)]
+        passes: bool,
     },
 }
 
@@ -92,6 +95,9 @@ pub struct EventsVerdict {
     pub differs: Option<Difference>,
     /// Whether the opposite is.
     pub agrees: bool,
+    /// Requests whose blocks were missing while the events did not tell all that the engine holds: they prove nothing, and
+    /// as long as only these become more, nothing would show that its tokens are others.
+    pub undecided: u64,
     /// Requests in a row without their blocks.
     unconfirmed: u32,
     /// Requests in a row with them.
@@ -136,7 +142,8 @@ pub struct WorkerParity {
 }
 
 impl WorkerParity {
-    /// Whether its tokens are known to be others than ours. What its events prove no canary outweighs.
+    /// Whether its tokens are known to be others than ours. What its events prove no canary outweighs, but those after
+    /// it began anew.
     pub fn differs(&self) -> bool {
         matches!(self.canaries, Verdict::Differs { .. }) || self.events.differs.is_some()
     }
@@ -173,12 +180,17 @@ impl ModelParity {
             // Who does not answer has not changed its tokens, unless it is somebody else by now; and even then what was
             // wrong is wrong until a test is passed.
             let stays = matches!(known, Verdict::Differs { .. }) || !self.doubted.contains(&worker);
-            if stays && known.is_proven() {
-                return;
+            if !stays || !known.is_proven() {
+                *known = verdict;
             }
+            return;
         }
-        self.doubted.remove(&worker);
+        let begun_anew = self.doubted.remove(&worker);
         *known = verdict;
+        // What the events of its earlier life proved is outweighed by a round that this life passed.
+        if begun_anew && matches!(known, Verdict::Agrees { .. }) {
+            self.workers.entry(worker).or_default().events = EventsVerdict::default();
+        }
     }
 
     pub(super) fn seen(&mut self, worker: WorkerId, evidence: Evidence) {

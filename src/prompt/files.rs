@@ -155,6 +155,7 @@ struct ModelFile {
 }
 
 pub(super) fn load(config: &Config, traits: &Traits) -> Result<Loaded, LoadError> {
+    let bytes = read(&config.tokenizer)?;
     let folder = config.tokenizer.parent().unwrap_or(Path::new(""));
     let config_path = config.tokenizer_config.clone().or_else(|| beside(folder, "tokenizer_config.json"));
     let written: Map<String, Value> = config_path.as_deref().map(json).transpose()?.unwrap_or_default();
@@ -170,16 +171,17 @@ pub(super) fn load(config: &Config, traits: &Traits) -> Result<Loaded, LoadError
     let named = settings.tokenizer_class.as_deref().or(model.tokenizer_class.as_deref());
     let said = Said {
         told: traits.tokenizer_class.as_deref(),
-        class: named.filter(|_| traits.transformers == Transformers::V5),
+        class: named,
         model_type: model.model_type.as_deref(),
         legacy: settings.legacy,
         add_prefix_space: settings.add_prefix_space,
         unk_token: written.get("unk_token").and_then(text_of),
         engine: traits.engine,
+        transformers: traits.transformers,
     };
     settings.refuse_code(&said).map_err(content)?;
     let class = said.class().map_err(content)?;
-    let tokenizer = tokenizer(&config.tokenizer, (&settings, &written), class, &said)?;
+    let tokenizer = tokenizer((&config.tokenizer, bytes), (&settings, &written), class, &said)?;
     check_added_tokens(&tokenizer, &written, &config_path)?;
     let special_tokens = special_tokens(class, &written);
     let special_tokens_doubt = special_tokens_doubt(&tokenizer, &settings, &special_tokens, traits.engine);
@@ -191,7 +193,8 @@ impl TokenizerConfig {
     /// What the engine does beyond its classes.
     fn refuse_code(&self, said: &Said<'_>) -> Result<(), String> {
         let of_tokenizer = |map: &Value| map.is_array() || map.get("AutoTokenizer").is_some_and(|code| !code.is_null());
-        if said.told.is_none() && self.auto_map.as_ref().is_some_and(of_tokenizer) {
+        let asked = said.told.is_none() && !said.is_as_written();
+        if asked && self.auto_map.as_ref().is_some_and(of_tokenizer) {
             return Err("the tokenizer is code of the model's own (auto_map), which engines run with --trust-remote-code: \
                         say what they have by `tokenizer_class` of the model (TokenizersBackend: tokenizer.json as it is)"
                 .to_owned());
@@ -220,18 +223,21 @@ fn with_special_tokens_map(mut written: Map<String, Value>, folder: &Path) -> Re
 }
 
 fn tokenizer(
-    path: &Path,
+    (path, mut bytes): (&Path, Vec<u8>),
     (settings, written): (&TokenizerConfig, &Map<String, Value>),
     class: Class,
     said: &Said<'_>,
 ) -> Result<Tokenizer, LoadError> {
     let content = |error: tokenizers::Error| LoadError::Content { path: path.to_owned(), problem: error.to_string() };
-    let mut bytes = read(path)?;
     // Read twice only where it is changed: it may have megabytes, and what is as written has its own added tokens.
+    let parsed = |bytes: &[u8]| serde_json::from_slice::<Value>(bytes).map_err(|error| content(error.into()));
+    if said.is_of_any_type() {
+        said.sure(&parsed(&bytes)?).map_err(|problem| content(problem.into()))?;
+    }
     let added = if class == Class::AsWritten {
         Added::new(class, written, &Value::Null)
     } else {
-        let mut whole: Value = serde_json::from_slice(&bytes).map_err(|error| content(error.into()))?;
+        let mut whole = parsed(&bytes)?;
         let added = Added::new(class, written, &whole);
         rebuild::rebuild(&mut whole, class, said).map_err(|problem| content(problem.into()))?;
         bytes = serde_json::to_vec(&whole).map_err(|error| content(error.into()))?;

@@ -5,7 +5,7 @@
 
 use std::borrow::Cow;
 
-use super::media::{Illustrated, Known, common, expand};
+use super::media::{Illustrated, Known, Root, common, expand};
 use super::stage::{MARK, Show};
 use super::template::Templates;
 use super::unfinished::same;
@@ -15,17 +15,7 @@ use crate::openai::{Chat, Modality, Prompt, Request, Tokenization};
 impl Encoder {
     /// The tokens of a conversation that shows or plays something, as far as they can be known. Text is taken over from
     /// earlier prompts as in [`Encoder::tokenize_resuming`].
-    pub fn illustrate(&self, request: &Request, apart: Option<&str>) -> Result<Illustrated, EncodeError> {
-        self.illustrate_as(request, apart, None)
-    }
-
-    /// The same, where engines say that they were started with `root`.
-    pub fn illustrate_as(
-        &self,
-        request: &Request,
-        apart: Option<&str>,
-        root: Option<&str>,
-    ) -> Result<Illustrated, EncodeError> {
+    pub fn illustrate(&self, request: &Request, apart: Option<&str>, root: &Root) -> Result<Illustrated, EncodeError> {
         let Prompt::Chat(chat) = &request.prompt else {
             return Err(EncodeError::uncertain("images and the like in another request than a conversation"));
         };
@@ -45,7 +35,7 @@ impl Encoder {
     /// The items up to the first of which not everything is known, and whether these are all.
     fn known(
         &self,
-        (chat, root): (&Chat, Option<&str>),
+        (chat, root): (&Chat, &Root),
         templates: &Templates,
     ) -> Result<(Vec<(Modality, Known)>, bool), EncodeError> {
         let lists = templates.takes_parts(chat)?;

@@ -54,6 +54,18 @@ impl Illustrated {
     }
 }
 
+/// What the engines of a model say they were started with; it enters the names that they give to content.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Root {
+    /// Nobody said: most likely the name of the model.
+    #[default]
+    Unsaid,
+    /// All of them say this.
+    Alike(String),
+    /// They say different things, and so one item has several names.
+    Different,
+}
+
 /// What is known of an item before it stands anywhere.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Known {
@@ -115,8 +127,8 @@ impl Rules {
     }
 
     /// The engine's name of an item and its tokens, if both are known. Of an item that is named but not sent the engine
-    /// may remember nothing, and then it refuses. `root` is what the engines say they were started with.
-    pub(super) fn known(&self, media: &Media, root: Option<&str>) -> Option<Known> {
+    /// may remember nothing, and then it refuses.
+    pub(super) fn known(&self, media: &Media, root: &Root) -> Option<Known> {
         let count = self.of(media.modality)?.count;
         let data = content::base64_of(media.source.as_ref()?);
         if let Some(id) = &media.uuid {
@@ -127,7 +139,11 @@ impl Rules {
         let data = data.filter(|_| media.modality == Modality::Image)?;
         let picture = content::picture(data)?;
         let tokens = count.tokens(Some(picture))?;
-        let model = self.model.as_deref().or(root).unwrap_or(&self.name);
+        let model = match (&self.model, root) {
+            (Some(model), _) | (None, Root::Alike(model)) => model,
+            (None, Root::Unsaid) => &self.name,
+            (None, Root::Different) => return None,
+        };
         Some(Known { id: identity::of_image(model, picture.is_rgb?, data)?, tokens })
     }
 }

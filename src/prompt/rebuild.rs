@@ -8,7 +8,7 @@ mod table;
 
 use serde_json::{Value, json};
 
-use super::Engine;
+use super::{Engine, Transformers};
 pub(super) use added::Added;
 use table::{Does, TABLE};
 
@@ -39,6 +39,7 @@ pub(super) struct Said<'s> {
     pub(super) add_prefix_space: Option<bool>,
     pub(super) unk_token: Option<&'s str>,
     pub(super) engine: Engine,
+    pub(super) transformers: Transformers,
 }
 
 /// How Qwen2 takes text apart, in the parts between which Qwen3.5 differs.
@@ -50,17 +51,17 @@ impl Said<'_> {
     /// The class that the engine comes to; or why that is not known.
     pub(super) fn class(&self) -> Result<Class, String> {
         if let Some(told) = self.told {
-            return Class::named(told);
+            return Class::told(told);
+        }
+        if self.transformers == Transformers::V4 {
+            return Ok(Class::AsWritten);
         }
         let table = &*TABLE;
         let Some(model_type) = self.model_type else {
-            return match self.class.map_or(Ok(Class::AsWritten), Class::named) {
-                Ok(Class::AsWritten) => Ok(Class::AsWritten),
-                _ => Err(format!(
-                    "what becomes of the class `{}` depends on the type of the model: put the model's config.json beside \
-                     tokenizer_config.json, or say `tokenizer_class` of the model",
-                    self.class.unwrap_or_default()
-                )),
+            return match self.class.map(Class::named) {
+                // Of vocabularies of bytes not even this is so for every type: see `sure`.
+                Some(Ok(Class::AsWritten)) => Ok(Class::AsWritten),
+                _ => Err(self.of_no_type()),
             };
         };
         let chosen = match table.chosen(model_type, self.class) {
@@ -70,9 +71,47 @@ impl Said<'_> {
         };
         chosen.map_or(Ok(Class::AsWritten), Class::named)
     }
+
+    /// Whether nobody says what decides: some types have their own class whatever the files name.
+    pub(super) fn is_of_any_type(&self) -> bool {
+        self.told.is_none() && self.model_type.is_none() && self.transformers == Transformers::V5
+    }
+
+    /// Whether this file is as written whatever the type is: the classes that are taken in spite of the name are for
+    /// vocabularies of bytes.
+    pub(super) fn sure(&self, tokenizer: &Value) -> Result<(), String> {
+        let sure = !is_of_pairs(tokenizer) || !is_of_bytes(&tokenizer["pre_tokenizer"]);
+        if sure { Ok(()) } else { Err(self.of_no_type()) }
+    }
+
+    fn of_no_type(&self) -> String {
+        let what = self.class.map_or("a tokenizer without a class".to_owned(), |class| format!("the class `{class}`"));
+        format!(
+            "what becomes of {what} depends on the type of the model: put the model's config.json beside the tokenizer's \
+             files, or say `tokenizer_class` of the model (TokenizersBackend: tokenizer.json as it is)"
+        )
+    }
+
+    /// Whether vLLM takes the tokenizer as written before it looks at anything else.
+    pub(super) fn is_as_written(&self) -> bool {
+        self.engine == Engine::Vllm && self.model_type.is_some_and(|model_type| TABLE.as_written(model_type))
+    }
 }
 
 impl Class {
+    /// The operator's word, which may be as vLLM calls its classes; unlike the name in a file it is not passed over where
+    /// nobody knows it.
+    fn told(name: &str) -> Result<Self, String> {
+        let name = name.strip_prefix("Cached").unwrap_or(name);
+        if !TABLE.knows(name.strip_suffix("Fast").unwrap_or(name)) {
+            return Err(format!(
+                "`tokenizer_class: {name}` is no class of transformers: write `type(tokenizer).__name__` of the engines' \
+                 tokenizer, or TokenizersBackend if they take tokenizer.json as it is"
+            ));
+        }
+        Self::named(name)
+    }
+
     fn named(name: &str) -> Result<Self, String> {
         let bare = name.strip_suffix("Fast").unwrap_or(name);
         Ok(match TABLE.does(bare) {
@@ -137,10 +176,8 @@ struct Parts {
 /// Makes of the content of `tokenizer.json` what this class makes of it.
 pub(super) fn rebuild(tokenizer: &mut Value, class: Class, said: &Said<'_>) -> Result<(), String> {
     let Some(parts) = parts(class, said) else { return Ok(()) };
-    let model = &tokenizer["model"];
-    let of_pairs = model["type"] == "BPE" || (model["type"].is_null() && model["merges"].is_array());
-    if !of_pairs {
-        return Err(format!("the engine's class {class:?} is for BPE, this is {}", model["type"]));
+    if !is_of_pairs(tokenizer) {
+        return Err(format!("the engine's class {class:?} is for BPE, this is {}", tokenizer["model"]["type"]));
     }
     let written = &tokenizer["pre_tokenizer"];
     // Spaces become ▁ in such a vocabulary, and a vocabulary of bytes has no ▁: no engine would run so for long.
@@ -177,6 +214,12 @@ pub(super) fn rebuild(tokenizer: &mut Value, class: Class, said: &Said<'_>) -> R
         model[key] = value;
     }
     Ok(())
+}
+
+/// Whether pairs are merged.
+fn is_of_pairs(tokenizer: &Value) -> bool {
+    let model = &tokenizer["model"];
+    model["type"] == "BPE" || (model["type"].is_null() && model["merges"].is_array())
 }
 
 /// Whether a pre-tokenizer makes bytes of text.

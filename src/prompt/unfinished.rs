@@ -1,6 +1,6 @@
 //! Conversations of which only the beginning is here. What follows may change how the beginning is rendered: thoughts are
 //! left out of all but the last turn, tools are shown before the last question, images stand before the text of their
-//! message, systems are merged into the first. So the conversation is rendered as it is and with things that may follow, and
+//! message, systems are merged into the first, and text turns out to be thoughts. So the conversation is rendered as it is and with things that may follow, and
 //! only what all of these begin with is taken.
 
 use serde_json::{Value, json};
@@ -15,6 +15,10 @@ const UNKNOWN: &str = "\u{10fffe}";
 /// An id that templates take which want nine letters.
 const CALL: &str = "unknown00";
 
+/// What ends the thoughts of a model whose engine does not take them out of its text. Templates look for it, and leave out
+/// of earlier turns what comes before it.
+const END_OF_THOUGHTS: &str = "</think>";
+
 /// The text that the whole conversation's prompt begins with.
 pub(super) fn beginning<T>(
     chat: &Chat,
@@ -22,14 +26,15 @@ pub(super) fn beginning<T>(
     render: impl Fn(&Chat) -> Result<(String, T), EncodeError>,
 ) -> Result<(String, T), EncodeError> {
     let (mut text, told) = render(chat)?;
-    let changed = match render(&followed(&changed(chat, format))) {
-        // A template may take no images, or no calls here.
-        Err(_) => render(&followed(&unknown(chat)))?,
-        rendered => rendered?,
-    };
-    for (other, _) in [render(&followed(chat))?, changed] {
+    for other in [changed(chat, format), rewritten(chat)] {
+        let (other, _) = match render(&followed(&other)) {
+            // A template may take no images, or no calls here.
+            Err(_) => render(&followed(&unknown(chat)))?,
+            rendered => rendered?,
+        };
         text.truncate(same(&text, &other));
     }
+    text.truncate(same(&text, &render(&followed(chat))?.0));
     Ok((text, told))
 }
 
@@ -82,6 +87,25 @@ fn changed(chat: &Chat, format: ContentFormat) -> Chat {
             last.tool_call_id.get_or_insert_with(|| CALL.to_owned());
         }
         _ => {}
+    }
+    chat
+}
+
+/// The same with a last message of which what was shown becomes something else behind the cut: text that turns out to be
+/// thoughts, calls that a text stands before, arguments that are closed in a way of the template's own.
+fn rewritten(chat: &Chat) -> Chat {
+    let mut chat = chat.clone();
+    let Some(last) = chat.messages.last_mut() else { return chat };
+    let answer = format!("{END_OF_THOUGHTS}{UNKNOWN}");
+    match &mut last.content {
+        Some(Content::Text(text)) if chat.continue_final_message => text.push_str(&answer),
+        Some(Content::Parts(parts)) if chat.continue_final_message => parts.push(Part::Bare(answer)),
+        Some(_) => {}
+        nothing => *nothing = Some(Content::Text(UNKNOWN.to_owned())),
+    }
+    let call = last.tool_calls.as_mut().and_then(|calls| calls.last_mut());
+    if let Some(arguments) = call.and_then(|call| call.pointer_mut("/function/arguments")) {
+        *arguments = if arguments.is_string() { json!("{}") } else { json!({}) };
     }
     chat
 }

@@ -91,10 +91,11 @@ impl Router {
             Some(prefill) => (prefill.to.rank, prefill.overlap),
             None => (booked.chosen, route.overlap),
         };
-        let size = self.trust(rank).engine_block_size.unwrap_or(route.block_size).tokens() as u64;
-        let ours = route.block_size.tokens() as u64;
-        let (whole, held) = (route.prompt_blocks * ours, u64::from(overlap.total()) * ours);
-        if route.mode == Mode::Exact && whole / size > held / size {
+        // An engine with larger blocks than ours stores whole ones of its own, of each prompt for itself.
+        let engine = self.trust(rank).engine_block_size.unwrap_or(route.block_size);
+        let count = (engine.tokens() / route.block_size.tokens()).max(1);
+        let whole: usize = booked.prompts.iter().map(|hashes| hashes.len() / count * count).sum();
+        if route.mode == Mode::Exact && whole > overlap.total() as usize {
             self.sources.answered(rank, booked.placed, now);
         }
     }

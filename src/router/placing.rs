@@ -1,9 +1,11 @@
 //! Placing as admission does it, and what a placed request holds: its reservation, the right to try a worker that was
 //! out, and its lease on predicted blocks. All of it ends by drop.
 
-use super::Router;
+use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Instant;
 
+use super::Router;
 use super::answer::{Route, RouteError};
 use super::leg::{Legs, Undecided};
 use super::pools::Pools;
@@ -16,7 +18,7 @@ use crate::health::{Condition, Probe};
 use crate::load::Reservation;
 use crate::parity::Sighting;
 use crate::predict::Lease;
-use crate::worker::{Endpoint, WorkerRank};
+use crate::worker::{Endpoint, WorkerId, WorkerRank};
 
 /// A routed request and everything it holds.
 #[derive(Debug)]
@@ -41,6 +43,8 @@ pub struct Booked {
     pub(super) placed: Instant,
     /// Who was chosen to answer, whoever did.
     pub(super) chosen: WorkerRank,
+    /// Who made other tokens of its prompts than we do when it was placed.
+    pub(super) differing: Arc<BTreeSet<WorkerId>>,
     /// Who answered, where that is nobody whom we know.
     pub(super) away: Option<Endpoint>,
 }

@@ -61,6 +61,7 @@ impl Router {
         let trust = self.sources.table();
         let counting =
             |member: &Member| Counting { engine: trust.standing(member.rank).engine_block_size, as_reported: false };
+        let differing = booked.differing.clone();
         let mut found = None;
         let is_booked = booked.reservation.relocate(|view, before| {
             let loaded = |member: &&'f Member| Some((view.load(member.slot, member.rank)?, *member));
@@ -68,7 +69,10 @@ impl Router {
                 (Some(member.rank.rank) != named, load.active_requests, load.active_blocks, member.rank)
             })?;
             found = Some(member);
-            let cached_tokens = prepared::cached_tokens(&looked, member.slot, counting(member));
+            let cached_tokens = match differing.contains(&member.rank.worker) {
+                true => 0,
+                false => prepared::cached_tokens(&looked, member.slot, counting(member)),
+            };
             let (slot, rank) = (member.slot, member.rank);
             let mut booking = Booking { slot, rank, cached_tokens, prefill_time: None, ..before.clone() };
             if by_durations {

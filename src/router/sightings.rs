@@ -1,5 +1,6 @@
 //! Comparing what was foretold of a request's blocks with what its engine tells of them. Only where the engine's events
-//! are followed and caught up, and only for a few requests at a time.
+//! are followed and caught up, and only for a few requests at a time. Blocks that are missing prove something only where
+//! all that the engine holds was told; blocks that it tells of since prove that it makes our tokens, though others were lost.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -8,10 +9,10 @@ use super::answer::Phases;
 use super::placing::Booked;
 use super::prepared::Prepared;
 use super::{Prompt, RouteRequest, Router};
-use crate::index::Overlaps;
-use crate::parity::{Change, Evidence, Foretold, Parity, Sighting};
-use crate::trust::Trust;
-use crate::worker::{WorkerId, WorkerRank};
+use crate::block::BlockHashes;
+use crate::parity::{Change, Evidence, Foretold, Parity, Sighting, Told};
+use crate::trust::{Because, Trust};
+use crate::worker::{Slot, WorkerId, WorkerRank};
 
 impl Router {
     /// What is known of the models' tokens.
@@ -37,32 +38,51 @@ impl Router {
         };
         let rank = booked.route.to.rank;
         // Who only decodes has its blocks from elsewhere, and not all engines tell of those.
-        if hashes.is_empty() || matches!(booked.route.phases, Phases::Remote(_)) || !self.is_known(rank) {
+        if hashes.is_empty() || matches!(booked.route.phases, Phases::Remote(_)) {
             return None;
         }
+        let (told, slot) = (self.told(rank)?, self.fleet.load().slot(rank)?);
         let standing = self.parity.of(&booked.route.model)?;
-        let stores = self.index.stores(self.fleet.load().slot(rank)?)?;
+        let stores = self.index.stores(slot)?;
+        // What an earlier life of the engine may have told proves nothing of this one.
+        let (held, of) = if told == Told::Some { self.appeared(hashes, rank, slot) } else { (0, 1) };
+        if held >= of {
+            return None;
+        }
         standing.sighting(rank, hashes.clone(), stores)
     }
 
-    /// Whether all that a worker rank holds was told. Of blocks that it held before anybody listened it says nothing, and
+    /// How much of what a worker rank holds was told. Of blocks that it held before anybody listened it says nothing, and
     /// where those are hit no block of theirs is missing for another reason.
-    fn is_known(&self, rank: WorkerRank) -> bool {
-        let whole = || self.sources().facts(rank).is_some_and(|facts| facts.whole);
-        self.trust(rank).trust == Trust::Exact && whole()
+    fn told(&self, rank: WorkerRank) -> Option<Told> {
+        let standing = self.trust(rank);
+        match standing.trust {
+            Trust::Exact => Some(Told::All),
+            Trust::Incomplete => Some(Told::Some),
+            // Also where it began anew, and its numbers had overtaken the old ones before they were heard.
+            Trust::Stale if standing.because == Some(Because::LostBatches) => Some(Told::Some),
+            Trust::CatchingUp | Trust::Stale | Trust::Absent => None,
+        }
     }
 
-    /// Looks for the blocks of an answered request; `None` where nothing can be said.
-    pub fn look_for(&self, sighting: Sighting, scratch: &mut Overlaps) -> Option<(Evidence, Change)> {
-        let rank = sighting.rank();
-        let slot = self.fleet.load().slot(rank).filter(|_| self.is_known(rank))?;
-        let stores = self.index.stores(slot)?;
-        let hashes = sighting.hashes();
+    /// How many leading blocks of a request its worker rank told of, and of how many.
+    fn appeared(&self, hashes: &BlockHashes, rank: WorkerRank, slot: Slot) -> (usize, usize) {
         // An engine with larger blocks than ours tells of whole ones of its own only.
         let engine =
             self.trust(rank).engine_block_size.map_or(1, |engine| engine.tokens() / hashes.block_size().tokens());
-        let of = hashes.len() / engine.max(1) * engine.max(1);
-        let held = self.index.leading(hashes, slot, scratch);
-        sighting.found((held, of), stores)
+        let mut scratch = self.scratch.take();
+        let held = self.index.leading(hashes, slot, &mut scratch);
+        self.scratch.give([scratch]);
+        (held, hashes.len() / engine.max(1) * engine.max(1))
+    }
+
+    /// Looks for the blocks of an answered request; `None` where nothing can be said.
+    pub fn look_for(&self, sighting: Sighting) -> Option<(Evidence, Change)> {
+        let rank = sighting.rank();
+        let told = self.told(rank)?;
+        let slot = self.fleet.load().slot(rank)?;
+        let stores = self.index.stores(slot)?;
+        let found = self.appeared(sighting.hashes(), rank, slot);
+        sighting.found(found, stores, told)
     }
 }

@@ -121,6 +121,24 @@ fn who_says_nothing_after_several_answers_is_silent_until_the_next_batch() {
 }
 
 #[test]
+fn who_hears_two_ranks_is_not_believed_in_turns() {
+    let mut source = attached();
+    for _ in 0..10 {
+        source.named(false);
+        for _ in 0..OWN_IN_A_ROW - 1 {
+            source.sized(BlockSize::new(16).unwrap());
+            source.named(true);
+            assert_eq!(stands(&source), (Trust::Absent, Some(Because::OtherRank)));
+        }
+    }
+    source.named(true);
+    assert_eq!(stands(&source), (Trust::Exact, None), "the other has gone");
+    source.named(false);
+    source.restarted();
+    assert_eq!(stands(&source), (Trust::Exact, None), "a new engine");
+}
+
+#[test]
 fn facts_tell_of_the_last_batch_and_of_clocks_that_differ() {
     let mut source = attached();
     source.heard(heard(Instant::now(), 9));

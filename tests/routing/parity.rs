@@ -9,7 +9,7 @@ use tokio::net::TcpListener;
 
 use crate::bed::{Bed, SOON, chat, engine, essay, text};
 use crate::support::ports::{FreePort, until};
-use crate::support::stack::{BLOCK_SIZE, MODEL, model_file};
+use crate::support::stack::{BLOCK_SIZE, EngineSpec, MODEL, model_file};
 
 /// Where the engine's template says something else: the tokens before it are the same.
 const OTHER: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
@@ -137,10 +137,20 @@ async fn of_two_engines_only_the_one_that_differs_is_left_to_the_load() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn where_engines_cannot_be_asked_their_events_tell_within_a_hundred_requests_and_heal_it() {
+    events_tell_and_heal(true).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn events_heal_what_they_proved_although_some_of_the_new_life_are_lost() {
+    events_tell_and_heal(false).await;
+}
+
+/// The second proof alone, with replay or with a batch that nobody repeats after the engine began anew.
+async fn events_tell_and_heal(replay: bool) {
     let template = Template::other();
     let config = json!({"self_test": {"interval": "1s", "grace": "200ms"}});
     let flags = template.flags(&["--no-tokenize", "--no-render"]);
-    let mut bed = Bed::start(&[engine(1).with(&flags)], config).await;
+    let mut bed = Bed::start(&[EngineSpec { replay, ..engine(1).with(&flags) }], config).await;
     let mut requests = 0;
     let found = until(SOON, async || {
         requests += 1;
@@ -157,14 +167,25 @@ async fn where_engines_cannot_be_asked_their_events_tell_within_a_hundred_reques
     assert!(nothing.iter().all(|key| difference[*key].is_null()), "nothing of a user is shown: {shown:#}");
     assert_eq!(bed.ask(&chat(&essay(500))).await.mode(), "load_only");
     mend(&mut bed).await;
+    if !replay {
+        bed.misbehave(1, json!({"drop_events": {"batches": 1, "keep_for_replay": false}})).await;
+    }
     let mut topic = 1000;
     let healed = until(SOON, async || {
         topic += 1;
-        bed.ask(&chat(&essay(topic))).await;
+        bed.ask(&of_its_own(topic)).await;
         parity(&bed).await["mistrusted"] == false
     });
     assert!(healed.await, "{:#}\n{}", parity(&bed).await, log(&bed));
-    assert_eq!(bed.ask(&chat(&essay(topic))).await.mode(), "exact");
+    assert_eq!(bed.ask(&of_its_own(topic)).await.mode(), "exact");
+}
+
+/// A chat that has no block in common with others: the first one of all others may be among those that were lost.
+fn of_its_own(topic: usize) -> Value {
+    let mut body = chat("Go on.");
+    let question = body["messages"][0].take();
+    body["messages"] = json!([{"role": "system", "content": essay(topic)}, question]);
+    body
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -94,29 +94,62 @@ fn tokenizers_of_every_class_make_the_tokens_that_transformers_makes() {
 fn what_is_not_known_to_be_built_as_the_engine_builds_it_is_refused_by_name() {
     let made = made();
     let case = |tokenizer: &str, class: &str, model: Option<&str>, more: Value| {
-        let mut tokenizer_config = serde_json::json!({"tokenizer_class": class});
+        let mut tokenizer_config = made.of(tokenizer, None).tokenizer_config.clone();
+        tokenizer_config["tokenizer_class"] = class.into();
         tokenizer_config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        if class.is_empty() {
+            tokenizer_config.as_object_mut().unwrap().remove("tokenizer_class");
+        }
         let config = model.map_or(Value::Null, |model| serde_json::json!({"model_type": model}));
         let tokenizer = tokenizer.to_owned();
         Case { tokenizer, tokenizer_config, config, class: class.to_owned(), bare: Vec::new(), special: Vec::new() }
     };
-    let nothing = serde_json::json!({});
-    let code = serde_json::json!({"auto_map": {"AutoTokenizer": [null, "tokenization.Own"]}});
+    let nothing = || serde_json::json!({});
+    let code = || serde_json::json!({"auto_map": {"AutoTokenizer": [null, "tokenization.Own"]}});
+    let written = "TokenizersBackend";
     for (case, named, told) in [
-        (case("bytes", "Qwen2TokenizerFast", None, nothing.clone()), "config.json", "Qwen2Tokenizer"),
-        (case("pieces", "CodeLlamaTokenizer", Some("llama"), nothing.clone()), "CodeLlamaTokenizer", "LlamaTokenizer"),
-        (
-            case("bytes", "RobertaTokenizerFast", Some("roberta"), nothing.clone()),
-            "RobertaTokenizer",
-            "TokenizersBackend",
-        ),
+        (case("bytes", "Qwen2TokenizerFast", None, nothing()), "config.json", "Qwen2Tokenizer"),
+        (case("bytes", "GPTNeoXTokenizer", None, nothing()), "config.json", "CachedGPTNeoXTokenizerFast"),
+        // Of qwen2 these are Qwen2Tokenizer, and without a class nothing is as written for every type.
+        (case("bytes", "PreTrainedTokenizerFast", None, nothing()), "config.json", written),
+        (case("bytes", "NotInTransformers", None, nothing()), "config.json", written),
+        (case("bytes", "", None, nothing()), "config.json", "GPT2Tokenizer"),
+        (case("pieces", "", None, nothing()), "config.json", "GemmaTokenizer"),
+        (case("pieces", "CodeLlamaTokenizer", Some("llama"), nothing()), "CodeLlamaTokenizer", "LlamaTokenizer"),
+        (case("bytes", "RobertaTokenizerFast", Some("roberta"), nothing()), "RobertaTokenizer", written),
         // Distilled from one family into another, and loaded by a name that only the engine knows.
-        (case("bytes", "LlamaTokenizerFast", Some("llama"), nothing), "tokenizer_class", "TokenizersBackend"),
-        (case("bytes", "TokenizersBackend", Some("own"), code), "auto_map", "TokenizersBackend"),
+        (case("bytes", "LlamaTokenizerFast", Some("llama"), nothing()), "tokenizer_class", written),
+        (case("bytes", "TokenizersBackend", Some("own"), code()), "auto_map", written),
     ] {
         let refused = load(&made, &case, &Traits::default()).unwrap_err();
         assert!(refused.contains(named), "{}: {refused}", case.name());
-        let traits = Traits { tokenizer_class: Some(told.to_owned()), ..Traits::default() };
-        load(&made, &case, &traits).unwrap();
+        let traits = |told: &str| Traits { tokenizer_class: Some(told.to_owned()), ..Traits::default() };
+        made.agrees(&load(&made, &case, &traits(told)).unwrap(), &case.tokenizer, told);
+        let nonsense = load(&made, &case, &traits("LLamaTokenizer")).unwrap_err();
+        assert!(nonsense.contains("LLamaTokenizer"), "{}: {nonsense}", case.name());
+    }
+    for case in [
+        // As written whatever the type: nothing that is taken in spite of the name fits this file.
+        case("pieces", "PreTrainedTokenizerFast", None, nothing()),
+        // vLLM never looks at the code of these.
+        case("bytes", "InternLM2Tokenizer", Some("internlm2"), code()),
+    ] {
+        made.agrees(&load(&made, &case, &Traits::default()).unwrap(), &case.tokenizer, written);
+    }
+}
+
+impl Made {
+    /// The plainest case of a tokenizer, and of a class of it.
+    fn of(&self, tokenizer: &str, class: Option<&str>) -> &Case {
+        let cases = self.cases.iter().filter(|case| case.tokenizer == tokenizer);
+        cases.into_iter().find(|case| class.is_none_or(|class| case.class == class)).unwrap()
+    }
+
+    /// Holds an encoder against the tokens of a class.
+    fn agrees(&self, encoder: &Encoder, tokenizer: &str, class: &str) {
+        let class = class.trim_start_matches("Cached").trim_end_matches("Fast");
+        for (text, theirs) in self.texts.iter().zip(&self.of(tokenizer, Some(class)).bare) {
+            assert_eq!(tokens(encoder, text, false).as_ref(), Ok(theirs), "{tokenizer} {class} {text:?}");
+        }
     }
 }

@@ -123,7 +123,7 @@ async fn a_token_for_engines_reaches_those_who_ask_already() {
     let verdict = || {
         let parity = router.parity().of(&"m".into()).map(|standing| standing.parity()).unwrap_or_default();
         match parity.workers.get(&ONE).map(|known| known.canaries.clone()) {
-            Some(Verdict::CannotTest { why }) => why,
+            Some(Verdict::CannotTest { why, .. }) => why,
             _ => String::new(),
         }
     };

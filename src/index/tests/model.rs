@@ -175,6 +175,25 @@ impl Rank {
         self.groups.values_mut().flat_map(|group| group.shares.values_mut()).for_each(Copies::doubt);
     }
 
+    /// These are gone; only what is doubted may be.
+    pub(super) fn forget(&mut self, names: &[(EngineHash, Tier)]) {
+        for (engine, tier) in names {
+            let placed = self.names.get_mut(engine).map(|name| &mut name.copies);
+            let copies = placed.or_else(|| self.waiting.get_mut(engine).map(|apart| &mut apart.copies)).unwrap();
+            assert!(copies.doubted[*tier as usize], "{engine:?} was counted since");
+            (copies.count[*tier as usize], copies.doubted[*tier as usize]) = (0, false);
+        }
+        self.names.retain(|_, name| name.copies.any());
+        self.waiting.retain(|_, apart| apart.copies.any());
+    }
+
+    /// Of what the groups hold only this is left.
+    pub(super) fn keep_shares(&mut self, is_left: impl Fn(u32, EngineHash) -> bool) {
+        for (id, group) in &mut self.groups {
+            group.shares.retain(|engine, _| is_left(*id, *engine));
+        }
+    }
+
     pub(super) fn clear_tier(&mut self, tier: Tier) {
         let placed = self.names.values_mut().map(|name| &mut name.copies);
         for copies in placed.chain(self.waiting.values_mut().map(|apart| &mut apart.copies)) {

@@ -11,6 +11,7 @@ use crate::index::dump::tests::content;
 use crate::worker::{DpRank, WorkerId, WorkerRank};
 
 const RANKS: usize = 3;
+const RANK: WorkerRank = WorkerRank { worker: WorkerId(7), rank: DpRank(0) };
 
 /// What the groups of the scripts need; fewer kinds than a rank may have classes, for the model knows no limit.
 const NEEDS: [(u32, u32); 4] = [(1, 1), (2, 1), (u32::MAX, 1), (1, 2)];
@@ -25,6 +26,7 @@ enum Step {
     Clear { rank: usize },
     ClearTier { rank: usize, tier: Tier },
     Doubt { rank: usize },
+    Settle { rank: usize },
     Rejoin { rank: usize },
     Restore { rank: usize, rejoin: bool },
 }
@@ -82,6 +84,7 @@ fn steps() -> impl Strategy<Value = Step> {
         1 => (0..RANKS).prop_map(|rank| Step::Clear { rank }),
         1 => (0..RANKS, tiers()).prop_map(|(rank, tier)| Step::ClearTier { rank, tier }),
         2 => (0..RANKS).prop_map(|rank| Step::Doubt { rank }),
+        4 => (0..RANKS).prop_map(|rank| Step::Settle { rank }),
         1 => (0..RANKS).prop_map(|rank| Step::Rejoin { rank }),
         2 => (0..RANKS, any::<bool>()).prop_map(|(rank, rejoin)| Step::Restore { rank, rejoin }),
     ]
@@ -157,7 +160,11 @@ fn event(step: &Step, rank: &model::Rank) -> Option<KvEvent> {
             }
         }
         Step::Clear { .. } => KvEvent::Cleared,
-        Step::ClearTier { .. } | Step::Doubt { .. } | Step::Rejoin { .. } | Step::Restore { .. } => return None,
+        Step::ClearTier { .. }
+        | Step::Doubt { .. }
+        | Step::Settle { .. }
+        | Step::Rejoin { .. }
+        | Step::Restore { .. } => return None,
     })
 }
 
@@ -187,6 +194,7 @@ impl Pair {
         | Step::Clear { rank }
         | Step::ClearTier { rank, .. }
         | Step::Doubt { rank }
+        | Step::Settle { rank }
         | Step::Rejoin { rank }
         | Step::Restore { rank, .. }) = *step;
         let slot = Slot(rank as u32);
@@ -201,6 +209,7 @@ impl Pair {
                 model.doubt();
                 writer.doubt();
             }
+            Step::Settle { .. } => settle(writer, model),
             Step::Rejoin { .. } => {
                 *model = model::Rank::default();
                 self.writers[rank] = None;
@@ -255,6 +264,22 @@ impl Pair {
             trie::tests::check(&shard.read());
         }
     }
+}
+
+/// What was taken for gone is gone in the model, too, if it may be.
+fn settle(writer: &mut RankWriter, model: &mut model::Rank) {
+    let shares = |writer: &RankWriter| -> BTreeSet<_> {
+        let dump = writer.portrait(RANK);
+        let of_group = |share: dump::Share| (dump.groups[share.group as usize].0, share.engine, share.doubted);
+        dump.shares.into_iter().map(of_group).collect()
+    };
+    let before = shares(writer);
+    let forgotten = writer.settle().forgotten.unwrap_or_default();
+    let after = shares(writer);
+    assert!(before.difference(&after).all(|(.., doubted)| *doubted), "what was counted since is there");
+    model.forget(&forgotten.names);
+    let left: BTreeSet<_> = after.into_iter().map(|(group, engine, _)| (group, engine)).collect();
+    model.keep_shares(|group, engine| left.contains(&(group, engine)));
 }
 
 fn through_bytes(writer: &RankWriter) -> dump::RankDump {

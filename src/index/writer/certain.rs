@@ -1,15 +1,16 @@
 //! What is certain of a rank after events of it were lost, and what is forgotten of the rest.
 
 use super::clear::SWEEP;
-use super::{Place, RankWriter};
+use super::{Named, Place, RankWriter};
 use crate::block::EngineHash;
+use crate::index::owners::{Layer, Layers};
 use crate::index::trie::Trie;
 use crate::tier::Tier;
 
 /// What has become of doubts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Settled {
-    /// Blocks that may be gone.
+    /// Blocks on the device that may be gone, and shares of cache groups.
     pub doubted: u64,
     /// Whether the engine may hold blocks that were never told.
     pub untold: bool,
@@ -20,8 +21,8 @@ pub struct Settled {
 /// Blocks that were not heard of for so long that they are gone.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Forgotten {
-    /// Nothing was heard of them since this gap; the first is 1.
-    pub before: u32,
+    /// By tier: nothing was heard of them since this gap. The first is 1, and 0 where nothing was looked for.
+    pub before: [u32; Tier::ALL.len()],
     /// By name, and where they lay.
     pub names: Vec<(EngineHash, Tier)>,
 }
@@ -47,67 +48,103 @@ impl RankWriter {
         }
         let forgotten = self.forget_old();
         // All that was there before and not used since has been evicted; what is used shows by what follows it.
-        self.untold = self.untold.filter(|evicted| *evicted < (self.held.len() as u64).max(1));
-        Settled { doubted: self.tally.doubts.lock().doubted(), untold: self.untold.is_some(), forgotten }
+        let doubts = self.tally.doubts.lock();
+        self.untold = self.untold.filter(|evicted| *evicted < doubts.placed(Tier::Device).max(1));
+        Settled { doubted: doubts.doubted(), untold: self.untold.is_some(), forgotten }
     }
 
     /// Holds the counts of doubts against what is held.
     #[cfg(test)]
     pub(in crate::index) fn check_doubts(&self) {
-        let held = self.held.values().flat_map(|named| named.layers.iter_tiers().map(|tier| (named.place, tier)));
+        let held = self.held.values().flat_map(|named| named.layers.iter().map(|layer| (named.place, layer)));
         self.tally.doubts.lock().check(&held.collect());
     }
 
-    fn forget_old(&mut self) -> Option<Forgotten> {
-        let doubts = self.tally.doubts.lock();
-        let before = doubts.due()?;
-        let mut names = Vec::new();
-        for (&engine, named) in &self.held {
-            let old = named.layers.iter_tiers().filter(|tier| doubts.is_old(named.place, *tier));
-            names.extend(old.map(|tier| (engine, tier)));
-        }
-        drop(doubts);
-        for (engine, apart) in self.waiting.iter().filter(|(_, apart)| apart.counted < before) {
-            names.extend(apart.tiers.iter_tiers().map(|tier| (engine, tier)));
-        }
-        for tier in Tier::ALL {
-            let old: Vec<_> = names.iter().filter(|(_, of)| *of == tier).map(|(engine, _)| *engine).collect();
-            for some in old.chunks(SWEEP) {
-                some.iter().for_each(|&engine| self.forget_extra(engine, tier));
-                self.remove(some, tier);
-            }
-        }
-        self.tally.doubts.lock().forgotten();
-        Some(Forgotten { before, names })
+    /// Whether there is so much to forget that it takes a while.
+    pub fn is_due(&self) -> bool {
+        self.generation > 0 && !self.due().is_empty()
     }
 
-    /// Blocks were evicted whose copies were last counted in these generations.
-    pub(super) fn evicted(&mut self, counted: &[u32]) {
+    fn due(&self) -> Layers {
+        self.tally.doubts.lock().due(self.held.len() as u64 + self.waiting.len() as u64)
+    }
+
+    fn forget_old(&mut self) -> Option<Forgotten> {
+        let due = self.due();
+        if due.is_empty() {
+            return None;
+        }
+        let mut forgotten = Forgotten::default();
+        for layer in due.iter() {
+            match layer.tier() {
+                Some(tier) => self.forget_tier(tier, &mut forgotten),
+                None => self.forget_shares(layer),
+            }
+            self.tally.doubts.lock().forgotten(layer);
+        }
+        if let Some(groups) = &mut self.groups {
+            // A name that is stored again inherits nothing of its earlier life.
+            groups.forget_others(|engine| self.held.contains_key(&engine));
+        }
+        (forgotten.before != [0; Tier::ALL.len()]).then_some(forgotten)
+    }
+
+    fn forget_tier(&mut self, tier: Tier, forgotten: &mut Forgotten) {
+        let doubts = self.tally.doubts.lock();
+        let Some(before) = doubts.horizon(tier) else { return };
+        let is_old = |named: &Named| named.layers.has(tier) && doubts.is_old(named.place, tier);
+        let mut old: Vec<_> = self.held.iter().filter(|(_, named)| is_old(named)).map(|(engine, _)| *engine).collect();
+        drop(doubts);
+        let waiting = self.waiting.iter().filter(|(_, apart)| apart.tiers.has(tier) && apart.counted < before);
+        old.extend(waiting.map(|(engine, _)| engine));
+        for some in old.chunks(SWEEP) {
+            some.iter().for_each(|&engine| self.forget_extra(engine, tier));
+            self.remove(some, tier);
+        }
+        forgotten.before[tier as usize] = before;
+        forgotten.names.extend(old.into_iter().map(|engine| (engine, tier)));
+    }
+
+    /// The same for what the cache groups of a class hold.
+    fn forget_shares(&mut self, layer: Layer) {
+        let (Some(groups), Some(class)) = (&mut self.groups, layer.class_number()) else { return };
+        let doubts = self.tally.doubts.lock();
+        let is_old = |named: &Named| named.layers.has(layer) && doubts.is_old(named.place, layer);
+        let old: Vec<_> = self.held.iter().filter(|(_, named)| is_old(named)).map(|(engine, _)| *engine).collect();
+        drop(doubts);
+        old.iter().for_each(|engine| groups.forget(*engine, class));
+        old.chunks(SWEEP).for_each(|some| self.regroup(some));
+    }
+
+    /// Blocks were evicted from a tier whose copies were last counted in these generations.
+    pub(super) fn evicted(&mut self, tier: Tier, counted: &[u32]) {
         if counted.is_empty() {
             return;
         }
-        let since = counted.iter().filter(|counted| **counted == self.generation).count() as u64;
-        self.untold = self.untold.map(|evicted| evicted + since);
+        if tier == Tier::Device {
+            let since = counted.iter().filter(|counted| **counted == self.generation).count() as u64;
+            self.untold = self.untold.map(|evicted| evicted + since);
+        }
         let mut doubts = self.tally.doubts.lock();
-        counted.iter().for_each(|counted| doubts.evicted(*counted));
+        counted.iter().for_each(|counted| doubts.evicted(tier, *counted));
     }
 
-    /// Blocks were stored here, or are there for another reason. Whoever follows a block on the device is only there
-    /// together with it, and with all before it.
-    pub(super) fn hear(&self, trie: &Trie, sure: &[(Place, Tier)], parent: Option<Place>) {
+    /// Contents were stored, or are there for another reason. Whoever follows a block on the device is only there together
+    /// with it, and with all before it.
+    pub(super) fn hear(&self, sure: &[(Place, Layer)], parent: Option<(&Trie, Place)>) {
         let mut doubts = self.tally.doubts.lock();
         if !doubts.any() {
             return;
         }
-        for &(place, tier) in sure {
-            doubts.hear(place, tier);
+        for &(place, layer) in sure {
+            doubts.hear(place, layer);
         }
         let mut next = parent;
-        while let Some(place) = next {
+        while let Some((trie, place)) = next {
             if trie.layers(place.block, self.seat).has(Tier::Device) && !doubts.hear(place, Tier::Device) {
                 break;
             }
-            next = trie.origin(place.block).0.map(|block| Place { block, ..place });
+            next = trie.origin(place.block).0.map(|block| (trie, Place { block, ..place }));
         }
         doubts.close();
     }

@@ -15,6 +15,7 @@ impl RankWriter {
         self.seat = self.index.seats.write().renew(left);
         self.tally.reset();
         self.untold = None;
+        self.left = Default::default();
         self.extra.clear();
         self.aliases.clear();
         self.waiting = Default::default();

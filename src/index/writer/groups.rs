@@ -120,6 +120,12 @@ impl Groups {
         self.holds.get(&engine).map_or(Layers::NONE, |&held| self.complete(held))
     }
 
+    /// Those of them whose copies are all counted since events were lost.
+    pub(super) fn sure(&self, engine: EngineHash) -> Layers {
+        let Some(sure) = &self.sure else { return self.layers(engine) };
+        sure.get(&engine).map_or(Layers::NONE, |&sure| self.complete(sure))
+    }
+
     fn complete(&self, held: u64) -> Layers {
         let mut layers = Layers::NONE;
         for class in 0..self.needs.classes.len() {
@@ -179,6 +185,32 @@ impl Groups {
             }
         }
         true
+    }
+
+    /// What the groups of a class hold of a block is gone, as far as it was not counted since events were lost.
+    pub(super) fn forget(&mut self, engine: EngineHash, class: usize) {
+        let members = self.known.iter().enumerate().filter(|(_, group)| group.class == Some(class));
+        self.drop_unsure(engine, members.fold(0, |members, (at, _)| members | 1 << at));
+    }
+
+    /// The same of all groups, for each block that is not among those that have a place.
+    pub(super) fn forget_others(&mut self, has_place: impl Fn(EngineHash) -> bool) {
+        let others: Vec<_> = self.holds.keys().copied().filter(|engine| !has_place(*engine)).collect();
+        others.into_iter().for_each(|engine| self.drop_unsure(engine, u64::MAX));
+    }
+
+    fn drop_unsure(&mut self, engine: EngineHash, members: u64) {
+        let Some(sure) = &self.sure else { return };
+        let gone = members & !sure.get(&engine).unwrap_or(&0);
+        let Some(held) = self.holds.get_mut(&engine) else { return };
+        let gone = gone & *held;
+        *held &= !gone;
+        if *held == 0 {
+            self.holds.remove(&engine);
+        }
+        if !self.extra.is_empty() {
+            (0..MOST).filter(|at| gone & (1 << at) != 0).for_each(|at| _ = self.extra.remove(&(engine, at)));
+        }
     }
 
     pub(super) fn doubt(&mut self) {

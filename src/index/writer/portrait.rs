@@ -104,8 +104,8 @@ impl RankWriter {
         for name in &dump.waiting {
             self.recount(name.engine, name.copies);
         }
-        self.tally.doubts.lock().close();
         self.restore_groups(dump);
+        self.tally.doubts.lock().close();
         let needs = self.groups.as_ref().map(|groups| Arc::new(groups.needs().clone()));
         let mut seats = self.index.seats.write();
         seats.replace(empty, self.seat, needs);
@@ -122,6 +122,10 @@ impl RankWriter {
         }
         if dump.more_groups {
             groups.set_more();
+        }
+        let mut doubts = self.tally.doubts.lock();
+        for (engine, named) in &self.held {
+            groups.sure(*engine).iter().for_each(|layer| _ = doubts.hear(named.place, layer));
         }
     }
 

@@ -63,10 +63,9 @@ impl RankWriter {
                 !here
             });
             self.count(layer, -(granted.len() as i64));
-            if let Some(tier) = layer.tier() {
-                let mut doubts = self.tally.doubts.lock();
-                granted.iter().for_each(|&block| doubts.left(Place { shard: shard as u8, block }, tier));
-            }
+            let mut doubts = self.tally.doubts.lock();
+            granted.iter().for_each(|&block| doubts.left(Place { shard: shard as u8, block }, layer));
+            drop(doubts);
             granted.sort_unstable_by_key(|block| trie.home(*block));
             trie.mark_all(granted, Hold { seat: self.seat, layer }, false);
         }
@@ -96,8 +95,8 @@ impl RankWriter {
         if let Some(tier) = layer.tier() {
             self.tally.add_blocks(tier, by);
         }
-        if let (Some(_), Ok(count)) = (layer.tier(), u64::try_from(by)) {
-            self.tally.doubts.lock().entered(count);
+        if let Ok(count) = u64::try_from(by) {
+            self.tally.doubts.lock().entered(layer, count);
         }
     }
 }

@@ -51,22 +51,21 @@ impl RankWriter {
                 continue;
             }
             gained = true;
+            if first.is_none() && tier == Tier::Device && self.left.has(block.engine) {
+                first = Some(place);
+            }
             if at >= known {
                 entered += 1;
-                first.get_or_insert(place);
             } else if trie.layers(place.block, self.seat).has(tier) {
                 *self.aliases.entry((place, tier.into())).or_insert(0) += 1;
             } else {
                 entered += 1;
-                if trie.layers(place.block, self.seat).tiers().is_empty() {
-                    first.get_or_insert(place);
-                }
                 scratch.granted.push(place.block);
             }
         }
         self.tally.add_blocks(tier, entered);
-        self.tally.doubts.lock().entered(entered as u64);
-        if let Some(first) = first.filter(|_| tier == Tier::Device) {
+        self.tally.doubts.lock().entered(tier, entered as u64);
+        if let Some(first) = first {
             self.tally.gains.lock().note(self.tally.moment().stores + 1, first);
         }
         trie.mark_all(&scratch.granted, hold, true);
@@ -75,9 +74,9 @@ impl RankWriter {
             self.adopt(&mut trie, blocks);
         }
         if self.generation > 0 {
-            scratch.sure.extend(scratch.path.iter().map(|&block| (Place { shard: shard as u8, block }, tier)));
+            scratch.sure.extend(scratch.path.iter().map(|&block| (Place { shard: shard as u8, block }, tier.into())));
             let parent = after.filter(|_| tier == Tier::Device).map(|block| Place { shard: shard as u8, block });
-            self.hear(&trie, &scratch.sure, parent);
+            self.hear(&scratch.sure, parent.map(|parent| (&*trie, parent)));
         }
         self.release(&mut trie, shard, &mut scratch);
         drop(trie);
@@ -130,6 +129,7 @@ impl RankWriter {
         if let Some(named) = self.held.get_mut(&engine) {
             named.layers = named.layers.and(layers);
             scratch.won.extend(layers.iter().map(|layer| (named.place, layer)));
+            scratch.sure.extend(groups.sure(engine).iter().map(|layer| (named.place, layer)));
         }
     }
 
@@ -143,7 +143,7 @@ impl RankWriter {
             return false;
         }
         let mut doubted = apart.doubts(self.generation);
-        scratch.sure.extend(apart.tiers.except(doubted).iter_tiers().map(|tier| (place, tier)));
+        scratch.sure.extend(apart.tiers.except(doubted).iter().map(|layer| (place, layer)));
         if apart.tiers.has(tier) && !doubted.has(tier) {
             *self.extra.entry((engine, tier)).or_insert(0) += 1;
             self.tally.add_copies(1);
@@ -293,8 +293,9 @@ impl RankWriter {
             }
         }
         let place = Place { block: path[0], ..after };
-        let sure: Vec<_> = layers.tiers().except(apart.doubts(self.generation)).iter_tiers().collect();
-        self.hear(trie, &sure.into_iter().map(|tier| (place, tier)).collect::<Vec<_>>(), None);
+        let sure = layers.tiers().except(apart.doubts(self.generation));
+        let sure = sure.and(self.groups.as_ref().map_or(Layers::NONE, |groups| groups.sure(child)));
+        self.hear(&sure.iter().map(|layer| (place, layer)).collect::<Vec<_>>(), None);
         self.held.insert(child, Named { place, layers, doubted: apart.doubted, counted: apart.counted });
     }
 }

@@ -43,6 +43,10 @@ impl Waiting {
         self.blocks.is_empty()
     }
 
+    pub(super) fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
     pub(super) fn is_full(&self) -> bool {
         self.blocks.len() >= MOST
     }

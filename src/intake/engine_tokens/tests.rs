@@ -181,6 +181,22 @@ async fn what_tokenize_would_show_and_the_chat_may_not_is_not_asked_for() {
     }
 }
 
+#[tokio::test]
+async fn engines_are_not_asked_for_more_prompts_than_are_looked_at() {
+    let (url, asked) = server(200, r#"[{"token_ids":[1,2,3]}]"#.into(), Duration::ZERO).await;
+    let (intake, _) = intake(&patient(vec![url]), MediaTokens::default());
+    for (prompts, expected) in [(1024, 1), (1025, 0)] {
+        for prompt in [json!(vec!["x"; prompts]), json!(vec![[7]; prompts])] {
+            let before = asked.load(Ordering::SeqCst);
+            let body = Bytes::from(json!({"model": "m", "prompt": prompt}).to_string());
+            let taken = intake.take("/v1/completions", &|_| None, &Body::Whole(body)).await;
+            assert_eq!(asked.load(Ordering::SeqCst) - before, expected, "{prompts}");
+            let because = taken.request.prompt.because();
+            assert_eq!(because == Some(Reason::TooManyPrompts), expected == 0, "{prompts}: {because:?}");
+        }
+    }
+}
+
 /// A conversation that is not encoded on the caller's thread.
 fn large() -> Body {
     let text = "hello ".repeat(2000);

@@ -108,7 +108,7 @@ fn a_salt_that_was_forgotten_is_known_again_when_it_is_told_again() {
     assert_eq!(local(&mut normalizer, first()), salted);
     assert_eq!(local(&mut normalizer, store(2, Some(1))), salted);
     // The parent is taken for gone and was not: what follows it comes without a salt, and is dropped by the index.
-    let forgotten = Forgotten { before: 1, names: vec![(EngineHash(1), Tier::Device)] };
+    let forgotten = Forgotten { before: [1, 0, 0, 0], names: vec![(EngineHash(1), Tier::Device)] };
     assert_eq!(normalizer.forgotten(&forgotten), []);
     assert_eq!(local(&mut normalizer, store(2, Some(1))), salted, "its own is known");
     assert_eq!(local(&mut normalizer, store(3, Some(1))), expected(None, None, &[]));

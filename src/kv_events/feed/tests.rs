@@ -118,8 +118,20 @@ impl Real {
         self.send(&rmp_serde::to_vec(&(1.5, [("BlockStored", blocks, None::<u64>, tokens, size)], 0)).unwrap());
     }
 
+    /// A block of one token, half of one of ours.
+    fn store_half(&mut self, parent: Option<u64>, block: u64) {
+        self.send(&rmp_serde::to_vec(&(1.5, [("BlockStored", [block], parent, [block], 1u32)], 0)).unwrap());
+    }
+
     fn remove(&mut self, blocks: &[u64]) {
         self.send(&rmp_serde::to_vec(&(1.5, [("BlockRemoved", blocks)], 0)).unwrap());
+    }
+
+    /// A batch of another rank, under a number of that one's.
+    fn foreign(&mut self, number: u64) {
+        let payload = rmp_serde::to_vec(&(1.5, [("BlockStored", [77u64], None::<u64>, [7u64, 7], 2u32)], 1)).unwrap();
+        assert_eq!(self.feed.live(number, &payload), None);
+        assert_eq!(self.feed.repeated(number, &payload), Repeated::Known);
     }
 
     /// Leading blocks of a prompt.
@@ -216,4 +228,70 @@ fn what_a_slower_tier_has_in_blocks_that_cannot_be_used_is_missing() {
     real.next = 0;
     real.store(None, &[1]);
     assert_eq!(real.stands(), EXACT, "a new engine");
+}
+
+#[test]
+fn with_smaller_blocks_too_what_follows_an_unknown_one_shows_that_more_was_never_told() {
+    for unknown_in_use in [false, true] {
+        let mut real = Real::new(Resync::Keep);
+        real.lose(5_000);
+        for block in 0..10 {
+            real.store_half(None, 100 + block);
+            real.store_half(Some(100 + block), 200 + block);
+        }
+        assert_eq!((real.stands(), real.holds(&[100])), (INCOMPLETE, 0));
+        for block in 0..8 {
+            real.remove(&[200 + block]);
+            real.remove(&[100 + block]);
+            if unknown_in_use {
+                real.store_half(Some(7), 8);
+            }
+        }
+        assert_eq!(real.stands(), if unknown_in_use { INCOMPLETE } else { EXACT });
+    }
+}
+
+#[test]
+fn a_source_whose_stores_are_lost_for_want_of_memory_is_not_exact() {
+    // More than each memory takes in a test.
+    let many: Vec<u64> = (1000..6000).collect();
+    let (nil, none) = (None::<u64>, None::<&str>);
+    let slower = ("BlockStored", &many, Some(7u64), vec![1u64; 10_000], 2u32, nil, "CPU");
+    let smaller = ("BlockStored", &many, nil, &many, 1u32);
+    let salted = ("BlockStored", &many, nil, vec![1u64; 10_000], 2u32, nil, none, none, vec![vec!["tenant"]]);
+    let after = ("BlockStored", [1u64], Some(5999u64), [1u64, 1], 2u32);
+    let cases = [
+        rmp_serde::to_vec(&(1.5, [slower], 0)).unwrap(),
+        rmp_serde::to_vec(&(1.5, [smaller], 0)).unwrap(),
+        rmp_serde::to_vec(&(1.5, (salted, after), 0)).unwrap(),
+    ];
+    for (at, payload) in cases.iter().enumerate() {
+        let mut real = Real::new(Resync::Keep);
+        real.send(payload);
+        assert_eq!(real.stands(), INCOMPLETE, "{at}");
+        real.next = 0;
+        real.store(None, &[1]);
+        assert_eq!(real.stands(), EXACT, "{at}: a new engine");
+    }
+}
+
+#[test]
+fn batches_of_another_rank_neither_count_nor_hide_that_they_come() {
+    let mut real = Real::new(Resync::Keep);
+    real.store(None, &[1]);
+    // Another publisher, whose numbers are far ahead of ours, or begin anew.
+    for (block, number) in [(2, 500), (3, 501), (4, 0), (5, 1)] {
+        real.foreign(number);
+        let before = real.facts();
+        real.store(None, &[block]);
+        assert_eq!(real.stands(), (Trust::Absent, Some(Because::OtherRank)), "{number}");
+        let facts = real.facts();
+        assert_eq!((facts.restarts, facts.gaps, facts.lost_batches), (0, 0, 0), "{number}");
+        assert_eq!(facts.batches, before.batches + 1, "only its own are heard");
+    }
+    assert_eq!((real.holds(&[1]), real.holds(&[5]), real.holds(&[7])), (1, 1, 0));
+    for block in 10..80 {
+        real.store(None, &[block]);
+    }
+    assert_eq!(real.stands(), EXACT, "it has gone");
 }

@@ -12,7 +12,7 @@ use crate::tier::Tier;
 use crate::worker::BlockSize;
 
 /// Parts that are remembered per rank; what follows others is dropped.
-const MOST: usize = 1 << 21;
+const MOST: usize = if cfg!(test) { 1 << 12 } else { 1 << 21 };
 const TIERS: usize = Tier::ALL.len();
 
 /// Everything that is known of the parts.
@@ -354,7 +354,7 @@ impl Chains {
     pub(super) fn forgotten(&mut self, forgotten: &Forgotten) -> Vec<(EngineHash, Tier)> {
         for (name, tier) in &forgotten.names {
             let Some(part) = self.parts.get_mut(name) else { continue };
-            if part.counted[*tier as usize] < forgotten.before {
+            if part.counted[*tier as usize] < forgotten.before[*tier as usize] {
                 part.copies[*tier as usize] = 0;
             }
             if let Some(block) = part.block_mut() {
@@ -369,7 +369,9 @@ impl Chains {
         while let Some(name) = open.pop() {
             let Some(part) = self.parts.get_mut(&name).filter(|part| part.children.is_empty()) else { continue };
             if part.block().is_none() {
-                for tier in Tier::ALL.into_iter().filter(|tier| part.counted[*tier as usize] < forgotten.before) {
+                for tier in
+                    Tier::ALL.into_iter().filter(|tier| part.counted[*tier as usize] < forgotten.before[*tier as usize])
+                {
                     if std::mem::take(&mut part.copies[tier as usize]) > 0 {
                         gone.push((name, tier));
                     }

@@ -13,7 +13,8 @@ use crate::settings::Problem;
 #[serde(deny_unknown_fields, default)]
 pub struct MediaConfig {
     /// What the engines were started with (`vllm serve THIS`), because it enters the names they give to content; unset
-    /// means what they say alike, and the name of the model where they say nothing.
+    /// means what they say alike, and the name of the model where they say nothing. Where they say different things, content
+    /// has no name that is known.
     pub model: Option<String>,
     /// Images.
     pub image: Option<ItemRule>,

@@ -62,11 +62,11 @@ fn data_url(bytes: &[u8]) -> String {
 fn an_item_is_known_only_with_its_name_and_its_size() {
     let rules = rules();
     let url = data_url(&png(280, 140, 2));
-    let here = rules.known(&image(&url, None), None).unwrap();
+    let here = rules.known(&image(&url, None), &Root::Unsaid).unwrap();
     assert_eq!((here.tokens, here.id.len()), (50, 64));
-    assert_eq!(rules.known(&image(&url, Some("mine")), None), Some(known("mine", 50)));
+    assert_eq!(rules.known(&image(&url, Some("mine")), &Root::Unsaid), Some(known("mine", 50)));
     let grey = data_url(&png(280, 140, 0));
-    assert_ne!(rules.known(&image(&grey, None), None).unwrap().id, here.id);
+    assert_ne!(rules.known(&image(&grey, None), &Root::Unsaid).unwrap().id, here.id);
     for unknown in [
         image("https://example.com/a.png", None),
         image("https://example.com/a.png", Some("mine")),
@@ -79,10 +79,10 @@ fn an_item_is_known_only_with_its_name_and_its_size() {
         Media { modality: Modality::Audio, ..image(&url, None) },
         Media { modality: Modality::Video, ..image(&url, Some("mine")) },
     ] {
-        assert_eq!(rules.known(&unknown, None), None, "{unknown:?}");
+        assert_eq!(rules.known(&unknown, &Root::Unsaid), None, "{unknown:?}");
     }
     let sound = Media { modality: Modality::Audio, ..image("https://example.com/a.wav", Some("mine")) };
-    assert_eq!(rules.known(&sound, None), Some(known("mine", 3)));
+    assert_eq!(rules.known(&sound, &Root::Unsaid), Some(known("mine", 3)));
     assert_eq!(rules.placeholder(Modality::Image, 2).as_deref(), Some("<img 2>"));
 }
 

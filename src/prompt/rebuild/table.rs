@@ -51,6 +51,21 @@ impl Table {
         }
     }
 
+    /// Whether vLLM takes the tokenizers of a type as written.
+    pub(super) fn as_written(&self, model_type: &str) -> bool {
+        self.as_written.contains(model_type)
+    }
+
+    #[cfg(test)]
+    pub(super) fn forced(&self) -> impl Iterator<Item = &str> {
+        self.forced.iter().map(String::as_str)
+    }
+
+    /// Whether transformers has such a class.
+    pub(super) fn knows(&self, class: &str) -> bool {
+        self.classes.contains_key(class)
+    }
+
     /// A class that transformers does not know is replaced by the one that takes `tokenizer.json` as it is.
     pub(super) fn does(&'static self, class: &str) -> Does {
         match self.classes.get(class).map(String::as_str) {

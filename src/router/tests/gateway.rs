@@ -228,6 +228,26 @@ fn what_was_booked_and_expected_moves_to_who_served() {
 }
 
 #[test]
+fn what_somebody_holds_who_makes_other_tokens_is_not_booked_as_cached() {
+    let router = router_of([at(1), at(2)], RouterSettings::default());
+    let _writers = [holds(&router, 1, 3), holds(&router, 2, 3)];
+    router.parity().configure([("m".into(), Arc::default())]);
+    let standing = router.parity().of(&"m".into()).unwrap();
+    for _ in 0..8 {
+        standing.seen(WorkerId(1), crate::parity::Evidence::Confirmed);
+        standing.seen(WorkerId(2), crate::parity::Evidence::Unconfirmed { block: 0 });
+    }
+    // Ours are 13 tokens in 3 blocks; what the client made itself is as it is.
+    for (foretold, prefill) in [(crate::parity::Foretold::Prompt, 13), (crate::parity::Foretold::Nothing, 1)] {
+        let asked = RouteRequest { model: Some("m".into()), foretold, ..within(&[1]) };
+        let mut booked = router.route(asked).unwrap();
+        assert_eq!(load_of(&router, 1).1, 1);
+        assert_eq!(router.served(&mut booked, endpoint(2)), Moved::To(rank(2)));
+        assert_eq!(load_of(&router, 2).1, prefill);
+    }
+}
+
+#[test]
 fn a_booking_is_released_when_nobody_we_know_served() {
     let router = predicted([at(1), at(2)]);
     let mut booked = router.route(within(&[1])).unwrap();

@@ -2,8 +2,11 @@
 
 use super::trust::{holds, rank};
 use super::*;
-use crate::parity::{Evidence, Foretold};
-use crate::trust::Standing;
+use crate::block::EngineHash;
+use crate::index::{KvEvent, StoredBlock};
+use crate::parity::{Change, Evidence, Foretold};
+use crate::tier::Tier;
+use crate::trust::{Because, Standing, Trust};
 
 fn hashed(foretold: Foretold) -> RouteRequest {
     RouteRequest { model: Some("m".into()), foretold, ..request(&[(0..10).collect()]) }
@@ -52,4 +55,31 @@ fn requests_that_go_to_a_worker_that_differs_go_by_load_and_say_why() {
     let standing = router.parity().of(&"m".into()).unwrap();
     (0..3).for_each(|_| _ = standing.seen(WorkerId(1), Evidence::Confirmed));
     assert_eq!(router.ask(hashed(Foretold::Prompt)).unwrap().mode, Mode::Exact);
+}
+
+#[test]
+fn where_batches_were_lost_only_blocks_that_were_told_since_prove_something() {
+    let router = router_of([worker(1)], RouterSettings::default());
+    router.parity().configure([("m".into(), Arc::default())]);
+    let parity = router.parity().of(&"m".into()).unwrap();
+    let blocks = (0..10).map(|local| StoredBlock { engine: EngineHash(local), local: LocalHash(local) }).collect();
+    let stored = KvEvent::Stored { parent: None, blocks, tier: Tier::Device };
+    let looked_after = || {
+        let mut booked = router.route(hashed(Foretold::Prompt)).unwrap();
+        router.answered_well(&mut booked);
+        parity.take_ready().pop()
+    };
+    let lost = [(Trust::Stale, Because::LostBatches), (Trust::Incomplete, Because::UntoldBlocks)];
+    for (at, (trust, because)) in lost.into_iter().enumerate() {
+        router.set_trust(rank(1), Standing::new(trust, Some(because)));
+        let mut writer = router.index().join(router.fleet().slot(rank(1)).unwrap());
+        assert_eq!(router.look_for(looked_after().unwrap()), None, "it may hold them: {trust:?}");
+        assert_eq!(parity.parity().workers[&WorkerId(1)].events.undecided, at as u64 + 1);
+        let sighting = looked_after().unwrap();
+        writer.apply(&stored);
+        assert_eq!(router.look_for(sighting), Some((Evidence::Confirmed, Change::None)), "{trust:?}");
+        assert!(looked_after().is_none(), "an earlier life may have told of them: {trust:?}");
+    }
+    router.set_trust(rank(1), Standing::new(Trust::Stale, Some(Because::Silent)));
+    assert!(looked_after().is_none(), "nothing is heard");
 }

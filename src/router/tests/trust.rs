@@ -62,8 +62,17 @@ fn sources_that_cannot_be_used_leave_the_load_to_decide() {
         (route.mode, route.reason)
     };
     assert_eq!(told(&router), (Mode::LoadOnly, Some(Reason::IndexCold)));
-    router.set_trust(rank(1), Standing::new(Trust::CatchingUp, Some(Because::Replaying)));
-    assert_eq!(told(&router), (Mode::LoadOnly, Some(Reason::IndexCold)));
+    let catching_up = Standing::new(Trust::CatchingUp, Some(Because::Replaying));
+    router.set_trust(rank(1), catching_up);
+    assert_eq!(told(&router), (Mode::LoadOnly, Some(Reason::IndexCold)), "it told nothing yet");
+    let writer = holds(&router, 1, 8);
+    for standing in [catching_up, Standing::new(Trust::CatchingUp, Some(Because::Connecting))] {
+        router.set_trust(rank(1), standing);
+        let route = router.ask(prompt()).unwrap();
+        assert_eq!((route.to.rank, route.mode, route.reason), (rank(1), Mode::Exact, None), "chosen by what it told");
+        assert_eq!((route.choice.cost.trust_credit, route.trust), (0.5, Trust::CatchingUp));
+    }
+    drop(writer);
     router.set_trust(rank(1), Standing::new(Trust::Absent, Some(Because::BlockSizeMismatch)));
     assert_eq!(told(&router), (Mode::LoadOnly, Some(Reason::BlockSizeMismatch)));
     // Beside one that can be used, it is by load only where the other is not chosen.
@@ -124,4 +133,14 @@ fn answers_that_had_to_store_blocks_are_told_to_the_source() {
     let _writer = holds(&router, 1, 8);
     assert_eq!(answer((0..8).collect(), 200, AnswerFrom::Chosen), 1, "it had all of it");
     assert_eq!(answer((0..9).collect(), 200, AnswerFrom::Chosen), 2);
+    // The engine's blocks are four of ours, and it had all that it stores of each prompt.
+    router.set_trust(rank(1), Standing { engine_block_size: BlockSize::new(16), ..Standing::EXACT });
+    let several = |prompts: &[Vec<u64>]| {
+        let mut booked = router.route(request(prompts)).unwrap();
+        router.answered(&mut booked, Answer { status: 200, from: AnswerFrom::Chosen });
+        source.lock().facts().unheard_requests
+    };
+    let six: Vec<Vec<u64>> = vec![(0..6).collect(); 4];
+    assert_eq!(several(&six), 2, "what is left of four prompts makes no block of any");
+    assert_eq!(several(&[(0..6).collect(), (0..12).collect()]), 3);
 }

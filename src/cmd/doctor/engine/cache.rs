@@ -128,7 +128,7 @@ fn tokens(facts: &WorkerFacts) -> Finding {
     let model = &facts.worker.model;
     match &facts.tokens {
         Verdict::Untested => at.skipped(format!("the model {model} has no tokenizer here")),
-        Verdict::CannotTest { why } => at.skipped(why.clone()),
+        Verdict::CannotTest { why, .. } => at.skipped(why.clone()),
         Verdict::Agrees { compared, skipped } => {
             let names = skipped.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
             let but = if skipped.is_empty() { String::new() } else { format!("; not compared: {names}") };
