@@ -34,7 +34,7 @@ pub use outside::{Elsewhere, Foreign, Surveyed};
 pub use placing::Booked;
 pub use predictions::Predictions;
 pub use prepared::Prepared;
-pub use question::{Prefilled, Priority, Prompt, RouteRequest, Step};
+pub use question::{Decoders, Prefilled, Priority, Prompt, RouteRequest, Step};
 pub use served::Moved;
 pub use settings::{RouterSettings, Tracking, WhenOverloaded};
 pub use sources::{AllLearned, SharedAgreed, SharedSource, Sources};

@@ -14,7 +14,7 @@ use super::headers::{self, RequestHead};
 use crate::disagg::Bypass;
 use crate::intake::{Body, Taken};
 use crate::prefill::{self, Call, Handing, Meeting, Mirror, Mirrored, Room, Unfit, Wanted};
-use crate::router::{Route, Router, Step};
+use crate::router::{Decoders, Route, Router, Step};
 use crate::worker::{ModelName, Role};
 
 /// How prefills are carried out, model by model. Of models that are not here they are named and nothing else.
@@ -67,7 +67,12 @@ impl Prefills {
     pub(super) fn plan(&self, taken: &mut Taken, head: &RequestHead, body: &Body, router: &Router) -> Plan<'_> {
         let model = taken.request.model.as_ref();
         let Some(way) = model.and_then(|model| self.ways.get(model)) else { return Plan::Named };
-        if taken.query || !model.is_some_and(|model| has_prefills(router, model)) {
+        let has_prefills = model.is_some_and(|model| has_prefills(router, model));
+        if let Way::Mirror(_) = way {
+            // SGLang's decode workers refuse what brings no room.
+            taken.request.decoders = Decoders::OnlyDecode;
+        }
+        if taken.query || !has_prefills {
             return Plan::Named;
         }
         let planned = if let Body::Whole(body) = body { self.divide(way, taken, head, body) } else { Err(Unfit::Body) };

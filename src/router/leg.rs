@@ -8,7 +8,7 @@ use rand::Rng;
 use super::answer::RouteError;
 use super::pools::{Pool, Pools};
 use super::prepared::Prepared;
-use super::question::Step;
+use super::question::{Decoders, Step};
 use super::settings::RouterSettings;
 use crate::admission::Gate;
 use crate::block::SequenceHash;
@@ -120,7 +120,9 @@ impl<'f> Decision<'_, 'f> {
                 Ok(Legs { decode, prefill, bypass, bypassed, now })
             }
             // Nobody stands where the prefill worker could hand over to.
-            None if self.settings.disaggregation.enforce => Err(Undecided::Refused(RouteError::NoPrefill)),
+            None if self.settings.disaggregation.enforce || self.only_decode() => {
+                Err(Undecided::Refused(RouteError::NoPrefill))
+            }
             None => {
                 let legs = self.alone(view, rng)?;
                 Ok(Legs { bypass: Some(Bypass::OutOfReach), bypassed: Some(prefill), ..legs })
@@ -239,7 +241,13 @@ impl<'f> Decision<'_, 'f> {
 
     fn may_bypass(&self) -> bool {
         // Who named the prefill worker wants it used.
-        self.settings.disaggregation.conditional.is_some() && self.prepared.request.prefill_pin.is_none()
+        let wanted = self.settings.disaggregation.conditional.is_some() && self.prepared.request.prefill_pin.is_none();
+        wanted && !self.only_decode()
+    }
+
+    /// Whether those who are there for decodes cannot prefill.
+    fn only_decode(&self) -> bool {
+        self.prepared.request.decoders == Decoders::OnlyDecode
     }
 
     fn bypass(&self, view: &LoadView<'_>, prefill: &Leg<'f>, decode: &Leg<'f>) -> Option<Bypass> {

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use super::answer::RouteError;
-use super::question::{RouteRequest, Step};
+use super::question::{Decoders, RouteRequest, Step};
 use super::settings::{RouterSettings, WhenOverloaded};
 use crate::fleet::{Fleet, Member};
 use crate::health::Condition;
@@ -89,6 +89,12 @@ impl<'f> Pools<'f> {
         let mut decode = rules.pool(members, Constraints { role, ..request.constraints.clone() })?;
         if apart && decode.members.iter().any(|member| member.worker.role == Role::Decode) {
             decode.members.retain(|member| member.worker.role == Role::Decode);
+        }
+        if !apart && request.has_prompt() && request.decoders == Decoders::OnlyDecode {
+            decode.members.retain(|member| member.worker.role != Role::Decode);
+            if decode.members.is_empty() {
+                return Err(RouteError::NoPrefill);
+            }
         }
         decode.bind(request);
         let has_prefills = members.iter().any(|member| member.worker.role == Role::Prefill);

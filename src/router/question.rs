@@ -88,6 +88,18 @@ pub struct RouteRequest {
     pub priority: Priority,
     /// What of it is to be decided.
     pub step: Step,
+    /// What workers can do for it that are there for decodes.
+    pub decoders: Decoders,
+}
+
+/// What workers can do that are there for decodes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Decoders {
+    /// Compute a prompt, where no prefill worker does.
+    #[default]
+    Prefill,
+    /// Nothing without a prefill worker beside them.
+    OnlyDecode,
 }
 
 /// What of a request is to be decided, where its prefill may be done elsewhere.
@@ -135,6 +147,7 @@ impl RouteRequest {
         Self {
             constraints: self.constraints.clone(),
             prefill_pin: self.prefill_pin,
+            decoders: self.decoders,
             ..Self::new(self.model.clone(), Prompt::Estimated { tokens: 0, because })
         }
     }
@@ -159,6 +172,7 @@ impl RouteRequest {
             expected_output_tokens: None,
             priority: Priority::default(),
             step: Step::default(),
+            decoders: Decoders::default(),
         }
     }
 }

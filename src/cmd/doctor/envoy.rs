@@ -4,6 +4,7 @@ pub mod dump;
 mod endpoints;
 pub mod expected;
 mod filter;
+mod mirror;
 mod parts;
 mod probe;
 mod routes;
@@ -42,6 +43,7 @@ fn of_site(site: &Site<'_>) -> Vec<Finding> {
     findings.extend(filter::check(site));
     findings.extend(probe::check(site));
     findings.extend(ways::check(site));
+    findings.extend(mirror::check(site));
     findings.extend(routes::check(site));
     findings.extend(endpoints::check(site));
     findings

@@ -347,3 +347,21 @@ fn who_takes_over_stands_where_the_prefill_worker_can_reach_it() {
     publish(&router, workers.into_iter().take(2));
     assert_eq!(router.route(taking_over(done)).unwrap_err(), RouteError::NoCandidate, "out of reach");
 }
+
+#[test]
+fn where_decode_workers_can_do_nothing_else_nobody_else_does_it_for_a_missing_prefill_worker_but_who_does_both() {
+    let asks = |step| RouteRequest { step, decoders: Decoders::OnlyDecode, ..request(&[vec![1, 2]]) };
+    let conditional = Some(Conditional { uncached_share: 2.0, ..Conditional::default() });
+    let settings =
+        RouterSettings { disaggregation: Disaggregation { enforce: false, conditional }, ..RouterSettings::default() };
+    let decoders = || pools().into_iter().filter(|worker| worker.role == Role::Decode);
+    let router = router_of(pools(), settings);
+    assert!(router.route(asks(Step::Both)).unwrap().route.prefill().is_some(), "however little it is");
+    let together = || asks(Step::Together(Bypass::NotHandedOver));
+    assert_eq!(router.route(together()).unwrap_err(), RouteError::NoPrefill);
+    publish(&router, decoders());
+    assert_eq!(router.route(asks(Step::Both)).unwrap_err(), RouteError::NoPrefill);
+    publish(&router, decoders().chain([worker(21)]));
+    assert_eq!(router.route(asks(Step::Both)).unwrap().route.to.rank.worker, WorkerId(21));
+    assert_eq!(router.route(together()).unwrap().route.to.rank.worker, WorkerId(21));
+}

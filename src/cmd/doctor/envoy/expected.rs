@@ -1,5 +1,6 @@
 //! What our configuration says that Envoy's has to agree with.
 
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,7 +9,7 @@ use super::dump::Address;
 use crate::config::Config;
 use crate::ext_proc::config::FailureMode;
 use crate::ext_proc::contract::Contract;
-use crate::prefill::PrefillConfig;
+use crate::prefill::{By, PrefillConfig};
 use crate::worker::Worker;
 
 /// What Envoy must add to the longest wait of a request.
@@ -29,6 +30,8 @@ pub struct Expected {
     pub exchange_deadline: Duration,
     /// How long a request may wait for its turn, its session or its prefill, and the margin; none: nobody waits.
     pub wait: Option<Duration>,
+    /// Envoy's clusters of prefill workers that get copies.
+    pub mirrors: BTreeSet<String>,
     /// Whether requests get 503 where no worker can be chosen.
     pub fail_closed: bool,
     /// Whether Envoy is asked to look for its route again.
@@ -74,6 +77,7 @@ impl Expected {
             body: config.limits.body.0,
             exchange_deadline: config.limits.exchange_deadline.get(),
             wait: wait(config),
+            mirrors: mirrors(config).map(str::to_owned).collect(),
             fail_closed: config.failure.mode == FailureMode::FailClosed,
             clear_route_cache: config.gateway.clear_route_cache,
             headers: names(&mut contract.names()),
@@ -113,6 +117,11 @@ impl Expected {
 }
 
 /// The longest wait that a request may ask Envoy for.
+fn mirrors(config: &Config) -> impl Iterator<Item = &str> {
+    let prefills = config.models.iter().filter_map(|model| model.prefill.as_ref());
+    prefills.filter(|prefill| prefill.by == By::Mirror).map(|prefill| prefill.cluster.as_str())
+}
+
 fn wait(config: &Config) -> Option<Duration> {
     let queue = &config.queue;
     let gated = |tokens: Option<u64>, share: Option<f64>| tokens.is_some() || share.is_some();

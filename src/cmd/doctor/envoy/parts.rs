@@ -129,6 +129,15 @@ pub(super) struct Action {
     pub(super) weighted_clusters: WeightedClusters,
     pub(super) timeout: Option<Span>,
     pub(super) retry_policy: Option<RetryPolicy>,
+    pub(super) request_mirror_policies: Vec<MirrorPolicy>,
+}
+
+/// Who gets copies.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct MirrorPolicy {
+    pub(super) cluster: String,
+    pub(super) cluster_header: String,
 }
 
 /// Clusters by their shares.

@@ -150,6 +150,43 @@ fn where_no_route_is_on_the_page_the_filter_itself_is_looked_at() {
 }
 
 #[test]
+fn copies_are_made_where_prefills_are_mirrored_and_get_to_whom_they_are_meant_for() {
+    let mut config = config("standalone");
+    config["models"] = json!([{"name": "m", "prefill": {"by": "mirror"}}]);
+    let found = |change: fn(&mut Value)| {
+        let mut page = page("standalone");
+        let configs = page["configs"].as_array_mut().unwrap();
+        let clusters = configs.iter_mut().find_map(|config| config.get_mut("static_clusters")).unwrap();
+        let clusters = clusters.as_array_mut().unwrap();
+        let mut copies = clusters.iter().find(|one| one["cluster"]["name"] == "workers").unwrap().clone();
+        copies["cluster"]["name"] = json!("prefill");
+        let text = copies.to_string().replace("\"x-gateway-destination-endpoint\"", "\"x-prefill-destination\"");
+        clusters.push(serde_json::from_str(&text).unwrap());
+        let route = r#""match":{"prefix":"/v1/"},"route":{"#;
+        let text = page.to_string();
+        assert!(text.contains(route));
+        let policy = r#""request_mirror_policies":[{"cluster_header":"x-prefill-cluster"}],"#;
+        let mut page: Value = serde_json::from_str(&text.replace(route, &format!("{route}{policy}"))).unwrap();
+        change(&mut page);
+        let found = findings(&page, &config);
+        found.into_iter().filter(|one| one.level < Level::Skipped).map(|one| (one.level, one.check)).collect::<Vec<_>>()
+    };
+    fn swap(page: &mut Value, from: &str, to: &str) {
+        let text = page.to_string();
+        assert!(text.contains(from), "{from}");
+        *page = serde_json::from_str(&text.replace(from, to)).unwrap();
+    }
+    let error = |check| vec![(Level::Error, check)];
+    assert_eq!(found(|_| {}), []);
+    assert_eq!(found(|page| swap(page, r#"{"cluster_header":"x-prefill-cluster"}"#, "")), error("envoy.mirror"));
+    let always = found(|page| swap(page, r#"{"cluster_header":"x-prefill-cluster"}"#, r#"{"cluster":"prefill"}"#));
+    assert_eq!(always, error("envoy.mirror"));
+    assert_eq!(found(|page| swap(page, r#""name":"prefill""#, r#""name":"others""#)), error("envoy.mirror_cluster"));
+    let anywhere = found(|page| swap(page, r#""key":"x-prefill-destination""#, r#""key":"elsewhere""#));
+    assert_eq!(anywhere, error("envoy.mirror_cluster"));
+}
+
+#[test]
 fn the_way_to_us_may_be_an_address_in_the_filter() {
     let cluster = r#""grpc_service":{"envoy_grpc":{"cluster_name":"ext_proc"}"#;
     let by = |target: &str| format!(r#""grpc_service":{{"google_grpc":{{"target_uri":"{target}","stat_prefix":"x"}}"#);

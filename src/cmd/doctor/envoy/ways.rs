@@ -139,11 +139,11 @@ fn served(site: &Site<'_>, at: At, cluster: &Cluster, policy: &OverrideHost) -> 
     ))
 }
 
-fn ours(key: &str) -> MetadataKey {
+pub(super) fn ours(key: &str) -> MetadataKey {
     MetadataKey { key: LB.to_owned(), path: vec![super::parts::Segment { key: key.to_owned() }] }
 }
 
-fn written(key: &str) -> String {
+pub(super) fn written(key: &str) -> String {
     format!("- metadata: {{key: {LB}, path: [{{key: {key}}}]}}")
 }
 
