@@ -154,7 +154,9 @@ impl Pipeline {
         match plan {
             Plan::Call(call, wanted) if admitted.booked.route.prefill().is_some() => {
                 tell(Duration::ZERO);
-                let carried = call.carry(&self.entrance, *wanted, admitted).await.map_err(Refusal::Refused)?;
+                // Few requests take this way, and its future is large.
+                let carrying = Box::pin(call.carry(&self.entrance, *wanted, admitted));
+                let carried = carrying.await.map_err(Refusal::Refused)?;
                 Ok((carried.admitted, Carriage { body: carried.body, ..Carriage::default() }))
             }
             Plan::Meet(mirror, body) => {

@@ -18,12 +18,13 @@ pub(crate) fn pools(args: &[&str]) -> Vec<EngineSpec> {
     pool("prefill", PREFILL).into_iter().chain(pool("decode", DECODE)).collect()
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "tests read better without the references")]
 pub(crate) fn calling(prefill: Value, more: Value) -> Value {
-    carrying("call", prefill, more)
+    carrying("call", &prefill, &more)
 }
 
 /// A configuration in which prefills are carried out, and more.
-pub(crate) fn carrying(by: &str, prefill: Value, more: Value) -> Value {
+pub(crate) fn carrying(by: &str, prefill: &Value, more: &Value) -> Value {
     let mut config = json!({"models": [{
         "name": MODEL,
         "tokenizer": model_file("tokenizer.json.gz"),

@@ -27,7 +27,7 @@ fn pools(prefill_speed: &str) -> Vec<EngineSpec> {
 }
 
 pub(crate) async fn start(prefill_speed: &str, prefill: Value) -> Bed {
-    let config = carrying("mirror", prefill, json!({}));
+    let config = carrying("mirror", &prefill, &json!({}));
     Bed::behind_file("disaggregated-mirror", &pools(prefill_speed), config, patient).await
 }
 

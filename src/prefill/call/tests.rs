@@ -28,10 +28,13 @@ fn held() -> (Held, oneshot::Receiver<()>) {
 /// A prefill worker that answers as it is told to, one question after the other.
 struct Worker {
     address: SocketAddr,
-    asked: mpsc::UnboundedReceiver<(String, HeaderMap, Bytes, oneshot::Sender<(u16, &'static str)>)>,
+    asked: mpsc::UnboundedReceiver<Question>,
 }
 
-type Told = mpsc::UnboundedSender<(String, HeaderMap, Bytes, oneshot::Sender<(u16, &'static str)>)>;
+/// What a worker was asked, and where to say what it answers.
+type Question = (String, HeaderMap, Bytes, oneshot::Sender<(u16, &'static str)>);
+
+type Told = mpsc::UnboundedSender<Question>;
 
 impl Worker {
     async fn start() -> Self {
