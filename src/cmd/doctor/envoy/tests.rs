@@ -160,6 +160,7 @@ fn copies_are_made_where_prefills_are_mirrored_and_get_to_whom_they_are_meant_fo
         let clusters = clusters.as_array_mut().unwrap();
         let mut copies = clusters.iter().find(|one| one["cluster"]["name"] == "workers").unwrap().clone();
         copies["cluster"]["name"] = json!("prefill");
+        copies["cluster"]["eds_cluster_config"]["service_name"] = json!("workers");
         let text = copies.to_string().replace("\"x-gateway-destination-endpoint\"", "\"x-prefill-destination\"");
         clusters.push(serde_json::from_str(&text).unwrap());
         let route = r#""match":{"prefix":"/v1/"},"route":{"#;
