@@ -44,6 +44,9 @@ impl Sides {
         if text.contains("eds_workers.yaml") {
             ours["envoy"] = json!({"endpoints_file": place.endpoint_file()});
         }
+        if let Some(by) = name.strip_prefix("disaggregated-") {
+            ours["models"][0]["prefill"] = json!({"by": by});
+        }
         if matches!(name, "subset" | "gateway-api" | "original-dst") {
             ours["failure"] = json!({"mode": "fail_closed"});
         }

@@ -30,6 +30,8 @@ pub struct Expected {
     pub exchange_deadline: Duration,
     /// How long a request may wait for its turn, its session or its prefill, and the margin; none: nobody waits.
     pub wait: Option<Duration>,
+    /// Whether we have prefills done, and hand them over.
+    pub calls_prefills: bool,
     /// Envoy's clusters of prefill workers that get copies.
     pub mirrors: BTreeSet<String>,
     /// Whether requests get 503 where no worker can be chosen.
@@ -77,6 +79,11 @@ impl Expected {
             body: config.limits.body.0,
             exchange_deadline: config.limits.exchange_deadline.get(),
             wait: wait(config),
+            calls_prefills: config
+                .models
+                .iter()
+                .filter_map(|model| model.prefill.as_ref())
+                .any(|one| one.by == By::Call),
             mirrors: mirrors(config).map(str::to_owned).collect(),
             fail_closed: config.failure.mode == FailureMode::FailClosed,
             clear_route_cache: config.gateway.clear_route_cache,

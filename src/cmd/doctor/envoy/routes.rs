@@ -98,7 +98,10 @@ fn retry(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
             )
         });
     };
-    let late: Vec<&str> = retry_on.split(',').map(str::trim).filter(|on| LATE.contains(on)).collect();
+    // What was prefilled elsewhere is taken over by the next decode worker, and not computed again.
+    let taken_over = |on: &&str| site.expected.calls_prefills && *on == "reset";
+    let late = retry_on.split(',').map(str::trim).filter(|on| LATE.contains(on) && !taken_over(on));
+    let late: Vec<&str> = late.collect();
     if !late.is_empty() {
         return Some(at.warning(
             format!(
