@@ -218,6 +218,9 @@ fn kept_running_it_answers_the_printed_command_until_it_is_interrupted() {
     let mut lines = BufReader::new(run.child.stdout.take().unwrap()).lines();
     let commands: Vec<String> =
         lines.by_ref().map(Result::unwrap).filter(|line| line.trim().starts_with("curl")).take(3).collect();
+    if commands.len() < 3 {
+        panic!("it ended early: {}", String::from_utf8_lossy(&run.output(PATIENCE).stderr));
+    }
     let words: Vec<&str> = commands[0].split_whitespace().collect();
     let body = commands[0].split('\'').nth(3).unwrap();
     let (status, answer) = post(words[2], body);

@@ -4,8 +4,7 @@ use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::ops::Range;
 use std::path::Path;
-use std::sync::LazyLock;
-use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::bail;
@@ -30,17 +29,17 @@ impl FreePort {
     /// Finds a free port. No number is found twice by one process, even after it was handed out: Envoy shares its
     /// ports (`SO_REUSEPORT`), so that a second Envoy on the same port would go unnoticed.
     pub(crate) fn find() -> io::Result<Self> {
-        static NEXT: LazyLock<AtomicU16> = LazyLock::new(|| AtomicU16::new(rand::random_range(RANGE)));
-        let mut last_error = None;
-        for _ in RANGE {
-            let turn = NEXT.fetch_add(1, Ordering::Relaxed);
-            let number = RANGE.start + turn.wrapping_sub(RANGE.start) % (RANGE.end - RANGE.start);
-            match TcpListener::bind((Ipv4Addr::LOCALHOST, number)) {
-                Ok(listener) => return Ok(Self { listener, number }),
-                Err(error) => last_error = Some(error),
+        static OURS: Mutex<Vec<Slot>> = Mutex::new(Vec::new());
+        let mut ours = OURS.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            for number in ours.last_mut().into_iter().flat_map(|slot| &mut slot.rest) {
+                if let Ok(listener) = TcpListener::bind((Ipv4Addr::LOCALHOST, number)) {
+                    return Ok(Self { listener, number });
+                }
             }
+            // The old ones are kept: their numbers have been handed out.
+            ours.push(Slot::take()?);
         }
-        Err(last_error.unwrap_or_else(|| io::ErrorKind::AddrInUse.into()))
     }
 
     /// The number, while it is held.
@@ -51,6 +50,33 @@ impl FreePort {
     /// Lets go of the port: to be called just before the process that is to bind it starts.
     pub(crate) fn release(self) -> u16 {
         self.number
+    }
+}
+
+/// Neighbouring ports that no other process like this one hands out: between the moment a port is let go and the moment
+/// it is bound, nothing else would keep them from it.
+#[derive(Debug)]
+struct Slot {
+    /// On the first port of the slot: whoever holds it has the others.
+    _lock: TcpListener,
+    rest: Range<u16>,
+}
+
+impl Slot {
+    const PORTS: u16 = 100;
+
+    fn take() -> io::Result<Self> {
+        let slots = (RANGE.end - RANGE.start) / Self::PORTS;
+        let first = rand::random_range(0..slots);
+        let mut last_error = None;
+        for turn in 0..slots {
+            let start = RANGE.start + (first + turn) % slots * Self::PORTS;
+            match TcpListener::bind((Ipv4Addr::LOCALHOST, start)) {
+                Ok(lock) => return Ok(Self { _lock: lock, rest: start + 1..start + Self::PORTS }),
+                Err(error) => last_error = Some(error),
+            }
+        }
+        Err(last_error.unwrap_or_else(|| io::ErrorKind::AddrInUse.into()))
     }
 }
 
