@@ -10,8 +10,9 @@ use tracing::debug;
 
 use crate::admission::{Admission, Attempt, Entered, Gate, Lane, Rejected, Turn};
 use crate::router::{Booked, Explanation, Moved, Prepared, Route, RouteError, RouteRequest, Router};
+use crate::schedule::Pin;
 use crate::sessions::{Binding, Entry, Hold, SessionName, Sessions};
-use crate::worker::{Endpoint, ModelName, WorkerRank};
+use crate::worker::{DpRank, Endpoint, ModelName, Worker, WorkerRank};
 
 /// What a request says of its session.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -79,16 +80,22 @@ impl Admitted {
     /// Takes note of the endpoint that served the request: the booking moves there, and the session with it.
     pub fn served(&mut self, router: &Router, by: Endpoint) -> Moved {
         let moved = router.served(&mut self.booked, by);
-        if let (Moved::To(target), Some(hold)) = (moved, &mut self.session) {
-            // A hard session has its cache where it was before, and that one try did not reach its worker says little:
-            // it comes back, as it does to a worker that had too much to do. If the worker is dead indeed, health takes
-            // it out after a few such tries, and then the session goes with whom it got. Where the session was not served
-            // before there is no cache of it, so it stays with whom it got at once.
-            if !(self.comes_back && router.is_usable(hold.target())) {
-                hold.rebind(target);
-            }
+        if let Moved::To(target) = moved {
+            self.moved(router, target);
         }
         moved
+    }
+
+    /// Somebody else serves the request than was chosen.
+    fn moved(&mut self, router: &Router, to: WorkerRank) {
+        let Some(hold) = &mut self.session else { return };
+        // A hard session has its cache where it was before, and that one try did not reach its worker says little:
+        // it comes back, as it does to a worker that had too much to do. If the worker is dead indeed, health takes
+        // it out after a few such tries, and then the session goes with whom it got. Where the session was not served
+        // before there is no cache of it, so it stays with whom it got at once.
+        if hold.target() != to && !(self.comes_back && router.is_usable(hold.target())) {
+            hold.rebind(to);
+        }
     }
 }
 
@@ -164,6 +171,30 @@ impl Entrance {
         {
             hold.rebind(target);
         }
+        Ok(())
+    }
+
+    /// The same where the gateway has sent it to an endpoint already, for whose sake another worker is to be found.
+    pub fn follow_to(
+        &self,
+        admitted: &mut Admitted,
+        mut request: RouteRequest,
+        endpoint: Endpoint,
+    ) -> Result<(), RouteError> {
+        let fleet = self.router.fleet();
+        let Route { to, model, .. } = &admitted.booked.route;
+        let is_there =
+            |worker: &&Arc<Worker>| worker.model == *model && worker.endpoint.canonical() == endpoint.canonical();
+        let worker = fleet.workers().find(is_there).ok_or(RouteError::NoCandidate)?;
+        // The request still names the rank that it was to go to.
+        let named = Some(to.rank.rank).filter(|rank| worker.ranks.contains(*rank));
+        let rank = (worker.ranks.size.get() > 1).then(|| named.unwrap_or(DpRank(worker.ranks.start)));
+        let constraints = &mut request.constraints;
+        (constraints.pin, constraints.exclusive) = (Some(Pin { worker: worker.id, rank }), None);
+        request.affinity = None;
+        admitted.booked = self.router.route(request)?;
+        let target = admitted.booked.route.to.rank;
+        admitted.moved(&self.router, target);
         Ok(())
     }
 

@@ -16,6 +16,7 @@ pub mod pipeline;
 mod probe;
 mod record;
 pub mod reject;
+mod retries;
 pub mod service;
 mod stream;
 

@@ -2,6 +2,7 @@
 //! prefill worker and nothing else, by giving both workers the same request with a room to meet in, or by asking the
 //! prefill worker first and handing what it says to the decode worker. Who they are is the router's to decide.
 
+mod again;
 mod call;
 mod config;
 mod handover;
@@ -10,10 +11,11 @@ mod ladder;
 mod meeting;
 mod mirror;
 
+pub use again::Retried;
 pub use call::{Asked, Caller, Failure};
 pub use config::{By, PrefillConfig, Protocol};
 pub use handover::{Handing, NotHandedOver, Unfit, without_forged};
 pub use headers::forwarded;
 pub use ladder::{Call, Carried, Wanted};
-pub use meeting::{Meeting, Room, fits};
-pub use mirror::{Aborts, Mirror, Mirrored};
+pub use meeting::fits;
+pub use mirror::{Aborts, Met, Mirror, Mirrored};

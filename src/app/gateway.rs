@@ -65,7 +65,8 @@ fn way(prefill: &PrefillConfig, engines: &EnginesConfig, metrics: &Arc<Metrics>)
         }
         By::Mirror => {
             let aborts = Aborts::new(engines, metrics.clone())?;
-            Some(Way::Mirror(Mirror { cluster: prefill.cluster.as_str().into(), deadline, aborts }))
+            let caller = Caller::new(engines.clone(), deadline, metrics.clone())?;
+            Some(Way::Mirror(Arc::new(Mirror { cluster: prefill.cluster.as_str().into(), deadline, aborts, caller })))
         }
     })
 }

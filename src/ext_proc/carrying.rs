@@ -2,10 +2,10 @@
 //! in, because what cannot be handed over must not be divided, and done before Envoy is told where to.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use rand::RngExt as _;
 use tracing::debug;
 
 use super::contract::Contract;
@@ -13,8 +13,8 @@ use super::exchange::Copied;
 use super::headers::{self, RequestHead};
 use crate::disagg::Bypass;
 use crate::intake::{Body, Taken};
-use crate::prefill::{self, Call, Handing, Meeting, Mirror, Mirrored, Room, Unfit, Wanted};
-use crate::router::{Decoders, Route, Router, Step};
+use crate::prefill::{self, Call, Handing, Met, Mirror, Mirrored, Unfit, Wanted};
+use crate::router::{Decoders, RouteRequest, Router, Step};
 use crate::worker::{ModelName, Role};
 
 /// How prefills are carried out, model by model. Of models that are not here they are named and nothing else.
@@ -33,7 +33,7 @@ pub enum Way {
     /// We call the prefill worker first.
     Call(Call),
     /// Envoy sends both workers the same.
-    Mirror(Mirror),
+    Mirror(Arc<Mirror>),
 }
 
 /// What is to be done for one request.
@@ -43,7 +43,7 @@ pub(super) enum Plan<'p> {
     /// The prefill worker is to be called, if one is chosen.
     Call(&'p Call, Box<Wanted>),
     /// Both workers are to meet over this body.
-    Meet(&'p Mirror, Bytes),
+    Meet(&'p Arc<Mirror>, Bytes, Box<RouteRequest>),
 }
 
 /// How a request goes on its way, beside where to.
@@ -94,12 +94,13 @@ impl Prefills {
             }
             Way::Mirror(mirror) => {
                 prefill::fits(taken.api, body)?;
-                Ok(Plan::Meet(mirror, body.clone()))
+                Ok(Plan::Meet(mirror, body.clone(), Box::new(taken.request.clone())))
             }
         }
     }
 
-    fn headers(&self, head: &RequestHead) -> reqwest::header::HeaderMap {
+    /// The headers of a request as workers get them.
+    pub(super) fn headers(&self, head: &RequestHead) -> reqwest::header::HeaderMap {
         let sent = head.all.headers.iter();
         let sent = sent.map(|header| (header.key.as_str(), headers::bytes(header)));
         let mut map = prefill::forwarded(sent, |name| self.contract.reserved().any(|reserved| reserved == name));
@@ -121,23 +122,11 @@ impl Plan<'_> {
     }
 }
 
-/// The way of a request to two workers at once: both get the room to meet in, and Envoy the address of the second.
-pub(super) fn meet(mirror: &Mirror, body: &[u8], route: &Route, router: &Router) -> Carriage {
-    let to = route.prefill().map(|prefill| prefill.to);
-    let Some((to, worker)) = to.and_then(|to| Some((to, router.fleet().worker(to.rank.worker)?.clone()))) else {
-        return Carriage::default();
-    };
-    let mut random = rand::rng();
-    let room = Room::draw(worker.ranks, to.rank.rank, &mut random);
-    let ((host, port), request) =
-        (worker.meeting_place(), format!("warmroute-{:032x}", random.random::<u128>()).into());
-    let meeting = Meeting { host, port, room, request };
-    let Some(invited) = meeting.invite(body) else { return Carriage::default() };
-    let name = invited.named_by_us.then_some(meeting.request);
-    Carriage {
-        body: Some(invited.body),
-        copy: Some(Copied { cluster: mirror.cluster.clone(), to: to.endpoint }),
-        mirrored: Some(Mirrored::new(mirror, to.endpoint, name)),
+impl From<Met> for Carriage {
+    /// Both workers get the room to meet in, and Envoy the address of the second.
+    fn from(Met { body, prefill, mirrored }: Met) -> Self {
+        let copy = Copied { cluster: mirrored.cluster(), to: prefill };
+        Self { body: Some(body), copy: Some(copy), mirrored: Some(mirrored) }
     }
 }
 

@@ -9,6 +9,8 @@ use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use envoy_types::pb::google::protobuf::Struct;
 use envoy_types::pb::google::protobuf::value::Kind;
 
+use crate::worker::Endpoint;
+
 /// Instance id of the chosen worker, decimal.
 pub const WORKER_ID: &str = "x-worker-instance-id";
 /// Data-parallel rank of the chosen worker.
@@ -149,6 +151,9 @@ impl ResponseHead {
     }
 }
 
+/// Attribute of Envoy's that names whoever a request goes to, or was sent to last.
+const UPSTREAM: &str = "upstream.address";
+
 /// Flag of Envoy's that also stands on answers of workers: there will be no further try.
 const RETRIES_EXHAUSTED: u64 = 1 << 15;
 
@@ -159,18 +164,29 @@ const UNREACHABLE: u64 = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 23 | 1 << 26;
 /// `upstream.address` names who was tried last, `response.flags` says what went wrong where Envoy made the answer itself.
 /// `None` where Envoy is not configured to say.
 fn answered_by(attributes: &HashMap<String, Struct>) -> Option<AnsweredBy> {
-    let find = |name: &str| attributes.values().find_map(|group| group.fields.get(name)?.kind.as_ref());
-    let flags = match find("response.flags") {
+    let flags = match find(attributes, "response.flags") {
         Some(Kind::NumberValue(flags)) => Some(*flags as u64 & !RETRIES_EXHAUSTED),
         _ => None,
     };
-    match (flags, find("upstream.address")) {
+    match (flags, find(attributes, UPSTREAM)) {
         (Some(flags), _) if flags & UNREACHABLE != 0 => Some(AnsweredBy::Envoy),
         (Some(1..), _) => Some(AnsweredBy::Policy),
         (_, Some(Kind::StringValue(address))) => Some(address.parse().map_or(AnsweredBy::Unknown, AnsweredBy::Worker)),
         (Some(_), _) => Some(AnsweredBy::Unknown),
         (None, _) => None,
     }
+}
+
+/// Who gets a request that is on its way.
+pub(super) fn upstream(attributes: &HashMap<String, Struct>) -> Option<Endpoint> {
+    match find(attributes, UPSTREAM)? {
+        Kind::StringValue(address) => address.parse().ok().map(Endpoint),
+        _ => None,
+    }
+}
+
+fn find<'a>(attributes: &'a HashMap<String, Struct>, name: &str) -> Option<&'a Kind> {
+    attributes.values().find_map(|group| group.fields.get(name)?.kind.as_ref())
 }
 
 /// Envoy fills `raw_value`; other gateways still fill the older text field.

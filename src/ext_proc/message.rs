@@ -5,7 +5,7 @@ use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request;
 use envoy_types::pb::envoy::service::ext_proc::v3::{HttpBody, ProcessingRequest};
 
-use super::headers::{RequestHead, ResponseHead};
+use super::headers::{self, RequestHead, ResponseHead};
 use super::metadata::Told;
 
 /// How Envoy shows us a body.
@@ -118,7 +118,9 @@ impl Incoming {
         let modes = wire
             .protocol_config
             .map(|config| Modes { request: mode(config.request_body_mode), response: mode(config.response_body_mode) });
-        let told = Told::read(wire.metadata_context.as_ref());
+        let to =
+            headers::upstream(&wire.attributes).filter(|_| matches!(wire.request, Some(Request::RequestHeaders(_))));
+        let told = Told { to, ..Told::read(wire.metadata_context.as_ref()) };
         let message = wire.request.map(|request| match request {
             Request::RequestHeaders(headers) => {
                 Message::RequestHeaders { head: RequestHead::read(headers.headers), end: headers.end_of_stream }

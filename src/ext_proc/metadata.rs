@@ -7,6 +7,7 @@ use envoy_types::pb::google::protobuf::Value;
 use envoy_types::pb::google::protobuf::value::Kind;
 
 use crate::schedule::Subset;
+use crate::worker::Endpoint;
 
 /// Namespace of the metadata that Envoy's load balancers read and write.
 pub const LB: &str = "envoy.lb";
@@ -30,6 +31,8 @@ pub struct Told {
     pub served: Option<String>,
     /// Which of our exchanges it belongs to.
     pub exchange: Option<String>,
+    /// Who gets the request, where it is on its way already.
+    pub to: Option<Endpoint>,
 }
 
 impl Told {
@@ -41,6 +44,7 @@ impl Told {
             subset: find(SUBSET_HINT, SUBSET).map(subset),
             served: find(LB, SERVED).and_then(text),
             exchange: find(OURS, EXCHANGE).and_then(text),
+            to: None,
         }
     }
 }

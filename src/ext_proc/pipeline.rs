@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tracing::{Level, debug, enabled};
 
-use super::carrying::{self, Carriage, Plan, Prefills};
+use super::carrying::{Carriage, Plan, Prefills};
 use super::config::{FailureConfig, FailureMode};
 use super::exchange::{Directions, Edit, Inbound, Renamed};
 use super::headers::{self, RequestHead};
@@ -82,6 +82,16 @@ impl Pipeline {
         Arc::new(Self { intake, entrance, metrics, policy, prefills })
     }
 
+    /// The way to the router.
+    pub(super) fn entrance(&self) -> &Entrance {
+        &self.entrance
+    }
+
+    /// How prefills are carried out.
+    pub(super) fn prefills(&self) -> &Prefills {
+        &self.prefills
+    }
+
     /// The router behind it.
     pub fn router(&self) -> &Arc<Router> {
         self.entrance.router()
@@ -95,6 +105,7 @@ impl Pipeline {
         let Inbound { head, body, subset } = inbound;
         let header = |name: &str| head.get(name);
         let mut taken = self.intake.take(&head.path, &header, &body).await;
+        taken.request.constraints.endpoints = self.selected(&head).or(subset);
         let plan = self.prefills.plan(&mut taken, &head, &body, self.router());
         // A request may wait long for its turn, and its body need not, unless it is handed over.
         drop(body);
@@ -105,7 +116,6 @@ impl Pipeline {
         if let Some(refused) = self.strict(&taken) {
             return self.refused(&refused, &head, &model);
         }
-        taken.request.constraints.endpoints = self.selected(&head).or(subset);
         if taken.query {
             return self.query(taken, &head, &model);
         }
@@ -159,9 +169,9 @@ impl Pipeline {
                 let carried = carrying.await.map_err(Refusal::Refused)?;
                 Ok((carried.admitted, Carriage { body: carried.body, ..Carriage::default() }))
             }
-            Plan::Meet(mirror, body) => {
-                let carriage = carrying::meet(mirror, &body, &admitted.booked.route, self.router());
-                Ok((admitted, carriage))
+            Plan::Meet(mirror, body, request) => {
+                let met = mirror.meet(*request, &body, &admitted.booked.route, self.router());
+                Ok((admitted, met.map(Carriage::from).unwrap_or_default()))
             }
             Plan::Named | Plan::Call(..) => Ok((admitted, Carriage::default())),
         }

@@ -4,16 +4,17 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tracing::info;
+use bytes::Bytes;
+use tracing::{debug, info};
 
 use super::headers::{AnsweredBy, ResponseHead};
 use crate::audit::{Answered, Audit, Foreseen, Said};
 use crate::block::BlockHashes;
-use crate::entrance::Admitted;
+use crate::entrance::{Admitted, Entrance};
 use crate::health::Outcome;
 use crate::metrics::{Metrics, ModelLabel, OutcomeLabel, RankLabels};
 use crate::openai::usage::{Kind, Usage, UsageScanner};
-use crate::prefill::Mirrored;
+use crate::prefill::{Mirrored, Retried};
 use crate::router::{Answer, AnswerFrom, Mode, Moved, Router};
 use crate::worker::Endpoint;
 
@@ -164,9 +165,25 @@ impl Record {
         }
     }
 
-    /// When the first token of two workers that meet has to be there.
-    pub(super) fn meeting_due(&self) -> Option<tokio::time::Instant> {
-        self.mirrored.as_ref().map(|mirrored| mirrored.due())
+    /// Completes when the first token of two workers that meet should have been there.
+    pub(super) async fn never_meets(&mut self) {
+        match &mut self.mirrored {
+            Some(mirrored) => mirrored.overdue().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Has the workers of a request that goes to another decode worker now meet anew; the body that they get, or none where
+    /// nobody is to meet, or nobody can.
+    pub(super) async fn meets_again(&mut self, entrance: &Entrance, retried: Retried) -> Option<Bytes> {
+        // What has begun to be answered is not tried again.
+        let (Some(mirrored), Some(admitted)) = (self.mirrored.take(), &mut self.admitted) else { return None };
+        let met = mirrored.again(entrance, admitted, retried).await;
+        let met = met.inspect_err(|error| debug!(%error, "two workers cannot meet again")).ok()?;
+        // What came before says nothing of how long a prefill takes.
+        self.admitted_at = Instant::now();
+        self.mirrored = Some(Box::new(met.mirrored));
+        Some(met.body)
     }
 
     /// Two workers were to meet, and no token has come of it.

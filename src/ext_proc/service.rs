@@ -20,6 +20,7 @@ use super::held::Held;
 use super::message::{BodyMode, Incoming};
 use super::pipeline::Pipeline;
 use super::probe::Probe;
+use super::retries::{Retries, Retry};
 use super::stream::Stream;
 use crate::audit::Audit;
 use crate::metrics::{Metrics, OutcomeLabel};
@@ -31,6 +32,8 @@ const REPLIES: usize = 16;
 pub const FILTER: &str = "x-warmroute-filter";
 /// The filter that only looks for the first token.
 pub const PROBE: &str = "probe";
+/// The filter that shows us further tries.
+pub const RETRY: &str = "retry";
 /// The filter beside it.
 pub const PROBED: &str = "probed";
 
@@ -52,6 +55,7 @@ pub struct Live {
 pub struct Kept {
     pub(super) metrics: Arc<Metrics>,
     pub(super) first_tokens: Arc<FirstTokens>,
+    pub(super) retries: Arc<Retries>,
     pub(super) held: Arc<Held>,
     pub(super) audit: Arc<Audit>,
     warned: AtomicBool,
@@ -61,7 +65,14 @@ impl Kept {
     /// Nothing yet.
     pub fn new(metrics: Arc<Metrics>, audit: Arc<Audit>) -> Arc<Self> {
         let held = Held::new(metrics.clone());
-        Arc::new(Self { metrics, first_tokens: Arc::default(), held, audit, warned: AtomicBool::new(false) })
+        Arc::new(Self {
+            metrics,
+            first_tokens: Arc::default(),
+            retries: Arc::default(),
+            held,
+            audit,
+            warned: AtomicBool::new(false),
+        })
     }
 
     /// Where is measured.
@@ -96,6 +107,9 @@ impl Service {
     async fn run(self, mut incoming: Streaming<ProcessingRequest>, replies: Replies, filter: Filter) {
         let Ok(first) = receive(&mut incoming, &replies).await else { return };
         let first = Incoming::read(first);
+        if filter == Filter::Retry {
+            return self.retry(first, incoming, replies).await;
+        }
         if filter == Filter::Probe || Probe::begins(&first) {
             return self.probe(first, incoming, replies).await;
         }
@@ -106,6 +120,25 @@ impl Service {
             request_id: format!("{:032x}", rand::random::<u128>()),
         };
         Stream::new(self.kept, self.live, (incoming, replies), start).run(first).await;
+    }
+
+    async fn retry(&self, first: Incoming, mut incoming: Streaming<ProcessingRequest>, replies: Replies) {
+        let mut retry = Retry::default();
+        let mut next = Some(first);
+        let mut outcome = "left";
+        while let Some(message) = next.take() {
+            let answered = retry.on_message(&self.kept.retries, message).await;
+            if let Some(reply) = answered.reply
+                && replies.send(Ok(reply)).await.is_err()
+            {
+                break;
+            }
+            match answered.outcome {
+                Some(became) => outcome = became,
+                None => next = receive(&mut incoming, &replies).await.ok().map(Incoming::read),
+            }
+        }
+        self.kept.metrics.prefill_retries.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
     async fn probe(&self, first: Incoming, mut incoming: Streaming<ProcessingRequest>, replies: Replies) {
@@ -139,6 +172,8 @@ enum Filter {
     Probed,
     /// The one that looks for the first token.
     Probe,
+    /// The one that shows further tries.
+    Retry,
 }
 
 impl Filter {
@@ -146,6 +181,7 @@ impl Filter {
         match metadata.get(FILTER).and_then(|value| value.to_str().ok()) {
             Some(PROBE) => Filter::Probe,
             Some(PROBED) => Filter::Probed,
+            Some(RETRY) => Filter::Retry,
             _ => Filter::Alone,
         }
     }

@@ -17,9 +17,11 @@ use super::message::Incoming;
 use super::pipeline::Routed;
 use super::record::Record;
 use super::reject;
+use super::retries::{Listening, Try};
 use super::service::{Closed, Kept, Live, Replies, receive};
 use crate::intake::Body;
 use crate::openai;
+use crate::prefill::Retried;
 
 /// Messages that are read ahead while a route is looked for; beyond it Envoy has to wait.
 const EARLY: usize = 64;
@@ -39,6 +41,9 @@ pub(super) struct Stream {
     exchange: Exchange,
     record: Record,
     first_token: Option<Awaited>,
+    /// By which name other filters know the exchange.
+    name: Option<String>,
+    retries: Option<Listening>,
     held: Share,
     /// When the request's body has to be there.
     deadline: Instant,
@@ -53,6 +58,8 @@ enum Event {
     Deadline,
     /// The first token of two workers that were to meet has not come in time.
     NeverMet,
+    /// Envoy sends the request to another worker.
+    Try(Box<Try>),
 }
 
 impl Stream {
@@ -62,13 +69,16 @@ impl Stream {
         (incoming, replies): (Streaming<ProcessingRequest>, Replies),
         start: Start,
     ) -> Self {
-        let first_token = start.probed_as.clone().map(|name| kept.first_tokens.expect(name));
+        let name = start.probed_as.clone();
+        let first_token = name.clone().map(|name| kept.first_tokens.expect(name));
         Self {
             incoming,
             replies,
             exchange: Exchange::new(live.options.clone(), start),
             record: Record::open(kept.metrics.clone(), live.pipeline.router().clone(), kept.audit.clone()),
             first_token,
+            name,
+            retries: None,
             held: kept.held.share(),
             deadline: Instant::now() + live.upload,
             live,
@@ -105,6 +115,10 @@ impl Stream {
                     let effects = self.exchange.on_give_up(&reject::never_met());
                     self.carry_out(effects, &mut early).await
                 }
+                Ok(Event::Try(again)) => {
+                    self.try_again(*again).await;
+                    Ok(())
+                }
                 Err(closed) => Err(closed),
             };
             if done.is_err() {
@@ -120,10 +134,9 @@ impl Stream {
                 None => std::future::pending().await,
             }
         };
-        let meeting = self.record.meeting_due();
-        let never_met = async {
-            match meeting {
-                Some(due) => tokio::time::sleep_until(due).await,
+        let tries = async {
+            match &mut self.retries {
+                Some(listening) => listening.next().await,
                 None => std::future::pending().await,
             }
         };
@@ -133,7 +146,8 @@ impl Stream {
             () = first_token => Ok(Event::FirstToken),
             message = receive(&mut self.incoming, &self.replies) => message.map(|message| Event::Message(Box::new(message))),
             () = tokio::time::sleep_until(self.deadline), if self.exchange.is_gathering() => Ok(Event::Deadline),
-            () = never_met => Ok(Event::NeverMet),
+            again = tries => Ok(Event::Try(Box::new(again))),
+            () = self.record.never_meets() => Ok(Event::NeverMet),
         }
     }
 
@@ -166,6 +180,9 @@ impl Stream {
                         self.record.own_answer();
                     }
                     Some(Routed::Steered { directions, admitted, mirrored }) => {
+                        if let (Some(_), Some(name)) = (&mirrored, &self.name) {
+                            self.retries = Some(self.kept.retries.listen(name.clone()));
+                        }
                         effects.extend(self.exchange.on_route(*directions));
                         self.record.routed(admitted);
                         self.record.mirrors(mirrored);
@@ -178,6 +195,18 @@ impl Stream {
             }
         }
         Ok(())
+    }
+
+    /// Has the workers of the request meet anew, if they are to meet. A client that leaves meanwhile takes it all back.
+    async fn try_again(&mut self, Try { head, to, body, answer }: Try) {
+        let prefills = self.live.pipeline.prefills();
+        let retried = Retried { to, path: head.path.clone(), headers: prefills.headers(&head), body };
+        let body = tokio::select! {
+            body = self.record.meets_again(self.live.pipeline.entrance(), retried) => body,
+            () = self.replies.closed() => None,
+        };
+        // Where the try is over by now, so is what was begun for it.
+        _ = answer.send(body);
     }
 
     /// Counts a body as long as anybody has it. What the exchange itself holds of it counts already.

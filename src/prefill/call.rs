@@ -13,6 +13,7 @@ use http_body::{Body, Frame, SizeHint};
 use reqwest::header::HeaderMap;
 use thiserror::Error;
 use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 
 use crate::engine_client::config::EnginesConfig;
 use crate::engine_client::{EngineClient, EngineError, Forwarded};
@@ -59,6 +60,9 @@ impl Failure {
     }
 }
 
+/// How a prefill ended, with what was held meanwhile; none if it was taken back.
+type Ended<T> = Option<(T, Result<Bytes, Failure>)>;
+
 /// One prefill to be done.
 #[derive(Debug)]
 pub struct Asked {
@@ -96,7 +100,7 @@ impl Caller {
     /// question back if nothing of it was sent yet; otherwise the prefill goes on, and `held` with it.
     pub async fn prefill<T: Send + 'static>(&self, asked: Asked, held: T) -> (T, Result<Bytes, Failure>) {
         let (here, left) = oneshot::channel::<()>();
-        let task = tokio::spawn(self.clone().carry(asked, held, left));
+        let task = tokio::spawn(self.clone().carry(asked, held, (left, None)));
         let answered = task.await;
         drop(here);
         match answered {
@@ -107,9 +111,30 @@ impl Caller {
         }
     }
 
-    async fn carry<T>(self, asked: Asked, held: T, left: oneshot::Receiver<()>) -> Option<(T, Result<Bytes, Failure>)> {
+    /// Has a prefill begun whose end is seen elsewhere. Dropping the future takes the question back as above.
+    pub async fn begin(&self, asked: Asked) -> Result<Begun, Failure> {
+        let ((here, left), (begun, has_begun)) = (oneshot::channel(), oneshot::channel());
+        let mut task = tokio::spawn(self.clone().carry(asked, (), (left, Some(begun))));
+        tokio::select! {
+            biased;
+            Ok(()) = has_begun => Ok(Begun { here: Some(here), task: Some(task) }),
+            ended = &mut task => match ended {
+                Ok(Some(((), Err(failure)))) => Err(failure),
+                // It cannot have ended well before it began.
+                Ok(Some(((), Ok(_))) | None) => Err(Failure::Full),
+                Err(panicked) => std::panic::resume_unwind(panicked.into_panic()),
+            },
+        }
+    }
+
+    async fn carry<T>(
+        self,
+        asked: Asked,
+        held: T,
+        (left, begun): (oneshot::Receiver<()>, Option<oneshot::Sender<()>>),
+    ) -> Ended<T> {
         let sending = Arc::new(Sending::default());
-        let body = reqwest::Body::wrap(Noticed { body: Some(asked.body), sending: sending.clone() });
+        let body = reqwest::Body::wrap(Noticed { body: Some(asked.body), sending: sending.clone(), begun });
         let engine = self.engines.url(asked.worker);
         let call =
             Forwarded { engine: &engine, path: &asked.path, headers: asked.headers, body, deadline: self.deadline };
@@ -118,8 +143,8 @@ impl Caller {
         let answer = tokio::select! {
             biased;
             answer = &mut call => answer,
-            // An error is the other side's drop.
-            _ = left => {
+            // The other side's drop.
+            Err(_) = left => {
                 let taken_back = sending.take_back();
                 self.count(if taken_back { "left_before_start" } else { "left_after_start" });
                 if taken_back {
@@ -142,6 +167,39 @@ impl Caller {
 struct Noticed {
     body: Option<Bytes>,
     sending: Arc<Sending>,
+    /// Who wants to hear of it.
+    begun: Option<oneshot::Sender<()>>,
+}
+
+/// A prefill under way. Dropped, it counts as one whose client has left.
+#[derive(Debug)]
+#[must_use = "dropped, its client has left"]
+pub struct Begun {
+    here: Option<oneshot::Sender<()>>,
+    /// None once it has ended.
+    task: Option<JoinHandle<Ended<()>>>,
+}
+
+impl Begun {
+    /// Completes if it fails, and not if it is done.
+    pub async fn failed(&mut self) -> Failure {
+        if let Some(task) = &mut self.task {
+            let ended = task.await;
+            self.task = None;
+            if let Ok(Some(((), Err(failure)))) = ended {
+                return failure;
+            }
+        }
+        std::future::pending().await
+    }
+
+    /// Whoever waited for it has it.
+    pub fn over(mut self) {
+        if let Some(here) = self.here.take() {
+            // Where it has ended nobody listens.
+            _ = here.send(());
+        }
+    }
 }
 
 /// Whether a question is on its way. It is either sent or taken back, and never both.
@@ -182,6 +240,8 @@ impl Body for Noticed {
         if !self.sending.begin() {
             return Poll::Ready(Some(Err(TakenBack)));
         }
+        // Nobody listens where its end is waited for.
+        _ = self.begun.take().map(|begun| begun.send(()));
         Poll::Ready(self.body.take().map(|body| Ok(Frame::data(body))))
     }
 

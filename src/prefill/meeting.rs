@@ -14,43 +14,38 @@ use crate::worker::{DpRank, Ranks};
 
 /// The number of a room: below 2^63, because engines keep it in a signed number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Room(u64);
+pub(super) struct Room(u64);
 
 impl Room {
     /// A room for a rank of a prefill worker: its number leaves the rank's place when it is divided by their count.
-    pub fn draw(ranks: Ranks, rank: DpRank, random: &mut impl Rng) -> Self {
+    pub(super) fn draw(ranks: Ranks, rank: DpRank, random: &mut impl Rng) -> Self {
         let size = u64::from(ranks.size.get());
         let place = u64::from(rank.0.saturating_sub(ranks.start)) % size;
         let whole = (1 << 63) / size;
         Self(random.random_range(0..whole) * size + place)
     }
-
-    /// Its number.
-    pub fn number(self) -> u64 {
-        self.0
-    }
 }
 
 /// Where two workers meet over one request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Meeting {
+pub(super) struct Meeting {
     /// The prefill worker's host.
-    pub host: String,
+    pub(super) host: String,
     /// The port of its bootstrap server.
-    pub port: u16,
+    pub(super) port: u16,
     /// The room.
-    pub room: Room,
+    pub(super) room: Room,
     /// What both engines shall call the request, unless the client gave it a name.
-    pub request: Arc<str>,
+    pub(super) request: Arc<str>,
 }
 
 /// The way to a meeting, in a body.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Invited {
+pub(super) struct Invited {
     /// The body that both workers get.
-    pub body: Bytes,
+    pub(super) body: Bytes,
     /// Whether the request has our name.
-    pub named_by_us: bool,
+    pub(super) named_by_us: bool,
 }
 
 /// Whether two workers can meet over a request. Of several prompts or answers engines count on from the room by themselves.
@@ -63,9 +58,12 @@ pub fn fits(api: Option<Api>, body: &[u8]) -> Result<(), Unfit> {
 
 impl Meeting {
     /// The request with the way to its meeting, as both workers get it; none of a body that does not fit.
-    pub fn invite(&self, body: &[u8]) -> Option<Invited> {
+    /// `before` is the name that we gave it at an earlier try.
+    pub(super) fn invite(&self, body: &[u8], before: Option<&str>) -> Option<Invited> {
         let named = edit::look(body, &["rid"])?;
-        let named_by_us = named.iter().all(|(_, json)| *json == b"null");
+        let before = before.map(|name| Value::from(name).to_string());
+        let is_ours = |json: &[u8]| json == b"null" || before.as_ref().is_some_and(|name| name.as_bytes() == json);
+        let named_by_us = named.iter().all(|(_, json)| is_ours(json));
         let (host, name) = (Value::from(&*self.host).to_string(), Value::from(&*self.request).to_string());
         let (port, room) = (self.port.to_string(), self.room.0.to_string());
         let mut changes = vec![
@@ -95,7 +93,7 @@ mod tests {
         for (start, size, rank) in [(0, 1, 0), (0, 4, 3), (8, 3, 9), (0, 1024, 1023), (5, 7, 5)] {
             let ranks = Ranks { start, size: NonZeroU32::new(size).unwrap() };
             for _ in 0..1000 {
-                let room = Room::draw(ranks, DpRank(rank), &mut random).number();
+                let room = Room::draw(ranks, DpRank(rank), &mut random).0;
                 assert_eq!(room % u64::from(size), u64::from(rank - start));
                 assert!(room < 1 << 63);
                 assert!(seen.insert(room), "no two are the same");
@@ -111,7 +109,7 @@ mod tests {
     #[test]
     fn the_way_to_a_meeting_is_put_into_the_body_and_nothing_else_changes() {
         let body = br#"{"model":"m", "big":123456789012345678901,"messages":[]}"#;
-        let Invited { body: sent, named_by_us } = meeting().invite(body).unwrap();
+        let Invited { body: sent, named_by_us } = meeting().invite(body, None).unwrap();
         assert!(named_by_us);
         let expected = r#"{"bootstrap_host":"10.0.0.1","bootstrap_port":8998,"bootstrap_room":4611686018427387904,"rid":"ours","model":"m", "big":123456789012345678901,"messages":[]}"#;
         assert_eq!(std::str::from_utf8(&sent).unwrap(), expected);
@@ -120,10 +118,25 @@ mod tests {
     #[test]
     fn a_clients_own_name_holds_and_its_own_room_does_not() {
         let body = json!({"rid": "theirs", "bootstrap_room": 1, "bootstrap_host": "elsewhere", "prompt": "x"});
-        let Invited { body: sent, named_by_us } = meeting().invite(body.to_string().as_bytes()).unwrap();
+        let Invited { body: sent, named_by_us } = meeting().invite(body.to_string().as_bytes(), None).unwrap();
         let sent: Value = serde_json::from_slice(&sent).unwrap();
         assert_eq!((&sent["rid"], named_by_us), (&json!("theirs"), false));
         assert_eq!((&sent["bootstrap_room"], &sent["bootstrap_host"]), (&json!(1_u64 << 62), &json!("10.0.0.1")));
+    }
+
+    #[test]
+    fn at_another_try_only_our_own_name_gives_way() {
+        for (rid, before, expected, by_us) in [
+            (json!("earlier"), Some("earlier"), json!("ours"), true),
+            (json!("theirs"), Some("earlier"), json!("theirs"), false),
+            (json!("earlier"), None, json!("earlier"), false),
+        ] {
+            let body = json!({"rid": rid, "bootstrap_room": 7, "prompt": "x"}).to_string();
+            let Invited { body: sent, named_by_us } = meeting().invite(body.as_bytes(), before).unwrap();
+            let sent: Value = serde_json::from_slice(&sent).unwrap();
+            assert_eq!((&sent["rid"], named_by_us), (&expected, by_us));
+            assert_eq!(sent["bootstrap_room"], json!(1_u64 << 62));
+        }
     }
 
     #[test]

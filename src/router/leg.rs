@@ -142,7 +142,9 @@ impl<'f> Decision<'_, 'f> {
                 let bypass = self.pools.has_prefills.then_some(*bypass);
                 (Phase::Both, self.pools.decode.clone(), Now::Both, bypass)
             }
-            Step::Both | Step::PrefillFirst { .. } => (Phase::Both, self.pools.decode.clone(), Now::Both, None),
+            Step::Both | Step::PrefillFirst { .. } | Step::Anew { .. } => {
+                (Phase::Both, self.pools.decode.clone(), Now::Both, None)
+            }
         };
         let seen = self.candidates(view, pool, phase);
         let seen = if now == Now::Decode { seen } else { self.free(seen)? };

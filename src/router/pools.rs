@@ -146,7 +146,10 @@ impl Rules<'_> {
         if !request.has_prompt() || matches!(request.step, Step::Decode(_) | Step::Together(_)) {
             return Ok(None);
         }
-        let failed: &[WorkerId] = if let Step::PrefillFirst { failed } = &request.step { failed } else { &[] };
+        let failed: &[WorkerId] = match &request.step {
+            Step::PrefillFirst { failed } | Step::Anew { failed } => failed,
+            Step::Both | Step::Decode(_) | Step::Together(_) => &[],
+        };
         let left: Vec<&'f Member> =
             members.iter().copied().filter(|member| !failed.contains(&member.rank.worker)).collect();
         let members = &left[..];

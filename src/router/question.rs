@@ -114,6 +114,11 @@ pub enum Step {
         /// Prefill workers that had it and failed.
         failed: Vec<WorkerId>,
     },
+    /// Both phases anew, because one of the two workers failed.
+    Anew {
+        /// Prefill workers that had it and failed.
+        failed: Vec<WorkerId>,
+    },
     /// Who takes over what was computed elsewhere.
     Decode(Box<Prefilled>),
     /// One worker for both phases, though there are prefill workers.

@@ -253,16 +253,32 @@ pub(crate) struct Answer {
     pub(crate) status: StatusCode,
     headers: reqwest::header::HeaderMap,
     pub(crate) text: String,
+    /// Whether its end never came.
+    pub(crate) cut: bool,
 }
 
 impl Answer {
     pub(crate) async fn of(request: RequestBuilder) -> Self {
+        let answer = Self::begun(request).await;
+        assert!(!answer.cut, "{answer:?}");
+        answer
+    }
+
+    /// The same of a worker that may die.
+    pub(crate) async fn begun(request: RequestBuilder) -> Self {
         Self::read(request.send().await.unwrap()).await
     }
 
-    pub(crate) async fn read(response: Response) -> Self {
+    pub(crate) async fn read(mut response: Response) -> Self {
         let (status, headers) = (response.status(), response.headers().clone());
-        Self { status, headers, text: response.text().await.unwrap() }
+        let mut text = Vec::new();
+        let cut = loop {
+            match response.chunk().await {
+                Ok(Some(chunk)) => text.extend_from_slice(&chunk),
+                end => break end.is_err(),
+            }
+        };
+        Self { status, headers, text: String::from_utf8(text).unwrap(), cut }
     }
 
     /// A header; empty where there is none.
