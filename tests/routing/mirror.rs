@@ -11,8 +11,8 @@ use crate::call::{carrying, phases};
 use crate::support::ports::{FreePort, until};
 use crate::support::stack::EngineSpec;
 
-const PREFILL: [u64; 2] = [11, 12];
-const DECODE: [u64; 2] = [21, 22];
+pub(crate) const PREFILL: [u64; 2] = [11, 12];
+pub(crate) const DECODE: [u64; 2] = [21, 22];
 
 /// Two prefill and two decode engines as SGLang has them, each prefill engine with a port of its own to be met at.
 fn pools(prefill_speed: &str) -> Vec<EngineSpec> {
@@ -22,7 +22,8 @@ fn pools(prefill_speed: &str) -> Vec<EngineSpec> {
         let listed = json!({"role": "prefill", "bootstrap": {"port": port}});
         EngineSpec::new(id).with(&["--speed", prefill_speed]).with(&mode).listed(listed)
     });
-    let decode = DECODE.map(|id| engine_for("decode", id).with(&["--disaggregation-mode", "decode"]));
+    let mode = ["--disaggregation-mode", "decode", "--bootstrap-patience", "300ms"];
+    let decode = DECODE.map(|id| engine_for("decode", id).with(&mode));
     prefill.into_iter().chain(decode).collect()
 }
 
@@ -111,4 +112,69 @@ async fn a_prefill_that_does_not_come_is_told_within_the_deadline() {
     bed.quiet().await;
     let out = bed.metrics().await;
     assert!(out.sum("prefill_aborts_total", &[("outcome", "told")]) >= 2.0, "{}", out.text());
+}
+
+/// Asks while prefills take long, and says which workers have the request once the prefill is under way.
+async fn caught(bed: &Bed, body: &Value) -> (tokio::task::JoinHandle<Answer>, [u64; 2]) {
+    let asking = bed.asking(body);
+    let has = async |ids: [u64; 2]| {
+        let mut found = None;
+        for id in ids {
+            if bed.load(id, "active_requests").await > 0 {
+                found = Some(id);
+            }
+        }
+        found
+    };
+    let at_work = async || bed.engine_sum(&PREFILL, "vllm:num_requests_running").await == 1.0;
+    assert!(until(SOON, at_work).await, "the copy has arrived");
+    let pair = [has(PREFILL).await.expect("a prefill worker"), has(DECODE).await.expect("a decode worker")];
+    (asking, pair)
+}
+
+fn other(pair: [u64; 2], than: u64) -> u64 {
+    if pair[0] == than { pair[1] } else { pair[0] }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn when_the_decode_worker_dies_the_next_one_meets_a_prefill_worker_anew() {
+    let mut bed = start("0.2", json!({})).await;
+    for body in [chat(&essay(1)), stream(&essay(2), 4)] {
+        let before = bed.metrics().await.sum("prefill_retries_total", &[("outcome", "met_again")]);
+        let (asking, [_, decode]) = caught(&bed, &body).await;
+        bed.kill(decode);
+        let answer = asking.await.unwrap();
+        assert_eq!((answer.status.as_u16(), answer.cut), (200, false), "{answer:?}");
+        assert_eq!(answer.engine(), other(DECODE, decode));
+        let page = bed.metrics().await;
+        assert_eq!(page.sum("prefill_retries_total", &[("outcome", "met_again")]), before + 1.0);
+        // The room in which the first one died is given up.
+        bed.shows("the engine is told", |page| {
+            page.sum("prefill_aborts_total", &[("outcome", "told")]) == before + 1.0
+        })
+        .await;
+        bed.quiet().await;
+        bed.restart(decode).await;
+    }
+    assert_eq!(bed.engines("engine_sim:rooms_mismatched_total").await, 0.0);
+    assert_eq!(bed.metrics().await.sum("prefill_calls_total", &[("outcome", "done")]), 2.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn when_the_prefill_worker_dies_another_one_prefills() {
+    let mut bed = start("0.2", json!({})).await;
+    for body in [chat(&essay(1)), stream(&essay(2), 4)] {
+        let (asking, [prefill, _]) = caught(&bed, &body).await;
+        bed.kill(prefill);
+        let at_work = async || bed.engine_sum(&[other(PREFILL, prefill)], "vllm:num_requests_running").await == 1.0;
+        assert!(until(SOON, at_work).await, "the other one has it");
+        assert_eq!(bed.load(other(PREFILL, prefill), "active_requests").await, 1, "and is booked");
+        assert_eq!(bed.load(prefill, "active_requests").await, 0);
+        let answer = asking.await.unwrap();
+        assert_eq!((answer.status.as_u16(), answer.cut), (200, false), "{answer:?}");
+        bed.quiet().await;
+        bed.restart(prefill).await;
+    }
+    assert_eq!(bed.metrics().await.sum("prefill_retries_total", &[("outcome", "met_again")]), 2.0);
+    assert_eq!(bed.engines("engine_sim:rooms_mismatched_total").await, 0.0);
 }
