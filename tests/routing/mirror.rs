@@ -39,6 +39,16 @@ pub(crate) async fn all_met(bed: &Bed) {
     assert_eq!(bed.engines("engine_sim:rooms_mismatched_total").await, 0.0, "somebody met another request");
 }
 
+/// The same where workers have died: who is alone in a room leaves it, and nobody meets another request.
+pub(crate) async fn nobody_is_left_waiting(bed: &Bed) {
+    bed.quiet().await;
+    assert_eq!(bed.engines("engine_sim:rooms_mismatched_total").await, 0.0, "somebody met another request");
+    let empty = async || {
+        bed.engines("engine_sim:rooms_waiting").await == 0.0 && bed.engines("vllm:num_requests_running").await == 0.0
+    };
+    assert!(until(SOON, empty).await, "somebody waits in a room for nobody");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn both_workers_get_the_request_and_meet_over_it() {
     let bed = start("20", json!({})).await;
