@@ -202,7 +202,6 @@ fn check_comparison(report: &Value, by: &str) -> [f64; 2] {
 }
 
 #[test]
-#[expect(clippy::print_stdout, reason = "the figures of the run")]
 fn prefill_and_decode_apart_are_compared_with_both_together() {
     for by in ["call", "mirror"] {
         let mut run = Run::start(&["--disaggregated", by, "--rounds", "1", "--groups", "6", "--json"], |_| {});
