@@ -2,6 +2,7 @@
 //! prefill worker and nothing else, by giving both workers the same request with a room to meet in, or by asking the
 //! prefill worker first and handing what it says to the decode worker. Who they are is the router's to decide.
 
+mod aborts;
 mod again;
 mod call;
 mod config;
@@ -11,6 +12,7 @@ mod ladder;
 mod meeting;
 mod mirror;
 
+pub use aborts::Aborts;
 pub use again::Retried;
 pub use call::{Asked, Caller, Failure};
 pub use config::{By, PrefillConfig, Protocol};
@@ -18,4 +20,4 @@ pub use handover::{Handing, NotHandedOver, Unfit, without_forged};
 pub use headers::forwarded;
 pub use ladder::{Call, Carried, Wanted};
 pub use meeting::fits;
-pub use mirror::{Aborts, Met, Mirror, Mirrored};
+pub use mirror::{Met, Mirror, Mirrored};

@@ -7,17 +7,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use rand::RngExt as _;
-use serde::de::IgnoredAny;
-use serde_json::json;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep_until};
 use tracing::debug;
 
+use super::aborts::Aborts;
 use super::call::{Begun, Caller};
 use super::meeting::{Meeting, Room};
-use crate::engine_client::config::EnginesConfig;
-use crate::engine_client::{EngineClient, EngineError};
-use crate::metrics::{Metrics, OutcomeLabel};
 use crate::router::{Route, RouteRequest, Router};
 use crate::worker::{Endpoint, WorkerId};
 
@@ -68,40 +64,6 @@ impl Mirror {
             over: false,
         };
         Some(Met { body: invited.body, prefill: to.endpoint, mirrored })
-    }
-}
-
-/// The way to engines that have to be told that nobody waits.
-pub struct Aborts {
-    client: EngineClient,
-    engines: EnginesConfig,
-    metrics: Arc<Metrics>,
-}
-
-impl Aborts {
-    /// The way to engines; it connects with the first word.
-    pub fn new(engines: &EnginesConfig, metrics: Arc<Metrics>) -> Result<Arc<Self>, EngineError> {
-        Ok(Arc::new(Self { client: EngineClient::new(engines)?, engines: engines.clone(), metrics }))
-    }
-
-    async fn abort(self: Arc<Self>, worker: Endpoint, request: Option<Arc<str>>) {
-        let outcome = match request {
-            // A name that a client chose may be the beginning of other requests' names, which would be aborted as well.
-            None => "not_ours",
-            Some(request) => {
-                let body = Bytes::from(json!({"rid": &*request, "abort_all": false}).to_string());
-                let (engine, deadline) = (self.engines.url(worker), self.client.deadline());
-                match self.client.post::<IgnoredAny>(&engine, "abort_request", body, deadline).await {
-                    // SGLang answers with an empty body.
-                    Ok(_) | Err(EngineError::Unreadable(_)) => "told",
-                    Err(error) => {
-                        debug!(%worker, %error, "a prefill could not be aborted");
-                        error.label()
-                    }
-                }
-            }
-        };
-        self.metrics.prefill_aborts.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 }
 
