@@ -13,11 +13,11 @@ mod meeting;
 mod mirror;
 
 pub use aborts::Aborts;
-pub use again::Retried;
+pub use again::{Called, Copy, Retried};
 pub use call::{Asked, Caller, Failure};
 pub use config::{By, PrefillConfig, Protocol};
-pub use handover::{Handing, NotHandedOver, Unfit, without_forged};
+pub use handover::{Cleaned, HandedOver, Handing, NotHandedOver, Question, Unfit, clean};
 pub use headers::forwarded;
 pub use ladder::{Call, Carried, Wanted};
-pub use meeting::fits;
-pub use mirror::{Met, Mirror, Mirrored};
+pub use meeting::{fits, streams};
+pub use mirror::{Met, Mirror, Mirrored, Turn};
