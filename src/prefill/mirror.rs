@@ -139,6 +139,8 @@ impl Mirrored {
             Err(failure) => {
                 debug!(worker = %self.worker, %failure, "a prefill failed");
                 self.over = true;
+                // Whoever decodes is told, and should say so; if that does not help, nothing will.
+                (self.begun, self.due) = (None, Some(Instant::now() + self.mirror.deadline));
                 Turn::Failed(failure)
             }
         }

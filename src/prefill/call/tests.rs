@@ -109,7 +109,9 @@ async fn a_prefill_is_asked_for_as_the_client_asked_and_what_is_held_comes_back_
 async fn failures_are_told_apart() {
     let mut worker = Worker::start().await;
     let (caller, _) = caller(Scheme::Http, LONG);
-    for (status, label) in [(503, "busy"), (429, "busy"), (400, "refused"), (404, "not_offered"), (401, "not_offered"), (500, "failed")] {
+    for (status, label) in
+        [(503, "busy"), (429, "busy"), (400, "refused"), (404, "not_offered"), (401, "not_offered"), (500, "failed")]
+    {
         let answers = async {
             let (.., reply) = worker.asked.recv().await.unwrap();
             reply.send((status, "no")).unwrap();
