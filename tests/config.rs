@@ -272,7 +272,7 @@ impl Followed {
         lay(folder.path());
         let (report, fleet) = watch::channel(Vec::new());
         let metrics = Arc::new(Metrics::new());
-        let model = ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap() };
+        let model = ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap(), meets: false };
         let followed = WorkersFile {
             path: folder.path().join("workers.yaml"),
             models: vec![model],
