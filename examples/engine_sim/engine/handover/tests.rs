@@ -78,6 +78,7 @@ fn disaggregated_params_go_back_with_another_request_type() {
         assert_eq!(understood, Hand::Fetch(Source { first: Some(5), ..door().source(&lent(expected)) }));
     }
     params["disagg_request_id"] = json!(null);
+    params["ctx_request_id"] = json!(12);
     for missing in ["ctx_request_id", "encoded_opaque_state"] {
         let mut params = params.clone();
         params[missing] = json!(null);
