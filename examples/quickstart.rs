@@ -61,6 +61,9 @@ struct Cli {
     /// How often each of the two ways of --disaggregated runs; which is first alternates
     #[arg(long, default_value_t = 2, requires = "disaggregated", value_parser = clap::value_parser!(u8).range(1..))]
     rounds: u8,
+    /// Answers of 400 to 1,200 tokens for --disaggregated instead of 800 each
+    #[arg(long, requires = "disaggregated")]
+    uneven: bool,
 }
 
 /// What `--json` prints.

@@ -56,10 +56,12 @@ fn engine(id: u64) -> EngineSpec {
     EngineSpec::new(id).with(&["--num-blocks", "20000", "--transfer-us-per-block", "80"])
 }
 
-/// What stands and falls with the engines being simulated.
+/// What stands and falls with the engines being simulated and the workload being this one.
 const ASSUMED: &str = "\
 Assumed of each engine: 4.8 ms a step, 70 us for each prompt token and 150 us for each answer in it; 2,048 tokens a step;
-80 us for each block handed over, no handshakes. Answers are long (400 to 1,200 tokens), so that prompts meet generations.";
+80 us for each block of 16 tokens that is handed over, no handshakes. Every client asks again when it has its answer, as
+in benchmarks. Where answers are equally long, those that a prompt holds up end together and are followed by prompts that
+wait for one another: what two and two avoid. With --uneven there is less of that, and four engines for prompts beat two.";
 
 /// Who does what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,6 +95,8 @@ struct Seen {
     ttft_ms: Percentiles,
     /// Between two tokens of an answer, on its average.
     token_ms: Percentiles,
+    /// The longest time between two tokens of an answer.
+    pause_ms: Percentiles,
     /// Until the end of an answer.
     answer_ms: Percentiles,
     /// Of each run: from its first request to its last answer.
@@ -111,17 +115,17 @@ struct Run {
     took: Duration,
 }
 
-/// Conversations of three long turns each.
+/// Conversations of four long turns each, all of which begin at once.
 fn workload(cli: &Cli) -> Workload {
     let shape = Shape {
         groups: cli.groups.unwrap_or(CONVERSATIONS),
         sessions_per_group: cli.sessions,
-        turns: 3..=3,
+        turns: 4..=4,
         system_words: 100..=100,
-        user_words: 3500..=4500,
-        max_tokens: 400..=1200,
+        user_words: 3000..=4000,
+        max_tokens: if cli.uneven { 400..=1200 } else { 800..=800 },
         think: Duration::ZERO..=Duration::ZERO,
-        sessions_per_second: 8.0,
+        sessions_per_second: 1e3,
     };
     Workload::new(cli.seed, &shape)
 }
@@ -231,6 +235,7 @@ impl Seen {
                 let gaps = sample.completion_tokens.checked_sub(1).filter(|gaps| *gaps > 0)?;
                 Some((sample.took - sample.ttft).as_secs_f64() / gaps as f64)
             }),
+            pause_ms: ms(|sample| Some(sample.longest_pause.as_secs_f64())),
             answer_ms: ms(|sample| Some(sample.took.as_secs_f64())),
             ttft_p50_ms: runs.iter().map(|run| replay::figures(&run.samples).ttft_ms.p50).collect(),
             answer_tokens_per_s: tokens as f64 / took.iter().sum::<f64>(),
@@ -278,6 +283,7 @@ fn rows(left: &Seen, right: &Seen) -> Vec<[String; 3]> {
     for (name, of, digits) in [
         ("time to first token", (|seen| &seen.ttft_ms) as fn(&Seen) -> &Percentiles, 0),
         ("time per further token", |seen| &seen.token_ms, 1),
+        ("longest pause in an answer", |seen| &seen.pause_ms, 0),
         ("time to the last token", |seen| &seen.answer_ms, 0),
     ] {
         for (share, at) in

@@ -22,6 +22,8 @@ pub(crate) struct Sample {
     pub(crate) ttft: Duration,
     /// Until the end of the answer.
     pub(crate) took: Duration,
+    /// The longest time between two tokens.
+    pub(crate) longest_pause: Duration,
     pub(crate) engine: Option<String>,
     pub(crate) prompt_tokens: u64,
     pub(crate) completion_tokens: u64,
@@ -96,11 +98,17 @@ async fn stream(client: &reqwest::Client, url: &str, body: &Value, sample: &mut 
     anyhow::ensure!(response.status().is_success(), "status {}", response.status());
     let mut usage = UsageScanner::default();
     let (mut text, mut chunks) = (Vec::new(), response.bytes_stream());
+    let (mut seen, mut last) = (0, Duration::ZERO);
     while let Some(chunk) = chunks.next().await {
         let chunk = chunk?;
         usage.push(&chunk);
-        if usage.content_events() > 0 && sample.ttft.is_zero() {
-            sample.ttft = sent.elapsed();
+        if usage.content_events() > seen {
+            let now = sent.elapsed();
+            match sample.ttft.is_zero() {
+                true => sample.ttft = now,
+                false => sample.longest_pause = sample.longest_pause.max(now - last),
+            }
+            (seen, last) = (usage.content_events(), now);
         }
         text.extend_from_slice(&chunk);
     }
