@@ -81,54 +81,6 @@ fn well() -> WorkerFacts {
     }
 }
 
-/// What is wrong with a worker, and the mends.
-fn wrong(facts: &WorkerFacts) -> (Vec<(Level, &'static str)>, String) {
-    let found = examine(facts);
-    let wrong = || found.iter().filter(|one| one.level < Level::Skipped);
-    let mends = wrong().filter_map(|one| one.mend.as_deref()).collect::<Vec<_>>().join("\n");
-    (wrong().map(|one| (one.level, one.check)).collect(), mends)
-}
-
-#[test]
-fn a_worker_that_nobody_can_take_over_from_is_found() {
-    let params = |host: &str| serde_json::json!({"kv_transfer_params": {"remote_host": host, "remote_port": 5600}});
-    let nothing = serde_json::json!({"kv_transfer_params": null, "choices": []});
-    let cases = [
-        (params("10.0.0.7"), true, None),
-        (params("localhost"), false, None),
-        (serde_json::json!({"kv_transfer_params": {"of": "another connector"}}), true, None),
-        (params("localhost"), true, Some("VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.7")),
-        (params("127.0.0.1"), true, Some("VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.7")),
-        (params("::1"), true, Some("VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.7")),
-        (nothing, true, Some("--kv-transfer-config")),
-    ];
-    for (answer, fetched_from_afar, expected) in cases {
-        let facts = WorkerFacts { handed_over: Some(Ok(answer.clone())), fetched_from_afar, ..well() };
-        let (found, mends) = wrong(&facts);
-        let checks = expected.map(|_| (Level::Error, "engine.handover"));
-        assert_eq!(found, checks.into_iter().collect::<Vec<_>>(), "{answer}");
-        assert!(expected.is_none_or(|words| mends.contains(words)), "{mends}");
-    }
-    let refused = EngineError::Status { status: 500, message: None };
-    let facts = WorkerFacts { handed_over: Some(Err(refused)), ..well() };
-    assert_eq!(wrong(&facts).0, [(Level::Error, "engine.handover")]);
-    let facts = WorkerFacts { handed_over: Some(Err(EngineError::Timeout)), ..well() };
-    assert_eq!(wrong(&facts).0, []);
-}
-
-#[test]
-fn a_worker_that_nobody_can_meet_is_found() {
-    for (met, expected) in [
-        (Met::Somebody, None),
-        (Met::Nobody, Some(Level::Error)),
-        (Met::Unknown("no route".to_owned()), Some(Level::Warning)),
-    ] {
-        let (found, mends) = wrong(&WorkerFacts { met: Some(met), ..well() });
-        assert_eq!(found, expected.map(|level| (level, "engine.bootstrap")).into_iter().collect::<Vec<_>>());
-        assert!(expected.is_none() || mends.contains("--disaggregation-bootstrap-port 8998"), "{mends}");
-    }
-}
-
 /// What is wrong with a worker that was well before something was changed.
 fn wrong(change: impl FnOnce(&mut WorkerFacts)) -> Vec<(Level, &'static str, String)> {
     let mut facts = well();
@@ -331,4 +283,37 @@ fn of_an_engine_that_does_not_answer_nothing_else_is_said() {
     assert_eq!(found.iter().map(|(_, check, _)| *check).collect::<Vec<_>>(), ["engine.reachable"]);
     let found = wrong(|facts| facts.health = Err(EngineError::Status { status: 503, message: None }));
     assert_eq!(found.iter().map(|(_, check, _)| *check).collect::<Vec<_>>(), ["engine.reachable"]);
+}
+
+#[test]
+fn a_worker_that_nobody_can_take_over_from_is_found() {
+    let params = |host: &str| serde_json::json!({"kv_transfer_params": {"remote_host": host, "remote_port": 5600}});
+    let another = serde_json::json!({"kv_transfer_params": {"of": "another connector"}});
+    for (answer, afar) in [(params("10.0.0.7"), true), (params("localhost"), false), (another, true)] {
+        let told =
+            |facts: &mut WorkerFacts| (facts.handed_over, facts.fetched_from_afar) = (Some(Ok(answer.clone())), afar);
+        assert_eq!(wrong(told), [], "{answer}");
+    }
+    for host in ["localhost", "127.0.0.1", "::1"] {
+        only(Level::Error, "engine.handover", &[host, "VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.7"], |facts| {
+            (facts.handed_over, facts.fetched_from_afar) = (Some(Ok(params(host))), true);
+        });
+    }
+    only(Level::Error, "engine.handover", &["says nothing of it", "--kv-transfer-config"], |facts| {
+        facts.handed_over = Some(Ok(serde_json::json!({"kv_transfer_params": null, "choices": []})));
+    });
+    only(Level::Error, "engine.handover", &["status 500"], |facts| {
+        facts.handed_over = Some(Err(EngineError::Status { status: 500, message: None }));
+    });
+    assert_eq!(wrong(|facts| facts.handed_over = Some(Err(EngineError::Timeout))), []);
+}
+
+#[test]
+fn a_worker_that_nobody_can_meet_is_found() {
+    assert_eq!(wrong(|facts| facts.met = Some(Met::Somebody)), []);
+    let words = ["port 8998 of 10.0.0.7", "--disaggregation-bootstrap-port 8998"];
+    only(Level::Error, "engine.bootstrap", &words, |facts| facts.met = Some(Met::Nobody));
+    only(Level::Warning, "engine.bootstrap", &["no route"], |facts| {
+        facts.met = Some(Met::Unknown("no route".to_owned()));
+    });
 }
