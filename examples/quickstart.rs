@@ -46,9 +46,9 @@ struct Cli {
     /// Leave everything running afterwards and print a request to try; Ctrl-C ends it
     #[arg(long)]
     keep: bool,
-    /// Groups of users; each shares a system prompt
-    #[arg(long, default_value_t = 60)]
-    groups: usize,
+    /// Groups of users; each shares a system prompt [default: 60, or 16 with --disaggregated]
+    #[arg(long)]
+    groups: Option<usize>,
     /// Conversations in each group
     #[arg(long, default_value_t = 1)]
     sessions: usize,
@@ -58,6 +58,9 @@ struct Cli {
     /// Compare four engines that do both phases with two for prefills and two for decodes, on long prompts
     #[arg(long, value_enum)]
     disaggregated: Option<disaggregated::By>,
+    /// How often each of the two ways of --disaggregated runs; which is first alternates
+    #[arg(long, default_value_t = 2, requires = "disaggregated", value_parser = clap::value_parser!(u8).range(1..))]
+    rounds: u8,
 }
 
 /// What `--json` prints.
@@ -157,10 +160,16 @@ async fn run(cli: &Cli) -> anyhow::Result<()> {
     let own = std::env::current_exe()?.into_os_string();
     let programs = Programs { warmroute: vec![own.clone(), AS_WARMROUTE.into()], engine: vec![own, AS_ENGINE.into()] };
     if let Some(by) = cli.disaggregated {
-        let compared = disaggregated::compare(by, cli.seed, &programs, dir.path()).await;
-        let compared = compared.map_err(|error| error.context(format!("the logs are in {}", dir.keep().display())))?;
-        bar.say("done");
-        return Ok(compared.show(cli.json)?);
+        let compared = disaggregated::compare(by, cli, (&programs, envoy_version), dir.path(), &bar).await;
+        let (compared, stack) = match compared {
+            Ok(compared) => compared,
+            Err(error) => anyhow::bail!("{error:#}\nThe logs are in {}", dir.keep().display()),
+        };
+        compared.show(cli.json)?;
+        if let Some(flaw) = compared.flaw() {
+            anyhow::bail!("{flaw}\nThe logs are in {}", dir.keep().display());
+        }
+        return stay(cli, &stack).await;
     }
     let result = compare(cli, &programs, dir.path(), &bar).await;
     let (round_robin, routed, audit, stack) = match result {
@@ -180,8 +189,13 @@ async fn run(cli: &Cli) -> anyhow::Result<()> {
     if let Some(error) = round_robin.iter().chain(&routed).find_map(|sample| sample.error.as_ref()) {
         anyhow::bail!("{} requests failed, the first with: {error}", report.errors);
     }
+    stay(cli, &stack).await
+}
+
+/// Leaves everything running where that is wanted.
+async fn stay(cli: &Cli, stack: &Stack) -> anyhow::Result<()> {
     if cli.keep {
-        keep(cli, &stack)?;
+        keep(cli, stack)?;
         std::future::pending::<()>().await;
     }
     Ok(())
@@ -236,7 +250,7 @@ async fn audit(stack: &Stack, answers: u64) -> anyhow::Result<Totals> {
 /// together is several times what one engine can keep.
 fn shape(cli: &Cli) -> Shape {
     Shape {
-        groups: cli.groups,
+        groups: cli.groups.unwrap_or(60),
         sessions_per_group: cli.sessions,
         turns: 4..=7,
         system_words: 100..=300,

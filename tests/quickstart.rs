@@ -4,14 +4,14 @@
 #![expect(clippy::unwrap_used, reason = "a test ends where something fails")]
 
 use std::fs;
-use std::io::{BufRead as _, BufReader, Read as _};
+use std::io::{BufRead as _, BufReader, Lines, Read as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 /// How long anything may take on a busy machine.
@@ -178,6 +178,61 @@ fn it_prints_one_json_object_in_which_warmroute_is_not_worse() {
     assert_eq!(run.temporary_files(), Vec::<PathBuf>::new());
 }
 
+/// Insists that a comparison of prefill and decode apart with both together is one; gives out both p50 of the time to the
+/// first token.
+fn check_comparison(report: &Value, by: &str) -> [f64; 2] {
+    let number = |at: &str| report.pointer(at).and_then(Value::as_f64).unwrap_or_else(|| panic!("{at} in {report}"));
+    assert_eq!((&report["by"], &report["order"]), (&json!(by), &json!(["aggregated", "2 + 2"])), "{report}");
+    assert_eq!(number("/remote_prefills"), number("/requests"), "every prefill was another worker's: {report}");
+    ["aggregated", "disaggregated"].map(|way| {
+        assert_eq!(number(&format!("/{way}/errors")), 0.0, "{report}");
+        for of in ["ttft_ms", "token_ms", "answer_ms"] {
+            let at = |name| number(&format!("/{way}/{of}/{name}"));
+            assert!(0.0 < at("p50") && at("p50") <= at("p95") && at("p95") <= at("p99"), "{report}");
+        }
+        assert!(number(&format!("/{way}/took_s/0")) * 1e3 > number(&format!("/{way}/answer_ms/p99")), "{report}");
+        assert!(number(&format!("/{way}/answer_tokens_per_s")) > 0.0, "{report}");
+        let served = report[way]["requests_per_worker"].as_object().unwrap();
+        let who: Vec<&str> = served.keys().map(String::as_str).collect();
+        assert!(way == "aggregated" || who.iter().all(|id| ["3", "4"].contains(id)), "who decodes: {report}");
+        let sum: u64 = served.values().map(|count| count.as_u64().unwrap()).sum();
+        assert_eq!(sum as f64, number("/requests"), "{report}");
+        number(&format!("/{way}/ttft_ms/p50"))
+    })
+}
+
+#[test]
+#[expect(clippy::print_stdout, reason = "the figures of the run")]
+fn prefill_and_decode_apart_are_compared_with_both_together() {
+    for by in ["call", "mirror"] {
+        let mut run = Run::start(&["--disaggregated", by, "--rounds", "1", "--groups", "6", "--json"], |_| {});
+        let output = run.output(PATIENCE);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{:?}: {errors}", output.status);
+        let report: Value = serde_json::from_slice(&output.stdout).expect("one JSON object and nothing else");
+        let [together, apart] = check_comparison(&report, by);
+        // Which is earlier is told by larger runs on quiet machines.
+        println!("{by}: the first token after {together:.0} ms, apart after {apart:.0} ms");
+        run.assert_nothing_left();
+        assert_eq!(run.temporary_files(), Vec::<PathBuf>::new());
+    }
+}
+
+#[test]
+fn prefill_and_decode_apart_can_be_kept_running() {
+    let mut run = Run::start(&["--disaggregated", "call", "--rounds", "1", "--groups", "1", "--keep"], |_| {});
+    let _lines = answer_printed_commands(&mut run);
+    run.signal(Signal::INT);
+    assert_eq!(run.wait(END).code(), Some(130));
+    run.assert_nothing_left();
+}
+
+#[test]
+fn what_makes_no_sense_together_is_said() {
+    assert_fails(&mut Run::start(&["--rounds", "3"], |_| {}), &["--disaggregated"]);
+    assert_fails(&mut Run::start(&["--disaggregated", "call", "--rounds", "0"], |_| {}), &["--rounds"]);
+}
+
 /// Waits for a stage of the run.
 fn reach(run: &Run, stage: &str) {
     let reached = || match stage {
@@ -211,10 +266,9 @@ fn killed_without_mercy_it_takes_its_processes_along() {
     }
 }
 
-#[test]
-fn kept_running_it_answers_the_printed_command_until_it_is_interrupted() {
-    let mut run = Run::start(&[&SMALL[..], &["--keep"]].concat(), |_| {});
-    // Kept open to the end: a reader that leaves ends the program.
+/// Does what a kept run prints that can be tried; what it prints afterwards is to be read to the end, because a reader that
+/// leaves ends the program.
+fn answer_printed_commands(run: &mut Run) -> Lines<BufReader<ChildStdout>> {
     let mut lines = BufReader::new(run.child.stdout.take().unwrap()).lines();
     let commands: Vec<String> =
         lines.by_ref().map(Result::unwrap).filter(|line| line.trim().starts_with("curl")).take(3).collect();
@@ -230,6 +284,13 @@ fn kept_running_it_answers_the_printed_command_until_it_is_interrupted() {
         let url = page.split_whitespace().nth(1).unwrap();
         assert_eq!(get(url).unwrap().0, 200, "{url}");
     }
+    lines
+}
+
+#[test]
+fn kept_running_it_answers_the_printed_command_until_it_is_interrupted() {
+    let mut run = Run::start(&[&SMALL[..], &["--keep"]].concat(), |_| {});
+    let _lines = answer_printed_commands(&mut run);
     run.signal(Signal::INT);
     assert_eq!(run.wait(END).code(), Some(130));
     run.assert_nothing_left();

@@ -15,6 +15,8 @@ mod bed;
 mod call;
 #[path = "routing/encrypted.rs"]
 mod encrypted;
+#[path = "routing/forged.rs"]
+mod forged;
 #[path = "routing/handovers.rs"]
 mod handovers;
 #[path = "routing/health.rs"]
@@ -39,5 +41,9 @@ mod sources;
 mod storm;
 #[path = "routing/tokenizer.rs"]
 mod tokenizer;
+#[path = "routing/told.rs"]
+mod told;
 #[path = "routing/trust.rs"]
 mod trust;
+#[path = "routing/wire.rs"]
+mod wire;

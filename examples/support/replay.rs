@@ -20,8 +20,11 @@ pub(crate) struct Sample {
     /// Why it counts as an error.
     pub(crate) error: Option<String>,
     pub(crate) ttft: Duration,
+    /// Until the end of the answer.
+    pub(crate) took: Duration,
     pub(crate) engine: Option<String>,
     pub(crate) prompt_tokens: u64,
+    pub(crate) completion_tokens: u64,
     /// As the engine delivered.
     pub(crate) cached_tokens: u64,
     /// As warmroute predicted, where it answered.
@@ -101,10 +104,12 @@ async fn stream(client: &reqwest::Client, url: &str, body: &Value, sample: &mut 
         }
         text.extend_from_slice(&chunk);
     }
+    sample.took = sent.elapsed();
     usage.finish();
     anyhow::ensure!(usage.is_done(), "the stream ended before its end");
     let told = usage.usage().ok_or_else(|| anyhow::anyhow!("the answer tells no usage"))?;
     sample.prompt_tokens = told.prompt_tokens;
+    sample.completion_tokens = told.completion_tokens;
     sample.cached_tokens = told.cached_tokens.unwrap_or(0);
     sample.answer = content(&text);
     Ok(())
@@ -134,6 +139,16 @@ pub(crate) struct Percentiles {
     pub(crate) p99: f64,
 }
 
+impl Percentiles {
+    /// Zeros where there is nothing.
+    pub(crate) fn of(mut values: Vec<f64>) -> Self {
+        values.sort_by(f64::total_cmp);
+        let rank = |share: f64| ((values.len() as f64 * share).ceil() as usize).saturating_sub(1);
+        let at = |share: f64| values.get(rank(share)).copied().unwrap_or(0.0);
+        Self { p50: at(0.50), p95: at(0.95), p99: at(0.99) }
+    }
+}
+
 /// How the predictions came out.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Prediction {
@@ -152,17 +167,13 @@ pub(crate) fn figures(samples: &[Sample]) -> Figures {
     let good = || samples.iter().filter(|sample| sample.error.is_none());
     let (prompt, cached) =
         good().fold((0, 0), |(prompt, cached), sample| (prompt + sample.prompt_tokens, cached + sample.cached_tokens));
-    let mut ttft: Vec<f64> = good().map(|sample| sample.ttft.as_secs_f64() * 1e3).collect();
-    ttft.sort_by(f64::total_cmp);
-    let at =
-        |share: f64| ttft.get(((ttft.len() as f64 * share).ceil() as usize).saturating_sub(1)).copied().unwrap_or(0.0);
     let mut requests_per_worker = BTreeMap::new();
     for engine in good().filter_map(|sample| sample.engine.clone()) {
         *requests_per_worker.entry(engine).or_default() += 1;
     }
     Figures {
         hit_rate: if prompt == 0 { 0.0 } else { cached as f64 / prompt as f64 },
-        ttft_ms: Percentiles { p50: at(0.50), p95: at(0.95), p99: at(0.99) },
+        ttft_ms: Percentiles::of(good().map(|sample| sample.ttft.as_secs_f64() * 1e3).collect()),
         requests_per_worker,
     }
 }

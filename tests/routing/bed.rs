@@ -6,6 +6,7 @@ use std::time::Duration;
 use reqwest::{RequestBuilder, Response, StatusCode};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
+use warmroute::engine_client::MetricsPage;
 
 use crate::openmetrics::Page;
 use crate::support::ports::until;
@@ -18,6 +19,8 @@ pub(crate) const SOON: Duration = Duration::from_secs(60);
 pub(crate) struct Bed {
     pub(crate) stack: Stack,
     pub(crate) http: reqwest::Client,
+    /// What engines had counted that were killed, by worker.
+    harvested: Vec<(u64, MetricsPage)>,
     _dir: tempfile::TempDir,
 }
 
@@ -95,7 +98,7 @@ impl Bed {
         let shipped = stack.standalone().config_of(file, &[]).unwrap();
         stack.start_envoy(&envoy(&shipped)).await.unwrap();
         let http = warmroute::tls::client().timeout(SOON).build().unwrap();
-        Self { stack, http, _dir: dir }
+        Self { stack, http, harvested: Vec::new(), _dir: dir }
     }
 
     pub(crate) fn post(&self, body: &Value) -> RequestBuilder {
@@ -128,6 +131,36 @@ impl Bed {
 
     fn at(&self, id: u64) -> usize {
         self.stack.engines.iter().position(|engine| engine.spec.id == id).unwrap()
+    }
+
+    /// Keeps what an engine has counted until now, before it is killed.
+    pub(crate) async fn harvest(&mut self, id: u64) {
+        let page = self.page(id).await;
+        self.harvested.push((id, page));
+    }
+
+    async fn page(&self, id: u64) -> MetricsPage {
+        let page = self.http.get(self.engine(id).url("/metrics")).send().await.unwrap();
+        MetricsPage::read(&page.text().await.unwrap())
+    }
+
+    /// A counter or gauge of an engine, over all engines.
+    pub(crate) async fn engines(&self, name: &str) -> f64 {
+        let all: Vec<u64> = self.stack.engines.iter().map(|engine| engine.spec.id).collect();
+        self.engine_sum(&all, name).await
+    }
+
+    /// The same over some engines. What was counted before they were killed counts; a gauge of an engine that was killed
+    /// and does not run again is nothing.
+    pub(crate) async fn engine_sum(&self, ids: &[u64], name: &str) -> f64 {
+        let of = |page: &MetricsPage| page.sum(name).unwrap_or_else(|| panic!("no {name}"));
+        let counted = |name: &str| name.ends_with("_total");
+        let before = self.harvested.iter().filter(|(id, _)| ids.contains(id) && counted(name));
+        let mut sum = before.map(|(_, page)| of(page)).sum();
+        for id in ids.iter().filter(|id| self.engine(**id).pid().is_some()) {
+            sum += of(&self.page(*id).await);
+        }
+        sum
     }
 
     pub(crate) fn kill(&mut self, id: u64) {
@@ -208,7 +241,7 @@ impl Bed {
     }
 }
 
-fn programs() -> Programs {
+pub(crate) fn programs() -> Programs {
     let tests = std::env::current_exe().unwrap();
     let engine = tests.parent().unwrap().with_file_name("examples").join("engine_sim");
     // A whole `cargo test` builds it first; a run of this test alone does not.
@@ -216,7 +249,7 @@ fn programs() -> Programs {
     Programs { warmroute: vec![env!("CARGO_BIN_EXE_warmroute").into()], engine: vec![engine.into()] }
 }
 
-fn path_of(body: &Value) -> &'static str {
+pub(crate) fn path_of(body: &Value) -> &'static str {
     if body["prompt"].is_null() { "/v1/chat/completions" } else { "/v1/completions" }
 }
 

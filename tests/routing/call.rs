@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 
 use futures_util::{StreamExt as _, stream as streams};
 use serde_json::{Value, json};
-use warmroute::engine_client::MetricsPage;
 
 use crate::bed::{Answer, Bed, SOON, chat, engine_for, essay, stream, text};
 use crate::support::ports::until;
 use crate::support::stack::{BLOCK_SIZE, EngineSpec, MODEL, model_file};
+use crate::told::{Alone, told};
 
 pub(crate) const PREFILL: [u64; 2] = [11, 12];
 pub(crate) const DECODE: [u64; 2] = [21, 22];
@@ -40,32 +40,22 @@ pub(crate) fn carrying(by: &str, prefill: &Value, more: &Value) -> Value {
 pub(crate) const NIXL: [&str; 2] = ["--kv-connector", "nixl"];
 
 impl Bed {
-    /// A counter or gauge of an engine, over all engines.
-    pub(crate) async fn engines(&self, name: &str) -> f64 {
-        let all: Vec<u64> = self.stack.engines.iter().map(|engine| engine.spec.id).collect();
-        self.engine_sum(&all, name).await
-    }
-
-    /// The same over some engines.
-    pub(crate) async fn engine_sum(&self, ids: &[u64], name: &str) -> f64 {
-        let mut sum = 0.0;
-        for engine in ids.iter().map(|id| self.engine(*id)) {
-            let Ok(page) = self.http.get(engine.url("/metrics")).send().await else { continue };
-            sum += MetricsPage::read(&page.text().await.unwrap()).sum(name).unwrap_or_else(|| panic!("no {name}"));
-        }
-        sum
+    /// Whether no engine has anything to do.
+    pub(crate) async fn idle(&self) -> bool {
+        self.engines("vllm:num_requests_running").await + self.engines("vllm:num_requests_waiting").await == 0.0
     }
 
     /// Waits until nothing is in flight, and insists that no engine keeps anything for a request that is over.
     pub(crate) async fn nothing_left(&self) {
         self.quiet().await;
+        assert!(until(SOON, async || self.idle().await).await, "an engine works for nobody");
         assert_eq!(self.engines("engine_sim:kv_leases").await, 0.0, "leases are left over");
         assert_eq!(self.engines("engine_sim:kv_mismatches_total").await, 0.0, "blocks of other requests were taken");
     }
 }
 
 /// What an answer says, whoever gave it.
-pub(crate) fn words(answer: &Answer) -> String {
+fn words(answer: &Answer) -> String {
     assert_eq!(answer.status, 200, "{answer:?}");
     let choice = &answer.json()["choices"][0];
     choice["message"]["content"].as_str().or(choice["text"].as_str()).unwrap().to_owned()
@@ -89,26 +79,19 @@ async fn both_workers_do_their_part_and_answers_are_as_if_one_had_done_it_all() 
         .buffer_unordered(8)
         .collect()
         .await;
-    let (mut prefills, mut decodes) = (BTreeSet::new(), BTreeSet::new());
+    let (mut prefills, mut decodes, mut good) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
     for (body, answer) in &answers {
         decodes.insert(answer.engine());
         prefills.insert(answer.header("x-prefill-instance-id").parse::<u64>().expect("a prefill worker"));
-        if body["stream"].is_null() {
-            // The decode engine computes it anew, because this request takes nothing over.
-            let alone = bed.http.post(bed.engine(21).url(path(body))).json(body);
-            assert_eq!(words(answer), words(&Answer::of(alone).await), "{body}");
-        }
+        good.push((body, told(body, answer).unwrap_or_else(|why| panic!("{why}: {answer:?}"))));
     }
+    Alone::start().await.agrees(good.iter().map(|(body, told)| (*body, told))).await;
     assert_eq!((prefills, decodes), (PREFILL.into(), DECODE.into()));
     assert_eq!(bed.engines("engine_sim:kv_transfers_total").await, 60.0);
     let page = bed.metrics().await;
     assert_eq!(page.sum("prefill_calls_total", &[("outcome", "done")]), 60.0);
     assert_eq!(page.sum("phases_total", &[("phases", "remote_prefill")]), 60.0);
     bed.nothing_left().await;
-}
-
-pub(crate) fn path(body: &Value) -> &'static str {
-    if body["prompt"].is_null() { "/v1/chat/completions" } else { "/v1/completions" }
 }
 
 /// Which phases a request went through, as the metrics have them.
@@ -136,18 +119,19 @@ async fn a_prefill_that_fails_is_done_by_the_next_one_and_then_by_whoever_decode
     assert_eq!((remote, phases(&bed, "prefill_failed").await), (12.0, 0.0));
     // What goes wrong at both is done by whoever decodes; and so is what another one could do no better.
     let everywhere = [
-        json!({"refuse_prefills": 503}),
-        json!({"refuse_prefills": 400}),
-        json!({"omit_transfer_params": true}),
-        json!({"fail_prefills_with_200": true}),
+        (json!({"refuse_prefills": 503}), "prefill_failed"),
+        (json!({"refuse_prefills": 400}), "prefill_refused"),
+        (json!({"omit_transfer_params": true}), "nothing_handed_over"),
+        (json!({"fail_prefills_with_200": true}), "nothing_handed_over"),
     ];
-    for (done, how) in (1..).zip(everywhere) {
+    for (how, reason) in everywhere {
+        let before = phases(&bed, reason).await;
         for id in PREFILL {
             bed.misbehave(id, how.clone()).await;
         }
         let answer = bed.ask(&chat(&essay(topics.next().unwrap()))).await;
         assert_eq!((words(&answer).is_empty(), answer.header("x-prefill-instance-id")), (false, ""), "{how}");
-        assert_eq!(phases(&bed, "prefill_failed").await, f64::from(done), "{how}");
+        assert_eq!(phases(&bed, reason).await, before + 1.0, "{how}");
         for id in PREFILL {
             bed.misbehave(id, well.clone()).await;
         }
@@ -237,12 +221,12 @@ async fn a_client_cannot_say_whose_blocks_to_take() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tensorrt_llms_workers_hand_over_in_their_own_words() {
     let bed = start(&pools(&["--disaggregation", "trtllm"]), calling(json!({"protocol": "trtllm"}), json!({}))).await;
+    let alone = Alone::start().await;
     for topic in 0..12 {
         let body = if topic % 2 == 0 { text(&essay(topic)) } else { chat(&essay(topic)) };
         let answer = bed.ask(&body).await;
         assert!(PREFILL.contains(&answer.header("x-prefill-instance-id").parse().unwrap()), "{answer:?}");
-        let alone = Answer::of(bed.http.post(bed.engine(21).url(path(&body))).json(&body)).await;
-        assert_eq!(words(&answer), words(&alone), "{body}");
+        assert_eq!(told(&body, &answer), Ok(alone.says(&body).await), "{body}");
     }
     assert_eq!(bed.engines("engine_sim:kv_transfers_total").await, 12.0);
     bed.nothing_left().await;
