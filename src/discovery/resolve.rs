@@ -243,7 +243,10 @@ fn shared_meetings(list: &[WorkerConfig], workers: &[Worker], models: &[ServedMo
         }
         let place = worker.meeting_place();
         let (host, port) = place.clone();
-        let Some(owner) = owners.insert(place, worker.id) else { continue };
+        let owner = *owners.entry(place).or_insert(worker.id);
+        if owner == worker.id {
+            continue;
+        }
         let text = format!(
             "decode workers are to meet the worker {} at port {port} of {host}, where they meet the worker {owner} already; give \
              each engine a `--disaggregation-bootstrap-port` of its own, and write it as `bootstrap: {{port: ..}}`",

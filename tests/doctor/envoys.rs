@@ -573,7 +573,8 @@ fn disaggregated() -> Vec<Fault> {
             "nobody gets a copy",
             |sides| {
                 for route in sides.host()["routes"].as_array_mut().unwrap() {
-                    route["route"].as_object_mut().map(|action| action.remove("request_mirror_policies"));
+                    let action = route.get_mut("route").and_then(Value::as_object_mut);
+                    action.map(|action| action.remove("request_mirror_policies"));
                 }
             },
             &[(Error, "envoy.mirror")],
@@ -612,7 +613,7 @@ fn disaggregated() -> Vec<Fault> {
             "copies of some",
             |sides| {
                 for route in sides.host()["routes"].as_array_mut().unwrap() {
-                    if let Some(policies) = route["route"]["request_mirror_policies"].as_array_mut() {
+                    if let Some(policies) = route.pointer_mut("/route/request_mirror_policies") {
                         policies[0]["runtime_fraction"] = json!({"default_value": {"numerator": 50}});
                     }
                 }

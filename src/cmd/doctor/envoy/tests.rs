@@ -216,6 +216,7 @@ fn planted(name: &str, change: impl FnOnce(&mut Value, &mut Value)) -> (Vec<(Lev
 type Plant = fn(&mut Value, &mut Value);
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn copies_are_made_where_prefills_are_mirrored_and_get_to_whom_they_are_meant_for() {
     let cases: [(&str, Plant, &str, &str); 12] = [
         (
@@ -389,6 +390,7 @@ fn inner(page: &mut Value) -> &mut Value {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn what_the_filter_for_further_tries_needs_is_found_missing() {
     let cases: [(&str, Plant, &str); 9] = [
         (
