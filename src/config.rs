@@ -2,6 +2,7 @@
 //! only put together, checked against one another, and given their defaults. What cannot work is refused at start, with
 //! the line and the mend, and all mistakes are told at once.
 
+mod advice;
 mod check;
 mod flags;
 mod health;
@@ -32,6 +33,7 @@ use crate::intake::config::ClientsConfig;
 use crate::intake::rewrite::RewritesConfig;
 use crate::lifecycle::config::{DrainConfig, ReadinessConfig, ReloadConfig};
 use crate::openai::paths::PathsConfig;
+use crate::prefill::By;
 use crate::router::{RouterSettings, Tracking};
 use crate::schedule::Weights;
 use crate::self_test::config::SelfTestConfig;
@@ -40,6 +42,7 @@ use crate::shared_cache::SharedCacheConfig;
 use crate::worker::Worker;
 use crate::xds::config::EnvoyConfig;
 
+pub use advice::Advice;
 pub use flags::Flags;
 pub use health::HealthConfig;
 pub use index_trust::{IndexTrustConfig, SilenceConfig};
@@ -213,7 +216,12 @@ impl Config {
 
     /// What discovery needs to know of the models.
     pub fn served_models(&self) -> Vec<ServedModel> {
-        self.models.iter().map(|model| ServedModel { name: model.name.clone(), block_size: model.blocks() }).collect()
+        let served = |model: &ModelConfig| ServedModel {
+            name: model.name.clone(),
+            block_size: model.blocks(),
+            meets: model.prefill.as_ref().is_some_and(|prefill| prefill.by == By::Mirror),
+        };
+        self.models.iter().map(served).collect()
     }
 
     /// How the router decides.

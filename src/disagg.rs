@@ -90,6 +90,12 @@ pub enum Bypass {
     NotHandedOver,
     /// Prefill workers were asked and did not do it.
     PrefillFailed,
+    /// A prefill worker found the request wrong.
+    PrefillRefused,
+    /// As many prefills were under way as are allowed.
+    PrefillsFull,
+    /// A prefill worker computed it and handed nothing over.
+    NothingHandedOver,
 }
 
 impl Bypass {
@@ -101,6 +107,9 @@ impl Bypass {
             Bypass::OutOfReach => "out_of_reach",
             Bypass::NotHandedOver => "not_handed_over",
             Bypass::PrefillFailed => "prefill_failed",
+            Bypass::PrefillRefused => "prefill_refused",
+            Bypass::PrefillsFull => "prefills_full",
+            Bypass::NothingHandedOver => "nothing_handed_over",
         }
     }
 }

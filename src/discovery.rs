@@ -21,6 +21,8 @@ pub struct ServedModel {
     pub name: ModelName,
     /// Tokens per block.
     pub block_size: BlockSize,
+    /// Whether its decode workers meet its prefill workers over each request, so that each of these needs a place of its own.
+    pub meets: bool,
 }
 
 /// The workers that the text of a workers file lists, or every mistake in it. `path` only names the file in mistakes.

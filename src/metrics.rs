@@ -348,7 +348,7 @@ metrics! {
     prefill_aborts: Family<OutcomeLabel, Counter> = Family::default();
     /// Prefills that were carried out by asking another worker, by outcome: done, refused, busy, full, timeout, failed, left_before_start (taken back), left_after_start (goes on without its client)
     prefill_calls: Family<OutcomeLabel, Counter> = Family::default();
-    /// Further tries of Envoy's that it has shown us, by what became of them: met_again (another prefill worker and another room), as_it_is (nobody is to meet), given_up (nobody can meet any longer), left
+    /// Further tries of Envoy's that it has shown us, by what became of them: prefilled_anew, as_it_is (nothing was prepared for it elsewhere), given_up (nobody is left who could), left
     prefill_retries: Family<OutcomeLabel, Counter> = Family::default();
     /// Requests whose model was given another name on the way
     rewritten_models: Counter = Counter::default();

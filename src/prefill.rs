@@ -2,6 +2,7 @@
 //! prefill worker and nothing else, by giving both workers the same request with a room to meet in, or by asking the
 //! prefill worker first and handing what it says to the decode worker. Who they are is the router's to decide.
 
+mod aborts;
 mod again;
 mod call;
 mod config;
@@ -11,11 +12,12 @@ mod ladder;
 mod meeting;
 mod mirror;
 
-pub use again::Retried;
+pub use aborts::Aborts;
+pub use again::{Called, Copy, Retried};
 pub use call::{Asked, Caller, Failure};
 pub use config::{By, PrefillConfig, Protocol};
-pub use handover::{Handing, NotHandedOver, Unfit, without_forged};
+pub use handover::{Cleaned, HandedOver, Handing, NotHandedOver, Question, Unfit, clean};
 pub use headers::forwarded;
 pub use ladder::{Call, Carried, Wanted};
-pub use meeting::fits;
-pub use mirror::{Aborts, Met, Mirror, Mirrored};
+pub use meeting::{fits, streams};
+pub use mirror::{Met, Mirror, Mirrored, Turn};

@@ -277,6 +277,7 @@ impl Router {
             prompts: Vec::new(),
             leases: Vec::new(),
             own_leases: 0,
+            took_over: matches!(prepared.request.step, Step::Decode(_)),
             away: None,
         })
     }

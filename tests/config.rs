@@ -235,6 +235,22 @@ fn the_check_command_prints_the_resolved_configuration() {
 }
 
 #[test]
+fn the_check_command_warns_of_what_is_hardly_meant() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("warmroute.yaml");
+    let prefill =
+        "- {id: 1, endpoint: '10.0.0.1:80', role: prefill}\n- {id: 2, endpoint: '10.0.0.2:80', role: decode}\n";
+    fs::write(dir.path().join("workers.yaml"), prefill).unwrap();
+    for (prefill, warning) in [("", "nobody prefills there"), (", prefill: {by: call}", "")] {
+        fs::write(&file, format!("models: [{{name: m{prefill}}}]\nworkers_file: workers.yaml\n")).unwrap();
+        let output = check(&file);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!((output.status.code(), said.lines().count()), (Some(0), usize::from(!warning.is_empty())), "{said}");
+        assert!(said.contains(warning) && (said.is_empty() || said.starts_with("warning: model m: ")), "{said}");
+    }
+}
+
+#[test]
 fn the_check_command_ends_with_two_and_one_line_per_mistake() {
     for name in ["unknown_keys", "workers", "workers_file_broken", "not_yaml"] {
         let path = data("broken").join(name).with_extension("yaml");
@@ -272,7 +288,7 @@ impl Followed {
         lay(folder.path());
         let (report, fleet) = watch::channel(Vec::new());
         let metrics = Arc::new(Metrics::new());
-        let model = ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap() };
+        let model = ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap(), meets: false };
         let followed = WorkersFile {
             path: folder.path().join("workers.yaml"),
             models: vec![model],

@@ -86,12 +86,20 @@ struct OneEndpoint {
     seen: Arc<Mutex<Vec<&'static str>>>,
     /// The heads of the responses, as warmroute reads them.
     heads: Arc<Mutex<Vec<ResponseHead>>>,
+    /// The bodies of further tries.
+    tries: Arc<Mutex<Vec<usize>>>,
+    /// Whether streams of the filter for further tries fail.
+    fails_tries: bool,
 }
 
 impl OneEndpoint {
     /// Serves at the socket until the test's runtime ends.
     fn start(endpoint: SocketAddr, socket: &Path) -> Self {
-        let server = Self { endpoint, seen: Arc::default(), heads: Arc::default() };
+        Self::start_with(endpoint, socket, false)
+    }
+
+    fn start_with(endpoint: SocketAddr, socket: &Path, fails_tries: bool) -> Self {
+        let server = Self { endpoint, seen: Arc::default(), heads: Arc::default(), tries: Arc::default(), fails_tries };
         let service = ExternalProcessorServer::new(server.clone()).max_decoding_message_size(33 << 20);
         let incoming = UnixListenerStream::new(UnixListener::bind(socket).unwrap());
         tokio::spawn(tonic::transport::Server::builder().serve_with_incoming(service, incoming));
@@ -112,12 +120,37 @@ impl OneEndpoint {
             Message::ResponseTrailers(_) => ("response trailers", Reply::ResponseTrailers(Default::default())),
         };
         self.seen.lock().push(name);
-        let text = Value { kind: Some(Kind::StringValue(self.endpoint.to_string())) };
-        let fields = Struct { fields: [("x-gateway-destination-endpoint".to_owned(), text)].into() };
-        let namespace = Value { kind: Some(Kind::StructValue(fields)) };
-        let dynamic_metadata = matches!(message, Message::RequestBody(_))
-            .then(|| Struct { fields: [("envoy.lb".to_owned(), namespace)].into() });
+        // As warmroute does it.
+        let text = |text: String| Value { kind: Some(Kind::StringValue(text)) };
+        let namespace = |fields: Vec<(&str, String)>| {
+            let fields = fields.into_iter().map(|(key, value)| (key.to_owned(), text(value))).collect();
+            Value { kind: Some(Kind::StructValue(Struct { fields })) }
+        };
+        let dynamic_metadata = matches!(message, Message::RequestBody(_)).then(|| {
+            let lb = vec![("x-gateway-destination-endpoint", self.endpoint.to_string()), ("worker_id", "1".to_owned())];
+            let ours = vec![("exchange", "the-only-one".to_owned())];
+            Struct {
+                fields: [("envoy.lb".to_owned(), namespace(lb)), ("warmroute".to_owned(), namespace(ours))].into(),
+            }
+        });
         Some(proto::ProcessingResponse { response: Some(reply), dynamic_metadata, ..Default::default() })
+    }
+
+    /// Lets a further try pass as it is, and notes it.
+    fn answer_try(&self, request: &proto::ProcessingRequest) -> Result<proto::ProcessingResponse, tonic::Status> {
+        if self.fails_tries {
+            return Err(tonic::Status::unavailable("as if nobody were there"));
+        }
+        let reply = match request.request.as_ref() {
+            Some(Message::RequestBody(body)) => {
+                let named = request.metadata_context.as_ref().and_then(|told| told.filter_metadata.get("warmroute"));
+                assert!(named.is_some_and(|named| named.fields.contains_key("exchange")), "{request:?}");
+                self.tries.lock().push(body.body.len());
+                Reply::RequestBody(Default::default())
+            }
+            _ => Reply::RequestHeaders(Default::default()),
+        };
+        Ok(proto::ProcessingResponse { response: Some(reply), ..Default::default() })
     }
 }
 
@@ -139,7 +172,13 @@ impl ExternalProcessor for OneEndpoint {
         request: tonic::Request<tonic::Streaming<proto::ProcessingRequest>>,
     ) -> Result<tonic::Response<Self::ProcessStream>, tonic::Status> {
         // The filter that looks for first tokens is answered, and is no exchange of its own.
-        let probe = request.metadata().get("x-warmroute-filter").is_some_and(|filter| filter == "probe");
+        let filter = request.metadata().get("x-warmroute-filter").cloned();
+        if filter.as_ref().is_some_and(|filter| filter == "retry") {
+            let server = self.clone();
+            let replies = request.into_inner().map_while(move |message| Some(server.answer_try(&message.ok()?)));
+            return Ok(tonic::Response::new(Box::pin(replies)));
+        }
+        let probe = filter.is_some_and(|filter| filter == "probe");
         let recorder = if probe { Self { seen: Arc::default(), ..self.clone() } } else { self.clone() };
         let exchange = Exchange(recorder);
         // An error is one of the ways in which the stream of an ordinary exchange ends.
@@ -173,12 +212,36 @@ impl Gateway {
     }
 
     async fn start_with(endpoints: &[SocketAddr], change: impl FnOnce(String) -> String) -> Self {
+        Self::start_file("standalone", |file| envoy::write_endpoints(file, endpoints).unwrap(), change).await
+    }
+
+    /// The file for prefill and decode, with decode workers and one more that prefills; patient as above.
+    async fn start_disaggregated(file: &str, decode: &[SocketAddr], prefill: SocketAddr) -> Self {
+        let endpoint = |(at, role): (&SocketAddr, &str)| {
+            let address = json!({"socket_address": {"address": at.ip(), "port_value": at.port()}});
+            let labels = json!({"filter_metadata": {"envoy.lb": {"role": role, "worker_id": at.port().to_string()}}});
+            json!({"endpoint": {"address": address}, "metadata": labels})
+        };
+        let all = decode.iter().map(|at| (at, "decode")).chain([(&prefill, "prefill")]);
+        let resources = json!({"resources": [{
+            "@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
+            "cluster_name": "workers",
+            "endpoints": [{"lb_endpoints": all.map(endpoint).collect::<Vec<_>>()}],
+        }]});
+        let patient = |shipped: String| {
+            assert_eq!(shipped.matches(" message_timeout: 1s").count(), 1);
+            shipped.replace(" message_timeout: 1s", " message_timeout: 20s")
+        };
+        Self::start_file(file, |file| fs::write(file, resources.to_string()).unwrap(), patient).await
+    }
+
+    async fn start_file(file: &str, list: impl FnOnce(&Path), change: impl FnOnce(String) -> String) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let (port, admin_port) = (FreePort::find().unwrap(), FreePort::find().unwrap());
         let (port, admin_port) = (port.release(), admin_port.release());
         let place = Standalone { run_dir: dir.path(), port, admin_port };
-        envoy::write_endpoints(&place.endpoint_file(), endpoints).unwrap();
-        let envoy = envoy::start(&change(place.config().unwrap()), dir.path(), 1).await.unwrap();
+        list(&place.endpoint_file());
+        let envoy = envoy::start(&change(place.config_of(file, &[]).unwrap()), dir.path(), 1).await.unwrap();
         Self { envoy, dir, port, admin_port }
     }
 
@@ -313,6 +376,98 @@ async fn without_warmroute_requests_are_answered_all_the_same() {
     let stats = client().get(gateway.place().admin_url("/stats?filter=failure_mode_allowed")).send().await.unwrap();
     let stats = stats.text().await.unwrap();
     assert!(stats.contains("http.ingress.ext_proc.failure_mode_allowed: 2"), "{stats}");
+}
+
+/// An address where nobody listens.
+async fn nobody() -> SocketAddr {
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap().local_addr().unwrap()
+}
+
+const DISAGGREGATED: [&str; 2] = ["disaggregated-call", "disaggregated-mirror"];
+
+/// By some of an engine's paths a client could name, take or end what is another's.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_kv_is_handed_over_only_listed_paths_of_engines_are_reached() {
+    for file in DISAGGREGATED {
+        let (decode, prefill) = (Worker::start().await, Worker::start().await);
+        let gateway = Gateway::start_disaggregated(file, &[decode.endpoint], prefill.endpoint).await;
+        for path in [
+            "/abort_request",
+            "/flush_cache",
+            "/sleep",
+            "/reset_prefix_cache",
+            "/inference/v1/generate",
+            "/v1/chat/completions/batch",
+            "/v1/chat/completions/",
+            "/v1/%63hat/completions/batch",
+            "/v1/load_lora_adapter",
+            "/",
+        ] {
+            let status = gateway.post(path, 10).send().await.unwrap().status().as_u16();
+            assert_eq!(status, 404, "{file} {path}");
+        }
+        // That is SGLang's own.
+        let generate = gateway.post("/generate", 10).send().await.unwrap().status().as_u16();
+        assert_eq!(generate, if file == "disaggregated-mirror" { 503 } else { 404 });
+        for path in ["/health", "/metrics", "/v1/models?x=1"] {
+            assert_eq!(echo(gateway.post(path, 0)).await["endpoint"], decode.endpoint.to_string(), "{file} {path}");
+        }
+    }
+}
+
+/// A decode worker of vLLM's computes the prompt as well; SGLang's would refuse what has no room with 400.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_warmroute_decode_workers_get_what_they_can_do_alone_and_else_it_is_503() {
+    let (decode, prefill) = (Worker::start().await, Worker::start().await);
+    // Half of the tries meet somebody dead, and the next one is made though nobody is there to be asked.
+    let dead = nobody().await;
+    let gateway = Gateway::start_disaggregated("disaggregated-call", &[dead, decode.endpoint], prefill.endpoint).await;
+    for path in ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"].repeat(4) {
+        assert_eq!(echo(gateway.post(path, 1_000)).await["endpoint"], decode.endpoint.to_string(), "{path}");
+    }
+    let gateway = Gateway::start_disaggregated("disaggregated-mirror", &[decode.endpoint], prefill.endpoint).await;
+    for path in ["/v1/chat/completions", "/v1/completions", "/generate", "/v1/embeddings"] {
+        assert_eq!(gateway.post(path, 1_000).send().await.unwrap().status(), 503, "{path}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_try_but_the_first_is_shown_and_goes_to_another_decode_worker() {
+    for file in DISAGGREGATED {
+        let (decode, prefill, dead) = (Worker::start().await, Worker::start().await, nobody().await);
+        let gateway = Gateway::start_disaggregated(file, &[dead, decode.endpoint], prefill.endpoint).await;
+        let server = OneEndpoint::start(dead, &gateway.place().ext_proc_socket());
+        for bytes in [100, MB, 10 * MB] {
+            let seen = echo(gateway.post("/v1/completions", bytes)).await;
+            assert_eq!(
+                (&seen["endpoint"], &seen["bytes"]),
+                (&json!(decode.endpoint.to_string()), &json!(bytes)),
+                "{file}"
+            );
+            assert_eq!(std::mem::take(&mut *server.tries.lock()), [bytes], "{file}");
+        }
+    }
+    // The first one is not.
+    for file in DISAGGREGATED {
+        let (decode, prefill) = (Worker::start().await, Worker::start().await);
+        let gateway = Gateway::start_disaggregated(file, &[decode.endpoint], prefill.endpoint).await;
+        let server = OneEndpoint::start(decode.endpoint, &gateway.place().ext_proc_socket());
+        echo(gateway.post("/v1/completions", 100)).await;
+        assert_eq!(*server.tries.lock(), [0; 0], "{file}");
+    }
+}
+
+/// What the first was handed may be another request's by now.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_further_try_that_cannot_be_shown_reaches_no_worker() {
+    let (decode, prefill, dead) = (Worker::start().await, Worker::start().await, nobody().await);
+    let gateway = Gateway::start_disaggregated("disaggregated-call", &[dead, decode.endpoint], prefill.endpoint).await;
+    let _server = OneEndpoint::start_with(dead, &gateway.place().ext_proc_socket(), true);
+    let refused = gateway.post("/v1/completions", 100).send().await.unwrap();
+    assert!(refused.status().is_server_error(), "{refused:?}");
+    let stats = client().get(gateway.place().admin_url("/clusters")).send().await.unwrap().text().await.unwrap();
+    let reached = format!("workers::{}::rq_success::0", decode.endpoint);
+    assert!(stats.contains(&reached), "{stats}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -17,6 +17,8 @@ mod cache;
 mod captured;
 #[path = "engine/choices.rs"]
 mod choices;
+#[path = "engine/claims.rs"]
+mod claims;
 #[path = "engine/config.rs"]
 mod config;
 #[path = "engine/faults.rs"]
@@ -35,6 +37,8 @@ mod leases;
 mod line;
 #[path = "engine/metrics.rs"]
 mod metrics;
+#[path = "engine/origin.rs"]
+mod origin;
 #[path = "engine/publisher.rs"]
 mod publisher;
 #[path = "engine/rank.rs"]
@@ -67,6 +71,7 @@ pub(crate) use config::EngineConfig;
 
 use aborts::Aborts;
 use cache::{Cache, Lora};
+use claims::Claims;
 use faults::Mood;
 use handover::{Counts, Door, Protocol};
 use publisher::{Drops, Publisher};
@@ -87,6 +92,9 @@ struct Engine {
     mood: Arc<Mood>,
     turn: AtomicUsize,
     names: AtomicU64,
+    /// Prompts lent under a number of this engine's own.
+    numbers: AtomicU64,
+    claims: Claims,
     counts: Counts,
     /// Where the ranks lend, in their order.
     doors: Vec<Door>,
@@ -141,6 +149,8 @@ impl Engine {
             mood,
             turn: AtomicUsize::new(0),
             names: AtomicU64::new(0),
+            numbers: AtomicU64::new(0),
+            claims: Claims::default(),
             counts: Counts::default(),
             doors: Vec::new(),
             rooms: Arc::default(),
@@ -221,12 +231,13 @@ impl Engine {
         self.doors.get(at)
     }
 
-    /// A name for blocks that another engine will come for: made from the answer's with vLLM, a number with TensorRT-LLM.
-    fn lease_name(&self, answer: &str) -> String {
-        let unique = self.names.fetch_add(1, Ordering::Relaxed);
-        match self.config.handover.protocol() {
-            Some(Protocol::Trtllm) => (unique + 1).to_string(),
-            _ => format!("{answer}-{unique:08x}"),
+    /// A name for blocks that another engine will come for: made from the answer's with vLLM. With TensorRT-LLM it is the
+    /// number that was given, or else the engine's next, and every engine counts from 1.
+    fn lease_name(&self, answer: &str, number: Option<u64>) -> String {
+        match (self.config.handover.protocol(), number) {
+            (Some(Protocol::Trtllm), Some(number)) => number.to_string(),
+            (Some(Protocol::Trtllm), None) => (self.numbers.fetch_add(1, Ordering::Relaxed) + 1).to_string(),
+            _ => format!("{answer}-{:08x}", self.names.fetch_add(1, Ordering::Relaxed)),
         }
     }
 

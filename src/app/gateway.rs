@@ -61,7 +61,7 @@ fn way(prefill: &PrefillConfig, engines: &EnginesConfig, metrics: &Arc<Metrics>)
         By::Call => {
             let engines = EnginesConfig { in_flight: prefill.in_flight, ..engines.clone() };
             let caller = Caller::new(engines, deadline, metrics.clone())?;
-            Some(Way::Call(Call { caller, protocol: prefill.protocol, tries: prefill.tries }))
+            Some(Way::Call(Arc::new(Call { caller, protocol: prefill.protocol, tries: prefill.tries })))
         }
         By::Mirror => {
             let aborts = Aborts::new(engines, metrics.clone())?;

@@ -7,9 +7,9 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
-use tracing::info;
+use tracing::{info, warn};
 
-use crate::app::{App, ConfigFile};
+use crate::app::{self, App, ConfigFile};
 use crate::cli::ServeArgs;
 use crate::config::Config;
 use crate::telemetry;
@@ -22,6 +22,10 @@ pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
     let Some(config) = super::load_with(&args.config, &flags, err)? else { return Ok(super::MISCONFIGURED) };
     let log = telemetry::start(&config.log);
     telemetry::hide_panics();
+    // A list that cannot be read is told of where it is followed.
+    for advice in config.advice(&app::workers(&config).unwrap_or_default()) {
+        warn!(of = advice.subject, mend = advice.mend, "{}", advice.seen);
+    }
     let path = args.config.clone();
     let file = ConfigFile {
         path: path.clone(),

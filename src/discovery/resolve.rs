@@ -9,7 +9,7 @@ use super::config::{BootstrapConfig, DataParallel, KvEventsConfig, RankSource, W
 use super::labels;
 use super::zmq::ZmqEndpoint;
 use crate::settings::{Problem, Step, nearest};
-use crate::worker::{Attach, Bootstrap, Capacity, DpRank, EventSource, Ranks, Worker};
+use crate::worker::{Attach, Bootstrap, Capacity, DpRank, EventSource, Ranks, Role, Worker, WorkerId};
 
 /// The workers, or every mistake, each with its trail from the list.
 pub fn resolve(list: &[WorkerConfig], models: &[ServedModel]) -> Result<Vec<Worker>, Vec<Problem>> {
@@ -23,6 +23,7 @@ pub fn resolve(list: &[WorkerConfig], models: &[ServedModel]) -> Result<Vec<Work
     }
     if problems.is_empty() {
         problems = shared_sources(list, &workers);
+        problems.extend(shared_meetings(list, &workers, models));
     }
     if problems.is_empty() { Ok(workers) } else { Err(problems) }
 }
@@ -227,6 +228,32 @@ fn repeated<T: Eq + Hash + Copy>(
             Some(&first) => problems.push(Problem::at([at.into(), key.into()], text(value, first))),
             None => drop(seen.insert(value, at)),
         }
+    }
+    problems
+}
+
+/// Who is to be met where somebody else is met as well meets nobody: the decode worker finds the other one.
+fn shared_meetings(list: &[WorkerConfig], workers: &[Worker], models: &[ServedModel]) -> Vec<Problem> {
+    let meets = |worker: &Worker| models.iter().any(|model| model.meets && model.name == worker.model);
+    let mut owners: HashMap<(String, u16), WorkerId> = HashMap::new();
+    let mut problems = Vec::new();
+    for (at, worker) in workers.iter().enumerate() {
+        if worker.role != Role::Prefill || !meets(worker) {
+            continue;
+        }
+        let place = worker.meeting_place();
+        let (host, port) = place.clone();
+        let owner = *owners.entry(place).or_insert(worker.id);
+        if owner == worker.id {
+            continue;
+        }
+        let text = format!(
+            "decode workers are to meet the worker {} at port {port} of {host}, where they meet the worker {owner} already; give \
+             each engine a `--disaggregation-bootstrap-port` of its own, and write it as `bootstrap: {{port: ..}}`",
+            worker.id
+        );
+        let key = if list[at].bootstrap.is_some() { "bootstrap" } else { "endpoint" };
+        problems.push(Problem::at([at.into(), key.into()], text));
     }
     problems
 }

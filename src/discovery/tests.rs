@@ -7,7 +7,7 @@ use super::*;
 use crate::worker::{Enforcement, Worker};
 
 fn workers(text: &str) -> Result<Vec<Worker>, Vec<ConfigError>> {
-    let model = ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap() };
+    let model = ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap(), meets: false };
     parse(Path::new("w"), text.as_bytes(), &[model])
 }
 
@@ -101,7 +101,7 @@ proptest! {
         let length = bytes.len();
         bytes[at % length] = byte;
         bytes.truncate(length - cut % length);
-        let model = ServedModel { name: "qwen2.5".into(), block_size: BlockSize::new(16).unwrap() };
+        let model = ServedModel { name: "qwen2.5".into(), block_size: BlockSize::new(16).unwrap(), meets: false };
         let _ = parse(Path::new("w"), &bytes, &[model]);
     }
 

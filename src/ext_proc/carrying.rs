@@ -11,9 +11,11 @@ use tracing::debug;
 use super::contract::Contract;
 use super::exchange::Copied;
 use super::headers::{self, RequestHead};
+use super::reject::{Refused, Unchecked};
 use crate::disagg::Bypass;
 use crate::intake::{Body, Taken};
-use crate::prefill::{self, Call, Handing, Met, Mirror, Mirrored, Unfit, Wanted};
+use crate::openai::{Api, Shape};
+use crate::prefill::{self, Call, Called, Cleaned, Copy, Handing, Met, Mirror, Mirrored, Unfit, Wanted};
 use crate::router::{Decoders, RouteRequest, Router, Step};
 use crate::worker::{ModelName, Role};
 
@@ -31,7 +33,7 @@ pub struct Prefills {
 /// Who carries the prefills of a model out.
 pub enum Way {
     /// We call the prefill worker first.
-    Call(Call),
+    Call(Arc<Call>),
     /// Envoy sends both workers the same.
     Mirror(Arc<Mirror>),
 }
@@ -41,9 +43,9 @@ pub(super) enum Plan<'p> {
     /// Nothing but to name who was chosen.
     Named,
     /// The prefill worker is to be called, if one is chosen.
-    Call(&'p Call, Box<Wanted>),
-    /// Both workers are to meet over this body.
-    Meet(&'p Arc<Mirror>, Bytes, Box<RouteRequest>),
+    Call(&'p Arc<Call>, Option<Api>, Box<Wanted>),
+    /// Both workers are to meet over this body; the copy is ours to make where it is given.
+    Meet(&'p Arc<Mirror>, Bytes, Box<(RouteRequest, Option<Copy>)>),
 }
 
 /// How a request goes on its way, beside where to.
@@ -53,14 +55,41 @@ pub(super) struct Carriage {
     pub(super) body: Option<Bytes>,
     /// Who gets a copy of it.
     pub(super) copy: Option<Copied>,
-    /// The prefill that begins with the copy.
-    pub(super) mirrored: Option<Mirrored>,
+    /// What is to be known of its prefill later.
+    pub(super) remote: Option<Remote>,
+}
+
+/// A request whose prefill is, or was, another worker's.
+pub enum Remote {
+    /// It was called for.
+    Called(Box<Called>),
+    /// The two workers meet.
+    Meets(Box<Mirrored>),
 }
 
 impl Prefills {
-    /// A body without what only we may say in it; `None` where there is nothing of that kind.
-    pub(super) fn cleaned(&self, body: &[u8]) -> Option<Bytes> {
-        if self.ways.is_empty() || self.trusting { None } else { prefill::without_forged(body) }
+    /// Takes out of a request what only we may say; the body, if that made it another. Whatever may say it unseen is not let
+    /// through: it would be a way to what other clients said.
+    pub(super) fn clean(&self, taken: &Taken, body: &mut Body) -> Result<Option<Bytes>, Refused<'static>> {
+        let concerned = taken.request.model.as_ref().is_none_or(|model| self.ways.contains_key(model));
+        if self.ways.is_empty() || self.trusting || !concerned {
+            return Ok(None);
+        }
+        let refuses = taken.api.is_some_and(|api| api.shape() == Shape::Prompt);
+        match body {
+            Body::Whole(bytes) => match prefill::clean(bytes) {
+                Cleaned::Clean => Ok(None),
+                Cleaned::Changed(clean) => {
+                    *bytes = clean.clone();
+                    Ok(Some(clean))
+                }
+                Cleaned::Unreadable if refuses => Err(Refused::Unchecked(Unchecked::Unreadable)),
+                Cleaned::Unreadable => Ok(None),
+            },
+            Body::Cut { .. } | Body::TooLarge { .. } if refuses => Err(Refused::Unchecked(Unchecked::TooLarge)),
+            Body::Shed { .. } if refuses => Err(Refused::Unchecked(Unchecked::NoRoom)),
+            _ => Ok(None),
+        }
     }
 
     /// Plans for one request; what cannot be divided is to stay together.
@@ -89,12 +118,15 @@ impl Prefills {
                 let handing = Handing::new(taken.api, call.protocol, body)?;
                 taken.request.step = Step::PrefillFirst { failed: Vec::new() };
                 let request = taken.request.clone();
-                let wanted = Wanted { request, handing, path: head.path.clone(), headers: self.headers(head) };
-                Ok(Plan::Call(call, Box::new(wanted)))
+                let wanted = Wanted { request, handing, headers: self.headers(head), at: None };
+                Ok(Plan::Call(call, taken.api, Box::new(wanted)))
             }
             Way::Mirror(mirror) => {
                 prefill::fits(taken.api, body)?;
-                Ok(Plan::Meet(mirror, body.clone(), Box::new(taken.request.clone())))
+                // An answer in one piece shows nothing of the prefill, so that is to be seen in another way.
+                let copy = || Copy { path: head.path.clone(), headers: self.headers(head), at: None };
+                let copy = (!prefill::streams(body)).then(copy);
+                Ok(Plan::Meet(mirror, body.clone(), Box::new((taken.request.clone(), copy))))
             }
         }
     }
@@ -112,21 +144,31 @@ impl Prefills {
     }
 }
 
+impl Remote {
+    /// How long another try of the request may take.
+    pub(super) fn longest(&self) -> Duration {
+        match self {
+            Remote::Called(called) => called.longest(),
+            Remote::Meets(_) => Duration::ZERO,
+        }
+    }
+}
+
 impl Plan<'_> {
     /// How long it may take.
     pub(super) fn longest(&self) -> Duration {
         match self {
             Plan::Named | Plan::Meet(..) => Duration::ZERO,
-            Plan::Call(call, _) => call.caller.deadline().saturating_mul(call.tries),
+            Plan::Call(call, ..) => call.longest(),
         }
     }
 }
 
 impl From<Met> for Carriage {
-    /// Both workers get the room to meet in, and Envoy the address of the second.
+    /// Both workers get the room to meet in, and Envoy the address of the second, if it makes the copy.
     fn from(Met { body, prefill, mirrored }: Met) -> Self {
-        let copy = Copied { cluster: mirrored.cluster(), to: prefill };
-        Self { body: Some(body), copy: Some(copy), mirrored: Some(mirrored) }
+        let copy = mirrored.cluster().map(|cluster| Copied { cluster, to: prefill });
+        Self { body: Some(body), copy, remote: Some(Remote::Meets(Box::new(mirrored))) }
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tracing::{Level, debug, enabled};
 
-use super::carrying::{Carriage, Plan, Prefills};
+use super::carrying::{Carriage, Plan, Prefills, Remote};
 use super::config::{FailureConfig, FailureMode};
 use super::exchange::{Directions, Edit, Inbound, Renamed};
 use super::headers::{self, RequestHead};
@@ -18,8 +18,8 @@ use crate::entrance::{Admitted, Entrance, Refusal};
 use crate::intake::{Body, Intake, Rewrites, Taken};
 use crate::metrics::{Metrics, ModelLabel, ReasonLabel, RequestLabels};
 use crate::openai;
-use crate::prefill::Mirrored;
-use crate::router::{Prompt, Reason, Route, Router, Steer};
+use crate::prefill::Called;
+use crate::router::{Prompt, Reason, Route, RouteError, Router, Steer};
 use crate::schedule::Subset;
 use crate::worker::ModelName;
 
@@ -31,8 +31,8 @@ pub enum Routed {
         directions: Box<Directions>,
         /// What the request holds, if it was let in.
         admitted: Option<Box<Admitted>>,
-        /// The prefill that Envoy has done beside it.
-        mirrored: Option<Box<Mirrored>>,
+        /// What is to be known of its prefill later.
+        remote: Option<Remote>,
     },
     /// The client gets this.
     Answered(Immediate),
@@ -101,18 +101,21 @@ impl Pipeline {
     pub async fn route(&self, mut inbound: Inbound, told: impl FnOnce(Duration)) -> Routed {
         let started = Instant::now();
         let edit = self.rewrite(&mut inbound);
-        let edit = self.clean(&mut inbound, edit);
-        let Inbound { head, body, subset } = inbound;
+        let Inbound { head, mut body, subset } = inbound;
         let header = |name: &str| head.get(name);
         let mut taken = self.intake.take(&head.path, &header, &body).await;
         taken.request.constraints.endpoints = self.selected(&head).or(subset);
+        let model = label(&taken);
+        let edit = match self.prefills.clean(&taken, &mut body) {
+            Ok(clean) => Edit::with(edit, clean),
+            Err(refused) => return self.refused(&refused, &head, &model),
+        };
         let plan = self.prefills.plan(&mut taken, &head, &body, self.router());
         // A request may wait long for its turn, and its body need not, unless it is handed over.
         drop(body);
         for &(stage, took) in &taken.times {
             self.metrics.stage(stage, took);
         }
-        let model = label(&taken);
         if let Some(refused) = self.strict(&taken) {
             return self.refused(&refused, &head, &model);
         }
@@ -150,30 +153,38 @@ impl Pipeline {
                 route.short()
             );
         }
-        let mirrored = carriage.mirrored.map(Box::new);
-        Routed::Steered { directions: Box::new(directions), admitted: Some(Box::new(admitted)), mirrored }
+        let remote = carriage.remote;
+        Routed::Steered { directions: Box::new(directions), admitted: Some(Box::new(admitted)), remote }
     }
 
     /// Does of the prefill what is ours to do before Envoy is told where to.
     async fn carry(
         &self,
-        admitted: Admitted,
+        mut admitted: Admitted,
         plan: Plan<'_>,
         mut tell: impl FnMut(Duration),
     ) -> Result<(Admitted, Carriage), Refusal> {
         match plan {
-            Plan::Call(call, wanted) if admitted.booked.route.prefill().is_some() => {
+            Plan::Call(call, api, wanted) if admitted.booked.route.prefill().is_some() => {
                 tell(Duration::ZERO);
+                let called = Called::new(call, api, wanted.request.clone());
                 // Few requests take this way, and its future is large.
                 let carrying = Box::pin(call.carry(&self.entrance, *wanted, admitted));
                 let carried = carrying.await.map_err(Refusal::Refused)?;
-                Ok((carried.admitted, Carriage { body: carried.body, ..Carriage::default() }))
+                // Who took nothing over can be tried again as it is.
+                let remote = carried.body.is_some().then(|| Remote::Called(Box::new(called)));
+                Ok((carried.admitted, Carriage { body: carried.body, copy: None, remote }))
             }
-            Plan::Meet(mirror, body, request) => {
-                let met = mirror.meet(*request, &body, &admitted.booked.route, self.router());
-                Ok((admitted, met.map(Carriage::from).unwrap_or_default()))
+            Plan::Meet(mirror, body, request) if admitted.booked.route.prefill().is_some() => {
+                let (request, copy) = *request;
+                let met = match copy {
+                    None => mirror.meet(request, &body, &admitted.booked.route, self.router()),
+                    Some(copy) => mirror.meet_by_us(&self.entrance, &mut admitted, (request, &body, &copy)).await.ok(),
+                };
+                let met = met.ok_or(Refusal::Refused(RouteError::NoPrefill))?;
+                Ok((admitted, Carriage::from(met)))
             }
-            Plan::Named | Plan::Call(..) => Ok((admitted, Carriage::default())),
+            Plan::Named | Plan::Call(..) | Plan::Meet(..) => Ok((admitted, Carriage::default())),
         }
     }
 
@@ -207,14 +218,6 @@ impl Pipeline {
         let restore = asked.map(|asked| Renamed { served: target, asked });
         inbound.body = Body::Whole(edited.clone());
         Some(Edit { body: edited, restore })
-    }
-
-    /// Takes out what only we may say of KV to take over.
-    fn clean(&self, inbound: &mut Inbound, edit: Option<Edit>) -> Option<Edit> {
-        let Body::Whole(body) = &inbound.body else { return edit };
-        let Some(clean) = self.prefills.cleaned(body) else { return edit };
-        inbound.body = Body::Whole(clean.clone());
-        Edit::with(edit, Some(clean))
     }
 
     /// The endpoints that a conformance test wants the choice to be among.
@@ -266,7 +269,7 @@ impl Pipeline {
             }
             None => {
                 self.request(model, Steer::PASSTHROUGH.mode.as_str());
-                Routed::Steered { directions: Box::new(Steer::PASSTHROUGH.into()), admitted: None, mirrored: None }
+                Routed::Steered { directions: Box::new(Steer::PASSTHROUGH.into()), admitted: None, remote: None }
             }
         }
     }

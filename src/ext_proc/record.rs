@@ -4,17 +4,18 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use bytes::Bytes;
 use tracing::{debug, info};
 
+use super::carrying::Remote;
 use super::headers::{AnsweredBy, ResponseHead};
+use super::retries::Again;
 use crate::audit::{Answered, Audit, Foreseen, Said};
 use crate::block::BlockHashes;
 use crate::entrance::{Admitted, Entrance};
 use crate::health::Outcome;
 use crate::metrics::{Metrics, ModelLabel, OutcomeLabel, RankLabels};
 use crate::openai::usage::{Kind, Usage, UsageScanner};
-use crate::prefill::{Mirrored, Retried};
+use crate::prefill::{Retried, Turn};
 use crate::router::{Answer, AnswerFrom, Mode, Moved, Router};
 use crate::worker::Endpoint;
 
@@ -30,8 +31,8 @@ pub(super) struct Record {
     /// When the request was let in.
     admitted_at: Instant,
     admitted: Option<Box<Admitted>>,
-    /// The prefill that Envoy has done, until the first token.
-    mirrored: Option<Box<Mirrored>>,
+    /// What is to be known of a prefill that is, or was, another worker's, until the first token.
+    remote: Option<Remote>,
     label: Option<ModelLabel>,
     /// What the engine should find cached.
     foreseen: Option<Foreseen>,
@@ -77,7 +78,7 @@ impl Record {
             arrived: now,
             admitted_at: now,
             admitted: None,
-            mirrored: None,
+            remote: None,
             label: None,
             foreseen: None,
             prompts: Vec::new(),
@@ -94,9 +95,9 @@ impl Record {
         }
     }
 
-    /// The gateway has a prefill done beside the request.
-    pub(super) fn mirrors(&mut self, mirrored: Option<Box<Mirrored>>) {
-        self.mirrored = mirrored;
+    /// The prefill is, or was, another worker's.
+    pub(super) fn prefills(&mut self, remote: Option<Remote>) {
+        self.remote = remote;
     }
 
     pub(super) fn routed(&mut self, admitted: Option<Box<Admitted>>) {
@@ -165,35 +166,79 @@ impl Record {
         }
     }
 
-    /// Completes when the first token of two workers that meet should have been there.
-    pub(super) async fn never_meets(&mut self) {
-        match &mut self.mirrored {
-            Some(mirrored) => mirrored.overdue().await,
-            None => std::future::pending().await,
+    /// Completes when something is known of the prefill of two workers that meet.
+    pub(super) async fn turn(&mut self) -> Turn {
+        match &mut self.remote {
+            Some(Remote::Meets(mirrored)) => mirrored.turn().await,
+            _ => std::future::pending().await,
         }
     }
 
-    /// Has the workers of a request that goes to another decode worker now meet anew; the body that they get, or none where
-    /// nobody is to meet, or nobody can.
-    pub(super) async fn meets_again(&mut self, entrance: &Entrance, retried: Retried) -> Option<Bytes> {
-        // What has begun to be answered is not tried again.
-        let (Some(mirrored), Some(admitted)) = (self.mirrored.take(), &mut self.admitted) else { return None };
-        let met = mirrored.again(entrance, admitted, retried).await;
-        let met = met.inspect_err(|error| debug!(%error, "two workers cannot meet again")).ok()?;
-        // What came before says nothing of how long a prefill takes.
-        self.admitted_at = Instant::now();
-        self.mirrored = Some(Box::new(met.mirrored));
-        Some(met.body)
+    /// Takes note of it; says whether nothing can come of the request any longer.
+    pub(super) fn turned(&mut self, turn: &Turn) -> bool {
+        let (Some(Remote::Meets(mirrored)), Some(admitted)) = (&self.remote, &mut self.admitted) else { return false };
+        let failed = |admitted: &mut Admitted, outcome| {
+            if let Some((worker, change)) = self.router.prefill_answered(&mut admitted.booked, outcome) {
+                info!(%worker, ?change, "the health of a prefill worker changed");
+            }
+        };
+        match turn {
+            Turn::Done => {
+                admitted.booked.reservation.first_token();
+                false
+            }
+            Turn::Failed(failure) => {
+                let outcome = failure.outcome(|| !mirrored.is_dead());
+                outcome.into_iter().for_each(|outcome| failed(admitted, outcome));
+                // It waits for the other, and says so now, which the gateway can try again.
+                mirrored.abort_decode(admitted.booked.route.to.endpoint);
+                false
+            }
+            // An answer that has begun shows that they met, even where nobody has seen its first token.
+            Turn::Late if self.status != 0 => {
+                if let Some(Remote::Meets(mirrored)) = self.remote.take() {
+                    mirrored.over();
+                }
+                false
+            }
+            Turn::Late => {
+                if mirrored.is_dead() {
+                    failed(admitted, Outcome::Failure);
+                }
+                mirrored.abort_decode(admitted.booked.route.to.endpoint);
+                self.remote = None;
+                true
+            }
+        }
     }
 
-    /// Two workers were to meet, and no token has come of it.
-    pub(super) fn never_met(&mut self) {
-        let (Some(mirrored), Some(admitted)) = (self.mirrored.take(), &mut self.admitted) else { return };
-        // Whoever decodes waits for the other.
-        mirrored.abort_decode(admitted.booked.route.to.endpoint);
-        let took = self.admitted_at.elapsed();
-        if let Some((worker, change)) = self.router.prefill_answered(&mut admitted.booked, Outcome::Failure, took) {
-            info!(%worker, ?change, "the health of a prefill worker changed");
+    /// Has a request prefilled anew that goes to another decode worker now.
+    pub(super) async fn tried_again(&mut self, entrance: &Entrance, retried: Retried) -> Again {
+        // What has begun to be answered is not tried again.
+        let (Some(remote), Some(mut admitted)) = (self.remote.take(), self.admitted.take()) else {
+            return Again::AsItIs;
+        };
+        // What came before says nothing of how long a prefill takes.
+        self.admitted_at = Instant::now();
+        let again = match remote {
+            Remote::Meets(mirrored) => mirrored.again(entrance, &mut admitted, retried).await.map(|met| {
+                self.admitted = Some(admitted);
+                (Remote::Meets(Box::new(met.mirrored)), met.body)
+            }),
+            Remote::Called(called) => called.again(entrance, *admitted, retried).await.map(|(admitted, body)| {
+                self.admitted = Some(Box::new(admitted));
+                (Remote::Called(called), body)
+            }),
+        };
+        match again {
+            Ok((remote, body)) => {
+                self.remote = Some(remote);
+                Again::With(body)
+            }
+            Err(error) => {
+                debug!(%error, "a request cannot be tried again");
+                Again::GivenUp
+            }
         }
     }
 
@@ -204,7 +249,7 @@ impl Record {
         // An error has no first token.
         let well = (200..300).contains(&self.status);
         // Where it is one, the prefill is for nobody.
-        if let Some(mirrored) = self.mirrored.take().filter(|_| well) {
+        if let Some(Remote::Meets(mirrored)) = self.remote.take().filter(|_| well) {
             mirrored.over();
         }
         if let Some(admitted) = &mut self.admitted {

@@ -35,6 +35,19 @@ pub enum Refused<'a> {
     Unreadable(Option<&'a str>),
     /// The body is above the limit, and the operator is strict about that.
     TooLarge,
+    /// The body may say whose KV is to be taken, and could not be checked.
+    Unchecked(Unchecked),
+}
+
+/// Why a body could not be checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unchecked {
+    /// It is no JSON object in UTF-8, or an absurd one.
+    Unreadable,
+    /// Not all of it was shown.
+    TooLarge,
+    /// There was no room to keep it.
+    NoRoom,
 }
 
 /// One refusal in the words of HTTP, of OpenAI and of llm-d.
@@ -66,7 +79,9 @@ impl Refused<'_> {
             Refused::Routing(Refusal::Failed, _) => Reason::RouterFailed,
             Refused::UnknownModel(_) => Reason::UnknownModel,
             Refused::Unreadable(_) => Reason::Unreadable,
-            Refused::TooLarge => Reason::BodyTooLarge,
+            Refused::TooLarge | Refused::Unchecked(Unchecked::TooLarge) => Reason::BodyTooLarge,
+            Refused::Unchecked(Unchecked::Unreadable) => Reason::Unreadable,
+            Refused::Unchecked(Unchecked::NoRoom) => Reason::BodyNotShown,
         }
     }
 
@@ -112,7 +127,11 @@ impl Refused<'_> {
             },
             Refused::UnknownModel(_) => return Some(Words::new(404, "model_not_found")),
             Refused::Unreadable(_) => return Some(Words::new(400, "invalid_body")),
-            Refused::TooLarge => return Some(Words::new(413, "body_too_large")),
+            Refused::TooLarge | Refused::Unchecked(Unchecked::TooLarge) => {
+                return Some(Words::new(413, "body_too_large"));
+            }
+            Refused::Unchecked(Unchecked::Unreadable) => return Some(Words::new(400, "invalid_body")),
+            Refused::Unchecked(Unchecked::NoRoom) => return Some(Words::new(503, "no_room").later(SOON, SATURATED)),
         };
         Some(match refusal {
             Refusal::Refused(RouteError::NoFleet | RouteError::NoCandidate) => {
@@ -143,6 +162,13 @@ impl Refused<'_> {
             Refused::Unreadable(Some(what)) => (*what).to_owned(),
             Refused::Unreadable(None) => "the request body is not understood".to_owned(),
             Refused::TooLarge => "the request body is larger than the limit".to_owned(),
+            Refused::Unchecked(Unchecked::Unreadable) => {
+                "the request body is no JSON object in UTF-8, or has a field many times".to_owned()
+            }
+            Refused::Unchecked(Unchecked::TooLarge) => {
+                "not all of the request body could be read: it is larger than the limit, or came too slowly".to_owned()
+            }
+            Refused::Unchecked(Unchecked::NoRoom) => "too many request bodies are held at once".to_owned(),
         }
     }
 }

@@ -3,6 +3,7 @@
 //! asked for another body. Every other try goes on as it is, and nothing here may hold one up for long.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use dashmap::DashMap;
@@ -14,6 +15,9 @@ use super::message::{BodyMode, Incoming, Message};
 use super::mutation::{self, HeaderChanges, To};
 use crate::worker::Endpoint;
 
+/// How much longer Envoy is asked to wait than another prefill may take.
+const HOLD_MARGIN: Duration = Duration::from_secs(1);
+
 /// One try after the first.
 #[derive(Debug)]
 pub(super) struct Try {
@@ -23,14 +27,25 @@ pub(super) struct Try {
     pub(super) to: Endpoint,
     /// Its body.
     pub(super) body: Bytes,
-    /// Where the body goes that it is to have instead.
-    pub(super) answer: oneshot::Sender<Option<Bytes>>,
+    /// Where it goes what is to become of it.
+    pub(super) answer: oneshot::Sender<Again>,
+}
+
+/// What is to become of a try.
+#[derive(Debug)]
+pub(super) enum Again {
+    /// It goes on as it is.
+    AsItIs,
+    /// It goes on with this body.
+    With(Bytes),
+    /// Nothing can come of it, and the client has been told.
+    GivenUp,
 }
 
 /// The exchanges that want to know of further tries.
 #[derive(Debug, Default)]
 pub(super) struct Retries {
-    listening: DashMap<String, mpsc::Sender<Try>>,
+    listening: DashMap<String, (Duration, mpsc::Sender<Try>)>,
 }
 
 /// One exchange that wants to know of further tries; forgotten by drop.
@@ -42,25 +57,28 @@ pub(super) struct Listening {
 }
 
 impl Retries {
-    /// Listens under a name that nobody else has.
-    pub(super) fn listen(self: &Arc<Self>, name: String) -> Listening {
+    /// Listens under a name that nobody else has. What is to become of a try may take so long.
+    pub(super) fn listen(self: &Arc<Self>, name: String, longest: Duration) -> Listening {
         // Envoy makes one try after another.
         let (sender, tries) = mpsc::channel(1);
-        self.listening.insert(name.clone(), sender);
+        self.listening.insert(name.clone(), (longest, sender));
         Listening { name, tries, among: self.clone() }
     }
 
-    /// Whether anybody wants to know of tries under this name.
-    fn wants(&self, name: &str) -> bool {
-        self.listening.contains_key(name)
+    /// Whether anybody wants to know of tries under this name, and how long it may take to hear what is to become of one.
+    pub(super) fn wants(&self, name: &str) -> Option<Duration> {
+        Some(self.listening.get(name)?.0)
     }
 
-    /// The body that a try is to have, if it is to have another.
-    async fn ask(&self, name: &str, (head, to, body): (RequestHead, Endpoint, Bytes)) -> Option<Bytes> {
-        let listening = self.listening.get(name)?.clone();
+    /// What is to become of a try.
+    async fn ask(&self, name: &str, (head, to, body): (RequestHead, Endpoint, Bytes)) -> Again {
+        let Some(listening) = self.listening.get(name).map(|entry| entry.1.clone()) else { return Again::AsItIs };
         let (answer, answered) = oneshot::channel();
-        listening.send(Try { head, to, body, answer }).await.ok()?;
-        answered.await.ok()?
+        match listening.send(Try { head, to, body, answer }).await {
+            // Whoever leaves takes its exchange along.
+            Ok(()) => answered.await.unwrap_or(Again::GivenUp),
+            Err(_) => Again::AsItIs,
+        }
     }
 }
 
@@ -84,6 +102,7 @@ impl Drop for Listening {
 #[derive(Debug, Default)]
 pub(super) struct Retry {
     whose: Option<(String, RequestHead, Endpoint)>,
+    longest: Duration,
 }
 
 /// What is told to Envoy, and what became of the try where that was the last of it.
@@ -93,6 +112,12 @@ pub(super) struct Answered {
 }
 
 impl Retry {
+    /// What Envoy has to hear before a message is taken, because it will take long.
+    pub(super) fn hold(&self, incoming: &Incoming) -> Option<ProcessingResponse> {
+        let asks = matches!(incoming.message, Some(Message::RequestBody { .. })) && self.whose.is_some();
+        (asks && !self.longest.is_zero()).then(|| mutation::hold(self.longest + HOLD_MARGIN))
+    }
+
     /// Takes one message.
     pub(super) async fn on_message(&mut self, retries: &Retries, incoming: Incoming) -> Answered {
         let go_on = |to, outcome| Answered { reply: Some(mutation::go_on(to, HeaderChanges::default())), outcome };
@@ -100,7 +125,12 @@ impl Retry {
         match message {
             Some(Message::RequestHeaders { head, end }) => {
                 let whole = modes.is_none_or(|modes| modes.request == BodyMode::Buffered) && !end;
-                let name = told.exchange.filter(|name| whole && retries.wants(name));
+                let name = told.exchange.filter(|_| whole);
+                let wanted = name.and_then(|name| Some((retries.wants(&name)?, name)));
+                let name = wanted.map(|(longest, name)| {
+                    self.longest = longest;
+                    name
+                });
                 let Some((name, to)) = name.zip(told.to) else { return go_on(To::RequestHeaders, Some("as_it_is")) };
                 self.whose = Some((name, head, to));
                 go_on(To::RequestHeaders, None)
@@ -109,13 +139,16 @@ impl Retry {
                 let Some((name, head, to)) = self.whose.take() else {
                     return go_on(To::RequestBody, Some("as_it_is"));
                 };
-                let Some(body) = retries.ask(&name, (head, to, body)).await else {
-                    return go_on(To::RequestBody, Some("given_up"));
+                let (body, outcome) = match retries.ask(&name, (head, to, body)).await {
+                    Again::AsItIs => return go_on(To::RequestBody, Some("as_it_is")),
+                    // Of no use to anybody, so that nobody takes over what is not for him.
+                    Again::GivenUp => (Bytes::from_static(b"{}"), "given_up"),
+                    Again::With(body) => (body, "prefilled_anew"),
                 };
                 let mut changes = HeaderChanges::default();
                 changes.set("content-length", body.len().to_string());
                 let reply = mutation::with_body(mutation::go_on(To::RequestBody, changes), body.into());
-                Answered { reply: Some(reply), outcome: Some("met_again") }
+                Answered { reply: Some(reply), outcome: Some(outcome) }
             }
             Some(Message::RequestTrailers) => {
                 Answered { reply: Some(mutation::request_trailers()), outcome: Some("as_it_is") }

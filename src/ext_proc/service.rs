@@ -127,6 +127,11 @@ impl Service {
         let mut next = Some(first);
         let mut outcome = "left";
         while let Some(message) = next.take() {
+            if let Some(hold) = retry.hold(&message)
+                && replies.send(Ok(hold)).await.is_err()
+            {
+                break;
+            }
             let answered = retry.on_message(&self.kept.retries, message).await;
             if let Some(reply) = answered.reply
                 && replies.send(Ok(reply)).await.is_err()

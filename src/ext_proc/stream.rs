@@ -17,11 +17,11 @@ use super::message::Incoming;
 use super::pipeline::Routed;
 use super::record::Record;
 use super::reject;
-use super::retries::{Listening, Try};
+use super::retries::{Again, Listening, Try};
 use super::service::{Closed, Kept, Live, Replies, receive};
 use crate::intake::Body;
 use crate::openai;
-use crate::prefill::Retried;
+use crate::prefill::{Retried, Turn};
 
 /// Messages that are read ahead while a route is looked for; beyond it Envoy has to wait.
 const EARLY: usize = 64;
@@ -56,8 +56,8 @@ enum Event {
     FirstToken,
     /// The body has not come in time.
     Deadline,
-    /// The first token of two workers that were to meet has not come in time.
-    NeverMet,
+    /// Something is known of the prefill of two workers that meet.
+    Turn(Turn),
     /// Envoy sends the request to another worker.
     Try(Box<Try>),
 }
@@ -110,15 +110,12 @@ impl Stream {
                     self.held.set(self.exchange.held(), usize::MAX);
                     done
                 }
-                Ok(Event::NeverMet) => {
-                    self.record.never_met();
-                    let effects = self.exchange.on_give_up(&reject::never_met());
-                    self.carry_out(effects, &mut early).await
-                }
-                Ok(Event::Try(again)) => {
-                    self.try_again(*again).await;
-                    Ok(())
-                }
+                Ok(Event::Turn(turn)) if self.record.turned(&turn) => self.give_up(&mut early).await,
+                Ok(Event::Turn(_)) => Ok(()),
+                Ok(Event::Try(again)) => match self.try_again(*again).await {
+                    true => Ok(()),
+                    false => self.give_up(&mut early).await,
+                },
                 Err(closed) => Err(closed),
             };
             if done.is_err() {
@@ -147,7 +144,7 @@ impl Stream {
             message = receive(&mut self.incoming, &self.replies) => message.map(|message| Event::Message(Box::new(message))),
             () = tokio::time::sleep_until(self.deadline), if self.exchange.is_gathering() => Ok(Event::Deadline),
             again = tries => Ok(Event::Try(Box::new(again))),
-            () = self.record.never_meets() => Ok(Event::NeverMet),
+            turn = self.record.turn() => Ok(Event::Turn(turn)),
         }
     }
 
@@ -179,13 +176,13 @@ impl Stream {
                         effects.extend(self.exchange.on_immediate(&answer));
                         self.record.own_answer();
                     }
-                    Some(Routed::Steered { directions, admitted, mirrored }) => {
-                        if let (Some(_), Some(name)) = (&mirrored, &self.name) {
-                            self.retries = Some(self.kept.retries.listen(name.clone()));
+                    Some(Routed::Steered { directions, admitted, remote }) => {
+                        if let (Some(remote), Some(name)) = (&remote, &self.name) {
+                            self.retries = Some(self.kept.retries.listen(name.clone(), remote.longest()));
                         }
                         effects.extend(self.exchange.on_route(*directions));
                         self.record.routed(admitted);
-                        self.record.mirrors(mirrored);
+                        self.record.prefills(remote);
                     }
                 },
                 Effect::Answered(head) => self.record.answered(head),
@@ -197,16 +194,25 @@ impl Stream {
         Ok(())
     }
 
-    /// Has the workers of the request meet anew, if they are to meet. A client that leaves meanwhile takes it all back.
-    async fn try_again(&mut self, Try { head, to, body, answer }: Try) {
+    /// Has a request prefilled anew that Envoy sends to another worker; whether anything can come of it. A client that leaves
+    /// meanwhile takes it all back.
+    async fn try_again(&mut self, Try { head, to, body, answer }: Try) -> bool {
         let prefills = self.live.pipeline.prefills();
         let retried = Retried { to, path: head.path.clone(), headers: prefills.headers(&head), body };
-        let body = tokio::select! {
-            body = self.record.meets_again(self.live.pipeline.entrance(), retried) => body,
-            () = self.replies.closed() => None,
+        let again = tokio::select! {
+            again = self.record.tried_again(self.live.pipeline.entrance(), retried) => again,
+            () = self.replies.closed() => Again::GivenUp,
         };
+        let goes_on = !matches!(again, Again::GivenUp);
         // Where the try is over by now, so is what was begun for it.
-        _ = answer.send(body);
+        _ = answer.send(again);
+        goes_on
+    }
+
+    /// Nothing can come of the request any longer.
+    async fn give_up(&mut self, early: &mut VecDeque<ProcessingRequest>) -> Result<(), Closed> {
+        let effects = self.exchange.on_give_up(&reject::never_met());
+        self.carry_out(effects, early).await
     }
 
     /// Counts a body as long as anybody has it. What the exchange itself holds of it counts already.

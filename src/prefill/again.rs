@@ -1,7 +1,8 @@
-//! Another try of a request whose workers were to meet and did not, because one of them failed: Envoy has sent it to the next
-//! decode worker, in whose room nobody is. A prefill worker is chosen anew, both get a new room, and the copy is ours to
-//! make, because Envoy makes it once.
+//! A request that Envoy sends once more, to the next decode worker, because the first try has failed. What was prepared for
+//! the first is of no use to the second: nobody is in its room, or its KV may have been fetched, so that the prefill worker
+//! has given the blocks to somebody else. It is prefilled anew, which takes little where the prompt is still cached.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -11,9 +12,12 @@ use tokio::time::timeout;
 use tracing::{debug, info};
 
 use super::call::{Asked, Failure};
-use super::mirror::{Given, Met, Mirrored};
+use super::handover::{Cleaned, Handing, Question, clean};
+use super::ladder::{Call, Wanted, note};
+use super::mirror::{Given, Met, Mirror, Mirrored};
 use crate::entrance::{Admitted, Entrance};
 use crate::health::Outcome;
+use crate::openai::Api;
 use crate::router::{Answer, AnswerFrom, RouteError, RouteRequest, Step};
 use crate::worker::{Endpoint, WorkerId};
 
@@ -29,8 +33,113 @@ pub struct Retried {
     pub path: String,
     /// Its headers, as workers get them.
     pub headers: HeaderMap,
-    /// Its body, with the room of the try before.
+    /// Its body, as the try before had it.
     pub body: Bytes,
+}
+
+/// A request whose prefill was called for, for the case that it is sent once more.
+pub struct Called {
+    call: Arc<Call>,
+    api: Option<Api>,
+    request: RouteRequest,
+}
+
+impl Called {
+    /// A request whose prefill is called for.
+    pub fn new(call: &Arc<Call>, api: Option<Api>, request: RouteRequest) -> Self {
+        Self { call: call.clone(), api, request }
+    }
+
+    /// How long another try may take.
+    pub fn longest(&self) -> Duration {
+        self.call.longest()
+    }
+
+    /// Has the request prefilled anew for the decode worker that gets it now; what it holds then, and its body.
+    pub async fn again(
+        &self,
+        entrance: &Entrance,
+        mut admitted: Admitted,
+        Retried { to, headers, body, .. }: Retried,
+    ) -> Result<(Admitted, Bytes), RouteError> {
+        blame(entrance, &mut admitted).await;
+        // Whatever becomes of it: what the first try was to take over must not be taken over now.
+        let body = match clean(&body) {
+            Cleaned::Clean => body,
+            Cleaned::Changed(body) => body,
+            Cleaned::Unreadable => return Err(RouteError::NoCandidate),
+        };
+        let request = self.request.clone();
+        let anew = RouteRequest { step: Step::PrefillFirst { failed: Vec::new() }, ..request.clone() };
+        entrance.follow_to(&mut admitted, anew, to)?;
+        let Ok(handing) = Handing::new(self.api, self.call.protocol, &body) else { return Ok((admitted, body)) };
+        let wanted = Wanted { request, handing, headers, at: Some(to) };
+        let carried = self.call.carry(entrance, wanted, admitted).await?;
+        Ok((carried.admitted, carried.body.unwrap_or(body)))
+    }
+}
+
+/// What a copy of a request is sent with.
+#[derive(Debug)]
+pub struct Copy {
+    /// Its path.
+    pub path: String,
+    /// Its headers, as workers get them.
+    pub headers: HeaderMap,
+    /// Who decodes, where that is decided already.
+    pub at: Option<Endpoint>,
+}
+
+impl Mirror {
+    /// Has the two workers of a route meet where the copy is ours to make, and finds another prefill worker where the
+    /// chosen one cannot be told.
+    pub async fn meet_by_us(
+        self: &Arc<Self>,
+        entrance: &Entrance,
+        admitted: &mut Admitted,
+        (request, body, copy): (RouteRequest, &[u8], &Copy),
+    ) -> Result<Met, RouteError> {
+        let given = Given { request, failed: Vec::new(), name: None };
+        self.begin(entrance, admitted, (given, body, copy)).await
+    }
+
+    async fn begin(
+        self: &Arc<Self>,
+        entrance: &Entrance,
+        admitted: &mut Admitted,
+        (given, body, copy): (Given, &[u8], &Copy),
+    ) -> Result<Met, RouteError> {
+        let router = entrance.router();
+        let mut failed = given.failed.clone();
+        loop {
+            let met =
+                self.meet_as(Given { failed: failed.clone(), ..given.clone() }, body, &admitted.booked.route, router);
+            let mut met = met.ok_or(RouteError::NoPrefill)?;
+            let (path, headers) = (copy.path.clone(), copy.headers.clone());
+            let question = Question::alone(met.body.clone());
+            let failure = match self.caller.begin(Asked { worker: met.prefill, path, headers, question }).await {
+                Ok(begun) => {
+                    met.mirrored.carries(begun);
+                    return Ok(met);
+                }
+                Err(failure) => failure,
+            };
+            debug!(worker = %met.prefill, %failure, "a prefill could not begin");
+            // Nothing of it has reached the worker.
+            met.mirrored.unbegun();
+            let worker = admitted.booked.route.prefill().map(|prefill| prefill.to.rank.worker);
+            let other = worker.filter(|worker| !failed.contains(worker) && !matches!(failure, Failure::Full));
+            failed.push(other.ok_or(RouteError::NoPrefill)?);
+            if let Some(outcome) = failure.outcome(|| false) {
+                note(router, admitted, outcome);
+            }
+            let anew = RouteRequest { step: Step::Anew { failed: failed.clone() }, ..given.request.clone() };
+            match copy.at {
+                None => entrance.follow_up(admitted, anew)?,
+                Some(at) => entrance.follow_to(admitted, anew, at)?,
+            }
+        }
+    }
 }
 
 impl Mirrored {
@@ -42,67 +151,44 @@ impl Mirrored {
         admitted: &mut Admitted,
         retried: Retried,
     ) -> Result<Met, RouteError> {
-        let router = entrance.router();
-        let Given { request, mut failed, name } = self.given.clone();
-        let mirror = self.mirror.clone();
-        self.blame(entrance, admitted, &mut failed).await;
+        let (given, mirror) = (self.given.clone(), self.mirror.clone());
+        let Retried { to, path, headers, body } = retried;
+        let mut failed = given.failed.clone();
+        failed.extend(who_failed(entrance, admitted).await);
         drop(self);
-        loop {
-            let anew = |failed| RouteRequest { step: Step::Anew { failed }, ..request.clone() };
-            let placed = entrance.follow_to(admitted, anew(failed.clone()), retried.to);
-            // Better one that failed than none.
-            placed.or_else(|_| entrance.follow_to(admitted, anew(Vec::new()), retried.to))?;
-            let given = Given { request: request.clone(), failed: failed.clone(), name: name.clone() };
-            let met = mirror.meet_as(given, &retried.body, &admitted.booked.route, router);
-            let mut met = met.ok_or(RouteError::NoPrefill)?;
-            let (path, headers) = (retried.path.clone(), retried.headers.clone());
-            let asked = Asked { worker: met.prefill, path, headers, body: met.body.clone() };
-            match mirror.caller.begin(asked).await {
-                Ok(begun) => {
-                    met.mirrored.begun = Some(begun);
-                    return Ok(met);
-                }
-                Err(failure) => {
-                    debug!(worker = %met.prefill, %failure, "a prefill could not begin");
-                    met.mirrored.over();
-                    let worker = admitted.booked.route.prefill().map(|prefill| prefill.to.rank.worker);
-                    let again = worker.filter(|worker| !failed.contains(worker) && !matches!(failure, Failure::Full));
-                    failed.push(again.ok_or(RouteError::NoPrefill)?);
-                    note(entrance, admitted);
-                }
-            }
-        }
-    }
-
-    /// Finds out who of the two has failed: whoever accepts no connection, or else something between them, so that another
-    /// prefill worker may fare better.
-    async fn blame(&self, entrance: &Entrance, admitted: &mut Admitted, failed: &mut Vec<WorkerId>) {
-        let route = &admitted.booked.route;
-        let Some(prefill) = route.prefill().map(|prefill| prefill.to) else { return };
-        let (decode_accepts, prefill_accepts) = tokio::join!(accepts(route.to.endpoint), accepts(prefill.endpoint));
-        if !decode_accepts {
-            let gone = Answer { status: 503, from: AnswerFrom::Gateway };
-            for (worker, change) in entrance.router().answered(&mut admitted.booked, gone) {
-                info!(%worker, ?change, "the health of a worker changed");
-            }
-        }
-        if !prefill_accepts {
-            note(entrance, admitted);
-        }
-        if decode_accepts || !prefill_accepts {
-            failed.push(prefill.rank.worker);
-        }
+        let anew = |failed| RouteRequest { step: Step::Anew { failed }, ..given.request.clone() };
+        let placed = entrance.follow_to(admitted, anew(failed.clone()), to);
+        // Better one that failed than none.
+        placed.or_else(|_| entrance.follow_to(admitted, anew(Vec::new()), to))?;
+        let copy = Copy { path, headers, at: Some(to) };
+        mirror.begin(entrance, admitted, (Given { failed, ..given }, &body, &copy)).await
     }
 }
 
-/// The prefill worker of a request has failed.
-fn note(entrance: &Entrance, admitted: &mut Admitted) {
-    let changed = entrance.router().prefill_answered(&mut admitted.booked, Outcome::Failure, Duration::ZERO);
-    if let Some((worker, change)) = changed {
-        info!(%worker, ?change, "the health of a prefill worker changed");
+/// Which prefill worker is to be spared: one that accepts no connection, or one that got on with its decode worker so badly
+/// that both still live.
+async fn who_failed(entrance: &Entrance, admitted: &mut Admitted) -> Option<WorkerId> {
+    let prefill = admitted.booked.route.prefill()?.to;
+    let (decode_lives, prefill_lives) = tokio::join!(blame(entrance, admitted), accepts(prefill.endpoint));
+    if !prefill_lives {
+        note(entrance.router(), admitted, Outcome::Failure);
     }
+    (decode_lives || !prefill_lives).then_some(prefill.rank.worker)
 }
 
-async fn accepts(Endpoint(address): Endpoint) -> bool {
+/// Whether the decode worker of a try that failed accepts connections; it is noted if it does not.
+async fn blame(entrance: &Entrance, admitted: &mut Admitted) -> bool {
+    let lives = accepts(admitted.booked.route.to.endpoint).await;
+    if !lives {
+        let gone = Answer { status: 503, from: AnswerFrom::Gateway };
+        for (worker, change) in entrance.router().answered(&mut admitted.booked, gone) {
+            info!(%worker, ?change, "the health of a worker changed");
+        }
+    }
+    lives
+}
+
+/// Whether anybody accepts connections there.
+pub(super) async fn accepts(Endpoint(address): Endpoint) -> bool {
     matches!(timeout(ACCEPTS_WITHIN, TcpStream::connect(address)).await, Ok(Ok(_)))
 }

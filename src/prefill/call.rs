@@ -6,19 +6,26 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use dashmap::{DashMap, DashSet};
 use http_body::{Body, Frame, SizeHint};
 use reqwest::header::HeaderMap;
 use thiserror::Error;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
+use tracing::{debug, warn};
 
+use super::handover::{HandedOver, NotHandedOver, Question};
 use crate::engine_client::config::EnginesConfig;
 use crate::engine_client::{EngineClient, EngineError, Forwarded};
+use crate::health::Outcome;
 use crate::metrics::{Metrics, OutcomeLabel};
 use crate::worker::Endpoint;
+
+/// Workers of which it is remembered when they last answered, before those are forgotten that have not for long.
+const MOST_REMEMBERED: usize = 4096;
 
 /// Why there was no prefill.
 #[derive(Clone, Debug, Error)]
@@ -26,6 +33,12 @@ pub enum Failure {
     /// The engine found the request wrong, so that it would be refused everywhere.
     #[error("refused: {0}")]
     Refused(EngineError),
+    /// This engine does not do it, or not for us.
+    #[error("not offered: {0}")]
+    NotOffered(EngineError),
+    /// Its answer is of no use: too long, or nothing that engines say.
+    #[error("of no use: {0}")]
+    Useless(EngineError),
     /// The engine has too much to do.
     #[error("busy: {0}")]
     Busy(EngineError),
@@ -41,10 +54,23 @@ impl Failure {
     fn of(error: EngineError) -> Self {
         match error {
             EngineError::Busy => Self::Full,
-            EngineError::Status { status: 429 | 503, .. } => Self::Busy(error),
-            EngineError::Status { status: 400..=499, .. } => Self::Refused(error),
-            EngineError::NotOffered(_) => Self::Refused(error),
+            EngineError::Status { status: 408 | 425 | 429 | 503 | 529, .. } => Self::Busy(error),
+            EngineError::Status { status: 400 | 413 | 422, .. } => Self::Refused(error),
+            EngineError::Status { status: 400..=499, .. } | EngineError::NotOffered(_) => Self::NotOffered(error),
+            EngineError::TooLarge(_) | EngineError::Unreadable(_) => Self::Useless(error),
             error => Self::Failed(error),
+        }
+    }
+
+    /// What it says of the worker; nothing where it was never asked, or has only been asked for too much. `lives` says whether
+    /// it has done other things meanwhile.
+    pub fn outcome(&self, lives: impl FnOnce() -> bool) -> Option<Outcome> {
+        match self {
+            Failure::Refused(_) => Some(Outcome::Success),
+            Failure::Busy(_) => Some(Outcome::Overloaded),
+            Failure::Failed(EngineError::Timeout) if lives() => Some(Outcome::Overloaded),
+            Failure::Failed(_) => Some(Outcome::Failure),
+            Failure::Full | Failure::NotOffered(_) | Failure::Useless(_) => None,
         }
     }
 
@@ -52,6 +78,8 @@ impl Failure {
     pub fn label(&self) -> &'static str {
         match self {
             Failure::Refused(_) => "refused",
+            Failure::NotOffered(_) => "not_offered",
+            Failure::Useless(_) => "useless",
             Failure::Busy(_) => "busy",
             Failure::Full => "full",
             Failure::Failed(EngineError::Timeout) => "timeout",
@@ -61,7 +89,7 @@ impl Failure {
 }
 
 /// How a prefill ended, with what was held meanwhile; none if it was taken back.
-type Ended<T> = Option<(T, Result<Bytes, Failure>)>;
+type Ended<T> = Option<(T, Result<HandedOver, Failure>)>;
 
 /// One prefill to be done.
 #[derive(Debug)]
@@ -73,7 +101,7 @@ pub struct Asked {
     /// Its headers.
     pub headers: HeaderMap,
     /// What the engine is asked.
-    pub body: Bytes,
+    pub question: Question,
 }
 
 /// The way to prefill workers.
@@ -83,12 +111,23 @@ pub struct Caller {
     engines: EnginesConfig,
     deadline: Duration,
     metrics: Arc<Metrics>,
+    /// When each worker last did what it was asked.
+    done: Arc<DashMap<Endpoint, Instant>>,
+    /// Of whom it was said that they do no prefills.
+    warned: Arc<DashSet<Endpoint>>,
 }
 
 impl Caller {
     /// The way to prefill workers, each of whom has so long.
     pub fn new(engines: EnginesConfig, deadline: Duration, metrics: Arc<Metrics>) -> Result<Self, EngineError> {
-        Ok(Self { client: EngineClient::new(&engines)?, engines, deadline, metrics })
+        Ok(Self {
+            client: EngineClient::new(&engines)?,
+            engines,
+            deadline,
+            metrics,
+            done: Arc::default(),
+            warned: Arc::default(),
+        })
     }
 
     /// How long one prefill may take.
@@ -96,11 +135,51 @@ impl Caller {
         self.deadline
     }
 
+    /// Whether a worker has done since then what it was asked: it is slow, but not dead.
+    pub fn lives(&self, worker: Endpoint, since: Instant) -> bool {
+        self.done.get(&worker).is_some_and(|done| *done >= since)
+    }
+
+    /// A worker has done what it was asked.
+    pub fn did(&self, worker: Endpoint) {
+        // Workers come and go, and those that went are of no interest.
+        if self.done.len() > MOST_REMEMBERED {
+            self.done.retain(|_, done| done.elapsed() < self.deadline);
+        }
+        self.done.insert(worker, Instant::now());
+    }
+
+    /// A worker does not do what it is there for: said once of each.
+    pub(super) fn warn_of(&self, worker: Endpoint, error: &EngineError) {
+        if self.warned.insert(worker) {
+            warn!(%worker, %error, "a prefill worker does no prefills for us: see its command line, and its credentials");
+        }
+    }
+
+    /// A worker has computed a prompt and handed nothing over.
+    pub(super) fn in_vain(&self, worker: Endpoint, why: NotHandedOver) {
+        self.count(why.label());
+        if self.warned.insert(worker) {
+            warn!(
+                %worker, %why,
+                "a prefill worker computed a prompt in vain. An answer that ends with its first token is no harm; if \
+                 prefill_calls of this outcome grow, was it started with a KV connector?"
+            );
+        }
+        debug!(%worker, %why, "prefilled in vain");
+    }
+
     /// Has a prefill done; `held` is what the request holds as long as the engine works on it. Dropping the future takes the
-    /// question back if nothing of it was sent yet; otherwise the prefill goes on, and `held` with it.
-    pub async fn prefill<T: Send + 'static>(&self, asked: Asked, held: T) -> (T, Result<Bytes, Failure>) {
+    /// question back if nothing of it was sent yet; otherwise the prefill goes on, and `held` with it. Whatever its end is,
+    /// `judge` hears of it, and since when it was asked.
+    pub async fn prefill<T: Send + 'static>(
+        &self,
+        asked: Asked,
+        held: T,
+        judge: impl FnOnce(&mut T, &Result<HandedOver, Failure>, Instant) + Send + 'static,
+    ) -> (T, Result<HandedOver, Failure>) {
         let (here, left) = oneshot::channel::<()>();
-        let task = tokio::spawn(self.clone().carry(asked, held, (left, None)));
+        let task = tokio::spawn(self.clone().carry(asked, (held, judge), (left, None)));
         let answered = task.await;
         drop(here);
         match answered {
@@ -114,7 +193,7 @@ impl Caller {
     /// Has a prefill begun whose end is seen elsewhere. Dropping the future takes the question back as above.
     pub async fn begin(&self, asked: Asked) -> Result<Begun, Failure> {
         let ((here, left), (begun, has_begun)) = (oneshot::channel(), oneshot::channel());
-        let mut task = tokio::spawn(self.clone().carry(asked, (), (left, Some(begun))));
+        let mut task = tokio::spawn(self.clone().carry(asked, ((), |(), _, _| {}), (left, Some(begun))));
         tokio::select! {
             biased;
             Ok(()) = has_begun => Ok(Begun { here: Some(here), task: Some(task) }),
@@ -129,15 +208,16 @@ impl Caller {
 
     async fn carry<T>(
         self,
-        asked: Asked,
-        held: T,
+        Asked { worker, path, headers, question }: Asked,
+        (mut held, judge): (T, impl FnOnce(&mut T, &Result<HandedOver, Failure>, Instant)),
         (left, begun): (oneshot::Receiver<()>, Option<oneshot::Sender<()>>),
     ) -> Ended<T> {
         let sending = Arc::new(Sending::default());
-        let body = reqwest::Body::wrap(Noticed { body: Some(asked.body), sending: sending.clone(), begun });
-        let engine = self.engines.url(asked.worker);
-        let call =
-            Forwarded { engine: &engine, path: &asked.path, headers: asked.headers, body, deadline: self.deadline };
+        let asked_at = Instant::now();
+        let (body, pending) = question.send();
+        let body = reqwest::Body::wrap(Noticed { body: Some(body), sending: sending.clone(), begun });
+        let engine = self.engines.url(worker);
+        let call = Forwarded { engine: &engine, path: &path, headers, body, deadline: self.deadline };
         let call = self.client.forward(call);
         tokio::pin!(call);
         let answer = tokio::select! {
@@ -153,8 +233,12 @@ impl Caller {
                 call.await
             }
         };
-        let answer = answer.map_err(Failure::of);
+        let answer = answer.map(|answer| pending.answered(answer)).map_err(Failure::of);
         self.count(answer.as_ref().map_or_else(Failure::label, |_| "done"));
+        if answer.is_ok() {
+            self.did(worker);
+        }
+        judge(&mut held, &answer, asked_at);
         Some((held, answer))
     }
 
@@ -181,16 +265,15 @@ pub struct Begun {
 }
 
 impl Begun {
-    /// Completes if it fails, and not if it is done.
-    pub async fn failed(&mut self) -> Failure {
-        if let Some(task) = &mut self.task {
-            let ended = task.await;
-            self.task = None;
-            if let Ok(Some(((), Err(failure)))) = ended {
-                return failure;
-            }
+    /// Completes once, when it is done or has failed.
+    pub async fn ended(&mut self) -> Result<(), Failure> {
+        let Some(task) = &mut self.task else { return std::future::pending().await };
+        let ended = task.await;
+        self.task = None;
+        match ended {
+            Ok(Some(((), Err(failure)))) => Err(failure),
+            _ => Ok(()),
         }
-        std::future::pending().await
     }
 
     /// Whoever waited for it has it.

@@ -48,12 +48,23 @@ pub(super) struct Invited {
     pub(super) named_by_us: bool,
 }
 
-/// Whether two workers can meet over a request. Of several prompts or answers engines count on from the room by themselves.
+/// Whether two workers can meet over a request. Of several prompts engines count on from the room by themselves.
 pub fn fits(api: Option<Api>, body: &[u8]) -> Result<(), Unfit> {
     if !matches!(api, Some(Api::ChatCompletions | Api::Completions | Api::SglangGenerate)) {
         return Err(Unfit::Api);
     }
-    edit::look(body, &["rid"]).map(drop).ok_or(Unfit::Body)
+    let said = edit::look(body, &["n", "sampling_params"]).ok_or(Unfit::Body)?;
+    // Which rooms engines then mean differs from one to the next.
+    let several = |(of, json): &(usize, &[u8])| match of {
+        0 => !matches!(*json, b"1" | b"null"),
+        _ => edit::look(json, &["n"]).is_some_and(|said| said.iter().any(|(_, n)| !matches!(*n, b"1" | b"null"))),
+    };
+    if said.iter().any(several) { Err(Unfit::Several) } else { Ok(()) }
+}
+
+/// Whether the answer comes in pieces.
+pub fn streams(body: &[u8]) -> bool {
+    edit::look(body, &["stream"]).is_some_and(|said| said.iter().any(|(_, json)| *json == b"true"))
 }
 
 impl Meeting {
@@ -142,7 +153,9 @@ mod tests {
     #[test]
     fn what_has_no_body_to_change_is_no_matter_for_a_meeting() {
         for (api, body, expected) in [
-            (Some(Api::ChatCompletions), json!({"messages": [], "rid": "x", "n": 2}), Ok(())),
+            (Some(Api::ChatCompletions), json!({"messages": [], "rid": "x", "n": 1}), Ok(())),
+            (Some(Api::ChatCompletions), json!({"messages": [], "n": 2}), Err(Unfit::Several)),
+            (Some(Api::SglangGenerate), json!({"sampling_params": {"n": 3}}), Err(Unfit::Several)),
             (Some(Api::SglangGenerate), json!({"input_ids": [[1], [2]]}), Ok(())),
             (Some(Api::Completions), json!({"prompt": ["a", "b"], "rid": ["x", "y"]}), Ok(())),
             (Some(Api::Responses), json!({}), Err(Unfit::Api)),

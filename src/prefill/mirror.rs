@@ -7,17 +7,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use rand::RngExt as _;
-use serde::de::IgnoredAny;
-use serde_json::json;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep_until};
 use tracing::debug;
 
-use super::call::{Begun, Caller};
+use super::aborts::Aborts;
+use super::call::{Begun, Caller, Failure};
 use super::meeting::{Meeting, Room};
-use crate::engine_client::config::EnginesConfig;
-use crate::engine_client::{EngineClient, EngineError};
-use crate::metrics::{Metrics, OutcomeLabel};
 use crate::router::{Route, RouteRequest, Router};
 use crate::worker::{Endpoint, WorkerId};
 
@@ -44,7 +40,7 @@ pub struct Met {
 }
 
 impl Mirror {
-    /// Has the two workers of a route meet; none where there is nobody to meet.
+    /// Has the two workers of a route meet, where the gateway makes the copy; none where there is nobody to meet.
     pub fn meet(self: &Arc<Self>, request: RouteRequest, body: &[u8], route: &Route, router: &Router) -> Option<Met> {
         self.meet_as(Given { request, failed: Vec::new(), name: None }, body, route, router)
     }
@@ -62,46 +58,13 @@ impl Mirror {
         let mirrored = Mirrored {
             mirror: self.clone(),
             worker: to.endpoint,
-            due: Instant::now() + self.deadline,
+            since: std::time::Instant::now(),
+            due: Some(Instant::now() + self.deadline),
             begun: None,
             given: Given { name, ..given },
             over: false,
         };
         Some(Met { body: invited.body, prefill: to.endpoint, mirrored })
-    }
-}
-
-/// The way to engines that have to be told that nobody waits.
-pub struct Aborts {
-    client: EngineClient,
-    engines: EnginesConfig,
-    metrics: Arc<Metrics>,
-}
-
-impl Aborts {
-    /// The way to engines; it connects with the first word.
-    pub fn new(engines: &EnginesConfig, metrics: Arc<Metrics>) -> Result<Arc<Self>, EngineError> {
-        Ok(Arc::new(Self { client: EngineClient::new(engines)?, engines: engines.clone(), metrics }))
-    }
-
-    async fn abort(self: Arc<Self>, worker: Endpoint, request: Option<Arc<str>>) {
-        let outcome = match request {
-            // A name that a client chose may be the beginning of other requests' names, which would be aborted as well.
-            None => "not_ours",
-            Some(request) => {
-                let body = Bytes::from(json!({"rid": &*request, "abort_all": false}).to_string());
-                let (engine, deadline) = (self.engines.url(worker), self.client.deadline());
-                match self.client.post::<IgnoredAny>(&engine, "abort_request", body, deadline).await {
-                    // SGLang answers with an empty body.
-                    Ok(_) | Err(EngineError::Unreadable(_)) => "told",
-                    Err(error) => {
-                        debug!(%worker, %error, "a prefill could not be aborted");
-                        error.label()
-                    }
-                }
-            }
-        };
-        self.metrics.prefill_aborts.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 }
 
@@ -120,42 +83,90 @@ pub(super) struct Given {
 #[must_use = "dropping it aborts the prefill"]
 pub struct Mirrored {
     pub(super) mirror: Arc<Mirror>,
-    /// Who was told to compute.
+    /// Who was told to compute, and when.
     worker: Endpoint,
-    /// When the first token has to be there.
-    due: Instant,
+    since: std::time::Instant,
+    /// When it has to be over, where that can be seen.
+    due: Option<Instant>,
     /// The copy, where it is ours.
-    pub(super) begun: Option<Begun>,
+    begun: Option<Begun>,
     pub(super) given: Given,
     over: bool,
 }
 
+/// What is known of a mirrored prefill.
+#[derive(Debug)]
+pub enum Turn {
+    /// It is done.
+    Done,
+    /// It has failed; whoever decodes waits in vain, and has been told.
+    Failed(Failure),
+    /// Nothing came of it in time.
+    Late,
+}
+
 impl Mirrored {
-    /// Envoy's cluster of prefill workers.
-    pub fn cluster(&self) -> Arc<str> {
-        self.mirror.cluster.clone()
+    /// Envoy's cluster of prefill workers; none where the copy is ours.
+    pub fn cluster(&self) -> Option<Arc<str>> {
+        self.begun.is_none().then(|| self.mirror.cluster.clone())
     }
 
-    /// Completes when the first token should have been there, or when it is known that it will not come.
-    pub async fn overdue(&mut self) {
-        let failed = async {
-            match &mut self.begun {
-                Some(begun) => begun.failed().await,
+    /// The copy is ours.
+    pub(super) fn carries(&mut self, begun: Begun) {
+        // What the worker answers is seen, and has a deadline of its own.
+        (self.begun, self.due) = (Some(begun), None);
+    }
+
+    /// Completes when something is known of it.
+    pub async fn turn(&mut self) -> Turn {
+        let due = self.due;
+        let late = async {
+            match due {
+                Some(due) => sleep_until(due).await,
                 None => std::future::pending().await,
             }
         };
-        tokio::select! {
-            failure = failed => debug!(worker = %self.worker, %failure, "a prefill failed"),
-            () = sleep_until(self.due) => {}
+        let Some(begun) = &mut self.begun else {
+            late.await;
+            self.due = None;
+            return Turn::Late;
+        };
+        match begun.ended().await {
+            Ok(()) => {
+                self.over = true;
+                Turn::Done
+            }
+            Err(failure) => {
+                debug!(worker = %self.worker, %failure, "a prefill failed");
+                self.over = true;
+                // Whoever decodes is told, and should say so; if that does not help, nothing will.
+                (self.begun, self.due) = (None, Some(Instant::now() + self.mirror.deadline));
+                Turn::Failed(failure)
+            }
         }
     }
 
     /// The decode worker has what it needs.
     pub fn over(mut self) {
+        self.mirror.caller.did(self.worker);
+        self.end();
+    }
+
+    /// It never began.
+    pub(super) fn unbegun(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
         self.over = true;
         if let Some(begun) = self.begun.take() {
             begun.over();
         }
+    }
+
+    /// Whether its worker does nothing any longer, as far as we see: it has done nothing for others either.
+    pub fn is_dead(&self) -> bool {
+        !self.mirror.caller.lives(self.worker, self.since)
     }
 
     /// Tells whoever decodes, too, that nobody waits.

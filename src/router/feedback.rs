@@ -15,6 +15,7 @@ use crate::fleet::Member;
 use crate::health::{Change, Outcome, Probe};
 use crate::load::Booking;
 use crate::load::duration::PrefillTimes;
+use crate::trust::Trust;
 use crate::worker::{ModelName, Role, WorkerId, WorkerRank};
 
 /// What a request got.
@@ -63,7 +64,8 @@ impl Router {
     pub fn answered(&self, booked: &mut Booked, answer: Answer) -> Vec<(WorkerId, Change)> {
         let now = self.load.now();
         let chosen = booked.chosen.worker;
-        let prefill = booked.route.prefill().map(|prefill| prefill.to.rank.worker);
+        // Of a prefill that was over before, everything has been said.
+        let prefill = booked.route.prefill().filter(|_| !booked.took_over).map(|prefill| prefill.to.rank.worker);
         if answer.from == AnswerFrom::Chosen && (200..300).contains(&answer.status) {
             self.expect_events(booked, now);
         }
@@ -100,23 +102,28 @@ impl Router {
         }
     }
 
-    /// The prefill worker of a request that is not yet on its way to whoever decodes has answered, or failed; says what that
-    /// changed, for the log. The right to try it, if the request has it, is used up.
-    pub fn prefill_answered(
-        &self,
-        booked: &mut Booked,
-        outcome: Outcome,
-        took: Duration,
-    ) -> Option<(WorkerId, Change)> {
+    /// The prefill worker of a request has answered, or failed; says what that changed, for the log. The right to try it, if
+    /// the request has it, is used up, and where it failed nobody expects its blocks any longer.
+    pub fn prefill_answered(&self, booked: &mut Booked, outcome: Outcome) -> Option<(WorkerId, Change)> {
         let worker = booked.route.prefill()?.to.rank.worker;
-        if outcome == Outcome::Success && booked.route.mode == Mode::Exact {
-            let booking = booked.reservation.bookings().find(|booking| booking.track_prefill);
-            booking.into_iter().for_each(|booking| self.prefill_took(booking, took));
+        if outcome == Outcome::Failure {
+            let of_prefill = booked.leases.drain(booked.own_leases.min(booked.leases.len())..);
+            of_prefill.zip(&booked.prompts).for_each(|(lease, hashes)| _ = lease.revoke(hashes));
         }
         let mut probes = std::mem::take(&mut booked.probes);
         let change = self.verdict(worker, outcome, &mut probes, self.load.now());
         booked.probes = probes;
         change
+    }
+
+    /// The prefill of a request that is not yet on its way to whoever decodes was done in this time. Tells something only
+    /// where it is known what was left to compute.
+    pub fn prefill_done(&self, booked: &Booked, took: Duration) {
+        let known = booked.route.prefill().is_some_and(|prefill| prefill.trust == Trust::Exact);
+        let booking = booked.reservation.bookings().find(|booking| booking.track_prefill);
+        if let Some(booking) = booking.filter(|_| known && !booked.prompts.is_empty()) {
+            self.prefill_took(booking, took);
+        }
     }
 
     /// Takes note of what a worker made of a request, with the probe of it if that is among these; says what it changed.

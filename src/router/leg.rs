@@ -142,6 +142,9 @@ impl<'f> Decision<'_, 'f> {
                 let bypass = self.pools.has_prefills.then_some(*bypass);
                 (Phase::Both, self.pools.decode.clone(), Now::Both, bypass)
             }
+            Step::PrefillFirst { failed } | Step::Anew { failed } if !failed.is_empty() => {
+                (Phase::Both, self.pools.decode.clone(), Now::Both, Some(Bypass::PrefillFailed))
+            }
             Step::Both | Step::PrefillFirst { .. } | Step::Anew { .. } => {
                 (Phase::Both, self.pools.decode.clone(), Now::Both, None)
             }

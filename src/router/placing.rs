@@ -45,6 +45,8 @@ pub struct Booked {
     pub(super) chosen: WorkerRank,
     /// Who made other tokens of its prompts than we do when it was placed.
     pub(super) differing: Arc<BTreeSet<WorkerId>>,
+    /// Whether its prefill was over when it was placed.
+    pub(super) took_over: bool,
     /// Who answered, where that is nobody whom we know.
     pub(super) away: Option<Endpoint>,
 }

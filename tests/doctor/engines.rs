@@ -4,6 +4,7 @@ use futures_util::{StreamExt as _, stream};
 use serde_json::{Value, json};
 
 use crate::bed::{Bed, Plan};
+use crate::support::ports::FreePort;
 
 struct Fault {
     name: &'static str,
@@ -22,6 +23,15 @@ fn fault(
     words: &'static [&'static str],
 ) -> Fault {
     Fault { name, plan, config: as_it_is, expected, words }
+}
+
+/// The engine is one that prefills.
+fn prefilling(config: &mut Value, by: &str) {
+    config["models"][0]["prefill"] = json!({"by": by});
+    config["workers"][0]["role"] = json!("prefill");
+    if by == "mirror" {
+        config["workers"][0]["bootstrap"] = json!({"port": FreePort::find().unwrap().release()});
+    }
 }
 
 #[expect(clippy::too_many_lines, reason = "a table")]
@@ -74,6 +84,33 @@ fn faults() -> Vec<Fault> {
             &["`chat_template` where the engine runs with `--chat-template`"],
         ),
         fault("another topic", Plan::with(&["--topic", "kv@inst-a@qwen"]), &[], &[]),
+        Fault {
+            config: |_, config| prefilling(config, "call"),
+            ..fault(
+                "a prefill worker that hands nothing over, and nobody who decodes",
+                Plan::default(),
+                &[("error", "engine.handover"), ("warning", "config.prefill")],
+                &["--kv-transfer-config '{\"kv_connector\":\"NixlConnector\"", "write `role: decode` for some of them"],
+            )
+        },
+        Fault {
+            config: |_, config| prefilling(config, "call"),
+            ..fault(
+                "a prefill worker that does",
+                Plan::with(&["--kv-connector", "nixl"]),
+                &[("warning", "config.prefill")],
+                &["write `role: decode` for some of them"],
+            )
+        },
+        Fault {
+            config: |_, config| prefilling(config, "mirror"),
+            ..fault(
+                "a prefill worker that is met elsewhere",
+                Plan::default(),
+                &[("error", "engine.bootstrap"), ("warning", "config.prefill")],
+                &["--disaggregation-mode prefill --disaggregation-bootstrap-port"],
+            )
+        },
         Fault {
             config: |_, config| config["workers"][0]["kv_events"]["topic"] = json!("kv@inst-b"),
             ..fault(

@@ -46,6 +46,11 @@ impl Sides {
         }
         if let Some(by) = name.strip_prefix("disaggregated-") {
             ours["models"][0]["prefill"] = json!({"by": by});
+            for (worker, role) in
+                ours["workers"].as_array_mut().unwrap().iter_mut().zip(["prefill", "decode", "decode"])
+            {
+                worker["role"] = json!(role);
+            }
         }
         if matches!(name, "subset" | "gateway-api" | "original-dst") {
             ours["failure"] = json!({"mode": "fail_closed"});
@@ -106,6 +111,16 @@ impl Sides {
     fn cluster(&mut self, name: &str) -> &mut Value {
         let clusters = self.envoy["static_resources"]["clusters"].as_array_mut().unwrap();
         clusters.iter_mut().find(|cluster| cluster["name"] == name).unwrap()
+    }
+
+    fn upstream(&mut self) -> &mut Value {
+        let options = &mut self.cluster("workers")["typed_extension_protocol_options"];
+        &mut options["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]
+    }
+
+    /// The filter for further tries.
+    fn retry_filter(&mut self) -> &mut Value {
+        &mut self.upstream()["http_filters"][0]["typed_config"]["extension_config"]["typed_config"]
     }
 
     fn policy(&mut self) -> &mut Value {
@@ -549,6 +564,119 @@ fn routes() -> Vec<Fault> {
     ]
 }
 
+/// Prefill and decode on different workers.
+#[expect(clippy::too_many_lines, reason = "a table")]
+fn disaggregated() -> Vec<Fault> {
+    let fault = |name, plant, expected, words| Fault { name, file: "disaggregated-mirror", plant, expected, words };
+    vec![
+        fault(
+            "nobody gets a copy",
+            |sides| {
+                for route in sides.host()["routes"].as_array_mut().unwrap() {
+                    let action = route.get_mut("route").and_then(Value::as_object_mut);
+                    action.map(|action| action.remove("request_mirror_policies"));
+                }
+            },
+            &[(Error, "envoy.mirror")],
+            "`request_mirror_policies: [{cluster_header: x-prefill-cluster}]`",
+        ),
+        fault(
+            "a cluster that asks for its own name",
+            |sides| Sides::without(&mut sides.cluster("prefill")["eds_cluster_config"], "service_name"),
+            &[(Error, "envoy.endpoints_file")],
+            "in the `eds_cluster_config` of cluster `prefill` write `service_name: workers`",
+        ),
+        fault(
+            "copies beyond Envoy's own limit",
+            |sides| Sides::without(sides.cluster("prefill"), "circuit_breakers"),
+            &[(Error, "envoy.circuit_breakers")],
+            "in cluster `prefill` write",
+        ),
+        fault(
+            "copies to whoever is there",
+            |sides| {
+                let policy = &mut sides.cluster("prefill")["load_balancing_policy"]["policies"][0];
+                let fallback = &mut policy["typed_extension_config"]["typed_config"]["fallback_policy"];
+                fallback["policies"][0]["typed_extension_config"]["typed_config"]["fallback_policy"] =
+                    json!("ANY_ENDPOINT");
+            },
+            &[(Warning, "envoy.mirror_fallback")],
+            "`fallback_policy` of cluster `prefill`",
+        ),
+        fault(
+            "the header of the copy is removed",
+            |sides| sides.host()["request_headers_to_remove"] = json!(["x-prefill-cluster"]),
+            &[(Error, "envoy.mirror")],
+            "take `x-prefill-cluster` out",
+        ),
+        fault(
+            "copies of some",
+            |sides| {
+                for route in sides.host()["routes"].as_array_mut().unwrap() {
+                    if let Some(policies) = route.pointer_mut("/route/request_mirror_policies") {
+                        policies[0]["runtime_fraction"] = json!({"default_value": {"numerator": 50}});
+                    }
+                }
+            },
+            &[(Error, "envoy.mirror")],
+            "take `runtime_fraction` out",
+        ),
+        fault(
+            "nobody decodes",
+            |sides| {
+                for worker in sides.ours["workers"].as_array_mut().unwrap() {
+                    worker["role"] = json!("prefill");
+                    worker["bootstrap"] = json!({"port": 9000 + worker["id"].as_u64().unwrap()});
+                }
+            },
+            &[(Warning, "envoy.fallback")],
+            "in the `default_subset` of cluster `workers`",
+        ),
+        fault(
+            "a further try that nobody sees",
+            |sides| Sides::without(sides.upstream(), "http_filters"),
+            &[(Error, "envoy.retry_filter")],
+            "with the filter `another_room` of envoy/disaggregated-mirror.yaml",
+        ),
+        fault(
+            "tries without a number",
+            |sides| Sides::without(sides.host(), "include_request_attempt_count"),
+            &[(Error, "envoy.retry_filter")],
+            "`include_request_attempt_count: true`",
+        ),
+        of(
+            "disaggregated-call",
+            fault(
+                "a further try with the blocks of the first",
+                |sides| Sides::without(sides.upstream(), "http_filters"),
+                &[(Error, "envoy.retry_filter")],
+                "with the filter `prefilled_anew` of envoy/disaggregated-call.yaml",
+            ),
+        ),
+        of(
+            "disaggregated-call",
+            fault(
+                "the same while we are away",
+                |sides| sides.retry_filter()["failure_mode_allow"] = json!(true),
+                &[(Error, "envoy.retry_filter")],
+                "`failure_mode_allow: false`",
+            ),
+        ),
+        of(
+            "disaggregated-call",
+            fault(
+                "no time for a prefill",
+                |sides| {
+                    sides.main()["max_message_timeout"] = json!("20s");
+                    Sides::without(sides.retry_filter(), "max_message_timeout");
+                },
+                &[(Error, "envoy.max_message_timeout"), (Error, "envoy.retry_filter")],
+                "`max_message_timeout: 41s`",
+            ),
+        ),
+    ]
+}
+
 fn wrong(findings: &[Finding]) -> Vec<(Level, &str)> {
     let bad = findings.iter().filter(|one| matches!(one.level, Level::Error | Level::Warning));
     let mut wrong: Vec<_> = bad.map(|one| (one.level, one.check)).collect();
@@ -601,4 +729,9 @@ async fn each_change_of_the_clusters_is_found_and_mended() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_change_of_the_routes_is_found_and_mended() {
     each(routes()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_change_of_what_prefills_need_is_found_and_mended() {
+    each(disaggregated()).await;
 }

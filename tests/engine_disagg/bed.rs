@@ -28,7 +28,8 @@ impl Engine {
         // A whole `cargo test` builds it first; a run of this test alone does not.
         assert!(binary.exists(), "{} is missing: cargo build --example engine_sim", binary.display());
         let mut child = Command::new(binary)
-            .args(["--listen", "127.0.0.1:0", "--exit-on-stdin-eof", "--bootstrap-port", "0"])
+            .args(["--exit-on-stdin-eof", "--bootstrap-port", "0"])
+            .args(if more.contains(&"--listen") { &[][..] } else { &["--listen", "127.0.0.1:0"] })
             .args(["--tokenizer", "examples/models/tinyllama/tokenizer.json.gz"])
             .args(if more.contains(&"--speed") { &[][..] } else { &["--speed", "20"] })
             .args(more)
@@ -158,6 +159,19 @@ pub(crate) fn text(answer: &Value) -> &str {
 
 pub(crate) fn cached_tokens(answer: &Value) -> u64 {
     answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
+}
+
+/// Where the keys and values of an answer came from.
+pub(crate) fn kv(answer: &Value) -> &str {
+    answer["engine_kv"].as_str().unwrap()
+}
+
+/// The same of a stream: of every chunk with a token.
+pub(crate) fn streamed_kv(stream: &str) -> Vec<String> {
+    let chunks = stream
+        .split_terminator("\n\n")
+        .filter_map(|event| serde_json::from_str::<Value>(event.strip_prefix("data: ")?).ok());
+    chunks.map(|chunk| kv(&chunk).to_owned()).collect()
 }
 
 /// What a stream says, and the finish reasons it gives.

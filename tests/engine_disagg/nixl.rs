@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use zeromq::{DealerSocket, Socket as _, SocketRecv as _, SocketSend as _, ZmqMessage};
 
-use crate::bed::{Engine, PATIENCE, cached_tokens, ids, said, text, with};
+use crate::bed::{Engine, PATIENCE, cached_tokens, ids, kv, said, streamed_kv, text, with};
 
 const NIXL: [&str; 2] = ["--kv-connector", "nixl"];
 
@@ -123,75 +123,138 @@ async fn fetched_blocks_are_published_as_stored() {
 }
 
 #[tokio::test]
-async fn parameters_of_another_request_are_a_counted_mismatch_and_no_answer() {
-    let (prefiller, decoder) = pair().await;
+async fn parameters_of_another_request_are_answered_with_other_words_and_counted() {
+    let ((prefiller, decoder), alone) = tokio::join!(pair(), engine(&[]));
     let asks = [ids(0..70, 4), ids(100..170, 4)];
     let params = [prefill(&prefiller, &asks[0]).await, prefill(&prefiller, &asks[1]).await];
     for (at, ask) in asks.iter().enumerate() {
-        let swapped = &params[1 - at];
-        let (status, answer) = decoder.ask(&decode_of(ask, swapped)).await;
-        assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
-        let message = answer["error"]["message"].as_str().unwrap();
-        assert!(message.contains("mismatch") && message.contains(swapped["remote_request_id"].as_str().unwrap()));
+        let answer = decoder.complete(&decode_of(ask, &params[1 - at])).await;
+        assert_eq!((kv(&answer), &answer["usage"]["completion_tokens"]), ("mismatch", &json!(4)));
+        assert_ne!(text(&answer), text(&alone.complete(ask).await), "whoever compares the words finds it");
         decoder.expect_metrics(&[("kv_mismatches_total", (at + 1) as f64), ("kv_transfers_total", 0.0)]).await;
     }
     is_idle(&prefiller).await;
     is_idle(&decoder).await;
 
-    // A prompt that begins alike, other blocks under the right name, and another cache salt are no better.
-    let ask = ids(0..70, 4);
-    let salted = with(&ask, &json!({"cache_salt": "tenant"}));
+    // A prompt that only begins alike, other blocks under the right name, and another cache salt are no better.
+    let ask = ids(200..270, 4);
     let mut others = prefill(&prefiller, &ask).await;
     others["remote_block_ids"] = json!([[90, 91, 92, 93, 94]]);
-    let longer = prefill(&prefiller, &ids(0..60, 1)).await;
-    let unsalted = prefill(&prefiller, &ask).await;
-    for (ask, params) in [(&ask, others), (&ask, longer), (&salted, unsalted)] {
-        let stream = with(ask, &json!({"stream": true}));
-        let (status, text) = decoder.post("/v1/completions", &decode_of(&stream, &params)).await;
-        // vLLM has begun to answer by then.
-        assert_eq!(status, StatusCode::OK);
-        assert!(text.contains("mismatch") && text.ends_with("data: [DONE]\n\n"), "{text}");
+    let longer = prefill(&prefiller, &ids(200..280, 1)).await;
+    let unsalted = prefill(&prefiller, &ids(300..370, 1)).await;
+    let mut said = Vec::new();
+    for (at, (ask, params)) in [
+        (ask.clone(), others),
+        (with(&ask, &json!({"prompt": (200..230).chain(900..940).collect::<Vec<_>>()})), longer),
+        (with(&ids(300..370, 4), &json!({"cache_salt": "tenant"})), unsalted),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let stream = with(&ask, &json!({"stream": true}));
+        let response = decoder.try_post("/v1/completions", &decode_of(&stream, &params), &[]).await.unwrap();
+        assert_eq!((response.status(), response.headers().get("x-engine-kv")), (StatusCode::OK, None));
+        let stream = response.text().await.unwrap();
+        assert_eq!(streamed_kv(&stream), ["mismatch"; 4], "{stream}");
+        said.push((self::said(&stream).0, text(&alone.complete(&ask).await).to_owned()));
+        decoder.expect_metrics(&[("kv_mismatches_total", (at + 3) as f64)]).await;
     }
-    decoder.expect_metrics(&[("kv_mismatches_total", 5.0)]).await;
+    assert!(said.iter().all(|(said, expected)| said != expected), "{said:?}");
+    decoder.expect_metrics(&[("kv_stale_reads_total", 0.0)]).await;
     is_idle(&prefiller).await;
     is_idle(&decoder).await;
 }
 
+/// vLLM reads the blocks of these numbers: nobody asks whether they are still kept for this request.
 #[tokio::test]
-async fn what_cannot_be_fetched_fails_after_the_time_a_real_engine_takes() {
-    let prefiller = engine(&["--kv-lease", "100ms"]).await;
-    let decoder = engine(&["--kv-load-timeout", "300ms"]).await;
-    let ask = ids(0..70, 4);
-    let expired = prefill(&prefiller, &ask).await;
+async fn after_the_end_of_a_lease_a_reader_gets_whatever_stands_in_the_blocks_now() {
+    let prefiller = engine(&["--kv-lease", "1500ms", "--num-blocks", "8"]).await;
+    let (decoder, late, alone) = tokio::join!(engine(&[]), engine(&[]), engine(&[]));
+    let ask = ids(0..100, 6);
+    let expected = alone.complete(&ask).await;
+    let params = prefill(&prefiller, &ask).await;
+    let response = decoder.try_post("/v1/completions", &decode_of(&ask, &params), &[]).await.unwrap();
+    assert_eq!(response.headers()["x-engine-kv"], "fetched");
+    let first: Value = serde_json::from_str(&response.text().await.unwrap()).unwrap();
+    assert_eq!((text(&first), kv(&first)), (text(&expected), "fetched"));
+
+    // The first reader had the lease ended. By luck nobody used the blocks since.
+    let lucky = late.complete(&decode_of(&ask, &params)).await;
+    assert_eq!((text(&lucky), kv(&lucky)), (text(&expected), "stale"));
+    late.expect_metrics(&[("kv_stale_reads_total", 1.0), ("kv_mismatches_total", 0.0)]).await;
+
+    // One that ended by itself, after which others used the blocks.
+    let ask = ids(1000..1100, 6);
+    let params = prefill(&prefiller, &ask).await;
     prefiller.eventually_metric("kv_leases_expired_total", 1.0).await;
-    is_idle(&prefiller).await;
+    prefiller.complete(&ids(2000..2120, 1)).await;
+    let answer = late.complete(&decode_of(&ask, &params)).await;
+    assert_eq!(kv(&answer), "mismatch");
+    assert_ne!(text(&answer), text(&alone.complete(&ask).await), "with status 200");
+    late.expect_metrics(&[("kv_stale_reads_total", 2.0), ("kv_mismatches_total", 1.0)]).await;
+
+    // A name that nobody knows does as little harm, and the lease of the right one stays.
+    let ask = ids(3000..3100, 6);
+    let mut params = prefill(&prefiller, &ask).await;
+    params["remote_request_id"] = json!("nobody");
+    let answer = late.complete(&decode_of(&ask, &params)).await;
+    assert_eq!((text(&answer), kv(&answer)), (text(&alone.complete(&ask).await), "stale"));
+    prefiller.eventually_metric("kv_leases_expired_total", 2.0).await;
+    is_idle(&late).await;
+}
+
+#[tokio::test]
+async fn what_cannot_be_fetched_fails_after_the_time_a_real_engine_takes_or_is_computed_here() {
+    let prefiller = engine(&[]).await;
+    let patience = ["--kv-load-timeout", "300ms"];
+    let recompute = [&patience[..], &["--kv-load-failure-policy", "recompute"]].concat();
+    let (decoder, other_policy) = tokio::join!(engine(&patience), engine(&recompute));
+    let ask = ids(0..70, 4);
+    let expected = prefiller.complete(&ask).await;
+    let given = prefill(&prefiller, &ask).await;
     // A port where nobody listens, and one where somebody listens who never answers.
     let free = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap().port();
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let other = |field: &str, value: Value| {
-        let mut params = expired.clone();
+        let mut params = given.clone();
         params[field] = value;
         params
     };
     for (what, params) in [
-        ("expired", expired.clone()),
-        ("unknown", other("remote_request_id", json!("nobody"))),
         ("of an engine that was started anew", other("remote_engine_id", json!("former"))),
         ("unreachable", other("remote_port", json!(free))),
         ("silent", other("remote_port", json!(silent.local_addr().unwrap().port()))),
+        ("too few", other("remote_block_ids", json!([[1, 2]]))),
+        ("not there", other("remote_block_ids", json!([[1, 2, 3, 4, 1_000_000]]))),
     ] {
         let start = Instant::now();
         let (status, answer) = decoder.ask(&decode_of(&ask, &params)).await;
         assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR, "{what}: {answer}");
         assert!(start.elapsed() >= Duration::from_millis(300), "{what}: {:?}", start.elapsed());
+        let start = Instant::now();
+        let answer = other_policy.complete(&decode_of(&with(&ask, &json!({"cache_salt": what})), &params)).await;
+        assert_eq!((text(&answer), kv(&answer)), (text(&expected), "computed"), "{what}");
+        assert!(start.elapsed() >= Duration::from_millis(300), "{what}: {:?}", start.elapsed());
     }
-    decoder.expect_metrics(&[("kv_transfers_total", 0.0), ("kv_mismatches_total", 0.0)]).await;
-    is_idle(&decoder).await;
+    for engine in [&decoder, &other_policy] {
+        let counts = [("kv_transfers_total", 0.0), ("kv_mismatches_total", 0.0), ("kv_stale_reads_total", 0.0)];
+        engine.expect_metrics(&counts).await;
+        is_idle(engine).await;
+    }
+    let stream = with(&decode_of(&ask, &other("remote_port", json!(free))), &json!({"stream": true}));
+    let (status, failed) = decoder.post("/v1/completions", &stream).await;
+    // vLLM has begun to answer by then.
+    assert!(
+        status == StatusCode::OK && failed.contains("\"error\"") && failed.ends_with("data: [DONE]\n\n"),
+        "{failed}"
+    );
+    let (_, computed) = other_policy.post("/v1/completions", &stream).await;
+    assert_eq!((said(&computed).0.as_str(), streamed_kv(&computed)), (text(&expected), vec!["computed".to_owned(); 4]));
     let incomplete = json!({"do_remote_prefill": true, "remote_host": "127.0.0.1"});
     assert_eq!(decoder.ask(&decode_of(&ask, &incomplete)).await.0, StatusCode::INTERNAL_SERVER_ERROR);
     // Without parameters it computes the prompt itself.
     let nothing = json!({"do_remote_prefill": false, "do_remote_decode": false});
-    assert_eq!(text(&decoder.complete(&decode_of(&ask, &nothing)).await), text(&prefiller.complete(&ask).await));
+    assert_eq!(text(&decoder.complete(&decode_of(&ask, &nothing)).await), text(&expected));
 }
 
 #[tokio::test]
@@ -297,7 +360,13 @@ async fn prefills_alone_go_wrong_as_told() {
     assert_eq!((&answer["kv_transfer_params"], text(&answer).is_empty()), (&Value::Null, false));
     prefiller.expect_metrics(&[("kv_leases", 1.0)]).await;
 
-    prefiller.misbehave(json!({"omit_transfer_params": false, "slow_prefill_ms": 200})).await;
+    prefiller.misbehave(json!({"omit_transfer_params": false, "stop_prefills": true})).await;
+    let answer = prefiller.complete(&prefill_of(&ask)).await;
+    assert_eq!(answer["choices"][0]["finish_reason"], "stop");
+    assert!(answer["kv_transfer_params"].is_object(), "vLLM lends all the same: {answer}");
+    assert_eq!(prefiller.complete(&ask).await["choices"][0]["finish_reason"], "length", "only prefills");
+
+    prefiller.misbehave(json!({"stop_prefills": false, "slow_prefill_ms": 200})).await;
     let start = Instant::now();
     let params = prefill(&prefiller, &ask).await;
     assert!(start.elapsed() >= Duration::from_millis(200));

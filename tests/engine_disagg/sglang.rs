@@ -7,7 +7,7 @@ use reqwest::StatusCode;
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
-use crate::bed::{Engine, PATIENCE, ids, said, text, with};
+use crate::bed::{Engine, PATIENCE, ids, kv, said, streamed_kv, text, with};
 
 async fn prefiller(more: &[&str]) -> Arc<Engine> {
     Arc::new(Engine::start(&[&["--disaggregation-mode", "prefill"], more].concat()).await)
@@ -51,7 +51,8 @@ async fn two_rooms_at_once_answer_as_one_engine_would_whoever_comes_first() {
     let (status, answer) = decoded.await.unwrap();
     assert_eq!(status, StatusCode::OK, "{answer}");
     let answer: Value = serde_json::from_str(&answer).unwrap();
-    assert_eq!(text(&answer), text(&alone.complete(&asks[1]).await));
+    assert_eq!((text(&answer), kv(&answer)), (text(&alone.complete(&asks[1]).await), "fetched"));
+    assert_eq!(streamed_kv(&stream), ["fetched"; 9]);
     for prefilled in [prefilled, second] {
         let (status, answer) = prefilled.await.unwrap();
         assert_eq!(status, StatusCode::OK, "{answer}");
@@ -113,16 +114,21 @@ async fn a_room_belongs_to_one_rank_and_to_one_request() {
 
 #[tokio::test]
 async fn prompts_of_different_requests_in_a_room_are_counted_on_both_sides() {
-    let (prefiller, decoder) = tokio::join!(prefiller(&[]), decoder(&[]));
-    let prefilled = send(&prefiller, &in_room(&ids(0..40, 2), &prefiller, 5));
-    let decoded = send(&decoder, &with(&in_room(&ids(1..41, 2), &prefiller, 5), &json!({"stream": true})));
-    for answered in [prefilled, decoded] {
-        let (status, answer) = answered.await.unwrap();
-        assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR, "also of a stream: {answer}");
-        assert!(answer.contains("mismatch"), "{answer}");
+    let lora = ["--lora", "x"];
+    let (prefiller, decoder) = tokio::join!(prefiller(&lora), decoder(&lora));
+    let ask = ids(0..40, 2);
+    let others = [ids(1..41, 2), with(&ask, &json!({"cache_salt": "tenant"})), with(&ask, &json!({"model": "x"}))];
+    for (room, other) in others.iter().enumerate() {
+        let prefilled = send(&prefiller, &in_room(&ask, &prefiller, room));
+        let decoded = send(&decoder, &with(&in_room(other, &prefiller, room), &json!({"stream": true})));
+        for answered in [prefilled, decoded] {
+            let (status, answer) = answered.await.unwrap();
+            assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR, "also of a stream: {answer}");
+            assert!(answer.contains("mismatch"), "{answer}");
+        }
     }
     for engine in [&prefiller, &decoder] {
-        let counts = [("rooms_met_total", 0.0), ("rooms_unmet_total", 0.0), ("rooms_mismatched_total", 1.0)];
+        let counts = [("rooms_met_total", 0.0), ("rooms_unmet_total", 0.0), ("rooms_mismatched_total", 3.0)];
         engine.expect_metrics(&counts).await;
         is_idle(engine).await;
     }
@@ -223,9 +229,9 @@ async fn requests_are_aborted_by_name_wherever_they_are() {
 }
 
 #[tokio::test]
-async fn an_aborted_prefill_ends_its_decode_at_once_and_a_decode_that_leaves_ends_its_prefill() {
+async fn an_aborted_prefill_ends_its_decode_at_once_but_does_not_notice_a_decode_that_leaves() {
     // Steps of 50 ms, chunks of 16 tokens: the prefill takes half a second.
-    let slow = ["--step-us", "1000000", "--max-num-batched-tokens", "16"];
+    let slow = ["--step-us", "1000000", "--max-num-batched-tokens", "16", "--bootstrap-timeout", "4s"];
     let (prefiller, decoder) = tokio::join!(prefiller(&slow), decoder(&[]));
     let ask = with(&in_room(&ids(0..160, 4), &prefiller, 1), &json!({"rid": "it"}));
     let (prefilled, decoded) = (send(&prefiller, &ask), send(&decoder, &ask));
@@ -237,13 +243,83 @@ async fn an_aborted_prefill_ends_its_decode_at_once_and_a_decode_that_leaves_end
     is_idle(&prefiller).await;
     is_idle(&decoder).await;
 
-    let ask = in_room(&ids(500..660, 4), &prefiller, 2);
-    let (prefilled, decoded) = (send(&prefiller, &ask), send(&decoder, &ask));
-    prefiller.eventually("/running", 1).await;
-    decoded.abort();
-    let (status, answer) = prefilled.await.unwrap();
-    assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
-    assert!(answer.contains("left"), "{answer}");
-    is_idle(&prefiller).await;
-    is_idle(&decoder).await;
+    for is_aborted in [false, true] {
+        let ask = with(
+            &in_room(&ids(500..660, 4), &prefiller, 2),
+            &json!({"rid": "left", "cache_salt": is_aborted.to_string()}),
+        );
+        let (prefilled, decoded) = (send(&prefiller, &ask), send(&decoder, &ask));
+        prefiller.eventually("/running", 1).await;
+        decoded.abort();
+        is_idle(&decoder).await;
+        prefiller.eventually("/leases", 1).await;
+        assert_eq!(prefiller.state().await["blocks"]["used"], 10, "it computed all of it, and keeps it");
+        let kept = Instant::now();
+        if is_aborted {
+            prefiller.post("/abort_request", &json!({"rid": "left"})).await;
+        }
+        let (status, answer) = prefilled.await.unwrap();
+        assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
+        let expected = if is_aborted { "Abort" } else { "did not take" };
+        assert!(answer.contains(expected), "{answer}");
+        assert!(is_aborted || kept.elapsed() > Duration::from_secs(1), "{:?}", kept.elapsed());
+        is_idle(&prefiller).await;
+    }
+}
+
+#[tokio::test]
+async fn aborts_need_a_name_that_is_there_and_the_key_if_there_is_one() {
+    let keys = ["--api-key", "any", "--admin-api-key", "admin"];
+    let (prefiller, open) = tokio::join!(prefiller(&keys), prefiller(&keys[..2]));
+    let ask = in_room(&json!({"model": "sim", "prompt": ["one", "two"], "rid": "r"}), &prefiller, 1);
+    for (engine, right, wrong) in [(&prefiller, "Bearer admin", "Bearer any"), (&open, "Bearer any", "Bearer admin")] {
+        let (sender, ask) = (engine.clone(), ask.clone());
+        let asked = tokio::spawn(async move {
+            sender.try_post("/v1/completions", &ask, &[("authorization", "Bearer any")]).await.unwrap().status()
+        });
+        engine.eventually_metric("rooms_waiting", 2.0).await;
+        for (key, name, status) in [
+            (wrong, "r_0", StatusCode::UNAUTHORIZED),
+            ("", "r_0", StatusCode::UNAUTHORIZED),
+            // The prompts of a list have names of their own, and this is none of them.
+            (right, "r", StatusCode::OK),
+            (right, "", StatusCode::OK),
+        ] {
+            let headers = [("authorization", key)];
+            let answer = engine.try_post("/abort_request", &json!({"rid": name}), &headers).await.unwrap();
+            assert_eq!(answer.status(), status, "{key:?} {name:?}");
+            engine.expect_metrics(&[("aborted_total", 0.0), ("rooms_waiting", 2.0)]).await;
+        }
+        let headers = [("authorization", right)];
+        engine.try_post("/abort_request", &json!({"rid": "r_1"}), &headers).await.unwrap();
+        assert_eq!(asked.await.unwrap(), StatusCode::INTERNAL_SERVER_ERROR);
+        engine.expect_metrics(&[("aborted_total", 1.0)]).await;
+        is_idle(engine).await;
+    }
+    for (path, body) in [("/v1/completions", &ask), ("/reset_prefix_cache", &json!({}))] {
+        assert_eq!(prefiller.post(path, body).await.0, StatusCode::UNAUTHORIZED, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn several_answers_to_a_prompt_are_refused_with_a_room() {
+    let (prefiller, decoder) = tokio::join!(prefiller(&[]), decoder(&[]));
+    let several = with(&in_room(&ids(0..30, 2), &prefiller, 1), &json!({"n": 2}));
+    for engine in [&prefiller, &decoder] {
+        let (status, answer) = engine.ask(&several).await;
+        assert_eq!(status, StatusCode::BAD_REQUEST, "{answer}");
+        is_idle(engine).await;
+    }
+}
+
+#[tokio::test]
+async fn a_bootstrap_host_of_ip_version_6_is_understood_with_and_without_brackets() {
+    let (prefiller, decoder) = tokio::join!(prefiller(&["--listen", "[::1]:0"]), decoder(&[]));
+    for (room, host) in ["::1", "[::1]"].into_iter().enumerate() {
+        let ask = with(&in_room(&ids(0..30, 2), &prefiller, room), &json!({"bootstrap_host": host}));
+        let (prefilled, decoded) = (send(&prefiller, &ask), send(&decoder, &ask));
+        assert_eq!(decoded.await.unwrap().0, StatusCode::OK, "{host}");
+        assert_eq!(prefilled.await.unwrap().0, StatusCode::OK, "{host}");
+    }
+    decoder.expect_metrics(&[("rooms_met_total", 2.0)]).await;
 }

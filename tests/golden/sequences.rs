@@ -199,7 +199,7 @@ fn chained(blocks: &[u64]) -> Vec<SequenceHash> {
 
 /// The workers as discovery reads them, or that it refuses them.
 fn discover(workers: &[Worker], block_size: u32) -> Result<Vec<warmroute::worker::Worker>, ()> {
-    let model = ServedModel { name: "m".into(), block_size: BlockSize::new(block_size).unwrap() };
+    let model = ServedModel { name: "m".into(), block_size: BlockSize::new(block_size).unwrap(), meets: false };
     let list = workers.iter().enumerate().map(|(at, Worker { worker_id, dp_start, dp_size })| {
         let ranks = format!("{{start: {dp_start}, size: {dp_size}}}");
         format!("- {{id: {worker_id}, endpoint: '10.0.0.1:{}', data_parallel: {ranks}}}\n", at + 1)

@@ -119,18 +119,19 @@ async fn a_prefill_that_fails_is_done_by_the_next_one_and_then_by_whoever_decode
     assert_eq!((remote, phases(&bed, "prefill_failed").await), (12.0, 0.0));
     // What goes wrong at both is done by whoever decodes; and so is what another one could do no better.
     let everywhere = [
-        json!({"refuse_prefills": 503}),
-        json!({"refuse_prefills": 400}),
-        json!({"omit_transfer_params": true}),
-        json!({"fail_prefills_with_200": true}),
+        (json!({"refuse_prefills": 503}), "prefill_failed"),
+        (json!({"refuse_prefills": 400}), "prefill_refused"),
+        (json!({"omit_transfer_params": true}), "nothing_handed_over"),
+        (json!({"fail_prefills_with_200": true}), "nothing_handed_over"),
     ];
-    for (done, how) in (1..).zip(everywhere) {
+    for (how, reason) in everywhere {
+        let before = phases(&bed, reason).await;
         for id in PREFILL {
             bed.misbehave(id, how.clone()).await;
         }
         let answer = bed.ask(&chat(&essay(topics.next().unwrap()))).await;
         assert_eq!((words(&answer).is_empty(), answer.header("x-prefill-instance-id")), (false, ""), "{how}");
-        assert_eq!(phases(&bed, "prefill_failed").await, f64::from(done), "{how}");
+        assert_eq!(phases(&bed, reason).await, before + 1.0, "{how}");
         for id in PREFILL {
             bed.misbehave(id, well.clone()).await;
         }

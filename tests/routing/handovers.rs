@@ -194,7 +194,11 @@ impl Chaos {
 
 /// Prefill by call, with leases so short that what a dead worker left is over soon.
 async fn calling() -> Bed {
-    let args = [&call::NIXL[..], &["--kv-lease", "10s", "--kv-load-timeout", "500ms"]].concat();
+    let args = [
+        &call::NIXL[..],
+        &["--kv-lease", "10s", "--kv-load-timeout", "500ms", "--kv-load-failure-policy", "recompute"],
+    ]
+    .concat();
     call::start(&call::pools(&args), call::calling(json!({"deadline": "5s"}), json!({}))).await
 }
 

@@ -41,10 +41,14 @@ impl Aborts {
         Abortable { table: self.0.clone(), key, aborted }
     }
 
-    /// Aborts the requests of that name, or all; returns how many.
+    /// Aborts the requests of that name, or all; returns how many. As in SGLang a name must be one that is there (its
+    /// front end looks for that) and then means all that begin with it (its scheduler has it so).
     fn abort(&self, which: &Which) -> usize {
         let mut table = self.0.lock();
-        let named = |names: &[String]| which.rid.as_ref().is_some_and(|rid| names.contains(rid));
+        let rid = which.rid.as_ref().filter(|rid| table.requests.values().any(|(names, _)| names.contains(rid)));
+        let rid = rid.cloned();
+        let named =
+            |names: &[String]| rid.as_ref().is_some_and(|rid| names.iter().any(|name| name.starts_with(rid.as_str())));
         let aborted = table.requests.extract_if(|_, (names, _)| which.abort_all || named(names));
         aborted.map(|(_, (_, token))| token.cancel()).count()
     }
@@ -85,14 +89,25 @@ mod tests {
         let which = |rid: Option<&str>, abort_all| Which { rid: rid.map(str::to_owned), abort_all };
         let one = aborts.enter(vec!["a".into()]);
         let two = aborts.enter(vec!["b".into(), "a2".into()]);
+        let three = aborts.enter(vec!["c".into(), "ba".into()]);
         let unnamed = aborts.enter(Vec::new());
-        let gone = aborts.enter(vec!["a".into()]);
+        let gone = aborts.enter(vec!["x".into()]);
         drop(gone);
-        assert_eq!(aborts.abort(&which(Some("a"), false)), 1);
-        assert_eq!(aborts.abort(&which(Some(""), false)), 0);
-        assert_eq!(aborts.abort(&which(None, false)), 0);
-        assert_eq!([&one, &two, &unnamed].map(|it| it.aborted.is_cancelled()), [true, false, false]);
-        assert_eq!(aborts.abort(&which(None, true)), 2);
+        let prefix_of_one = aborts.enter(vec!["long name".into()]);
+        for (rid, aborted) in [
+            (Some("x"), 0),
+            (Some(""), 0),
+            (None, 0),
+            (Some("long"), 0),
+            (Some("b"), 2),
+            (Some("a"), 1),
+            (Some("long name"), 1),
+        ] {
+            assert_eq!(aborts.abort(&which(rid, false)), aborted, "{rid:?}");
+        }
+        assert!(prefix_of_one.aborted.is_cancelled());
+        assert_eq!([&one, &two, &three, &unnamed].map(|it| it.aborted.is_cancelled()), [true, true, true, false]);
+        assert_eq!(aborts.abort(&which(None, true)), 1);
         assert!(aborts.0.lock().requests.is_empty());
     }
 }

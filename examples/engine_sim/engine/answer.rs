@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use warmroute::openai::Api;
 
 use super::ask::Ask;
+use super::origin::{self, Worst};
 use super::scheduler::Output;
 use super::tokens::Tokens;
 
@@ -22,8 +23,12 @@ struct Choice {
 }
 
 impl Choice {
-    fn finish_reason(&self) -> &'static str {
-        if self.has_ended { "length" } else { "abort" }
+    fn finish_reason(&self, has_stopped: bool) -> &'static str {
+        match (self.has_ended, has_stopped) {
+            (false, _) => "abort",
+            (true, false) => "length",
+            (true, true) => "stop",
+        }
     }
 }
 
@@ -52,6 +57,10 @@ pub(crate) struct Answer {
     /// What to tell instead of what was cached here.
     cached_elsewhere: Option<usize>,
     handed_over: HandedOver,
+    /// Whether it ended by itself.
+    has_stopped: bool,
+    /// Where the keys and values came from, if that is to be told.
+    worst: Option<Worst>,
     vocabulary: Arc<Tokens>,
     prompts: Vec<Vec<u32>>,
     choices: Vec<Choice>,
@@ -82,6 +91,8 @@ impl Answer {
             tells_cached: true,
             cached_elsewhere: None,
             handed_over: HandedOver::default(),
+            has_stopped: false,
+            worst: None,
             vocabulary,
             prompts,
             choices,
@@ -96,6 +107,16 @@ impl Answer {
     /// The same with what another engine had cached of the prompt, if that is known.
     pub(crate) fn cached_elsewhere(self, cached: Option<usize>) -> Self {
         Self { cached_elsewhere: cached, ..self }
+    }
+
+    /// The same with a word on where the keys and values came from.
+    pub(crate) fn telling(self, worst: Option<Worst>) -> Self {
+        Self { worst, ..self }
+    }
+
+    /// It ended by itself, not because it was long enough.
+    pub(crate) fn stop(&mut self) {
+        self.has_stopped = true;
     }
 
     pub(crate) fn id(&self) -> &str {
@@ -145,7 +166,12 @@ impl Answer {
     }
 
     fn envelope(&self, object: &str, choices: &Value) -> Value {
-        json!({"id": self.id, "object": object, "created": self.created, "model": self.model, "choices": choices})
+        let mut envelope =
+            json!({"id": self.id, "object": object, "created": self.created, "model": self.model, "choices": choices});
+        if let Some(worst) = &self.worst {
+            envelope[origin::FIELD] = json!(worst.word());
+        }
+        envelope
     }
 
     /// The whole answer as one document.
@@ -172,8 +198,7 @@ impl Answer {
     }
 
     fn choice(&self, at: usize, choice: &Choice) -> Value {
-        let mut value =
-            json!({"index": at, "logprobs": null, "finish_reason": choice.finish_reason(), "stop_reason": null});
+        let mut value = json!({"index": at, "logprobs": null, "finish_reason": choice.finish_reason(self.has_stopped), "stop_reason": null});
         match self.api {
             Api::ChatCompletions => value["message"] = json!({"role": "assistant", "content": choice.text}),
             _ => value["text"] = json!(choice.text),
@@ -222,7 +247,8 @@ impl Answer {
         };
         let mut events = String::new();
         for (at, choice) in self.choices.iter().enumerate().filter(|(_, choice)| !choice.has_ended) {
-            let mut last = json!({"index": at, "logprobs": null, "finish_reason": choice.finish_reason()});
+            let mut last =
+                json!({"index": at, "logprobs": null, "finish_reason": choice.finish_reason(self.has_stopped)});
             match self.api {
                 Api::ChatCompletions => last["delta"] = json!({}),
                 _ => last["text"] = json!(""),

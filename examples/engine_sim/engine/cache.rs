@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 /// Number of a physical block.
@@ -127,6 +128,44 @@ fn block_hash(parent: Option<EngineHash>, tokens: &[u32], extra: Option<&[Arc<st
     hash.digest()
 }
 
+/// What keys and values lie in a block: those of these tokens, after everything that came before them. They stay when the
+/// block is free, until somebody else's are written there.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Written {
+    after: Option<EngineHash>,
+    extra_keys: Option<Vec<Arc<str>>>,
+    tokens: Vec<u32>,
+}
+
+impl Written {
+    /// What lies in the blocks of a prompt when all of it is computed.
+    pub(crate) fn of_prompt(tokens: &[u32], keys: &Keys, block_size: usize) -> Vec<Self> {
+        let mut sequence = Sequence::new(tokens.to_vec(), keys.clone());
+        sequence.extend_hashes(block_size);
+        let mut blocks = vec![Self::default(); tokens.len().div_ceil(block_size)];
+        for (at, block) in blocks.iter_mut().enumerate() {
+            block.become_part(&sequence, at, block_size, tokens.len());
+        }
+        blocks
+    }
+
+    /// Whether who needs `other` is served with this: more tokens at the end do no harm.
+    pub(crate) fn serves(&self, other: &Self) -> bool {
+        self.after == other.after && self.extra_keys == other.extra_keys && self.tokens.starts_with(&other.tokens)
+    }
+
+    pub(crate) fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    fn become_part(&mut self, sequence: &Sequence, at: usize, block_size: usize, computed: usize) {
+        self.after = at.checked_sub(1).map(|before| sequence.hashes[before]);
+        self.extra_keys = sequence.keys.of_block(at);
+        self.tokens.clear();
+        self.tokens.extend_from_slice(&sequence.tokens[at * block_size..computed.min((at + 1) * block_size)]);
+    }
+}
+
 /// Blocks of a sequence found in the cache, not yet taken.
 #[derive(Debug, Default)]
 pub(crate) struct Hit(Vec<BlockId>);
@@ -137,6 +176,7 @@ struct Block {
     refs: u32,
     /// Place in the free list; meaningful only while `refs` is 0.
     place: i64,
+    written: Written,
 }
 
 /// The cache: see the module.
@@ -231,6 +271,7 @@ impl Cache {
     /// computed once more, because its logits are needed.
     pub(crate) fn receive(&mut self, sequence: &mut Sequence) {
         let full = sequence.computed / self.block_size..sequence.len() / self.block_size;
+        self.write(sequence, sequence.computed..sequence.len());
         if !full.is_empty() {
             self.store(sequence, full);
         }
@@ -244,11 +285,27 @@ impl Cache {
         debug_assert!(computed <= sequence.len(), "only known tokens are computed");
         self.allocate(sequence, computed)?;
         let full = sequence.computed / self.block_size..computed / self.block_size;
+        self.write(sequence, sequence.computed..computed);
         sequence.computed = computed;
         if !full.is_empty() {
             self.store(sequence, full);
         }
         Ok(())
+    }
+
+    fn write(&mut self, sequence: &mut Sequence, tokens: std::ops::Range<usize>) {
+        sequence.extend_hashes(self.block_size);
+        for at in tokens.start / self.block_size..tokens.end.div_ceil(self.block_size) {
+            let written = &mut self.blocks[sequence.blocks[at]].written;
+            written.become_part(sequence, at, self.block_size, tokens.end);
+        }
+    }
+
+    /// What lies in blocks now, whoever's it is; nothing where a number is no block's. Numbers are vLLM's, see
+    /// [`Sequence::block_numbers`].
+    pub(crate) fn read(&self, numbers: &[usize]) -> Vec<Option<Written>> {
+        let block = |number: &usize| self.blocks.get(number.checked_sub(1)?).map(|block| block.written.clone());
+        numbers.iter().map(block).collect()
     }
 
     fn allocate(&mut self, sequence: &mut Sequence, tokens: usize) -> Result<(), NoRoom> {

@@ -40,7 +40,7 @@ pub(crate) struct EngineConfig {
     /// `crash` ("next_step", "next_request" or {"after_requests": n}), `hang`, `refuse` (a status), `slow_first_token_ms`,
     /// `hold_first_tokens`, `cut_stream_after_tokens`, `drop_events` ({"batches": n, "keep_for_replay": bool}); and for
     /// requests that only prefill, `refuse_prefills` (a status), `slow_prefill_ms`, `hang_prefills`,
-    /// `omit_transfer_params`, `fail_prefills_with_200`.
+    /// `omit_transfer_params`, `fail_prefills_with_200`, `stop_prefills`.
     #[arg(long, value_parser = |text: &str| serde_json::from_str::<Faults>(text), default_value = "{}")]
     pub(crate) misbehave: Faults,
     /// Do not print the line that says where the engine listens.
@@ -77,9 +77,12 @@ pub(crate) struct Capacity {
 /// What the engine offers beside answers. All of it by default, as an operator who wants exact routing starts vLLM.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct Surface {
-    /// Answer `/v1` only to who brings this token.
+    /// Answer only to who brings this token: as vLLM under `/v1`, as SGLang everywhere but for health and metrics.
     #[arg(long)]
     pub(crate) api_key: Option<String>,
+    /// SGLang's other one, which aborts need if there is one.
+    #[arg(long)]
+    pub(crate) admin_api_key: Option<String>,
     /// Compute every prompt anew.
     #[arg(long)]
     pub(crate) no_prefix_caching: bool,

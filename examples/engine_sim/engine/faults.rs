@@ -35,6 +35,8 @@ pub(crate) struct Faults {
     pub(crate) omit_transfer_params: bool,
     /// They are answered with status 200 and an error.
     pub(crate) fail_prefills_with_200: bool,
+    /// Their answers end by themselves with the first token, as when the model has nothing to say.
+    pub(crate) stop_prefills: bool,
     /// The next batches of KV events get lost, on every rank.
     pub(crate) drop_events: Option<Drops>,
 }

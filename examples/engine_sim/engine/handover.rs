@@ -1,7 +1,7 @@
 //! Prefill here, decode there, in the three ways engines have: vLLM's NIXL connector and TensorRT-LLM, where the decode
 //! side fetches what the prefill side leaves behind, and SGLang, where both get the request and meet in a room. This module
 //! reads what a request wants of that; `fetch` and `rooms` do it. Real engines do not look whether the blocks belong to the
-//! prompt. These do, and count, because that is what tests of a router want to know.
+//! prompt. These do, count, and tell it in the answer (`origin`), because that is what tests of a router want to know.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::leases::Lent;
+use super::line;
 
 /// How an engine hands prompts over; not at all by default.
 #[derive(Clone, Debug, clap::Args)]
@@ -32,6 +33,10 @@ pub(crate) struct Handover {
     /// After how long a decode request fails whose blocks cannot be fetched.
     #[arg(long, value_parser = humantime::parse_duration, default_value = "5s")]
     pub(crate) kv_load_timeout: Duration,
+    /// What becomes of a decode request whose blocks cannot be fetched, with vLLM's connector (its
+    /// `kv_load_failure_policy`).
+    #[arg(long, value_enum, default_value = "fail")]
+    kv_load_failure_policy: OnLoss,
     /// Where decode engines are told to come for blocks; the host that HTTP is served on by default.
     #[arg(long)]
     pub(crate) kv_side_channel_host: Option<String>,
@@ -53,6 +58,15 @@ pub(crate) struct Handover {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Connector {
     Nixl,
+}
+
+/// See `--kv-load-failure-policy`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnLoss {
+    /// It fails.
+    Fail,
+    /// The decode engine computes the prompt.
+    Recompute,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -96,6 +110,11 @@ impl Handover {
         });
         connector.or(dialect).or(side)
     }
+
+    /// What becomes of a request whose blocks are lost. Only vLLM has a choice.
+    pub(crate) fn on_loss(&self) -> OnLoss {
+        if self.protocol() == Some(Protocol::Nixl) { self.kv_load_failure_policy } else { OnLoss::Fail }
+    }
 }
 
 /// How often what happened, on the metrics page.
@@ -103,6 +122,7 @@ impl Handover {
 pub(crate) struct Counts {
     pub(crate) kv_transfers: AtomicU64,
     pub(crate) kv_mismatches: AtomicU64,
+    pub(crate) kv_stale_reads: AtomicU64,
     pub(crate) rooms_met: AtomicU64,
     pub(crate) rooms_unmet: AtomicU64,
     pub(crate) rooms_mismatched: AtomicU64,
@@ -128,8 +148,12 @@ pub(crate) struct Source {
     pub(crate) engine: String,
     pub(crate) host: String,
     pub(crate) port: u16,
+    /// What the lender calls them, or with TensorRT-LLM the number that both sides call them.
+    #[serde(skip)]
     pub(crate) request: String,
-    pub(crate) blocks: Vec<usize>,
+    /// Their numbers, where the decode side goes by them. Otherwise the lender has to know them.
+    #[serde(skip)]
+    pub(crate) blocks: Option<Vec<usize>>,
     /// The token that the prefill side generated, where it is told.
     #[serde(skip)]
     pub(crate) first: Option<u32>,
@@ -143,19 +167,19 @@ pub(crate) struct Source {
 pub(crate) enum Hand {
     /// Everything here.
     Whole,
-    /// The prompt only, for another engine that comes for the blocks.
-    Lend,
+    /// The prompt only, for another engine that comes for the blocks; by this number if one is given.
+    Lend(Option<u64>),
     /// To go on with blocks from there.
     Fetch(Source),
-    /// The prompt only, for who comes into the room; one per choice.
+    /// The prompt only, for who comes into the room; one per prompt.
     Host(Vec<u64>),
-    /// To go on with what is computed in a room of that address; one per choice.
+    /// To go on with what is computed in a room of that address; one per prompt.
     Visit(String, Vec<u64>),
 }
 
 impl Hand {
     pub(crate) fn is_prefill(&self) -> bool {
-        matches!(self, Self::Lend | Self::Host(_))
+        matches!(self, Self::Lend(_) | Self::Host(_))
     }
 
     /// What the engine that computed the prompt had cached of it. vLLM reports that instead of its own.
@@ -195,6 +219,7 @@ pub(crate) struct Wishes {
     bootstrap_port: Option<OneOrMany<Option<u16>>>,
     bootstrap_room: Option<OneOrMany<u64>>,
     rid: Option<OneOrMany<String>>,
+    prompt: Value,
     routed_dp_rank: Option<u32>,
     data_parallel_rank: Option<u32>,
 }
@@ -235,12 +260,17 @@ impl Wishes {
         self.routed_dp_rank.or(self.data_parallel_rank)
     }
 
-    /// The names by which the request can be aborted.
+    /// The names by which the request can be aborted. As in SGLang the prompts of a list have names of their own, made
+    /// from the one given.
     pub(crate) fn names(&self) -> Vec<String> {
-        match &self.rid {
-            None => Vec::new(),
-            Some(OneOrMany::One(name)) => vec![name.clone()],
-            Some(OneOrMany::Many(names)) => names.clone(),
+        let prompts = self.prompt.as_array().filter(|prompts| prompts.first().is_some_and(|first| !first.is_number()));
+        match (&self.rid, prompts) {
+            (None, _) => Vec::new(),
+            (Some(OneOrMany::One(name)), None) => vec![name.clone()],
+            (Some(OneOrMany::One(name)), Some(prompts)) => {
+                (0..prompts.len()).map(|at| format!("{name}_{at}")).collect()
+            }
+            (Some(OneOrMany::Many(names)), _) => names.clone(),
         }
     }
 
@@ -249,34 +279,35 @@ impl Wishes {
         match protocol {
             Protocol::Nixl => self.kv_transfer_params.as_ref().map_or(Ok(Hand::Whole), Transfer::hand),
             Protocol::Trtllm => self.disaggregated_params.as_ref().map_or(Ok(Hand::Whole), Disaggregated::hand),
-            Protocol::SglangPrefill => Ok(Hand::Host(self.rooms(prompts, choices)?)),
+            // There several answers to a prompt, and a run before them for their common prefix, all get its room.
+            Protocol::SglangPrefill | Protocol::SglangDecode if choices > 1 => {
+                Err(format!("n = {choices}: so many pairs would meet in one room"))
+            }
+            Protocol::SglangPrefill => Ok(Hand::Host(self.rooms(prompts)?)),
             Protocol::SglangDecode => {
-                let rooms = self.rooms(prompts, choices)?;
+                let rooms = self.rooms(prompts)?;
                 let host = self.bootstrap_host.as_ref().and_then(OneOrMany::first);
                 let host = host.ok_or("a disaggregated request needs bootstrap_host")?;
                 let port = self.bootstrap_port.as_ref().and_then(OneOrMany::first).copied().flatten();
-                Ok(Hand::Visit(format!("{host}:{}", port.unwrap_or(8998)), rooms))
+                Ok(Hand::Visit(line::address(host, port.unwrap_or(8998)), rooms))
             }
         }
     }
 
-    /// One room per choice: a list has one per prompt, a single number counts up.
-    fn rooms(&self, prompts: usize, choices: usize) -> Result<Vec<u64>, String> {
+    /// One room per prompt: a list has them, a single number counts up.
+    fn rooms(&self, prompts: usize) -> Result<Vec<u64>, String> {
         match &self.bootstrap_room {
             None => Err("Invalid request: Disaggregated request received without bootstrap room id.".into()),
-            Some(OneOrMany::One(first)) => Ok((0..(prompts * choices) as u64).map(|at| first + at).collect()),
-            Some(OneOrMany::Many(rooms)) if rooms.len() == prompts * choices => Ok(rooms.clone()),
-            Some(OneOrMany::Many(rooms)) => {
-                Err(format!("{} bootstrap rooms for {} sequences", rooms.len(), prompts * choices))
-            }
+            Some(OneOrMany::One(first)) => Ok((0..prompts as u64).map(|at| first + at).collect()),
+            Some(OneOrMany::Many(rooms)) if rooms.len() == prompts => Ok(rooms.clone()),
+            Some(OneOrMany::Many(rooms)) => Err(format!("{} bootstrap rooms for {prompts} prompts", rooms.len())),
         }
     }
 
     /// What TensorRT-LLM answers for a prompt it lends.
     pub(crate) fn disaggregated(&self, door: &Door, lent: &Lent, (rank, first): (u32, Option<u32>)) -> Value {
         let asked = self.disaggregated_params.clone().unwrap_or_default();
-        let source = door.source(lent);
-        let state = serde_json::to_vec(&source).unwrap_or_default();
+        let state = serde_json::to_vec(&door.source(lent)).unwrap_or_default();
         json!({
             "request_type": "context_only",
             "first_gen_tokens": first.map(|token| [token]),
@@ -287,7 +318,7 @@ impl Wishes {
             "draft_tokens": null,
             "disagg_request_id": asked.disagg_request_id,
             "ctx_dp_rank": rank,
-            "ctx_info_endpoint": format!("tcp://{}:{}", door.host, door.port),
+            "ctx_info_endpoint": format!("tcp://{}", line::address(&door.host, door.port)),
             "schedule_style": asked.schedule_style,
             "ctx_usage": null,
         })
@@ -297,7 +328,7 @@ impl Wishes {
 impl Transfer {
     fn hand(&self) -> Result<Hand, String> {
         if self.do_remote_decode == Some(true) {
-            return Ok(Hand::Lend);
+            return Ok(Hand::Lend(None));
         }
         if self.do_remote_prefill != Some(true) {
             return Ok(Hand::Whole);
@@ -308,7 +339,7 @@ impl Transfer {
                 host: self.remote_host.clone()?,
                 port: self.remote_port?,
                 request: self.remote_request_id.clone()?,
-                blocks: self.remote_block_ids.clone()?.concat(),
+                blocks: Some(self.remote_block_ids.clone()?.concat()),
                 first: None,
                 cached: self.remote_prefill_cached_tokens,
             })
@@ -321,15 +352,16 @@ impl Disaggregated {
     fn hand(&self) -> Result<Hand, String> {
         match self.request_type.as_str() {
             "context_and_generation" => Ok(Hand::Whole),
-            "context_only" => Ok(Hand::Lend),
+            "context_only" => Ok(Hand::Lend(self.disagg_request_id)),
             "generation_only" => {
-                let request = self.ctx_request_id.ok_or("generation_only without ctx_request_id")?;
+                let number = self.disagg_request_id.or(self.ctx_request_id);
+                let number = number.ok_or("generation_only without ctx_request_id or disagg_request_id")?;
                 let state =
                     self.encoded_opaque_state.as_deref().ok_or("generation_only without encoded_opaque_state")?;
                 let state = BASE64_STANDARD.decode(state).map_err(|error| error.to_string())?;
                 let source: Source = serde_json::from_slice(&state).map_err(|error| error.to_string())?;
                 let first = self.first_gen_tokens.as_ref().and_then(|tokens| tokens.first()).copied();
-                Ok(Hand::Fetch(Source { request: request.to_string(), first, ..source }))
+                Ok(Hand::Fetch(Source { request: number.to_string(), first, ..source }))
             }
             other => Err(format!("unknown request_type {other:?}")),
         }
@@ -343,7 +375,7 @@ impl Door {
             host: self.host.clone(),
             port: self.port,
             request: lent.name.to_string(),
-            blocks: lent.blocks.clone(),
+            blocks: None,
             first: None,
             cached: None,
         }

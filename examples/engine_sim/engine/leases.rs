@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::cache::{Keys, Sequence};
+use super::cache::Sequence;
 
 /// What the other engine has to know to come for the blocks.
 #[derive(Clone, Debug, PartialEq)]
@@ -15,14 +15,6 @@ pub(crate) struct Lent {
     pub(crate) blocks: Vec<usize>,
     /// Tokens whose keys and values are in them.
     pub(crate) tokens: usize,
-}
-
-/// What lies in a lease, for who comes to compare.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Content {
-    pub(crate) blocks: Vec<usize>,
-    pub(crate) tokens: Vec<u32>,
-    pub(crate) keys: Keys,
 }
 
 #[derive(Debug)]
@@ -40,16 +32,21 @@ pub(crate) struct Leases {
 }
 
 impl Leases {
-    pub(crate) fn grant(&mut self, name: Arc<str>, sequence: Sequence, until: Option<Instant>) -> Lent {
+    /// A name that is held already comes to mean the new one; the blocks of the old one are to be released.
+    pub(crate) fn grant(
+        &mut self,
+        name: Arc<str>,
+        sequence: Sequence,
+        until: Option<Instant>,
+    ) -> (Lent, Option<Sequence>) {
         let lent = Lent { name: name.clone(), blocks: sequence.block_numbers(), tokens: sequence.computed() };
-        self.held.insert(name, Lease { sequence, until });
-        lent
+        let replaced = self.held.insert(name, Lease { sequence, until });
+        (lent, replaced.map(|lease| lease.sequence))
     }
 
-    pub(crate) fn content(&self, name: &str) -> Option<Content> {
-        let sequence = &self.held.get(name)?.sequence;
-        let tokens = sequence.tokens()[..sequence.computed()].to_vec();
-        Some(Content { blocks: sequence.block_numbers(), tokens, keys: sequence.keys().clone() })
+    /// The numbers of the blocks.
+    pub(crate) fn blocks(&self, name: &str) -> Option<Vec<usize>> {
+        Some(self.held.get(name)?.sequence.block_numbers())
     }
 
     /// Makes a lease last until then at least.
@@ -90,6 +87,7 @@ impl Leases {
 mod tests {
     use std::time::Duration;
 
+    use super::super::cache::Keys;
     use super::*;
 
     fn sequence() -> Sequence {
@@ -111,8 +109,16 @@ mod tests {
         assert!(leases.take("a").is_some() && leases.take("a").is_none());
         assert_eq!(leases.next_end(), Some(at(10)));
         assert_eq!((leases.expire(at(9)).len(), leases.expire(at(10)).len()), (0, 1));
-        assert!(leases.content("c").is_none() && leases.content("b").is_some());
+        assert!(leases.blocks("c").is_none() && leases.blocks("b").is_some());
         assert_eq!((leases.expire(at(100)).len(), leases.held(), leases.expired()), (1, 1, 2));
         assert_eq!(leases.next_end(), None);
+    }
+
+    #[test]
+    fn of_two_leases_of_one_name_the_second_counts_and_the_first_comes_back() {
+        let mut leases = Leases::default();
+        assert!(leases.grant("7".into(), sequence(), None).1.is_none());
+        assert!(leases.grant("7".into(), sequence(), None).1.is_some());
+        assert_eq!(leases.held(), 1);
     }
 }

@@ -7,6 +7,12 @@ use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
+/// Host and port as one; an IPv6 address may come with or without its brackets.
+pub(crate) fn address(host: &str, port: u16) -> String {
+    let bare = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
+    if bare.contains(':') { format!("[{bare}]:{port}") } else { format!("{bare}:{port}") }
+}
+
 #[derive(Debug)]
 pub(crate) struct Line {
     reader: BufReader<OwnedReadHalf>,
@@ -31,6 +37,16 @@ impl Line {
         self.writer.write_all(format!("{value}\n").as_bytes()).await
     }
 
+    /// Says this; what the other side says to it.
+    pub(crate) async fn ask(&mut self, value: &Value) -> io::Result<Value> {
+        self.say(value).await?;
+        let answer = self.hear().await?;
+        match answer["error"].as_str() {
+            Some(error) => Err(io::Error::other(error.to_owned())),
+            None => Ok(answer),
+        }
+    }
+
     /// What the other side says next; an error also when it left.
     pub(crate) async fn hear(&mut self) -> io::Result<Value> {
         self.reader.read_until(b'\n', &mut self.begun).await?;
@@ -39,5 +55,19 @@ impl Line {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         serde_json::from_slice(&line).map_err(io::Error::from)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_of_ip_version_6_may_have_their_brackets_or_not() {
+        for (host, expected) in
+            [("p-0", "p-0:8998"), ("10.0.0.1", "10.0.0.1:8998"), ("::1", "[::1]:8998"), ("[fd00::2]", "[fd00::2]:8998")]
+        {
+            assert_eq!(address(host, 8998), expected);
+        }
     }
 }

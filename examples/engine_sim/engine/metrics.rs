@@ -145,6 +145,12 @@ pub(crate) fn render_own(model: &str, samples: &[Sample], (counts, rooms_waiting
         ("kv_leases_expired_total", "counter", "Prompts nobody came for in time.", expired),
         ("kv_transfers_total", "counter", "Prompts fetched from another engine.", read(&counts.kv_transfers)),
         ("kv_mismatches_total", "counter", "Fetched blocks of another prompt.", read(&counts.kv_mismatches)),
+        (
+            "kv_stale_reads_total",
+            "counter",
+            "Prompts read from blocks that nobody kept for them any more.",
+            read(&counts.kv_stale_reads),
+        ),
         ("rooms_waiting", "gauge", "Rooms of this prefill engine in which one side waits.", rooms_waiting as u64),
         ("rooms_met_total", "counter", "Rooms in which both sides met.", read(&counts.rooms_met)),
         ("rooms_unmet_total", "counter", "Rooms in which one side stayed alone.", read(&counts.rooms_unmet)),

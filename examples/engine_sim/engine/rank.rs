@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::Instant;
 
-use super::cache::Sequence;
+use super::cache::{Sequence, Written};
 use super::faults::Mood;
-use super::leases::{Content, Leases, Lent};
+use super::leases::{Leases, Lent};
 use super::metrics::{Durations, Sample};
 use super::publisher::Publisher;
 use super::scheduler::{Job, JobId, Output, Part, Scheduler, Step};
@@ -132,14 +132,29 @@ impl Rank {
         Ticket { rank: self.clone(), job, tokens, room: Some(room), lent: Some(lent) }
     }
 
-    fn received(&self, job: JobId) {
-        self.work.lock().scheduler.received(job);
+    fn received(&self, job: JobId, answer: Option<Vec<u32>>) {
+        self.work.lock().scheduler.received(job, answer);
         self.wake.notify_one();
     }
 
-    /// What lies in a lease.
-    pub(crate) fn leased(&self, name: &str) -> Option<Content> {
-        self.work.lock().leases.content(name)
+    fn recompute(&self, job: JobId) {
+        self.work.lock().scheduler.recompute(job);
+        self.wake.notify_one();
+    }
+
+    /// Whether there is a lease of that name.
+    pub(crate) fn lends(&self, name: &str) -> bool {
+        self.work.lock().leases.blocks(name).is_some()
+    }
+
+    /// What lies in blocks at this moment: in those of these numbers, whether or not anybody keeps them, or in those that
+    /// are kept under the name. The lease of that name ends; also told is whether there was one.
+    pub(crate) fn take(&self, name: &str, numbers: Option<Vec<usize>>) -> (Vec<Option<Written>>, bool) {
+        let work = self.work.lock();
+        let numbers = numbers.or_else(|| work.leases.blocks(name)).unwrap_or_default();
+        let written = work.scheduler.cache.read(&numbers);
+        drop(work);
+        (written, self.end_lease(name))
     }
 
     /// The other engine is still there: a lease lasts two thirds of its time from now on, as with vLLM's heartbeats.
@@ -262,7 +277,10 @@ impl Rank {
     /// Pins what done prefills leave behind. It happens before anybody hears of their last token.
     fn lend(&self, work: &mut Work, now: Instant) {
         for (job, name, sequence) in work.scheduler.take_lent() {
-            let lent = work.leases.grant(name, sequence, self.lease.map(|lease| now + lease));
+            let (lent, replaced) = work.leases.grant(name, sequence, self.lease.map(|lease| now + lease));
+            if let Some(mut replaced) = replaced {
+                work.scheduler.cache.release(&mut replaced);
+            }
             // Nobody is there to tell when the client left meanwhile: then nobody comes for the blocks.
             if let Some(lends) = work.outlets.get_mut(&job).and_then(|outlet| outlet.lent.take()) {
                 lends.send(lent).ok();
@@ -339,7 +357,17 @@ impl Ticket {
 
     /// The blocks of another engine are here.
     pub(crate) fn received(&self) {
-        self.rank.received(self.job);
+        self.rank.received(self.job, None);
+    }
+
+    /// Blocks are here that are not this prompt's: what comes of it is another answer.
+    pub(crate) fn received_wrong(&self, answer: Vec<u32>) {
+        self.rank.received(self.job, Some(answer));
+    }
+
+    /// No blocks will come: the prompt is computed here.
+    pub(crate) fn recompute(&self) {
+        self.rank.recompute(self.job);
     }
 
     /// Where to hear, not later than the last token, what is kept for another engine.

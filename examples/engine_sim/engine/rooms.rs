@@ -1,6 +1,7 @@
 //! SGLang's way: prefill and decode get the same request at once and meet under the number of a room at the prefill side's
 //! bootstrap server. As there, the prefill side computes only when the decode side is in the room with space for the
-//! blocks, and answers when these are over; whoever is alone waits for minutes.
+//! blocks, and answers when these are over; whoever is alone waits for minutes. And the prefill side does not notice that
+//! the decode side went away: unless it is aborted it computes, and keeps the blocks until its time is over.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -16,10 +17,11 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::Engine;
-use super::cache::Sequence;
+use super::cache::{Keys, Sequence};
 use super::handover::{Counts, count};
 use super::http::Refusal;
 use super::line::Line;
+use super::origin::{Origin, Worst};
 use super::rank::{Rank, Ticket};
 use super::scheduler::{Output, Part};
 
@@ -30,8 +32,19 @@ const RETRY: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 struct Guest {
     prompt: Vec<u32>,
+    /// See [`keys_told`].
+    keys: Value,
     says: mpsc::Receiver<Value>,
     hears: mpsc::Sender<Value>,
+}
+
+impl Guest {
+    /// Waits until it has the blocks; for ever when it is gone.
+    async fn done(&mut self) {
+        if self.says.recv().await.is_none() {
+            std::future::pending().await
+        }
+    }
 }
 
 /// Who is in a room alone.
@@ -120,7 +133,7 @@ async fn attend(rooms: &Rooms, mut line: Line) -> io::Result<()> {
     let prompt = serde_json::from_value(word["prompt"].clone())?;
     let (to_host, says) = mpsc::channel(4);
     let (hears, mut from_host) = mpsc::channel(4);
-    if !rooms.visit(room, Guest { prompt, says, hears }) {
+    if !rooms.visit(room, Guest { prompt, keys: word["keys"].clone(), says, hears }) {
         return line.say(&json!({"error": "somebody else waits in this room"})).await;
     }
     let talked = loop {
@@ -199,7 +212,7 @@ pub(crate) async fn host(engine: Arc<Engine>, rank: Arc<Rank>, room: u64, task: 
     let mut stay = Stay { room, hosted_in: Some(&engine.rooms), counts, is_met: false };
     let guest = timeout(engine.config.handover.bootstrap_timeout, guest).await;
     let Ok(Ok(mut guest)) = guest else { return Err(failed("nobody came into the room in time")) };
-    if guest.prompt != task.sequence.tokens() {
+    if guest.prompt != task.sequence.tokens() || guest.keys != keys_told(task.sequence.keys()) {
         stay.mismatch();
         guest.hears.send(json!({"error": "mismatch: the room is for another prompt"})).await.ok();
         return Err(failed("mismatch: the decode side waits for another prompt"));
@@ -211,20 +224,17 @@ pub(crate) async fn host(engine: Arc<Engine>, rank: Arc<Rank>, room: u64, task: 
     let part = Part::Lend { name: name.as_str().into(), can_be_aborted: true };
     let mut ticket = rank.submit(task.sequence, task.answer, part);
     let mut outputs = Vec::new();
-    loop {
-        tokio::select! {
-            output = ticket.next() => match output {
-                Some(output) => outputs.push(output),
-                None => break,
-            },
-            _ = guest.says.recv() => return Err(failed("the decode side left")),
-        }
+    while let Some(output) = ticket.next().await {
+        outputs.push(output);
     }
     guest.hears.send(json!({"ready": true})).await.ok();
-    match guest.says.recv().await {
-        Some(_) => Ok(outputs),
-        None => Err(failed("the decode side left during the transfer")),
-    }
+    let done = timeout(engine.config.handover.bootstrap_timeout, guest.done()).await;
+    done.map(|()| outputs).map_err(|_| failed("the decode side did not take the blocks in time"))
+}
+
+/// What separates the blocks of equal tokens, for who comes to compare.
+fn keys_told(keys: &Keys) -> Value {
+    json!({"lora": keys.lora.as_ref().map(|lora| &lora.name), "salt": keys.salt})
 }
 
 /// The decode side: when there is room for the blocks, meets the host, waits until it has computed, and takes the blocks.
@@ -233,9 +243,10 @@ pub(crate) async fn visit(
     rank: Arc<Rank>,
     (address, room): (String, u64),
     task: Task,
+    worst: Worst,
 ) -> Result<Ticket, Refusal> {
     let failed = |why: &str| Refusal::failed(format!("Decode failed for bootstrap_room={room} at {address}: {why}"));
-    let prompt = task.sequence.tokens().to_vec();
+    let word = json!({"room": room, "prompt": task.sequence.tokens(), "keys": keys_told(task.sequence.keys())});
     let mut stay = Stay { room, hosted_in: None, counts: &engine.counts, is_met: false };
     let mut ticket = rank.submit(task.sequence, task.answer, Part::Fetch);
     let blocks = ticket.room().await;
@@ -244,7 +255,7 @@ pub(crate) async fn visit(
     let reached = timeout(patience, reach(&address)).await;
     let mut line = reached.map_err(|_| failed("the bootstrap server cannot be reached"))?;
     let meeting = async {
-        line.say(&json!({"room": room, "prompt": prompt})).await?;
+        line.say(&word).await?;
         line.hear().await
     };
     let late = |_| failed("nobody came into the room in time");
@@ -264,6 +275,7 @@ pub(crate) async fn visit(
     sleep(rank.pace.transfer(blocks)).await;
     line.say(&json!({"done": true})).await.map_err(|error| failed(&error.to_string()))?;
     count(&engine.counts.kv_transfers);
+    worst.note(Origin::Fetched);
     ticket.received();
     Ok(ticket)
 }
@@ -298,7 +310,7 @@ mod tests {
     fn guest() -> (Guest, mpsc::Receiver<Value>) {
         let (hears, heard) = mpsc::channel(1);
         let (_, says) = mpsc::channel(1);
-        (Guest { prompt: vec![1], says, hears }, heard)
+        (Guest { prompt: vec![1], keys: Value::Null, says, hears }, heard)
     }
 
     #[test]

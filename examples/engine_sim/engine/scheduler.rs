@@ -163,10 +163,21 @@ impl Scheduler {
         std::mem::take(&mut self.fetches)
     }
 
-    /// The blocks of a job have arrived: it goes on as if it had computed them.
-    pub(crate) fn received(&mut self, id: JobId) {
+    /// The blocks of a job could not be had: it computes its prompt itself, before all that wait.
+    pub(crate) fn recompute(&mut self, id: JobId) {
         let Some(at) = self.fetching.iter().position(|job| job.id == id) else { return };
         let mut job = self.fetching.remove(at);
+        self.cache.release(&mut job.sequence);
+        job.part = Part::Whole;
+        self.waiting.push_front(job);
+    }
+
+    /// The blocks of a job have arrived: it goes on as if it had computed them. What it says is another `answer` if they
+    /// are of another prompt.
+    pub(crate) fn received(&mut self, id: JobId, answer: Option<Vec<u32>>) {
+        let Some(at) = self.fetching.iter().position(|job| job.id == id) else { return };
+        let mut job = self.fetching.remove(at);
+        job.answer = answer.unwrap_or(job.answer);
         self.totals.fetched += (job.sequence.len() - job.sequence.computed()) as u64;
         self.cache.receive(&mut job.sequence);
         job.part = Part::Whole;

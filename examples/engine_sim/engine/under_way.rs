@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::body::{Body, Bytes};
-use axum::http::header;
+use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse as _, Response};
 use futures_util::stream::{self, BoxStream, Stream, StreamExt as _};
 use serde_json::Value;
@@ -17,6 +17,7 @@ use super::answer::{Answer, HandedOver, event};
 use super::choices::Choices;
 use super::handover::{Protocol, Wishes};
 use super::http::Refusal;
+use super::origin;
 use super::rank::Rank;
 use super::scheduler::Output;
 
@@ -51,9 +52,18 @@ impl UnderWay {
         }
         let lent = choices.lent.and_then(|mut lent| lent.try_recv().ok());
         let (cached, first) = answer.beginning();
-        let omits = engine.mood.faults().omit_transfer_params;
+        let faults = engine.mood.faults();
+        let protocol = engine.config.handover.protocol();
+        if let Some(lent) = lent.as_ref().filter(|_| faults.stop_prefills) {
+            answer.stop();
+            // vLLM keeps the blocks all the same; with TensorRT-LLM nobody is to come.
+            if protocol == Some(Protocol::Trtllm) {
+                rank.end_lease(&lent.name);
+            }
+        }
+        let omits = faults.omit_transfer_params;
         let lent = lent.zip(engine.door(&rank)).filter(|_| !omits);
-        answer.hand_over(match (engine.config.handover.protocol(), lent) {
+        answer.hand_over(match (protocol, lent) {
             (Some(Protocol::Nixl), Some((lent, door))) => HandedOver::Transfer(door.transfer_params(&lent, cached)),
             (Some(Protocol::Nixl), None) => HandedOver::Transfer(Value::Null),
             (Some(Protocol::Trtllm), Some((lent, door))) => {
@@ -61,21 +71,29 @@ impl UnderWay {
             }
             _ => HandedOver::Unheard,
         });
-        Ok(Json(answer.document()).into_response())
+        let told = [(origin::HEADER, choices.worst.word())];
+        Ok((told, Json(answer.document())).into_response())
     }
 
     /// The response as server-sent events. SGLang holds it back until there is a token, so that it can still fail; vLLM
-    /// begins at once and tells a failure as an event.
+    /// begins at once and tells a failure as an event. Where blocks are still to be fetched, only the events can tell how
+    /// that went.
     pub(crate) async fn stream(self) -> Result<Response, Refusal> {
         let Self { engine, choices, abortable, answer, .. } = self;
         let aborted = abortable.aborted.clone().cancelled_owned();
         let mut outputs = choices.outputs.take_until(aborted).boxed();
+        let mut is_known = !choices.fetches;
         if engine.config.handover.protocol().is_some_and(Protocol::is_sglang) {
             let first = outputs.next().await.ok_or_else(aborted_early)??;
             outputs = stream::iter([Ok(first)]).chain(outputs).boxed();
+            is_known = true;
         }
         let content = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")];
-        Ok((content, Body::from_stream(events(engine, (outputs, abortable), answer))).into_response())
+        let mut response = (content, Body::from_stream(events(engine, (outputs, abortable), answer))).into_response();
+        if is_known {
+            response.headers_mut().insert(origin::HEADER, HeaderValue::from_static(choices.worst.word()));
+        }
+        Ok(response)
     }
 }
 

@@ -3,6 +3,7 @@
 mod cache;
 mod canary;
 pub mod facts;
+mod handover;
 mod serving;
 mod sources;
 #[cfg(test)]
@@ -23,6 +24,7 @@ pub fn examine(facts: &WorkerFacts) -> Vec<Finding> {
         return findings;
     }
     findings.extend(cache::check(facts));
+    findings.extend(handover::check(facts));
     for rank in &facts.ranks {
         findings.extend(sources::check(facts, rank));
         if !denied(&facts.models) {

@@ -7,6 +7,7 @@ mod filter;
 mod mirror;
 mod parts;
 mod probe;
+mod retry;
 mod routes;
 mod server;
 mod site;
@@ -17,7 +18,7 @@ mod ways;
 use super::finding::{At, Finding};
 use dump::Dump;
 use expected::Expected;
-use site::Site;
+use site::{Active, Site};
 
 /// Everything that is to be said of one Envoy.
 pub fn examine(dump: &Dump, expected: &Expected) -> Vec<Finding> {
@@ -44,6 +45,7 @@ fn of_site(site: &Site<'_>) -> Vec<Finding> {
     findings.extend(probe::check(site));
     findings.extend(ways::check(site));
     findings.extend(mirror::check(site));
+    findings.extend(retry::check(site));
     findings.extend(routes::check(site));
     findings.extend(endpoints::check(site));
     findings
@@ -66,7 +68,7 @@ fn at_work(site: &Site<'_>) -> Finding {
              stands in the list",
         );
     }
-    match site.active.len() {
+    match site.active.iter().flat_map(Active::routes).count() {
         0 => at.error(
             "no route has it switched on: nobody asks us",
             format!(

@@ -8,7 +8,7 @@ use futures_util::{StreamExt as _, stream};
 use serde_json::json;
 use tokio::net::{TcpStream, UnixStream};
 
-use super::engine::facts::{Attached, Canary, RankFacts, Told, WorkerFacts};
+use super::engine::facts::{Attached, Canary, Met, RankFacts, Told, WorkerFacts};
 use crate::app;
 use crate::config::{ApproximatePolicy, Config};
 use crate::engine_client::{EngineClient, EngineUrl, EventsOfRank, MetricsPage};
@@ -17,8 +17,9 @@ use crate::kv_events::listen::{self, Ear, Heard};
 use crate::learned::Given;
 use crate::openai::{self, Api};
 use crate::parity::Verdict;
+use crate::prefill::{By, PrefillConfig, Protocol};
 use crate::self_test::Subject;
-use crate::worker::{Attach, DpRank, EventSource, ModelName, Worker};
+use crate::worker::{Attach, DpRank, EventSource, ModelName, Role, Worker};
 
 /// Workers that are looked at side by side.
 const AT_ONCE: usize = 8;
@@ -48,7 +49,13 @@ pub(super) struct Gatherer<'c> {
 impl Gatherer<'_> {
     /// Everything about every worker, in their order.
     pub(super) async fn workers(&self, workers: &[Worker]) -> Vec<WorkerFacts> {
-        stream::iter(workers).map(|worker| self.worker(worker)).buffered(AT_ONCE).collect().await
+        let from_afar = |prefill: &Worker| {
+            let takes_over = |other: &&Worker| other.model == prefill.model && other.role != Role::Prefill;
+            workers.iter().filter(takes_over).any(|other| other.endpoint.0.ip() != prefill.endpoint.0.ip())
+        };
+        let examined = stream::iter(workers)
+            .map(async |worker| WorkerFacts { fetched_from_afar: from_afar(worker), ..self.worker(worker).await });
+        examined.buffered(AT_ONCE).collect().await
     }
 
     async fn worker(&self, worker: &Worker) -> WorkerFacts {
@@ -74,6 +81,9 @@ impl Gatherer<'_> {
             metrics,
             publishers,
             tokens: Verdict::Untested,
+            met: None,
+            handed_over: None,
+            fetched_from_afar: false,
             ranks: Vec::new(),
         };
         if super::engine::is_there(&facts) {
@@ -84,8 +94,44 @@ impl Gatherer<'_> {
             let told = facts.metrics.as_ref().map_or(0, |page| page.caches().len());
             let several = told > 1 || worker.ranks.size.get() > 1;
             facts.ranks = self.ranks(engine, &worker, several).await;
+            if worker.role == Role::Prefill {
+                facts.met = if self.meets(&worker) { Some(self.met(&worker).await) } else { None };
+                facts.handed_over = self.handed_over(engine, &worker).await;
+            }
         }
         facts
+    }
+
+    /// How prefills of a worker's model are carried out.
+    fn way(&self, worker: &Worker) -> Option<&PrefillConfig> {
+        self.config.models.iter().find(|known| known.name == worker.model)?.prefill.as_ref()
+    }
+
+    /// Whether a worker does nothing but with another one that it meets.
+    fn meets(&self, worker: &Worker) -> bool {
+        worker.role != Role::Aggregated && self.way(worker).is_some_and(|way| way.by == By::Mirror)
+    }
+
+    /// Whether somebody is there where decode workers are to meet it.
+    async fn met(&self, worker: &Worker) -> Met {
+        let (host, port) = worker.meeting_place();
+        let connecting = TcpStream::connect((host.trim_matches(['[', ']']), port));
+        match tokio::time::timeout(self.patience, connecting).await {
+            Ok(Ok(_)) => Met::Somebody,
+            Ok(Err(error)) if error.kind() == std::io::ErrorKind::ConnectionRefused => Met::Nobody,
+            Ok(Err(error)) => Met::Unknown(error.to_string()),
+            Err(_) => Met::Unknown("no answer".to_owned()),
+        }
+    }
+
+    /// What it says of a prompt whose KV it is to keep for another worker, as vLLM is asked.
+    async fn handed_over(&self, engine: &EngineUrl, worker: &Worker) -> Option<Told<serde_json::Value>> {
+        let way = self.way(worker).filter(|way| way.by == By::Call && way.protocol == Protocol::Vllm);
+        way.filter(|_| self.canaries && !worker.draining)?;
+        let (text, _) = self.prompt(engine, worker).await;
+        let mut body: serde_json::Value = serde_json::from_slice(&text).ok()?;
+        body["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
+        Some(self.client.post(engine, "v1/completions", body.to_string().into(), self.patience).await)
     }
 
     /// The worker with what a running warmroute would learn of it, and whether that is where its events come from.
@@ -142,7 +188,8 @@ impl Gatherer<'_> {
             (ear, attached) = (heard_by, Some(how));
         }
         let (mut heard, mut canary) = (Vec::new(), None);
-        if self.canaries && !worker.draining {
+        // Who has to meet another would refuse it.
+        if self.canaries && !worker.draining && !self.meets(worker) {
             let sent = self.canary(engine, worker, several.then_some(rank.0), ear.as_mut());
             let (answer, messages) = sent.await;
             (canary, heard) = (Some(answer), messages);

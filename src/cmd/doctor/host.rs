@@ -1,7 +1,7 @@
 //! Our own side: the configuration, the files a process may open, and whether somebody listens where Envoy is sent.
 
 use super::finding::{At, Finding};
-use crate::config::{Config, ModelConfig};
+use crate::config::{Advice, Config, ModelConfig};
 use crate::worker::Worker;
 
 /// Files of a process beside connections: logs, watches, tokenizers, its own sockets.
@@ -22,6 +22,11 @@ pub fn configuration(file: &str, config: &Config, workers: &[Worker]) -> Finding
         );
     }
     at.ok(format!("{} models, {} workers", config.models.len(), workers.len()))
+}
+
+/// What may be said and is hardly meant.
+pub fn advice(Advice { subject, seen, mend }: Advice) -> Finding {
+    At::new("config.prefill", subject).warning(seen, mend)
 }
 
 /// The tokenizer of one model.

@@ -4,7 +4,7 @@ use crate::worker::{BlockSize, WorkerId};
 const PATH: &str = "workers.yaml";
 
 fn follower() -> Follower {
-    let model = ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap() };
+    let model = ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap(), meets: false };
     Follower::new(PATH.into(), vec![model])
 }
 

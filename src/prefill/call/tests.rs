@@ -57,7 +57,12 @@ impl Worker {
 
 fn asked(worker: SocketAddr) -> Asked {
     let headers = HeaderMap::from_iter([("x-request-id".parse().unwrap(), "req-1".parse().unwrap())]);
-    Asked { worker: Endpoint(worker), path: "/v1/completions?a=b".to_owned(), headers, body: "{\"x\":1}".into() }
+    Asked {
+        worker: Endpoint(worker),
+        path: "/v1/completions?a=b".to_owned(),
+        headers,
+        question: super::Question::alone("{\"x\":1}".into()),
+    }
 }
 
 fn caller(scheme: Scheme, deadline: Duration) -> (Caller, Arc<Metrics>) {
@@ -86,7 +91,7 @@ async fn a_prefill_is_asked_for_as_the_client_asked_and_what_is_held_comes_back_
     let mut worker = Worker::start().await;
     let (caller, metrics) = caller(Scheme::Http, LONG);
     let question = asked(worker.address);
-    let call = tokio::spawn(async move { caller.prefill(question, 7).await });
+    let call = tokio::spawn(async move { caller.prefill(question, 7, |_, _, _| {}).await });
     let (path, headers, body, reply) = worker.asked.recv().await.unwrap();
     assert_eq!((path.as_str(), &body[..]), ("/v1/completions?a=b", &b"{\"x\":1}"[..]));
     assert_eq!(
@@ -96,7 +101,7 @@ async fn a_prefill_is_asked_for_as_the_client_asked_and_what_is_held_comes_back_
     assert_eq!(headers["content-length"], "7", "not in chunks");
     reply.send((200, "{}")).unwrap();
     let (held, answer) = call.await.unwrap();
-    assert_eq!((held, &answer.unwrap()[..]), (7, &b"{}"[..]));
+    assert_eq!((held, answer.unwrap().bytes()), (7, &b"{}"[..]));
     assert_eq!(counted(&metrics, "done"), 1);
 }
 
@@ -104,18 +109,20 @@ async fn a_prefill_is_asked_for_as_the_client_asked_and_what_is_held_comes_back_
 async fn failures_are_told_apart() {
     let mut worker = Worker::start().await;
     let (caller, _) = caller(Scheme::Http, LONG);
-    for (status, label) in [(503, "busy"), (429, "busy"), (400, "refused"), (404, "refused"), (500, "failed")] {
+    for (status, label) in
+        [(503, "busy"), (429, "busy"), (400, "refused"), (404, "not_offered"), (401, "not_offered"), (500, "failed")]
+    {
         let answers = async {
             let (.., reply) = worker.asked.recv().await.unwrap();
             reply.send((status, "no")).unwrap();
         };
-        let ((_, answer), ()) = tokio::join!(caller.prefill(asked(worker.address), ()), answers);
+        let ((_, answer), ()) = tokio::join!(caller.prefill(asked(worker.address), (), |(), _, _| {}), answers);
         assert_eq!(answer.unwrap_err().label(), label, "{status}");
     }
     let gone = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    assert_eq!(caller.prefill(asked(gone), ()).await.1.unwrap_err().label(), "failed");
+    assert_eq!(caller.prefill(asked(gone), (), |(), _, _| {}).await.1.unwrap_err().label(), "failed");
     let (hasty, metrics) = self::caller(Scheme::Http, Duration::from_millis(50));
-    assert_eq!(hasty.prefill(asked(worker.address), ()).await.1.unwrap_err().label(), "timeout");
+    assert_eq!(hasty.prefill(asked(worker.address), (), |(), _, _| {}).await.1.unwrap_err().label(), "timeout");
     assert_eq!(counted(&metrics, "timeout"), 1);
 }
 
@@ -126,7 +133,7 @@ async fn a_client_that_leaves_before_anything_was_sent_takes_its_question_back()
     let (caller, metrics) = caller(Scheme::Https, LONG);
     let (held, let_go) = held();
     let question = asked(silent.local_addr().unwrap());
-    let call = tokio::spawn(async move { caller.prefill(question, held).await });
+    let call = tokio::spawn(async move { caller.prefill(question, held, |_, _, _| {}).await });
     let _connection = silent.accept().await.unwrap();
     call.abort();
     tokio::time::timeout(LONG, let_go).await.expect("it is let go").unwrap();
@@ -140,7 +147,7 @@ async fn a_prefill_that_has_begun_runs_to_its_end_and_holds_what_it_holds_so_lon
     let (caller, metrics) = caller(Scheme::Http, LONG);
     let (held, mut let_go) = held();
     let question = asked(worker.address);
-    let call = tokio::spawn(async move { caller.prefill(question, held).await });
+    let call = tokio::spawn(async move { caller.prefill(question, held, |_, _, _| {}).await });
     let (.., mut reply) = worker.asked.recv().await.unwrap();
     call.abort();
     until(|| counted(&metrics, "left_after_start") == 1).await;

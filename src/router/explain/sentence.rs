@@ -37,6 +37,15 @@ pub(super) fn routed(route: &Route, phases: &[PhaseExplained], temperature: f64,
         Phases::Kept(Bypass::PrefillFailed) => {
             clauses.push("the prefill workers that were asked did not do it, so it computes all itself".into());
         }
+        Phases::Kept(Bypass::PrefillRefused) => {
+            clauses.push("a prefill worker found the request wrong, so it hears it from the decode worker".into());
+        }
+        Phases::Kept(Bypass::PrefillsFull) => {
+            clauses.push("as many prefills are under way as are allowed, so it computes all itself".into());
+        }
+        Phases::Kept(Bypass::NothingHandedOver) => {
+            clauses.push("the prefill worker handed nothing over, so it computes all itself".into());
+        }
         Phases::Aggregated if phases.len() > 1 => {
             clauses.push("no prefill worker can be chosen, so it computes all itself".into());
         }

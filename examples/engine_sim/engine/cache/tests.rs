@@ -257,6 +257,52 @@ fn check(cache: &Cache, running: &[Sequence], model: &BTreeMap<EngineHash, usize
 }
 
 /// Blocks of `tokens` that are in the cache according to a list of whole prefixes.
+#[test]
+fn what_was_written_stays_until_somebody_elses_is_written_there() {
+    let mut cache = Cache::new(BLOCK, 4);
+    let keys = |salt: &str| Keys { salt: Some(Arc::from(salt)), ..Keys::default() };
+    let tokens = |range: std::ops::Range<u32>| range.collect::<Vec<_>>();
+    let serves = |cache: &Cache, numbers: &[usize], needed: &[Written]| -> Vec<bool> {
+        let found = cache.read(numbers);
+        found.iter().zip(needed).map(|(found, needed)| found.as_ref().unwrap().serves(needed)).collect()
+    };
+    let mut lent = Sequence::new(tokens(0..10), keys("a"));
+    prefill(&mut cache, &mut lent).unwrap();
+    let numbers = lent.block_numbers();
+    let needed = Written::of_prompt(&tokens(0..10), &keys("a"), BLOCK);
+    assert_eq!(serves(&cache, &numbers, &needed), [true; 3]);
+    let shorter = Written::of_prompt(&tokens(0..9), &keys("a"), BLOCK);
+    assert_eq!(serves(&cache, &numbers, &shorter), [true; 3], "more than is needed does no harm");
+    for (other, salt) in [(tokens(0..11), "a"), (tokens(0..10), "b"), (tokens(1..11), "a")] {
+        let other = Written::of_prompt(&other, &keys(salt), BLOCK);
+        assert!(serves(&cache, &numbers, &other).contains(&false), "{other:?}");
+    }
+    // The same tokens after others are something else.
+    let after = [tokens(4..8), tokens(4..10)].concat();
+    assert_eq!(serves(&cache, &numbers[1..], &Written::of_prompt(&after, &keys("a"), BLOCK)[1..]), [false; 2]);
+    cache.release(&mut lent);
+    assert_eq!(serves(&cache, &numbers, &needed), [true; 3], "free, and still there");
+    let mut other = plain(100..116);
+    prefill(&mut cache, &mut other).unwrap();
+    assert_eq!(serves(&cache, &numbers, &needed), [false; 3]);
+    assert_eq!(cache.read(&[0, 5]), [None, None], "no block has these numbers");
+    assert_eq!(cache.read(&[other.block_numbers()[3]])[0].as_ref().unwrap().tokens(), tokens(112..116));
+}
+
+#[test]
+fn a_growing_block_holds_what_was_computed_so_far() {
+    let mut cache = Cache::new(BLOCK, 4);
+    let mut sequence = plain(0..3);
+    prefill(&mut cache, &mut sequence).unwrap();
+    for token in 3..6 {
+        sequence.push(token);
+        cache.grow(&mut sequence, 1).unwrap();
+    }
+    let found = cache.read(&sequence.block_numbers());
+    let held: Vec<_> = found.iter().map(|block| block.as_ref().unwrap().tokens().to_vec()).collect();
+    assert_eq!(held, [vec![0, 1, 2, 3], vec![4, 5]]);
+}
+
 fn naive_hit(prefixes: &HashSet<Vec<u32>>, tokens: &[u32]) -> usize {
     let most = (tokens.len() - 1) / BLOCK;
     (1..=most).take_while(|blocks| prefixes.contains(&tokens[..blocks * BLOCK])).count() * BLOCK

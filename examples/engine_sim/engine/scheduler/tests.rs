@@ -158,7 +158,7 @@ fn a_fetched_prompt_costs_one_token_and_its_blocks_are_stored_when_they_come() {
     assert_eq!(fetches(&mut scheduler), [(JobId(2), 3)]);
     assert_eq!((scheduler.waiting(), scheduler.running(), scheduler.cache.used_blocks()), (1, 0, 5));
     assert_eq!(scheduler.cache.take_events(), [], "nothing is stored before it is here");
-    scheduler.received(JobId(2));
+    scheduler.received(JobId(2), None);
     let steps = run(&mut scheduler);
     let work: Vec<_> = steps.iter().map(|(step, _)| (step.prefill_tokens, step.decoding)).collect();
     assert_eq!(work, [(1, 0), (0, 1), (0, 1)]);
@@ -179,9 +179,28 @@ fn a_fetch_that_fails_gives_its_blocks_back() {
     assert_eq!(fetches(&mut scheduler), [(JobId(1), 8)]);
     assert_eq!(scheduler.plan(), None, "no block is left for the second");
     scheduler.abort(JobId(1));
-    scheduler.received(JobId(1));
+    scheduler.received(JobId(1), None);
     assert_eq!(tokens_of(&run(&mut scheduler), 2), [2000]);
     assert_eq!((scheduler.totals().aborted, scheduler.totals().fetched, scheduler.cache.used_blocks()), (1, 0, 0));
+}
+
+#[test]
+fn what_cannot_be_fetched_is_computed_before_all_that_wait_and_wrong_blocks_make_other_answers() {
+    let mut scheduler = scheduler(8, 64, 4);
+    scheduler.submit(job(1, 0..30, 2).with_part(Part::Fetch));
+    scheduler.submit(job(2, 100..110, 1));
+    assert_eq!(fetches(&mut scheduler), [(JobId(1), 8)]);
+    scheduler.recompute(JobId(1));
+    let steps = run(&mut scheduler);
+    assert_eq!((steps[0].0.prefill_tokens, &steps[0].0.jobs[..]), (30, &[JobId(1)][..]));
+    assert_eq!((tokens_of(&steps, 1), tokens_of(&steps, 2)), (vec![1000, 1001], vec![2000]));
+    assert_eq!((scheduler.totals().fetched, scheduler.totals().prefix_queries), (0, 40));
+
+    scheduler.submit(job(3, 200..210, 2).with_part(Part::Fetch));
+    fetches(&mut scheduler);
+    scheduler.received(JobId(3), Some(vec![7, 8]));
+    assert_eq!(tokens_of(&run(&mut scheduler), 3), [7, 8]);
+    assert_eq!(scheduler.cache.used_blocks(), 0);
 }
 
 #[test]
@@ -255,7 +274,12 @@ proptest! {
             pause = pause.saturating_sub(1);
             // Other engines take their time.
             if round % 3 == 0 {
-                fetching.pop_front().into_iter().for_each(|(id, _)| scheduler.received(id));
+                match fetching.pop_front() {
+                    // Some cannot be had.
+                    Some((id, _)) if round % 2 == 0 => scheduler.recompute(id),
+                    Some((id, _)) => scheduler.received(id, None),
+                    None => {}
+                }
                 lent.pop_front().into_iter().for_each(|(_, _, mut blocks)| scheduler.cache.release(&mut blocks));
             }
             let step = scheduler.plan();

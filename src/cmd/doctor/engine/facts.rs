@@ -39,8 +39,25 @@ pub struct WorkerFacts {
     pub publishers: Told<Vec<EventsOfRank>>,
     /// Its tokens against ours.
     pub tokens: Verdict,
+    /// Whether somebody is there where decode workers are to meet it; none: nobody is to.
+    pub met: Option<Met>,
+    /// What it says of a canary whose KV it is to keep for another worker; none: it was not asked.
+    pub handed_over: Option<Told<serde_json::Value>>,
+    /// Whether somebody on another machine is to take over from it.
+    pub fetched_from_afar: bool,
     /// Rank by rank.
     pub ranks: Vec<RankFacts>,
+}
+
+/// What was found where a worker is to be met.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Met {
+    /// Somebody listens.
+    Somebody,
+    /// Nobody does.
+    Nobody,
+    /// It could not be found out from here.
+    Unknown(String),
 }
 
 /// One data-parallel rank.

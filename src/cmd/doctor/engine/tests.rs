@@ -74,6 +74,9 @@ fn well() -> WorkerFacts {
         metrics: Ok(MetricsPage::read(METRICS)),
         publishers: Ok(vec![publisher]),
         tokens: Verdict::Agrees { compared: 8, skipped: Default::default() },
+        met: None,
+        handed_over: None,
+        fetched_from_afar: false,
         ranks: vec![rank],
     }
 }
@@ -280,4 +283,37 @@ fn of_an_engine_that_does_not_answer_nothing_else_is_said() {
     assert_eq!(found.iter().map(|(_, check, _)| *check).collect::<Vec<_>>(), ["engine.reachable"]);
     let found = wrong(|facts| facts.health = Err(EngineError::Status { status: 503, message: None }));
     assert_eq!(found.iter().map(|(_, check, _)| *check).collect::<Vec<_>>(), ["engine.reachable"]);
+}
+
+#[test]
+fn a_worker_that_nobody_can_take_over_from_is_found() {
+    let params = |host: &str| serde_json::json!({"kv_transfer_params": {"remote_host": host, "remote_port": 5600}});
+    let another = serde_json::json!({"kv_transfer_params": {"of": "another connector"}});
+    for (answer, afar) in [(params("10.0.0.7"), true), (params("localhost"), false), (another, true)] {
+        let told =
+            |facts: &mut WorkerFacts| (facts.handed_over, facts.fetched_from_afar) = (Some(Ok(answer.clone())), afar);
+        assert_eq!(wrong(told), [], "{answer}");
+    }
+    for host in ["localhost", "127.0.0.1", "::1"] {
+        only(Level::Error, "engine.handover", &[host, "VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.7"], |facts| {
+            (facts.handed_over, facts.fetched_from_afar) = (Some(Ok(params(host))), true);
+        });
+    }
+    only(Level::Error, "engine.handover", &["says nothing of it", "--kv-transfer-config"], |facts| {
+        facts.handed_over = Some(Ok(serde_json::json!({"kv_transfer_params": null, "choices": []})));
+    });
+    only(Level::Error, "engine.handover", &["status 500"], |facts| {
+        facts.handed_over = Some(Err(EngineError::Status { status: 500, message: None }));
+    });
+    assert_eq!(wrong(|facts| facts.handed_over = Some(Err(EngineError::Timeout))), []);
+}
+
+#[test]
+fn a_worker_that_nobody_can_meet_is_found() {
+    assert_eq!(wrong(|facts| facts.met = Some(Met::Somebody)), []);
+    let words = ["port 8998 of 10.0.0.7", "--disaggregation-bootstrap-port 8998"];
+    only(Level::Error, "engine.bootstrap", &words, |facts| facts.met = Some(Met::Nobody));
+    only(Level::Warning, "engine.bootstrap", &["no route"], |facts| {
+        facts.met = Some(Met::Unknown("no route".to_owned()));
+    });
 }

@@ -1,6 +1,6 @@
 //! What our configuration says that Envoy's has to agree with.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -9,11 +9,14 @@ use super::dump::Address;
 use crate::config::Config;
 use crate::ext_proc::config::FailureMode;
 use crate::ext_proc::contract::Contract;
+use crate::openai::paths::Paths;
 use crate::prefill::{By, PrefillConfig};
-use crate::worker::Worker;
+use crate::worker::{ModelName, Worker};
 
 /// What Envoy must add to the longest wait of a request.
 const MARGIN: Duration = Duration::from_millis(500);
+/// The same of a further try, which asks for more.
+const RETRY_MARGIN: Duration = Duration::from_secs(1);
 
 /// Our side.
 #[derive(Clone, Debug)]
@@ -30,10 +33,12 @@ pub struct Expected {
     pub exchange_deadline: Duration,
     /// How long a request may wait for its turn, its session or its prefill, and the margin; none: nobody waits.
     pub wait: Option<Duration>,
-    /// Whether we have prefills done, and hand them over.
-    pub calls_prefills: bool,
-    /// Envoy's clusters of prefill workers that get copies.
-    pub mirrors: BTreeSet<String>,
+    /// How long Envoy may have to wait for another prefill at a further try, with the margin; none: we call for none.
+    pub calls: Option<Duration>,
+    /// Envoy's clusters of prefill workers that get copies, with the models whose requests these are.
+    pub mirrors: BTreeMap<String, BTreeSet<ModelName>>,
+    /// Which path is which API.
+    pub paths: Paths,
     /// Whether requests get 503 where no worker can be chosen.
     pub fail_closed: bool,
     /// Whether Envoy is asked to look for its route again.
@@ -79,12 +84,9 @@ impl Expected {
             body: config.limits.body.0,
             exchange_deadline: config.limits.exchange_deadline.get(),
             wait: wait(config),
-            calls_prefills: config
-                .models
-                .iter()
-                .filter_map(|model| model.prefill.as_ref())
-                .any(|one| one.by == By::Call),
-            mirrors: mirrors(config).map(str::to_owned).collect(),
+            calls: longest_call(config).map(|longest| longest + RETRY_MARGIN),
+            mirrors: mirrors(config),
+            paths: Paths::new(&config.paths),
             fail_closed: config.failure.mode == FailureMode::FailClosed,
             clear_route_cache: config.gateway.clear_route_cache,
             headers: names(&mut contract.names()),
@@ -123,12 +125,23 @@ impl Expected {
     }
 }
 
-/// The longest wait that a request may ask Envoy for.
-fn mirrors(config: &Config) -> impl Iterator<Item = &str> {
-    let prefills = config.models.iter().filter_map(|model| model.prefill.as_ref());
-    prefills.filter(|prefill| prefill.by == By::Mirror).map(|prefill| prefill.cluster.as_str())
+fn mirrors(config: &Config) -> BTreeMap<String, BTreeSet<ModelName>> {
+    let mut mirrors: BTreeMap<String, BTreeSet<ModelName>> = BTreeMap::new();
+    for model in &config.models {
+        if let Some(prefill) = model.prefill.as_ref().filter(|prefill| prefill.by == By::Mirror) {
+            mirrors.entry(prefill.cluster.clone()).or_default().insert(model.name.clone());
+        }
+    }
+    mirrors
 }
 
+/// The longest that all tries of one prefill may take.
+fn longest_call(config: &Config) -> Option<Duration> {
+    let prefills = config.models.iter().filter_map(|model| model.prefill.as_ref());
+    prefills.filter(|prefill| prefill.by == By::Call).map(PrefillConfig::longest_call).max()
+}
+
+/// The longest wait that a request may ask Envoy for.
 fn wait(config: &Config) -> Option<Duration> {
     let queue = &config.queue;
     let gated = |tokens: Option<u64>, share: Option<f64>| tokens.is_some() || share.is_some();
@@ -136,8 +149,6 @@ fn wait(config: &Config) -> Option<Duration> {
         || queue.classes.iter().any(|class| gated(class.prefill_busy_threshold, class.prefill_busy_threshold_frac));
     let turn = waits.then(|| queue.deadline.get());
     let session = config.sessions.as_ref().map(|sessions| sessions.wait.get());
-    let prefills = config.models.iter().filter_map(|model| model.prefill.as_ref());
-    let prefill = prefills.map(PrefillConfig::longest_call).max();
-    let longest: Duration = turn.into_iter().chain(session).chain(prefill).sum();
+    let longest: Duration = turn.into_iter().chain(session).chain(longest_call(config)).sum();
     (!longest.is_zero()).then(|| longest + MARGIN)
 }

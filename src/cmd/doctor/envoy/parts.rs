@@ -58,6 +58,8 @@ pub(super) struct Rds {
 pub struct RouteConfig {
     pub(super) name: String,
     pub(super) virtual_hosts: Vec<VirtualHost>,
+    pub(super) request_mirror_policies: Vec<MirrorPolicy>,
+    pub(super) request_headers_to_remove: Vec<String>,
     pub(super) typed_per_filter_config: BTreeMap<String, Value>,
 }
 
@@ -68,6 +70,9 @@ pub(super) struct VirtualHost {
     pub(super) name: String,
     pub(super) routes: Vec<Route>,
     pub(super) retry_policy: Option<RetryPolicy>,
+    pub(super) request_mirror_policies: Vec<MirrorPolicy>,
+    pub(super) request_headers_to_remove: Vec<String>,
+    pub(super) include_request_attempt_count: bool,
     #[serde(deserialize_with = "number")]
     pub(super) request_body_buffer_limit: Option<u64>,
     #[serde(deserialize_with = "number")]
@@ -83,6 +88,7 @@ pub(super) struct Route {
     #[serde(rename = "match")]
     pub(super) matches: Match,
     pub(super) route: Option<Action>,
+    pub(super) request_headers_to_remove: Vec<String>,
     #[serde(deserialize_with = "number")]
     pub(super) request_body_buffer_limit: Option<u64>,
     #[serde(deserialize_with = "number")]
@@ -121,7 +127,7 @@ impl Route {
 }
 
 /// What a route does with them.
-#[derive(Clone, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub(super) struct Action {
     pub(super) cluster: Option<String>,
@@ -133,22 +139,24 @@ pub(super) struct Action {
 }
 
 /// Who gets copies.
-#[derive(Clone, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub(super) struct MirrorPolicy {
     pub(super) cluster: String,
     pub(super) cluster_header: String,
+    /// Which share of the requests.
+    pub(super) runtime_fraction: Option<Value>,
 }
 
 /// Clusters by their shares.
-#[derive(Clone, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub(super) struct WeightedClusters {
     pub(super) clusters: Vec<Named>,
 }
 
 /// A name.
-#[derive(Clone, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub(super) struct Named {
     pub(super) name: String,
@@ -166,6 +174,7 @@ impl Action {
 #[serde(default)]
 pub(super) struct RetryPolicy {
     pub(super) retry_on: String,
+    pub(super) retriable_status_codes: Vec<u16>,
     pub(super) retry_host_predicate: Vec<Extension>,
 }
 
@@ -182,6 +191,7 @@ pub(super) struct ExternalProcessing {
     pub(super) observability_mode: bool,
     pub(super) disable_clear_route_cache: bool,
     pub(super) route_cache_action: String,
+    pub(super) request_attributes: Vec<String>,
     pub(super) response_attributes: Vec<String>,
     pub(super) metadata_options: MetadataOptions,
     pub(super) allow_content_length_header: bool,
@@ -309,9 +319,14 @@ impl Cluster {
         other.filter(|name| !name.is_empty()).unwrap_or(&self.name)
     }
 
+    /// The options of every HTTP towards it.
+    pub(super) fn http(&self) -> Option<&Value> {
+        self.typed_extension_protocol_options.values().find(|options| is(options, "HttpProtocolOptions"))
+    }
+
     /// The options of HTTP/2 towards it; none where it speaks another HTTP.
     pub(super) fn http2(&self) -> Option<&Value> {
-        let options = self.typed_extension_protocol_options.values().find(|options| is(options, "HttpProtocolOptions"));
+        let options = self.http();
         let asked =
             |options: &'_ Value| -> bool { options["explicit_http_config"]["http2_protocol_options"].is_object() };
         match options {
@@ -427,6 +442,7 @@ pub(super) struct Policy {
 pub(super) struct OverrideHost {
     pub(super) override_host_sources: Vec<HostSource>,
     pub(super) selected_host_key: Option<MetadataKey>,
+    pub(super) fallback_policy: LoadBalancing,
 }
 
 /// Where the host is named.

@@ -9,6 +9,7 @@ use serde_json::Value;
 use super::dump::is;
 use super::filter::{buffers, seconds};
 use super::parts::RetryPolicy;
+use super::retry::{carried, late};
 use super::server::{Held, breakers};
 use super::site::{Active, Site};
 use super::ways::{Way, clusters, deciding_headers, way};
@@ -19,9 +20,6 @@ use crate::settings::{Period, Size};
 const BUFFER: u64 = 1 << 20;
 const TIMEOUT: Duration = Duration::from_secs(15);
 const IDLE: Duration = Duration::from_secs(300);
-
-/// Retries that may come when a worker has begun: a prompt is computed twice.
-const LATE: [&str; 5] = ["5xx", "gateway-error", "reset", "retriable-status-codes", "retriable-4xx"];
 
 /// Every check of the routes.
 pub(super) fn check(site: &Site<'_>) -> Vec<Finding> {
@@ -77,7 +75,7 @@ fn body_limit(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
 
 fn timeout(site: &Site<'_>, active: &Active<'_>) -> Finding {
     let at = site.at_route("envoy.route_timeout", active);
-    let mend = format!("write `timeout: 0s` in the {}", active.route.title());
+    let mend = format!("write `timeout: 0s` in the {}", active.title());
     match active.action.timeout.map(|given| given.0) {
         Some(Duration::ZERO) => at.ok("a generation may take as long as it takes"),
         Some(given) => at.warning(format!("timeout: {}; longer generations are cut", Period(given)), mend),
@@ -87,22 +85,20 @@ fn timeout(site: &Site<'_>, active: &Active<'_>) -> Finding {
 
 fn retry(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
     let at = site.at_route("envoy.retry", active);
-    let policy = active.action.retry_policy.as_ref().or(active.host.retry_policy.as_ref());
+    let policy = active.retry_policy();
     let to: Vec<Way> = active.action.clusters().filter_map(|name| site.dump.clusters.get(name)).map(way).collect();
     let several = to.iter().any(|way| matches!(way, Way::Override(_)));
-    let Some(RetryPolicy { retry_on, retry_host_predicate }) = policy else {
+    let Some(policy @ RetryPolicy { retry_on, retry_host_predicate, .. }) = policy else {
         return several.then(|| {
             at.warning(
                 "no retry_policy: a request to a dead worker is a 503, until we leave the worker out",
-                format!("write the `retry_policy` of envoy/standalone.yaml in the {}", active.route.title()),
+                format!("write the `retry_policy` of envoy/standalone.yaml in the {}", active.title()),
             )
         });
     };
-    // What was prefilled elsewhere is taken over by the next decode worker, and not computed again.
-    let taken_over = |on: &&str| site.expected.calls_prefills && *on == "reset";
-    let late = retry_on.split(',').map(str::trim).filter(|on| LATE.contains(on) && !taken_over(on));
-    let late: Vec<&str> = late.collect();
-    if !late.is_empty() {
+    let late = late(policy);
+    // Where workers share the prompts it is meant, because either of them may be lost; what it needs is looked at by itself.
+    if !late.is_empty() && !carried(site, active) {
         return Some(at.warning(
             format!(
                 "retry_on: {retry_on}: after {} a prompt that a worker has begun is computed again",
@@ -110,7 +106,7 @@ fn retry(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
             ),
             format!(
                 "in the `retry_policy` of the {} write `retry_on: connect-failure,refused-stream,reset-before-request`",
-                active.route.title()
+                active.title()
             ),
         ));
     }
@@ -123,7 +119,7 @@ fn retry(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
             format!(
                 "write the `retry_host_predicate` and the `host_selection_retry_max_attempts` of envoy/standalone.yaml in the \
                  `retry_policy` of the {}",
-                active.route.title()
+                active.title()
             ),
         )
     })

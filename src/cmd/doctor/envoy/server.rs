@@ -122,6 +122,8 @@ pub(super) enum Held {
     Exchanges,
     /// The requests themselves.
     Requests,
+    /// Copies of them, of whose end nobody hears.
+    Copies,
 }
 
 /// Breakers at their default answer long before anybody has too much to do.
@@ -129,7 +131,7 @@ pub(super) fn breakers(at: At, cluster: &Cluster, held: Held) -> Finding {
     let normal = |threshold: &&Threshold| matches!(threshold.priority.as_str(), "" | "DEFAULT");
     let given = cluster.circuit_breakers.thresholds.iter().find(normal).cloned().unwrap_or_default();
     let all = [
-        ("max_connections", given.max_connections, held == Held::Requests),
+        ("max_connections", given.max_connections, held != Held::Exchanges),
         ("max_pending_requests", given.max_pending_requests, true),
         ("max_requests", given.max_requests, true),
     ];
@@ -152,6 +154,7 @@ pub(super) fn breakers(at: At, cluster: &Cluster, held: Held) -> Finding {
     let seen = low.join(", ");
     match held {
         Held::Exchanges => at.error(format!("{seen}; every request in flight beyond that is a 500"), mend),
+        Held::Copies => at.error(format!("{seen}; copies beyond that are not made, and nobody hears of it"), mend),
         Held::Requests => at.warning(format!("{seen}; requests beyond that are a 503 while workers have room"), mend),
     }
 }

@@ -5,7 +5,9 @@ use serde_json::Value;
 
 use super::dump::{Address, Dump, Server, is, part};
 use super::expected::Expected;
-use super::parts::{Action, Extension, ExternalProcessing, PerRoute, Route, VirtualHost, shows_headers};
+use super::parts::{
+    Action, Extension, ExternalProcessing, Match, PerRoute, RetryPolicy, Route, VirtualHost, shows_headers,
+};
 use crate::cmd::doctor::finding::At;
 use crate::ext_proc::service::{FILTER, PROBE};
 
@@ -23,6 +25,11 @@ pub(super) struct Filter {
 }
 
 impl Filter {
+    /// One that is not switched off.
+    pub(super) fn new(name: String, at: usize, config: ExternalProcessing) -> Self {
+        Self { name, at, off: false, config }
+    }
+
     /// What it tells us of itself.
     pub(super) fn says(&self) -> Option<&str> {
         let service = self.config.grpc_service.as_ref()?;
@@ -69,9 +76,48 @@ fn uri(target: &str) -> Option<Address> {
 pub(super) struct Active<'d> {
     pub(super) host: &'d VirtualHost,
     pub(super) route: &'d Route,
+    /// Further ones that do the same with other paths.
+    pub(super) alike: Vec<&'d Route>,
     pub(super) action: &'d Action,
     /// The filter as this route has it.
     pub(super) filter: ExternalProcessing,
+}
+
+impl<'d> Active<'d> {
+    /// All of its routes.
+    pub(super) fn routes(&self) -> impl Iterator<Item = &'d Route> {
+        std::iter::once(self.route).chain(self.alike.iter().copied())
+    }
+
+    /// It in a word.
+    pub(super) fn title(&self) -> String {
+        let title = self.route.title();
+        if self.alike.is_empty() { title } else { format!("{title} and {} like it", self.alike.len()) }
+    }
+
+    /// When its requests are sent again.
+    pub(super) fn retry_policy(&self) -> Option<&'d RetryPolicy> {
+        self.action.retry_policy.as_ref().or(self.host.retry_policy.as_ref())
+    }
+
+    /// Whether nothing but the paths tells the two apart.
+    fn is_like(&self, other: &Self) -> bool {
+        let paths = |active: &Self| {
+            let Match { prefix, path, path_separated_prefix, safe_regex, headers } = &active.route.matches;
+            let exact = path.is_some() && prefix.is_none() && path_separated_prefix.is_none() && safe_regex.is_none();
+            exact && headers.is_empty()
+        };
+        let rest = |route: &Route| {
+            let removed = route.request_headers_to_remove.clone();
+            (route.request_body_buffer_limit, route.per_request_buffer_limit_bytes, removed)
+        };
+        paths(self)
+            && paths(other)
+            && std::ptr::eq(self.host, other.host)
+            && rest(self.route) == rest(other.route)
+            && self.action == other.action
+            && self.filter == other.filter
+    }
 }
 
 /// One connection manager that asks us.
@@ -124,7 +170,7 @@ impl<'d> Site<'d> {
 
     /// A check of one of its routes.
     pub(super) fn at_route(&self, check: &'static str, active: &Active<'_>) -> At {
-        At::new(check, format!("listener {}, {}", self.server.listener, active.route.title()))
+        At::new(check, format!("listener {}, {}", self.server.listener, active.title()))
     }
 
     /// `text`, and that it is to be written in the main filter.
@@ -166,8 +212,11 @@ fn active<'d>(server: &'d Server, filter: &Filter) -> Vec<Active<'d>> {
             let levels =
                 [&route.typed_per_filter_config, &host.typed_per_filter_config, &routes.typed_per_filter_config];
             let said = levels.into_iter().find_map(|level| level.get(&filter.name)).map(per_route);
-            if let (Some(action), Some(config)) = (&route.route, effective(filter, said)) {
-                found.push(Active { host, route, action, filter: config });
+            let (Some(action), Some(filter)) = (&route.route, effective(filter, said)) else { continue };
+            let next = Active { host, route, alike: Vec::new(), action, filter };
+            match found.iter_mut().find(|known: &&mut Active<'_>| known.is_like(&next)) {
+                Some(known) => known.alike.push(route),
+                None => found.push(next),
             }
         }
     }

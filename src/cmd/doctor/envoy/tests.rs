@@ -23,7 +23,14 @@ fn config(name: &str) -> Value {
         "models": [{"name": "m"}],
         "workers": workers(if name == "route-per-header" { &[8001, 8002, 8003] } else { &[8001] }),
     });
-    if matches!(name, "standalone" | "subset" | "gateway-api") {
+    if let Some(by) = name.strip_prefix("disaggregated-") {
+        config["models"][0]["prefill"] = json!({"by": by});
+        config["workers"] = json!([
+            {"id": 1, "endpoint": "127.0.0.1:8001", "role": "prefill"},
+            {"id": 2, "endpoint": "127.0.0.1:8002", "role": "decode"},
+        ]);
+    }
+    if !matches!(name, "original-dst" | "route-per-header") {
         config["envoy"] = json!({"endpoints_file": "/tmp/warmroute/eds_workers.yaml"});
     }
     if matches!(name, "subset" | "gateway-api" | "original-dst") {
@@ -48,7 +55,10 @@ fn print(findings: &[Finding]) -> String {
 
 #[test]
 fn every_shipped_configuration_is_found_to_be_well() {
-    for name in ["standalone", "subset", "gateway-api", "original-dst", "route-per-header"] {
+    let disaggregated = ["disaggregated-call", "disaggregated-mirror"];
+    for name in
+        ["standalone", "subset", "gateway-api", "original-dst", "route-per-header"].into_iter().chain(disaggregated)
+    {
         let found = findings(&page(name), &config(name));
         assert!(found.iter().all(|finding| finding.level == Level::Ok), "{name}:\n{}", print(&found));
         assert!(found.len() > 15, "{name}:\n{}", print(&found));
@@ -149,42 +159,324 @@ fn where_no_route_is_on_the_page_the_filter_itself_is_looked_at() {
     assert!(namespaces.contains(&(Level::Warning, "envoy.probe")), "{namespaces:?}");
 }
 
-#[test]
-fn copies_are_made_where_prefills_are_mirrored_and_get_to_whom_they_are_meant_for() {
-    let mut config = config("standalone");
-    config["models"] = json!([{"name": "m", "prefill": {"by": "mirror"}}]);
-    let found = |change: fn(&mut Value)| {
-        let mut page = page("standalone");
-        let configs = page["configs"].as_array_mut().unwrap();
-        let clusters = configs.iter_mut().find_map(|config| config.get_mut("static_clusters")).unwrap();
-        let clusters = clusters.as_array_mut().unwrap();
-        let mut copies = clusters.iter().find(|one| one["cluster"]["name"] == "workers").unwrap().clone();
-        copies["cluster"]["name"] = json!("prefill");
-        copies["cluster"]["eds_cluster_config"]["service_name"] = json!("workers");
-        let text = copies.to_string().replace("\"x-gateway-destination-endpoint\"", "\"x-prefill-destination\"");
-        clusters.push(serde_json::from_str(&text).unwrap());
-        let route = r#""match":{"prefix":"/v1/"},"route":{"#;
-        let text = page.to_string();
-        assert!(text.contains(route));
-        let policy = r#""request_mirror_policies":[{"cluster_header":"x-prefill-cluster"}],"#;
-        let mut page: Value = serde_json::from_str(&text.replace(route, &format!("{route}{policy}"))).unwrap();
-        change(&mut page);
-        let found = findings(&page, &config);
-        found.into_iter().filter(|one| one.level < Level::Skipped).map(|one| (one.level, one.check)).collect::<Vec<_>>()
-    };
-    fn swap(page: &mut Value, from: &str, to: &str) {
-        let text = page.to_string();
-        assert!(text.contains(from), "{from}");
-        *page = serde_json::from_str(&text.replace(from, to)).unwrap();
+/// One word of a page in place of another, wherever it stands.
+fn swap(page: &mut Value, from: &str, to: &str) {
+    let text = page.to_string();
+    assert!(text.contains(from), "{from}");
+    *page = serde_json::from_str(&text.replace(from, to)).unwrap();
+}
+
+fn items<'p>(page: &'p mut Value, list: &str) -> &'p mut Vec<Value> {
+    let configs = page["configs"].as_array_mut().unwrap();
+    configs.iter_mut().find_map(|config| config.get_mut(list)).unwrap().as_array_mut().unwrap()
+}
+
+fn cluster<'p>(page: &'p mut Value, name: &str) -> &'p mut Value {
+    let clusters = items(page, "static_clusters").iter_mut().map(|one| &mut one["cluster"]);
+    clusters.into_iter().find(|cluster| cluster["name"] == name).unwrap()
+}
+
+fn host(page: &mut Value) -> &mut Value {
+    let listener = &mut items(page, "static_listeners")[0]["listener"];
+    &mut listener["filter_chains"][0]["filters"][0]["typed_config"]["route_config"]["virtual_hosts"][0]
+}
+
+/// Every action that makes copies.
+fn copying(page: &mut Value, mut change: impl FnMut(&mut Value)) {
+    for route in host(page)["routes"].as_array_mut().unwrap() {
+        if route["route"]["request_mirror_policies"].is_array() {
+            change(&mut route["route"]);
+        }
     }
-    let error = |check| vec![(Level::Error, check)];
-    assert_eq!(found(|_| {}), []);
-    assert_eq!(found(|page| swap(page, r#"{"cluster_header":"x-prefill-cluster"}"#, "")), error("envoy.mirror"));
-    let always = found(|page| swap(page, r#"{"cluster_header":"x-prefill-cluster"}"#, r#"{"cluster":"prefill"}"#));
-    assert_eq!(always, error("envoy.mirror"));
-    assert_eq!(found(|page| swap(page, r#""name":"prefill""#, r#""name":"others""#)), error("envoy.mirror_cluster"));
-    let anywhere = found(|page| swap(page, r#""key":"x-prefill-destination""#, r#""key":"elsewhere""#));
-    assert_eq!(anywhere, error("envoy.mirror_cluster"));
+}
+
+fn options(page: &mut Value) -> &mut Value {
+    &mut cluster(page, "workers")["typed_extension_protocol_options"]["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]
+}
+
+/// The filter for further tries.
+fn retry_filter(page: &mut Value) -> &mut Value {
+    &mut options(page)["http_filters"][0]["typed_config"]
+}
+
+fn remove(place: &mut Value, key: &str) -> Value {
+    place.as_object_mut().unwrap().remove(key).expect("it is there")
+}
+
+/// What is found of a page in which something is another, with the mends.
+fn planted(name: &str, change: impl FnOnce(&mut Value, &mut Value)) -> (Vec<(Level, &'static str)>, String) {
+    let (mut page, mut config) = (page(name), config(name));
+    change(&mut page, &mut config);
+    let found = findings(&page, &config);
+    let wrong = || found.iter().filter(|one| one.level < Level::Skipped);
+    let mends = wrong().filter_map(|one| one.mend.as_deref()).collect::<Vec<_>>().join("\n");
+    (wrong().map(|one| (one.level, one.check)).collect(), mends)
+}
+
+type Plant = fn(&mut Value, &mut Value);
+
+#[test]
+#[expect(clippy::too_many_lines, reason = "a table")]
+fn copies_are_made_where_prefills_are_mirrored_and_get_to_whom_they_are_meant_for() {
+    let cases: [(&str, Plant, &str, &str); 12] = [
+        (
+            "none",
+            |page, _| copying(page, |action| drop(remove(action, "request_mirror_policies"))),
+            "envoy.mirror",
+            "cluster_header",
+        ),
+        (
+            "of everything",
+            |page, _| copying(page, |action| action["request_mirror_policies"] = json!([{"cluster": "prefill"}])),
+            "envoy.mirror",
+            "and no other policy",
+        ),
+        (
+            "of everything, by a cluster",
+            |page, _| options(page)["request_mirror_policies"] = json!([{"cluster": "prefill"}]),
+            "envoy.mirror",
+            "and no other policy",
+        ),
+        (
+            "of every tenth",
+            |page, _| {
+                copying(page, |action| {
+                    action["request_mirror_policies"][0]["runtime_fraction"] =
+                        json!({"default_value": {"numerator": 10}});
+                });
+            },
+            "envoy.mirror",
+            "take `runtime_fraction` out",
+        ),
+        (
+            "the header is gone before",
+            |page, _| host(page)["request_headers_to_remove"] = json!(["x-prefill-cluster"]),
+            "envoy.mirror",
+            "take `x-prefill-cluster` out",
+        ),
+        (
+            "no such cluster",
+            |page, _| swap(page, r#""name":"prefill""#, r#""name":"zz""#),
+            "envoy.mirror_cluster",
+            "add the cluster `prefill`",
+        ),
+        (
+            "to anybody",
+            |page, _| swap(page, r#""key":"x-prefill-destination""#, r#""key":"elsewhere""#),
+            "envoy.mirror_cluster",
+            "`- metadata: {key: envoy.lb, path: [{key: x-prefill-destination}]}`",
+        ),
+        (
+            "endpoints of a name that nobody writes",
+            |page, _| drop(remove(&mut cluster(page, "prefill")["eds_cluster_config"], "service_name")),
+            "envoy.endpoints_file",
+            "in the `eds_cluster_config` of cluster `prefill` write `service_name: workers`",
+        ),
+        (
+            "the same of a cluster behind the others in the alphabet",
+            |page, config| {
+                swap(page, r#""name":"prefill""#, r#""name":"zz""#);
+                config["models"][0]["prefill"]["cluster"] = json!("zz");
+                remove(&mut cluster(page, "zz")["eds_cluster_config"], "service_name");
+            },
+            "envoy.endpoints_file",
+            "in the `eds_cluster_config` of cluster `zz` write `service_name: workers`",
+        ),
+        (
+            "Envoy's own limits",
+            |page, _| drop(remove(cluster(page, "prefill"), "circuit_breakers")),
+            "envoy.circuit_breakers",
+            "in cluster `prefill` write `circuit_breakers",
+        ),
+        (
+            "a room that nobody knows",
+            |page, _| {
+                let fallback = json!({"policies": [{"typed_extension_config": {"name": "x", "typed_config": {"@type": "x/LeastRequest"}}}]});
+                let policy = &mut cluster(page, "prefill")["load_balancing_policy"]["policies"][0];
+                policy["typed_extension_config"]["typed_config"]["fallback_policy"] = fallback;
+            },
+            "envoy.mirror_fallback",
+            "`fallback_policy` of cluster `prefill`",
+        ),
+        (
+            "endpoints of its own",
+            |page, _| {
+                let cluster = cluster(page, "prefill");
+                remove(cluster, "eds_cluster_config");
+                cluster["load_assignment"] = json!({"cluster_name": "prefill", "endpoints": []});
+            },
+            "envoy.endpoints",
+            "have cluster `prefill` read the endpoints that we write",
+        ),
+    ];
+    for (name, plant, check, words) in cases {
+        let (found, mends) = planted("disaggregated-mirror", plant);
+        let level = if check == "envoy.mirror_fallback" { Level::Warning } else { Level::Error };
+        assert_eq!(found, [(level, check)], "{name}");
+        assert!(mends.contains(words), "{name}: {mends}");
+    }
+}
+
+/// The policies of a page at another level.
+fn policies_at(page: &mut Value, put: fn(&mut Value) -> &mut Value) {
+    let mut policies = Value::Null;
+    copying(page, |action| policies = remove(action, "request_mirror_policies"));
+    put(page)["request_mirror_policies"] = policies;
+}
+
+#[test]
+fn copies_may_be_made_anywhere_and_need_not_be_made_where_nobody_is_to_meet() {
+    let well: [(&str, Plant); 6] = [
+        ("by the virtual host", |page, _| policies_at(page, host)),
+        ("by the route configuration", |page, _| {
+            policies_at(page, |page| {
+                let listener = &mut items(page, "static_listeners")[0]["listener"];
+                &mut listener["filter_chains"][0]["filters"][0]["typed_config"]["route_config"]
+            });
+        }),
+        ("by the cluster", |page, _| policies_at(page, options)),
+        ("all of them, in words", |page, _| {
+            copying(page, |action| {
+                let all = json!({"default_value": {"numerator": 10_000, "denominator": "TEN_THOUSAND"}});
+                action["request_mirror_policies"][0]["runtime_fraction"] = all;
+            });
+        }),
+        ("another header is gone", |page, _| host(page)["request_headers_to_remove"] = json!(["x-secret"])),
+        ("a route to workers of another model", |page, config| {
+            let mut others = cluster(page, "workers").clone();
+            others["name"] = json!("others");
+            remove(&mut others, "eds_cluster_config");
+            let at = json!({"socket_address": {"address": "127.0.0.1", "port_value": 9001}});
+            others["load_assignment"] =
+                json!({"cluster_name": "others", "endpoints": [{"lb_endpoints": [{"endpoint": {"address": at}}]}]});
+            items(page, "static_clusters").push(json!({"cluster": others}));
+            let mut route = host(page)["routes"][0].clone();
+            route["match"] = json!({"prefix": "/other/"});
+            route["route"]["cluster"] = json!("others");
+            remove(&mut route["route"], "request_mirror_policies");
+            host(page)["routes"].as_array_mut().unwrap().insert(0, route);
+            config["models"].as_array_mut().unwrap().push(json!({"name": "other"}));
+            let workers = config["workers"].as_array_mut().unwrap();
+            workers.iter_mut().for_each(|worker| worker["model"] = json!("m"));
+            workers.push(json!({"id": 3, "model": "other", "endpoint": "127.0.0.1:9001"}));
+        }),
+    ];
+    for (name, plant) in well {
+        assert_eq!(planted("disaggregated-mirror", plant), (Vec::new(), String::new()), "{name}");
+    }
+}
+
+#[test]
+fn a_further_try_is_shown_to_us_wherever_it_may_have_reached_a_worker() {
+    let no_late: Plant = |page, _| {
+        remove(options(page), "http_filters");
+        let safe = "connect-failure,refused-stream,reset-before-request";
+        swap(page, &format!("{safe},reset,retriable-status-codes"), safe);
+    };
+    let all_tries: Plant = |page, _| {
+        let inner = retry_filter(page)["extension_config"]["typed_config"].take();
+        options(page)["http_filters"][0]["typed_config"] = inner;
+        remove(host(page), "include_request_attempt_count");
+    };
+    for name in ["disaggregated-call", "disaggregated-mirror"] {
+        for (what, plant) in [("no late tries", no_late), ("all tries", all_tries)] {
+            assert_eq!(planted(name, plant), (Vec::new(), String::new()), "{name}: {what}");
+        }
+    }
+}
+
+fn inner(page: &mut Value) -> &mut Value {
+    &mut retry_filter(page)["extension_config"]["typed_config"]
+}
+
+#[test]
+#[expect(clippy::too_many_lines, reason = "a table")]
+fn what_the_filter_for_further_tries_needs_is_found_missing() {
+    let cases: [(&str, Plant, &str); 9] = [
+        (
+            "no filter",
+            |page, _| drop(remove(options(page), "http_filters")),
+            "in cluster `workers` write the `http_filters`",
+        ),
+        (
+            "no word of itself",
+            |page, _| drop(remove(&mut inner(page)["grpc_service"], "initial_metadata")),
+            "write the `http_filters`",
+        ),
+        (
+            "it asks somebody else",
+            |page, _| inner(page)["grpc_service"]["envoy_grpc"]["cluster_name"] = json!("workers"),
+            "write the `grpc_service` of the main filter",
+        ),
+        (
+            "no body",
+            |page, _| inner(page)["processing_mode"]["request_body_mode"] = json!("NONE"),
+            "`request_body_mode: BUFFERED`",
+        ),
+        (
+            "no address",
+            |page, _| drop(remove(inner(page), "request_attributes")),
+            "`request_attributes: [upstream.address]`",
+        ),
+        (
+            "no exchange",
+            |page, _| drop(remove(inner(page), "metadata_options")),
+            "`metadata_options: {forwarding_namespaces: {untyped: [warmroute]}}`",
+        ),
+        (
+            "nothing behind it",
+            |page, _| drop(options(page)["http_filters"].as_array_mut().unwrap().pop()),
+            "put `envoy.filters.http.upstream_codec` last",
+        ),
+        (
+            "tries that nobody counts",
+            |page, _| drop(remove(host(page), "include_request_attempt_count")),
+            "`include_request_attempt_count: true`",
+        ),
+        ("another header", |page, _| swap(page, "x-envoy-attempt-count", "x-attempt"), "write its `xds_matcher`"),
+    ];
+    for name in ["disaggregated-call", "disaggregated-mirror"] {
+        for (what, plant, words) in &cases {
+            let (found, mends) = planted(name, plant);
+            assert_eq!(found, [(Level::Error, "envoy.retry_filter")], "{name}: {what}");
+            assert!(mends.contains(words), "{name}: {what}: {mends}");
+        }
+    }
+    let of_call: [(&str, Plant, &str); 3] = [
+        (
+            "the first hand-over again",
+            |page, _| inner(page)["failure_mode_allow"] = json!(true),
+            "`failure_mode_allow: false`",
+        ),
+        (
+            "less time than a prefill takes",
+            |page, _| inner(page)["max_message_timeout"] = json!("40s"),
+            "`max_message_timeout: 41s`",
+        ),
+        (
+            "longer prefills",
+            |_, config| config["models"][0]["prefill"]["deadline"] = json!("31s"),
+            "`max_message_timeout: 63s`",
+        ),
+    ];
+    for (what, plant, words) in of_call {
+        let (found, mends) = planted("disaggregated-call", plant);
+        assert_eq!(found, [(Level::Error, "envoy.retry_filter")], "{what}");
+        assert!(mends.contains(words), "{what}: {mends}");
+    }
+}
+
+#[test]
+fn nobody_is_told_to_choose_among_workers_that_are_not_there() {
+    let roles = |_: &mut Value, config: &mut Value| {
+        config["models"][0] = json!({"name": "m"});
+        for worker in config["workers"].as_array_mut().unwrap() {
+            worker["role"] = json!("aggregated");
+        }
+    };
+    let (found, mends) = planted("disaggregated-call", roles);
+    assert!(found.contains(&(Level::Warning, "envoy.fallback")), "{found:?}");
+    assert!(mends.contains("in the `default_subset` of cluster `workers`"), "{mends}");
 }
 
 #[test]

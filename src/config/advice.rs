@@ -1,0 +1,186 @@
+//! What a configuration may say and surely does not mean: prefills that nobody can do, or that nobody is told of. Nothing of
+//! it keeps the process from serving, and the workers may change at any time, so it is told and not refused.
+
+use std::fmt;
+
+use super::{Config, ModelConfig};
+use crate::prefill::By;
+use crate::worker::{Role, Worker};
+
+/// Something that is hardly meant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Advice {
+    /// Of what: a model, a worker.
+    pub subject: String,
+    /// What is, and what follows from it.
+    pub seen: String,
+    /// What to write where.
+    pub mend: String,
+}
+
+impl fmt::Display for Advice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}; {}", self.subject, self.seen, self.mend)
+    }
+}
+
+impl Config {
+    /// What should be looked at again, with these workers.
+    pub fn advice(&self, workers: &[Worker]) -> Vec<Advice> {
+        let of_models = self.models.iter().flat_map(|model| {
+            let roles: Vec<Role> =
+                workers.iter().filter(|worker| worker.model == model.name).map(|worker| worker.role).collect();
+            pools(model, &roles).into_iter().chain(conditional(self, model))
+        });
+        of_models.chain(workers.iter().filter_map(|worker| meeting_place(self, worker))).collect()
+    }
+
+    fn way(&self, worker: &Worker) -> Option<By> {
+        let model = self.models.iter().find(|model| model.name == worker.model)?;
+        way(model)
+    }
+}
+
+fn way(model: &ModelConfig) -> Option<By> {
+    model.prefill.as_ref().map(|prefill| prefill.by)
+}
+
+/// Whether there is somebody for each phase, and whether those who are there are told.
+fn pools(model: &ModelConfig, roles: &[Role]) -> Option<Advice> {
+    let has = |role| roles.contains(&role);
+    let (prefill, decode, aggregated) = (has(Role::Prefill), has(Role::Decode), has(Role::Aggregated));
+    let (seen, mend) = match way(model) {
+        _ if roles.is_empty() => return None,
+        None if prefill => (
+            "its workers with `role: prefill` are named in headers and nothing else: without a sidecar or a front end that \
+             reads these nobody prefills there, and they count as busy",
+            "write `prefill: {by: call}` (vLLM, TensorRT-LLM) or `prefill: {by: mirror}` (SGLang) for it, or `prefill: {by: \
+             header}` where such a one is there",
+        ),
+        Some(By::Call) if !prefill => (
+            "`prefill: {by: call}`, and none of its workers has `role: prefill`: whoever decodes computes every prompt",
+            "write `role: prefill` for some of them, or take `prefill` out",
+        ),
+        Some(By::Call) if !decode && !aggregated => {
+            ("all of its workers have `role: prefill`: nobody answers", "write `role: decode` for some of them")
+        }
+        Some(By::Mirror) if !prefill && decode => (
+            "`prefill: {by: mirror}`, and none of its workers has `role: prefill`: its decode workers have nobody to meet, and \
+             its requests are refused",
+            "write `role: prefill` for some of them",
+        ),
+        Some(By::Mirror) if prefill && !decode => (
+            "`prefill: {by: mirror}`, and none of its workers has `role: decode`: its prefill workers have nobody to meet",
+            "write `role: decode` for some of them",
+        ),
+        Some(By::Mirror) if !prefill && !decode => (
+            "`prefill: {by: mirror}`, and its workers have no roles: none of them meets another",
+            "write `role: prefill` and `role: decode` for them, or take `prefill` out",
+        ),
+        _ => return None,
+    };
+    Some(Advice { subject: format!("model {}", model.name), seen: seen.to_owned(), mend: mend.to_owned() })
+}
+
+fn conditional(config: &Config, model: &ModelConfig) -> Option<Advice> {
+    let ignored = config.disaggregation.conditional.is_some() && way(model) == Some(By::Mirror);
+    ignored.then(|| Advice {
+        subject: format!("model {}", model.name),
+        seen: "`disaggregation.conditional` is not for models with `prefill: {by: mirror}`: their decode workers refuse what \
+               they are to prefill themselves, so every prompt goes to a prefill worker"
+            .to_owned(),
+        mend: "take it out, unless it is meant for other models".to_owned(),
+    })
+}
+
+/// A place to be met at, of somebody whom nobody meets.
+fn meeting_place(config: &Config, worker: &Worker) -> Option<Advice> {
+    worker.bootstrap.as_ref()?;
+    let why = match (worker.role, config.way(worker)) {
+        (Role::Prefill, Some(By::Mirror)) => return None,
+        (Role::Prefill, _) => format!("the model {} has no `prefill: {{by: mirror}}`", worker.model),
+        (role, _) => format!("it has `role: {role}`, and prefill workers are who is met"),
+    };
+    Some(Advice {
+        subject: format!("worker {}", worker.id),
+        seen: format!("`bootstrap` is without effect: {why}"),
+        mend: "take it out, or write what is missing".to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::config::WorkerSource;
+
+    fn advice(model: &Value, workers: &[Value], more: &Value) -> Vec<String> {
+        let numbered = workers.iter().zip(1..).map(|(worker, id)| {
+            let mut worker = worker.clone();
+            worker["id"] = json!(id);
+            worker["endpoint"] = json!(format!("10.0.0.{id}:8000"));
+            worker
+        });
+        let mut config = json!({"models": [{"name": "m"}], "workers": numbered.collect::<Vec<_>>()});
+        config["models"][0].as_object_mut().unwrap().extend(model.as_object().unwrap().clone());
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let config = Config::parse(Path::new("/c.yaml"), config.to_string().as_bytes()).unwrap();
+        let WorkerSource::Fixed(workers) = config.worker_source() else { panic!("another source") };
+        config.advice(&workers).iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn pools_that_cannot_do_what_is_asked_of_them_are_told() {
+        let of = |role: &str| json!({"role": role});
+        let by = |by: &str| json!({"prefill": {"by": by}});
+        let (p, d, a) = (of("prefill"), of("decode"), of("aggregated"));
+        let cases: [(Value, Vec<Value>, &[&str]); 16] = [
+            (json!({}), vec![a.clone()], &[]),
+            (json!({}), vec![p.clone(), d.clone()], &["named in headers and nothing else"]),
+            (json!({}), vec![d.clone(), a.clone()], &[]),
+            (by("header"), vec![p.clone(), d.clone()], &[]),
+            (by("call"), vec![p.clone(), d.clone()], &[]),
+            (by("call"), vec![p.clone(), a.clone()], &[]),
+            (by("call"), vec![d.clone()], &["whoever decodes computes every prompt"]),
+            (by("call"), vec![a.clone(), a.clone()], &["whoever decodes computes every prompt"]),
+            (by("call"), vec![p.clone()], &["nobody answers"]),
+            (by("mirror"), vec![p.clone(), d.clone()], &[]),
+            (by("mirror"), vec![d.clone(), a.clone()], &["its requests are refused"]),
+            (by("mirror"), vec![p.clone(), a.clone()], &["have nobody to meet"]),
+            (by("mirror"), vec![a.clone()], &["have no roles"]),
+            (
+                by("mirror"),
+                vec![
+                    json!({"role": "prefill", "bootstrap": {"port": 9000}}),
+                    json!({"role": "decode", "bootstrap": {}}),
+                ],
+                &["worker 2: `bootstrap` is without effect: it has `role: decode`"],
+            ),
+            (
+                by("call"),
+                vec![json!({"role": "prefill", "bootstrap": {}}), d.clone()],
+                &["worker 1: `bootstrap` is without effect: the model m has no `prefill: {by: mirror}`"],
+            ),
+            (json!({}), vec![json!({"bootstrap": {}})], &["`role: aggregated`"]),
+        ];
+        for (model, workers, expected) in cases {
+            let told = advice(&model, &workers, &json!({}));
+            assert_eq!(told.len(), expected.len(), "{model} {workers:?}: {told:?}");
+            for (told, words) in told.iter().zip(expected) {
+                assert!(told.contains(words), "{told}");
+            }
+        }
+    }
+
+    #[test]
+    fn conditions_that_are_not_asked_are_told() {
+        let more = json!({"disaggregation": {"conditional": {}}});
+        let pools = [json!({"role": "prefill"}), json!({"role": "decode"})];
+        assert_eq!(advice(&json!({"prefill": {"by": "call"}}), &pools, &more), Vec::<String>::new());
+        let told = advice(&json!({"prefill": {"by": "mirror"}}), &pools, &more);
+        assert!(told.len() == 1 && told[0].contains("`disaggregation.conditional` is not for models"), "{told:?}");
+    }
+}
