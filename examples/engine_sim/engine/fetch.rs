@@ -2,6 +2,8 @@
 //! that comes, waits as long as the transfer takes, and takes what then lies there. The real engines read one another's
 //! memory: vLLM by the numbers of blocks, and nobody asks whether they are still kept for this request, or whose keys and
 //! values are in them. So these do not refuse either. But they look, count, and say other words where it went wrong.
+//! One thing is kinder here: a real decode engine also keeps wrong blocks under the prompt's name, and later prompts that
+//! begin alike hit them; here only the request that fetched them gets a wrong answer.
 
 use std::io;
 use std::sync::Arc;
