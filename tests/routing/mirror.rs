@@ -52,7 +52,16 @@ pub(crate) async fn nobody_is_left_waiting(bed: &Bed) {
     bed.quiet().await;
     assert_eq!(bed.engines("engine_sim:rooms_mismatched_total").await, 0.0, "somebody met another request");
     let empty = async || bed.engines("engine_sim:rooms_waiting").await == 0.0 && bed.idle().await;
-    assert!(until(SOON, empty).await, "somebody waits in a room for nobody");
+    if !until(SOON, empty).await {
+        let mut state = Vec::new();
+        for id in PREFILL.into_iter().chain(DECODE) {
+            let sum = async |name: &str| bed.engine_sum(&[id], name).await;
+            let (waiting, running) = (sum("engine_sim:rooms_waiting").await, sum("vllm:num_requests_running").await);
+            state.push(format!("{id}: {waiting} rooms waiting, {running} running"));
+        }
+        let page = bed.metrics().await;
+        panic!("somebody waits in a room for nobody: {state:?}\n{}", page.text());
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
