@@ -42,6 +42,9 @@ fn unstripped(shipped: &str) -> String {
     config
 }
 
+/// Another configuration in place of the shipped one.
+type Patch = fn(&str) -> String;
+
 /// An Envoy that chooses a decode worker without warmroute. The shipped one answers 503.
 fn choosing_alone(config: &str) -> String {
     let nobody = "fallback_policy: NO_FALLBACK\n                    default_subset:";
@@ -157,7 +160,7 @@ async fn nor_where_warmroute_alone_has_to_see_to_that() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_warmroute_envoy_alone_sees_to_it_and_without_both_the_outsider_gets_the_request() {
-    let envoys: [(fn(&str) -> String, u16, bool); 3] = [
+    let envoys: [(Patch, u16, bool); 3] = [
         (unstripped, 503, false),
         (|shipped| choosing_alone(&with_anywhere(shipped)), 200, false),
         (|shipped| choosing_alone(&unstripped(shipped)), 200, true),
