@@ -42,6 +42,16 @@ fn unstripped(shipped: &str) -> String {
     config
 }
 
+/// Another configuration in place of the shipped one.
+type Patch = fn(&str) -> String;
+
+/// An Envoy that chooses a decode worker without warmroute. The shipped one answers 503.
+fn choosing_alone(config: &str) -> String {
+    let nobody = "fallback_policy: NO_FALLBACK\n                    default_subset:";
+    assert_eq!(config.matches(nobody).count(), 1);
+    config.replace(nobody, &nobody.replace("NO_FALLBACK", "DEFAULT_SUBSET"))
+}
+
 /// Somebody who has no business with any request, and counts who comes.
 struct Outsider {
     address: String,
@@ -150,14 +160,18 @@ async fn nor_where_warmroute_alone_has_to_see_to_that() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_warmroute_envoy_alone_sees_to_it_and_without_both_the_outsider_gets_the_request() {
-    let envoys: [(fn(&str) -> String, bool); 2] = [(with_anywhere, false), (unstripped, true)];
-    for (envoy, reached) in envoys {
+    let envoys: [(Patch, u16, bool); 3] = [
+        (unstripped, 503, false),
+        (|shipped| choosing_alone(&with_anywhere(shipped)), 200, false),
+        (|shipped| choosing_alone(&unstripped(shipped)), 200, true),
+    ];
+    for (envoy, status, reached) in envoys {
         let specs = [engine_for("decode", 21), engine_for("decode", 22)];
         let mut bed = Bed::behind_file("disaggregated-mirror", &specs, json!({}), envoy).await;
         let outsider = Outsider::start().await;
         bed.stack.kill9_router();
         let answer = ask(&bed, &chat(&essay(1)), [Some("anywhere"), Some(&outsider.address)]).await;
-        assert_eq!(answer.status, 200, "{answer:?}");
+        assert_eq!(answer.status, status, "{answer:?}");
         if reached {
             assert!(until(SOON, async || outsider.came() > 0).await, "this shows that the tests above can fail");
         } else {
