@@ -99,7 +99,7 @@ impl Mirror {
         admitted: &mut Admitted,
         (request, body, copy): (RouteRequest, &[u8], &Copy),
     ) -> Result<Met, RouteError> {
-        let given = Given { request, failed: Vec::new(), name: None };
+        let given = Given { request, failed: Vec::new(), name: None, due: None };
         self.begin(entrance, admitted, (given, body, copy)).await
     }
 

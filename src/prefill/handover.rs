@@ -247,7 +247,7 @@ fn fit(body: &[u8]) -> Result<(), Unfit> {
             _ if json == b"null" => {}
             "n" | "best_of" if json != b"1" => return Err(Unfit::Several),
             "use_beam_search" if json != b"false" => return Err(Unfit::Several),
-            "prompt" | "text" | "input_ids" if !is_one_prompt(json) => return Err(Unfit::Several),
+            "prompt" | "text" | "input_ids" if prompts(json) != 1 => return Err(Unfit::Several),
             // It is one prompt more.
             "prompt_embeds" => return Err(Unfit::Several),
             // How long the prompt may be then depends on how long the answer may be.
@@ -260,8 +260,8 @@ fn fit(body: &[u8]) -> Result<(), Unfit> {
     Ok(())
 }
 
-/// A text, the tokens of one, or a list of just one of either.
-fn is_one_prompt(json: &[u8]) -> bool {
+/// How many prompts stand in a field: a text, the tokens of one, or a list of either.
+pub(super) fn prompts(json: &[u8]) -> usize {
     #[derive(Deserialize)]
     #[serde(untagged)]
     enum Item {
@@ -269,10 +269,13 @@ fn is_one_prompt(json: &[u8]) -> bool {
         Other(IgnoredAny),
     }
     match json.first() {
-        Some(b'"') => true,
-        Some(b'[') => serde_json::from_slice::<Vec<Item>>(json)
-            .is_ok_and(|items| items.len() == 1 || items.iter().all(|item| matches!(item, Item::Token(_)))),
-        _ => false,
+        Some(b'"') => 1,
+        Some(b'[') => match serde_json::from_slice::<Vec<Item>>(json) {
+            Ok(items) if items.iter().all(|item| matches!(item, Item::Token(_))) => 1,
+            Ok(items) => items.len(),
+            Err(_) => 0,
+        },
+        _ => 0,
     }
 }
 

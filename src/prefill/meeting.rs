@@ -7,7 +7,7 @@ use bytes::Bytes;
 use rand::{Rng, RngExt as _};
 use serde_json::Value;
 
-use super::handover::Unfit;
+use super::handover::{self, Unfit};
 use crate::openai::Api;
 use crate::openai::edit::{self, Change};
 use crate::worker::{DpRank, Ranks};
@@ -60,6 +60,15 @@ pub fn fits(api: Option<Api>, body: &[u8]) -> Result<(), Unfit> {
         _ => edit::look(json, &["n"]).is_some_and(|said| said.iter().any(|(_, n)| !matches!(*n, b"1" | b"null"))),
     };
     if said.iter().any(several) { Err(Unfit::Several) } else { Ok(()) }
+}
+
+/// What engines call a request, or the parts of one with several prompts.
+pub(super) fn names(name: &Arc<str>, body: &[u8]) -> Arc<[Arc<str>]> {
+    let said = edit::look(body, &["prompt", "text", "input_ids"]).unwrap_or_default();
+    match said.iter().map(|(_, json)| handover::prompts(json)).max() {
+        Some(count @ 2..) => (0..count).map(|at| format!("{name}_{at}").into()).collect(),
+        _ => [name.clone()].into(),
+    }
 }
 
 /// Whether the answer comes in pieces.
@@ -147,6 +156,20 @@ mod tests {
             let sent: Value = serde_json::from_slice(&sent).unwrap();
             assert_eq!((&sent["rid"], named_by_us), (&expected, by_us));
             assert_eq!(sent["bootstrap_room"], json!(1_u64 << 62));
+        }
+    }
+
+    #[test]
+    fn the_parts_of_a_request_with_several_prompts_have_names_of_their_own() {
+        for (body, expected) in [
+            (json!({"prompt": "x"}), &["r"][..]),
+            (json!({"prompt": [1, 2]}), &["r"]),
+            (json!({"messages": []}), &["r"]),
+            (json!({"prompt": ["a", "b"]}), &["r_0", "r_1"]),
+            (json!({"input_ids": [[1], [2], [3]]}), &["r_0", "r_1", "r_2"]),
+        ] {
+            let names = names(&"r".into(), body.to_string().as_bytes());
+            assert_eq!(names.iter().map(|name| &**name).collect::<Vec<_>>(), expected, "{body}");
         }
     }
 

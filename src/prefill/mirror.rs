@@ -13,7 +13,7 @@ use tracing::debug;
 
 use super::aborts::Aborts;
 use super::call::{Begun, Caller, Failure};
-use super::meeting::{Meeting, Room};
+use super::meeting::{Meeting, Room, names};
 use crate::router::{Route, RouteRequest, Router};
 use crate::worker::{Endpoint, WorkerId};
 
@@ -42,7 +42,7 @@ pub struct Met {
 impl Mirror {
     /// Has the two workers of a route meet, where the gateway makes the copy; none where there is nobody to meet.
     pub fn meet(self: &Arc<Self>, request: RouteRequest, body: &[u8], route: &Route, router: &Router) -> Option<Met> {
-        self.meet_as(Given { request, failed: Vec::new(), name: None }, body, route, router)
+        self.meet_as(Given { request, failed: Vec::new(), name: None, due: None }, body, route, router)
     }
 
     pub(super) fn meet_as(self: &Arc<Self>, given: Given, body: &[u8], route: &Route, router: &Router) -> Option<Met> {
@@ -55,13 +55,17 @@ impl Mirror {
         let meeting = Meeting { host, port, room, request };
         let invited = meeting.invite(body, given.name.as_deref())?;
         let name = invited.named_by_us.then_some(meeting.request);
+        // Another try needs some time, too.
+        let now = Instant::now();
+        let due = given.due.map_or(now + self.deadline, |due| due.max(now + self.deadline / 2));
         let mirrored = Mirrored {
             mirror: self.clone(),
             worker: to.endpoint,
             since: std::time::Instant::now(),
-            due: Some(Instant::now() + self.deadline),
+            due: Some(due),
+            names: name.as_ref().map(|name| names(name, body)),
             begun: None,
-            given: Given { name, ..given },
+            given: Given { name, due: Some(due), ..given },
             over: false,
         };
         Some(Met { body: invited.body, prefill: to.endpoint, mirrored })
@@ -77,6 +81,8 @@ pub(super) struct Given {
     pub(super) failed: Vec<WorkerId>,
     /// What both engines call it, where we gave it that name.
     pub(super) name: Option<Arc<str>>,
+    /// When its first token has to be there, whatever was tried.
+    pub(super) due: Option<Instant>,
 }
 
 /// A mirrored prefill under way; dropped before it is over, its engine is told.
@@ -86,8 +92,10 @@ pub struct Mirrored {
     /// Who was told to compute, and when.
     worker: Endpoint,
     since: std::time::Instant,
-    /// When it has to be over, where that can be seen.
+    /// When it has to be over.
     due: Option<Instant>,
+    /// What engines call it; none where the client gave it its name.
+    names: Option<Arc<[Arc<str>]>>,
     /// The copy, where it is ours.
     begun: Option<Begun>,
     pub(super) given: Given,
@@ -113,35 +121,43 @@ impl Mirrored {
 
     /// The copy is ours.
     pub(super) fn carries(&mut self, begun: Begun) {
-        // What the worker answers is seen, and has a deadline of its own.
-        (self.begun, self.due) = (Some(begun), None);
+        self.begun = Some(begun);
     }
 
     /// Completes when something is known of it.
     pub async fn turn(&mut self) -> Turn {
-        let due = self.due;
+        let (due, begun) = (self.due, &mut self.begun);
         let late = async {
             match due {
                 Some(due) => sleep_until(due).await,
                 None => std::future::pending().await,
             }
         };
-        let Some(begun) = &mut self.begun else {
-            late.await;
-            self.due = None;
-            return Turn::Late;
-        };
-        match begun.ended().await {
-            Ok(()) => {
-                self.over = true;
-                Turn::Done
+        let ended = async {
+            match begun {
+                Some(begun) => begun.ended().await,
+                None => std::future::pending().await,
             }
-            Err(failure) => {
-                debug!(worker = %self.worker, %failure, "a prefill failed");
+        };
+        tokio::select! {
+            biased;
+            () = late => {
+                self.due = None;
+                Turn::Late
+            }
+            ended = ended => {
                 self.over = true;
-                // Whoever decodes is told, and should say so; if that does not help, nothing will.
-                (self.begun, self.due) = (None, Some(Instant::now() + self.mirror.deadline));
-                Turn::Failed(failure)
+                match ended {
+                    Ok(()) => {
+                        // How long the answer takes is not to be limited, and another try has its own time.
+                        (self.due, self.given.due) = (None, None);
+                        Turn::Done
+                    }
+                    Err(failure) => {
+                        debug!(worker = %self.worker, %failure, "a prefill failed");
+                        Turn::Failed(failure)
+                    }
+                }
             }
         }
     }
@@ -177,7 +193,15 @@ impl Mirrored {
     fn tell(&self, worker: Endpoint) {
         // Where the process ends there is nobody left to tell by.
         if let Ok(runtime) = Handle::try_current() {
-            runtime.spawn(self.mirror.aborts.clone().abort(worker, self.given.name.clone()));
+            let aborts = &self.mirror.aborts;
+            match &self.names {
+                None => drop(runtime.spawn(aborts.clone().abort(worker, None))),
+                Some(names) => {
+                    for name in names.iter() {
+                        runtime.spawn(aborts.clone().abort(worker, Some(name.clone())));
+                    }
+                }
+            }
         }
     }
 }

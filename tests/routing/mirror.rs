@@ -35,7 +35,6 @@ pub(crate) async fn start(prefill_speed: &str, prefill: Value) -> Bed {
 }
 
 /// The same behind an Envoy of one's own.
-#[expect(clippy::needless_pass_by_value, reason = "tests read better without the references")]
 pub(crate) async fn start_behind(prefill_speed: &str, prefill: Value, envoy: impl Fn(&str) -> String) -> Bed {
     let config = carrying("mirror", &prefill, &json!({}));
     Bed::behind_file("disaggregated-mirror", &pools(prefill_speed), config, envoy).await
