@@ -35,7 +35,6 @@ pub(crate) async fn start(prefill_speed: &str, prefill: Value) -> Bed {
 }
 
 /// The same behind an Envoy of one's own.
-#[expect(clippy::needless_pass_by_value, reason = "tests read better without the references")]
 pub(crate) async fn start_behind(prefill_speed: &str, prefill: Value, envoy: impl Fn(&str) -> String) -> Bed {
     let config = carrying("mirror", &prefill, &json!({}));
     Bed::behind_file("disaggregated-mirror", &pools(prefill_speed), config, envoy).await
@@ -52,7 +51,18 @@ pub(crate) async fn nobody_is_left_waiting(bed: &Bed) {
     bed.quiet().await;
     assert_eq!(bed.engines("engine_sim:rooms_mismatched_total").await, 0.0, "somebody met another request");
     let empty = async || bed.engines("engine_sim:rooms_waiting").await == 0.0 && bed.idle().await;
-    assert!(until(SOON, empty).await, "somebody waits in a room for nobody");
+    if until(SOON, empty).await {
+        return;
+    }
+    let mut left = Vec::new();
+    for id in PREFILL.into_iter().chain(DECODE) {
+        let of = async |name: &str| bed.engine_sum(&[id], name).await;
+        let (waiting, running) = (of("engine_sim:rooms_waiting").await, of("vllm:num_requests_running").await);
+        left.push((id, waiting, running, of("vllm:num_requests_waiting").await));
+    }
+    let page = bed.metrics().await;
+    let told: Vec<_> = page.text().lines().filter(|line| line.contains("prefill_") && !line.starts_with('#')).collect();
+    panic!("somebody waits for nobody (id, in rooms, running, waiting): {left:?}\n{}", told.join("\n"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
