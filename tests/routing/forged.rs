@@ -45,6 +45,13 @@ fn unstripped(shipped: &str) -> String {
     config
 }
 
+/// The same where requests that warmroute has not seen are served; as it is shipped, they get 503.
+fn serving_without_warmroute(config: &str) -> String {
+    let closed = "fallback_policy: NO_FALLBACK\n                    default_subset: {role: decode}";
+    assert_eq!(config.matches(closed).count(), 1);
+    config.replace(closed, &closed.replace("NO_FALLBACK", "DEFAULT_SUBSET"))
+}
+
 /// Somebody who has no business with any request, and counts who comes.
 struct Outsider {
     address: String,
@@ -156,7 +163,8 @@ async fn without_warmroute_envoy_alone_sees_to_it_and_without_both_the_outsider_
     let envoys: [(Envoy, bool); 2] = [(with_anywhere, false), (unstripped, true)];
     for (envoy, reached) in envoys {
         let specs = [engine_for("decode", 21), engine_for("decode", 22)];
-        let mut bed = Bed::behind_file("disaggregated-mirror", &specs, json!({}), envoy).await;
+        let open = |shipped: &str| serving_without_warmroute(&envoy(shipped));
+        let mut bed = Bed::behind_file("disaggregated-mirror", &specs, json!({}), open).await;
         let outsider = Outsider::start().await;
         bed.stack.kill9_router();
         let answer = ask(&bed, &chat(&essay(1)), [Some("anywhere"), Some(&outsider.address)]).await;
