@@ -204,7 +204,7 @@ async fn a_client_cannot_say_whose_blocks_to_take() {
     let mut forged = text(&essay(2));
     forged["kv_transfer_params"] = waiting["kv_transfer_params"].clone();
     assert!(forged["kv_transfer_params"]["remote_host"].is_string(), "{waiting}");
-    // By itself the engine takes them; the simulated one notices, and answers all the same.
+    // By itself the engine takes them and answers from them; the simulated one says so.
     let taken = Answer::of(bed.http.post(bed.engine(21).url("/v1/completions")).json(&forged)).await;
     assert_eq!((taken.status.as_u16(), taken.header("x-engine-kv")), (200, "mismatch"), "{taken:?}");
     let before = bed.engines("engine_sim:kv_mismatches_total").await;

@@ -24,6 +24,9 @@ const ANYWHERE: &str = "  - name: anywhere
     original_dst_lb_config: {use_http_header: true, http_header_name: x-prefill-destination}
 ";
 
+/// What becomes of a shipped file.
+type Envoy = fn(&str) -> String;
+
 /// The shipped file with such a cluster.
 fn with_anywhere(shipped: &str) -> String {
     let clusters = "  clusters:\n";
@@ -106,7 +109,7 @@ async fn asked(bed: &Bed) -> f64 {
 }
 
 /// Workers that meet: the copy goes to whom warmroute chose.
-async fn with_prefill_workers(envoy: fn(&str) -> String) {
+async fn with_prefill_workers(envoy: Envoy) {
     let (bed, outsider) = (mirror::start_behind("20", json!({}), envoy).await, Outsider::start().await);
     let engine = bed.engine(PREFILL[0]).address.to_string();
     for (topic, forged) in forgeries(&outsider, &engine).into_iter().enumerate() {
@@ -123,7 +126,7 @@ async fn with_prefill_workers(envoy: fn(&str) -> String) {
 }
 
 /// Workers that do both phases: there is no copy.
-async fn without_prefill_workers(envoy: fn(&str) -> String) {
+async fn without_prefill_workers(envoy: Envoy) {
     let specs = [engine(21), engine(22)];
     let bed = Bed::behind_file("disaggregated-mirror", &specs, json!({}), envoy).await;
     let outsider = Outsider::start().await;

@@ -18,7 +18,7 @@ pub(crate) const PREFILL: [u64; 2] = [11, 12];
 pub(crate) const DECODE: [u64; 2] = [21, 22];
 
 /// Two prefill and two decode engines as SGLang has them, each prefill engine with a port of its own to be met at.
-fn pools(prefill_speed: &str) -> Vec<EngineSpec> {
+fn pools([prefill_speed, decode_speed]: [&str; 2]) -> Vec<EngineSpec> {
     let prefill = PREFILL.map(|id| {
         let port = FreePort::find().unwrap().release();
         let mode = ["--disaggregation-mode", "prefill", "--bootstrap-port", &port.to_string()];
@@ -26,7 +26,7 @@ fn pools(prefill_speed: &str) -> Vec<EngineSpec> {
         EngineSpec::new(id).with(&["--speed", prefill_speed]).with(&mode).listed(listed)
     });
     let mode = ["--disaggregation-mode", "decode", "--bootstrap-patience", "300ms"];
-    let decode = DECODE.map(|id| engine_for("decode", id).with(&mode));
+    let decode = DECODE.map(|id| engine_for("decode", id).with(&["--speed", decode_speed]).with(&mode));
     prefill.into_iter().chain(decode).collect()
 }
 
@@ -36,8 +36,13 @@ pub(crate) async fn start(prefill_speed: &str, prefill: Value) -> Bed {
 
 /// The same behind an Envoy of one's own.
 pub(crate) async fn start_behind(prefill_speed: &str, prefill: Value, envoy: impl Fn(&str) -> String) -> Bed {
-    let config = carrying("mirror", &prefill, &json!({}));
-    Bed::behind_file("disaggregated-mirror", &pools(prefill_speed), config, envoy).await
+    start_with([prefill_speed, "20"], &prefill, envoy).await
+}
+
+/// The same with engines of these speeds.
+async fn start_with(speeds: [&str; 2], prefill: &Value, envoy: impl Fn(&str) -> String) -> Bed {
+    let config = carrying("mirror", prefill, &json!({}));
+    Bed::behind_file("disaggregated-mirror", &pools(speeds), config, envoy).await
 }
 
 /// Waits until nothing is in flight, and insists that everybody met whom it was to meet.
@@ -51,16 +56,18 @@ pub(crate) async fn nobody_is_left_waiting(bed: &Bed) {
     bed.quiet().await;
     assert_eq!(bed.engines("engine_sim:rooms_mismatched_total").await, 0.0, "somebody met another request");
     let empty = async || bed.engines("engine_sim:rooms_waiting").await == 0.0 && bed.idle().await;
-    if !until(SOON, empty).await {
-        let mut state = Vec::new();
-        for id in PREFILL.into_iter().chain(DECODE) {
-            let sum = async |name: &str| bed.engine_sum(&[id], name).await;
-            let (waiting, running) = (sum("engine_sim:rooms_waiting").await, sum("vllm:num_requests_running").await);
-            state.push(format!("{id}: {waiting} rooms waiting, {running} running"));
-        }
-        let page = bed.metrics().await;
-        panic!("somebody waits in a room for nobody: {state:?}\n{}", page.text());
+    if until(SOON, empty).await {
+        return;
     }
+    let mut left = Vec::new();
+    for id in PREFILL.into_iter().chain(DECODE) {
+        let of = async |name: &str| bed.engine_sum(&[id], name).await;
+        let (waiting, running) = (of("engine_sim:rooms_waiting").await, of("vllm:num_requests_running").await);
+        left.push((id, waiting, running, of("vllm:num_requests_waiting").await));
+    }
+    let page = bed.metrics().await;
+    let told: Vec<_> = page.text().lines().filter(|line| line.contains("prefill_") && !line.starts_with('#')).collect();
+    panic!("somebody waits for nobody (id, in rooms, running, waiting): {left:?}\n{}", told.join("\n"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -234,4 +241,24 @@ async fn when_the_prefill_worker_dies_another_one_prefills() {
     }
     assert_eq!(bed.metrics().await.sum("prefill_retries_total", &[("outcome", "prefilled_anew")]), 2.0);
     assert_eq!(bed.engines("engine_sim:rooms_mismatched_total").await, 0.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_answer_in_one_piece_may_take_longer_than_the_prefill() {
+    let bed = start_with(["20", "1"], &json!({"deadline": "2s"}), patient).await;
+    let mut long = text(&essay(1));
+    long["max_tokens"] = json!(400);
+    let asked = Instant::now();
+    let asking = bed.asking(&long);
+    let prefilling = async || bed.load(11, "active_requests").await + bed.load(12, "active_requests").await;
+    let at_work = async || bed.engine_sum(&DECODE, "vllm:num_requests_running").await == 1.0;
+    assert!(until(SOON, at_work).await);
+    assert!(until(SOON, async || prefilling().await == 0).await, "the prefill is over, though nothing was answered");
+    assert!(!asking.is_finished());
+    let answer = asking.await.unwrap();
+    assert_eq!(answer.status, 200, "{answer:?}");
+    assert!(asked.elapsed() > Duration::from_secs(2), "it was no test: {:?}", asked.elapsed());
+    let out = bed.metrics().await;
+    assert_eq!(out.sum("prefill_aborts_total", &[]), 0.0, "{}", out.text());
+    bed.quiet().await;
 }

@@ -83,7 +83,14 @@ fn of_stream(text: &str) -> Result<Told, String> {
 }
 
 fn no_error(event: &Value) -> Result<(), String> {
-    if event["error"].is_null() { Ok(()) } else { Err(format!("it tells an error: {event}")) }
+    if !event["error"].is_null() {
+        return Err(format!("it tells an error: {event}"));
+    }
+    // What only a simulated engine knows and tells.
+    match event["engine_kv"].as_str() {
+        Some(whose @ ("stale" | "mismatch")) => Err(format!("the KV it was made of is {whose}")),
+        _ => Ok(()),
+    }
 }
 
 fn with_usage(text: String, event: &Value) -> Result<Told, String> {
