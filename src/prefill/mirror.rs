@@ -128,7 +128,7 @@ impl Mirrored {
     fn tell(&self, worker: Endpoint) {
         // Where the process ends there is nobody left to tell by.
         if let Ok(runtime) = Handle::try_current() {
-            runtime.spawn(self.mirror.aborts.clone().abort(worker, self.given.name.clone()));
+            runtime.spawn(self.mirror.aborts.clone().abort(worker, self.given.name.clone(), None));
         }
     }
 }
