@@ -1,6 +1,7 @@
 //! Composition root: it alone knows every part. [`App::start`] builds the parts from the configuration and binds the
 //! sockets; [`App::run_until`] serves until told to stop, and then drains.
 
+mod cut;
 mod drain;
 mod encoders;
 mod gateway;
@@ -30,6 +31,7 @@ use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::Ex
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tonic::service::Routes;
 use tracing::info;
 
@@ -48,6 +50,7 @@ use crate::metrics::{Metrics, PoolLabels};
 use crate::router::Router;
 use crate::telemetry::LogFilter;
 use crate::tls::{Pace, Secrets};
+use gateway::Gateway;
 use health::Health;
 use keeper::Keeper;
 use reload::Next;
@@ -92,6 +95,10 @@ pub struct App {
     reloader: Arc<Reloader>,
     /// Stops accepting and finishes what is open.
     closing: CancellationToken,
+    /// Cuts what is open.
+    cut: CancellationToken,
+    /// What is done for exchanges that may have ended: prefills, and words to engines.
+    under_way: TaskTracker,
     /// Stops everything else.
     stop: CancellationToken,
     /// Those that end with `closing`.
@@ -170,7 +177,7 @@ impl App {
         let service = app.ext_proc(&config, intake, entrance, &metrics)?;
         for listener in grpc {
             let routes = Routes::new(app.health.service()).add_service(service.clone());
-            app.servers.spawn(listener.serve(routes, app.closing.clone()));
+            app.servers.spawn(listener.serve(routes, app.closing.clone(), app.cut.clone()));
         }
         drop(loading);
         Ok(app)
@@ -203,6 +210,8 @@ impl App {
             own_health: Health::default(),
             reloader: Arc::new(Reloader::new(config, router.clone(), metrics.clone())?),
             closing: CancellationToken::new(),
+            cut: CancellationToken::new(),
+            under_way: TaskTracker::new(),
             leave: stop.child_token(),
             stop,
             servers: JoinSet::new(),
@@ -251,9 +260,7 @@ impl App {
         }
         self.drain().await?;
         self.stop.cancel();
-        self.servers.shutdown().await;
-        self.pages.shutdown().await;
-        while self.background.join_next().await.is_some() {}
+        self.farewell().await;
         info!("stopped");
         Ok(())
     }
@@ -287,7 +294,7 @@ impl App {
         let Some(address) = config.listen.health else { return Ok(()) };
         let listener = sockets.bind_health(address).await?;
         self.health_address = listener.address();
-        self.pages.spawn(listener.serve(Routes::new(self.own_health.service()), self.leave.clone()));
+        self.pages.spawn(listener.serve(Routes::new(self.own_health.service()), self.leave.clone(), self.cut.clone()));
         Ok(())
     }
 
@@ -314,13 +321,18 @@ impl App {
         metrics: &Arc<Metrics>,
     ) -> anyhow::Result<Swap<ExternalProcessorServer<Service>>> {
         let kept = Kept::new(metrics.clone(), self.audit.clone());
-        let make = move |config: &Config, intake| gateway::service(config, intake, entrance.clone(), &kept);
-        let live = Swap::new(make(config, intake)?);
+        let gateway = Gateway::new(entrance, kept, self.under_way.clone());
+        let (service, callers) = gateway.prepare(config, intake)?;
+        gateway.keep(callers);
+        let live = Swap::new(service);
         let place = live.clone();
         self.reloader.part("ext_proc", move |next: &Next| {
-            let service = make(&next.config, next.intake.clone())?;
-            let place = place.clone();
-            Ok(Box::new(move || place.replace(service)))
+            let (service, callers) = gateway.prepare(&next.config, next.intake.clone())?;
+            let (place, gateway) = (place.clone(), gateway.clone());
+            Ok(Box::new(move || {
+                gateway.keep(callers);
+                place.replace(service);
+            }))
         });
         Ok(live)
     }
@@ -339,7 +351,7 @@ impl App {
             let (place, server) = (server.clone(), of_reload.server(most_bytes(&next.config)));
             Ok(Box::new(move || place.replace(server)))
         });
-        self.servers.spawn(listener.serve(routes, self.closing.clone()));
+        self.servers.spawn(listener.serve(routes, self.closing.clone(), self.cut.clone()));
         self.background.spawn(async move {
             supervise("bookings", &metrics, stop, || {
                 let api = api.clone();

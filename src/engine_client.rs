@@ -6,23 +6,24 @@ mod answers;
 mod bearer;
 mod canary;
 pub mod config;
+mod connections;
 mod metrics;
 mod url;
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap};
-use reqwest::redirect::Policy;
-use reqwest::{Body, Certificate, Client, ClientBuilder, Method, Response, StatusCode};
+use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
+use reqwest::{Body, Client, Method, Response, StatusCode};
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 use tokio::sync::Semaphore;
 
 use bearer::Bearer;
-use config::{EnginesConfig, Scheme};
+use config::EnginesConfig;
+use connections::was_closing;
 
 pub use answers::{EngineModel, EventsOfRank, Rendered, RenderedObject, Tokenized};
 pub use canary::Usage;
@@ -37,6 +38,9 @@ const MESSAGE: usize = 300;
 
 /// Answers of more bytes are read beside the async threads.
 const LARGE: usize = 64 << 10;
+
+/// What engines are told in.
+const JSON: HeaderValue = HeaderValue::from_static("application/json");
 
 /// Which requests an engine is asked to render.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -151,6 +155,8 @@ struct Call<'a> {
     engine: &'a EngineUrl,
     path: &'a str,
     body: Option<Bytes>,
+    /// Somebody else's, where we have none of our own.
+    credentials: Option<HeaderValue>,
     deadline: Duration,
 }
 
@@ -160,10 +166,12 @@ pub struct Forwarded<'a> {
     pub engine: &'a EngineUrl,
     /// The path below the engine's address, with its query.
     pub path: &'a str,
-    /// Its headers; where they bring credentials, ours are not added.
+    /// Its headers. Our own credentials are lent to one that brings none only where the configuration says so.
     pub headers: HeaderMap,
     /// JSON.
     pub body: Body,
+    /// The same once more, where it does no harm if an engine gets it twice.
+    pub again: Option<Body>,
     /// How long it may take.
     pub deadline: Duration,
 }
@@ -206,23 +214,8 @@ impl EngineClient {
     }
 
     fn made(config: &EnginesConfig, authorities: Option<Vec<u8>>) -> Result<Self, EngineError> {
-        let broken = |problem: String| EngineError::Client(problem);
-        // Engines are neighbours: where one sends us instead we have no business.
-        let build = |builder: ClientBuilder| {
-            let builder = builder.redirect(Policy::none()).tcp_nodelay(true);
-            let builder = builder.pool_max_idle_per_host(config.in_flight as usize);
-            if config.scheme == Scheme::H2c { builder.http2_prior_knowledge() } else { builder }.build()
-        };
-        let client = match &authorities {
-            Some(pem) => {
-                let certificates = Certificate::from_pem_bundle(pem).map_err(|error| broken(error.to_string()))?;
-                build(crate::tls::client().tls_certs_only(certificates))
-            }
-            // Small images have no authorities, and engines without TLS need none.
-            None => build(crate::tls::believing_the_system()).or_else(|_| build(crate::tls::client())),
-        };
         let shared = Shared {
-            client: client.map_err(|error| broken(told(&error)))?,
+            client: connections::pool(config, authorities.as_deref())?,
             bearer: config.token_file.clone().map(Bearer::new),
             longest: config.answer.bytes(),
             permits: permits(config),
@@ -298,8 +291,22 @@ impl EngineClient {
         body: Bytes,
         deadline: Duration,
     ) -> Result<T, EngineError> {
-        let call = Call { method: Method::POST, engine, path, body: Some(body), deadline };
+        let call = Call { method: Method::POST, engine, path, body: Some(body), credentials: None, deadline };
         self.ask(&call, read).await
+    }
+
+    /// Tells an engine something whose answer says nothing: `POST` to a path below its address, with somebody else's
+    /// credentials where we have none of our own.
+    pub async fn tell(
+        &self,
+        engine: &EngineUrl,
+        path: &str,
+        body: Bytes,
+        credentials: Option<HeaderValue>,
+    ) -> Result<(), EngineError> {
+        let deadline = self.shared.deadline;
+        let call = Call { method: Method::POST, engine, path, body: Some(body), credentials, deadline };
+        self.ask(&call, |_| Ok(())).await
     }
 
     /// Any other question whose answer is JSON: `GET` of a path below the engine's address.
@@ -313,27 +320,33 @@ impl EngineClient {
 
     /// Passes a request on, and reads the answer.
     pub async fn forward(&self, forwarded: Forwarded<'_>) -> Result<Bytes, EngineError> {
-        let Forwarded { engine, path, headers, body, deadline } = forwarded;
+        let Forwarded { engine, path, mut headers, body, again, deadline } = forwarded;
         let shared = &self.shared;
         let asking = async {
             let (path, query) = path.split_once('?').map_or((path, None), |(path, query)| (path, Some(query)));
             let mut url = engine.join(path.trim_start_matches('/'));
             url.set_query(query);
-            let mut request = shared.client.request(Method::POST, url);
-            if let Some(bearer) = shared.bearer.as_ref().filter(|_| !headers.contains_key(AUTHORIZATION))
-                && let Some(value) = bearer.header().await
+            if shared.config.lend_token
+                && !headers.contains_key(AUTHORIZATION)
+                && let Some(value) = shared.token().await
             {
-                request = request.header(AUTHORIZATION, value);
+                headers.insert(AUTHORIZATION, value);
             }
-            let request = request.headers(headers).header(CONTENT_TYPE, "application/json").body(body);
-            shared.answer(request.send().await).await
+            headers.insert(CONTENT_TYPE, JSON);
+            let send = |body| shared.client.post(url.clone()).headers(headers.clone()).body(body).send();
+            let sent = Instant::now();
+            let answered = match (send(body).await, again) {
+                (Err(error), Some(again)) if was_closing(&error, sent) => send(again).await,
+                (answered, _) => answered,
+            };
+            shared.answer(answered).await
         };
         let _permit = shared.permits.try_acquire().map_err(|_| EngineError::Busy)?;
         tokio::time::timeout(deadline, asking).await.map_err(|_| EngineError::Timeout)?.map(Bytes::from)
     }
 
     fn question<'a>(&self, engine: &'a EngineUrl, path: &'a str) -> Call<'a> {
-        Call { method: Method::GET, engine, path, body: None, deadline: self.shared.deadline }
+        Call { method: Method::GET, engine, path, body: None, credentials: None, deadline: self.shared.deadline }
     }
 
     /// Asks, and reads the answer, which may be long and takes its time then.
@@ -383,17 +396,28 @@ impl Shared {
         }
     }
 
+    async fn token(&self) -> Option<HeaderValue> {
+        match &self.bearer {
+            Some(bearer) => bearer.header().await,
+            None => None,
+        }
+    }
+
     async fn exchange(&self, call: &Call<'_>) -> Result<Vec<u8>, EngineError> {
         let mut request = self.client.request(call.method.clone(), call.engine.join(call.path));
-        if let Some(bearer) = &self.bearer
-            && let Some(value) = bearer.header().await
-        {
+        if let Some(value) = self.token().await.or_else(|| call.credentials.clone()) {
             request = request.header(AUTHORIZATION, value);
         }
         if let Some(body) = &call.body {
-            request = request.header(CONTENT_TYPE, "application/json").body(body.clone());
+            request = request.header(CONTENT_TYPE, JSON).body(body.clone());
         }
-        self.answer(request.send().await).await
+        let (sent, again) = (Instant::now(), request.try_clone());
+        let answered = match (request.send().await, again) {
+            // No question of ours changes anything that it would not change once.
+            (Err(error), Some(again)) if was_closing(&error, sent) => again.send().await,
+            (answered, _) => answered,
+        };
+        self.answer(answered).await
     }
 
     async fn answer(&self, response: reqwest::Result<Response>) -> Result<Vec<u8>, EngineError> {
@@ -448,7 +472,9 @@ fn read<T: DeserializeOwned>(body: &[u8]) -> Result<T, EngineError> {
 }
 
 fn broken(problem: &reqwest::Error) -> EngineError {
-    if problem.is_timeout() { EngineError::Timeout } else { EngineError::Unreachable(told(problem)) }
+    // Who lets nobody in is not there, however long that takes to show.
+    let late = problem.is_timeout() && !problem.is_connect();
+    if late { EngineError::Timeout } else { EngineError::Unreachable(told(problem)) }
 }
 
 /// With its causes: the outermost says only that sending failed.

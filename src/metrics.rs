@@ -344,10 +344,14 @@ metrics! {
     first_token_streams: Family<OutcomeLabel, Counter> = Family::default();
     /// Requests that another endpoint served than was chosen, by what became of their booking: moved, away (released), unknown (an address of nobody we know; it stays)
     served_elsewhere: Family<OutcomeLabel, Counter> = Family::default();
-    /// Engines that were told that nobody waits for a mirrored prefill any longer, by outcome: told, not_ours (the client named the request, so that others might be meant), or why it failed
+    /// Engines that were told that nobody waits for a mirrored prefill any longer, by outcome: told, not_ours (the client named the request, so that others might be meant), overflow (too many wait to be told to one engine), or why it failed
     prefill_aborts: Family<OutcomeLabel, Counter> = Family::default();
     /// Prefills that were carried out by asking another worker, by outcome: done, refused, busy, full, timeout, failed, left_before_start (taken back), left_after_start (goes on without its client)
     prefill_calls: Family<OutcomeLabel, Counter> = Family::default();
+    /// Time that a called-for prefill took, from the question to its end, in seconds, by outcome as the calls'; what was taken back is not among them
+    prefill_call_seconds: Histograms<OutcomeLabel> = histograms(seconds);
+    /// Prefills under way at prefill workers that we asked for them, those of clients who have left among them
+    prefills_under_way: Gauge = Gauge::default();
     /// Further tries of Envoy's that it has shown us, by what became of them: prefilled_anew, as_it_is (nothing was prepared for it elsewhere), given_up (nobody is left who could), left
     prefill_retries: Family<OutcomeLabel, Counter> = Family::default();
     /// Requests whose model was given another name on the way

@@ -20,4 +20,4 @@ pub use handover::{Cleaned, HandedOver, Handing, NotHandedOver, Question, Unfit,
 pub use headers::forwarded;
 pub use ladder::{Call, Carried, Wanted};
 pub use meeting::{fits, streams};
-pub use mirror::{Met, Mirror, Mirrored, Turn};
+pub use mirror::{Given, Met, Mirror, Mirrored, Turn};

@@ -7,6 +7,8 @@
 mod drain;
 #[path = "lifecycle/flags.rs"]
 mod flags;
+#[path = "lifecycle/prefills.rs"]
+mod prefills;
 #[path = "lifecycle/process.rs"]
 mod process;
 #[path = "lifecycle/reload.rs"]

@@ -1,5 +1,6 @@
 //! The end in its order. For the grace everything is served as before, while those who ask hear that we are leaving; then
-//! nothing new is begun, and what is open may go on up to the deadline. Who has taken over our socket meanwhile waits for our
+//! nothing new is begun, and what is open may go on up to the deadline, prefills too whose clients have left. What is cut
+//! then still has a moment to tell engines that nobody waits. Who has taken over our socket meanwhile waits for our
 //! other addresses, and the grace has no use any more.
 
 use std::pin::pin;
@@ -12,6 +13,12 @@ use super::unix::Place;
 
 /// How long answers of the pages may take that were begun before.
 const FAREWELL: Duration = Duration::from_millis(500);
+
+/// How long it may take to tell engines of what was cut.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// How often we look meanwhile whether exchanges are still open.
+const LOOK: Duration = Duration::from_millis(10);
 
 impl App {
     /// Serves on for the grace, or until a successor does; then nothing new, and what is open up to the deadline.
@@ -34,19 +41,44 @@ impl App {
         // Those who watch it would keep their connections open.
         self.health.forget().await;
         let mut deadline = pin!(tokio::time::sleep(drain.deadline.get()));
+        let under_way = self.under_way.clone();
+        under_way.close();
         loop {
             tokio::select! {
-                ended = self.servers.join_next() => if ended.is_none() { return Ok(()) },
+                _ended = self.servers.join_next(), if !self.servers.is_empty() => {}
+                () = under_way.wait(), if self.servers.is_empty() => return Ok(()),
                 () = &mut superseded, if !have_successor => {
                     have_successor = true;
                     self.leave_addresses().await;
                 }
                 () = &mut deadline => {
-                    warn!("the drain deadline passed with exchanges still open; leaving them to Envoy");
+                    match self.servers.is_empty() {
+                        false => warn!("the drain deadline passed with exchanges still open; leaving them to Envoy"),
+                        true => warn!(prefills = under_way.len(), "the drain deadline passed; cutting off prefills"),
+                    }
                     return Ok(());
                 }
             }
         }
+    }
+
+    /// Cuts what is open, and waits a moment for what is to be told of it.
+    pub(super) async fn farewell(&mut self) {
+        self.cut.cancel();
+        let told = async {
+            let open = || self.reloader.metrics.exchanges_open.get() > 0;
+            let mut more = true;
+            while more {
+                // What an exchange leaves to be told is known a little after it has ended.
+                more = open();
+                tokio::time::sleep(LOOK).await;
+            }
+            self.under_way.wait().await;
+        };
+        let _in_time = tokio::time::timeout(LAST_WORDS, told).await;
+        self.servers.shutdown().await;
+        self.pages.shutdown().await;
+        while self.background.join_next().await.is_some() {}
     }
 
     /// A successor waits for the addresses of the pages.

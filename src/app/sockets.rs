@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use futures_util::{Stream, StreamExt as _, stream};
+use futures_util::{Stream, StreamExt as _, TryStreamExt as _, stream};
 use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
@@ -17,6 +17,7 @@ use tonic::transport::Server;
 use tonic::transport::server::{Connected, TcpIncoming};
 use tracing::info;
 
+use super::cut::Cuttable;
 use super::unix::{self, Place, SocketFile};
 use crate::admin::config::AdminConfig;
 use crate::admin::token::{self, Token};
@@ -98,8 +99,14 @@ impl GrpcListener {
         }
     }
 
-    /// Serves until `closing`, and then until the open streams have ended.
-    pub(super) async fn serve(self, routes: Routes, closing: CancellationToken) -> anyhow::Result<()> {
+    /// Serves until `closing`, and then until the open streams have ended or are cut.
+    pub(super) async fn serve(
+        self,
+        routes: Routes,
+        closing: CancellationToken,
+        cut: CancellationToken,
+    ) -> anyhow::Result<()> {
+        let closing = closing.cancelled_owned();
         let server = Server::builder()
             .http2_max_header_list_size(self.header_list)
             .max_concurrent_streams(self.streams)
@@ -112,12 +119,14 @@ impl GrpcListener {
                     .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
                     .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
                     .add_routes(routes);
-                server.serve_with_incoming_shutdown(door.into_stream(), closing.cancelled_owned()).await?;
+                let incoming = door.into_stream().map_ok(|connection| Cuttable::new(connection, &cut));
+                server.serve_with_incoming_shutdown(incoming, closing).await?;
             }
             Socket::Unix(door, file) => {
                 let mut server = server;
                 let server = server.add_routes(routes);
-                server.serve_with_incoming_shutdown(door.into_stream(), closing.cancelled_owned()).await?;
+                let incoming = door.into_stream().map_ok(|connection| Cuttable::new(connection, &cut));
+                server.serve_with_incoming_shutdown(incoming, closing).await?;
                 drop(file);
             }
         }

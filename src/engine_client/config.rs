@@ -17,6 +17,8 @@ pub struct EnginesConfig {
     pub scheme: Scheme,
     /// A file with the token that workers ask for (`vllm serve --api-key`); it is read again when it changes.
     pub token_file: Option<PathBuf>,
+    /// Whether requests that we pass on for clients get this token where they bring none; else nobody computes with it but us.
+    pub lend_token: bool,
     /// Certificates, as PEM, of who may vouch for engines by TLS; none: whom this system trusts.
     pub ca_file: Option<PathBuf>,
     /// How long a call takes at most.
@@ -45,6 +47,7 @@ impl Default for EnginesConfig {
         Self {
             scheme: Scheme::Http,
             token_file: None,
+            lend_token: false,
             ca_file: None,
             deadline: Period::seconds(2),
             in_flight: 64,
@@ -77,6 +80,9 @@ impl EnginesConfig {
                 let path = file.as_deref().unwrap_or(Path::new("")).display();
                 problems.push(Problem::of(key, format!("{path} cannot be read: {error}")));
             }
+        }
+        if self.lend_token && self.token_file.is_none() {
+            problems.push(Problem::of("lend_token", "there is no token to lend; name it in `token_file`"));
         }
         if self.deadline.get().is_zero() {
             problems.push(Problem::of("deadline", "no answer could come within 0s; the default is 2s"));

@@ -273,6 +273,7 @@ fn settings_that_cannot_work_are_named() {
         (EnginesConfig { deadline: Period::millis(0), ..good.clone() }, "deadline"),
         (EnginesConfig { in_flight: 0, ..good.clone() }, "in_flight"),
         (EnginesConfig { answer: Size(0), ..good.clone() }, "answer"),
+        (EnginesConfig { lend_token: true, ..good.clone() }, "lend_token"),
         (EnginesConfig { token_file: missing.clone(), ..good.clone() }, "token_file"),
         (EnginesConfig { ca_file: missing, ..good.clone() }, "ca_file"),
     ] {

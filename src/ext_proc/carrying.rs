@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use reqwest::header::HeaderValue;
 use tracing::debug;
 
 use super::contract::Contract;
@@ -15,8 +16,8 @@ use super::reject::{Refused, Unchecked};
 use crate::disagg::Bypass;
 use crate::intake::{Body, Taken};
 use crate::openai::{Api, Shape};
-use crate::prefill::{self, Call, Called, Cleaned, Copy, Handing, Met, Mirror, Mirrored, Unfit, Wanted};
-use crate::router::{Decoders, RouteRequest, Router, Step};
+use crate::prefill::{self, Call, Called, Cleaned, Copy, Given, Handing, Met, Mirror, Mirrored, Unfit, Wanted};
+use crate::router::{Decoders, Router, Step};
 use crate::worker::{ModelName, Role};
 
 /// How prefills are carried out, model by model. Of models that are not here they are named and nothing else.
@@ -45,7 +46,7 @@ pub(super) enum Plan<'p> {
     /// The prefill worker is to be called, if one is chosen.
     Call(&'p Arc<Call>, Option<Api>, Box<Wanted>),
     /// Both workers are to meet over this body; the copy is ours to make where it is given.
-    Meet(&'p Arc<Mirror>, Bytes, Box<(RouteRequest, Option<Copy>)>),
+    Meet(&'p Arc<Mirror>, Bytes, Box<(Given, Option<Copy>)>),
 }
 
 /// How a request goes on its way, beside where to.
@@ -126,7 +127,9 @@ impl Prefills {
                 // An answer in one piece shows nothing of the prefill, so that is to be seen in another way.
                 let copy = || Copy { path: head.path.clone(), headers: self.headers(head), at: None };
                 let copy = (!prefill::streams(body)).then(copy);
-                Ok(Plan::Meet(mirror, body.clone(), Box::new((taken.request.clone(), copy))))
+                let credentials = head.get("authorization").and_then(|value| HeaderValue::from_str(&value).ok());
+                let given = Given::new(taken.request.clone(), credentials);
+                Ok(Plan::Meet(mirror, body.clone(), Box::new((given, copy))))
             }
         }
     }

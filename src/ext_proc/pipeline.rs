@@ -175,11 +175,11 @@ impl Pipeline {
                 let remote = carried.body.is_some().then(|| Remote::Called(Box::new(called)));
                 Ok((carried.admitted, Carriage { body: carried.body, copy: None, remote }))
             }
-            Plan::Meet(mirror, body, request) if admitted.booked.route.prefill().is_some() => {
-                let (request, copy) = *request;
+            Plan::Meet(mirror, body, meeting) if admitted.booked.route.prefill().is_some() => {
+                let (given, copy) = *meeting;
                 let met = match copy {
-                    None => mirror.meet(request, &body, &admitted.booked.route, self.router()),
-                    Some(copy) => mirror.meet_by_us(&self.entrance, &mut admitted, (request, &body, &copy)).await.ok(),
+                    None => mirror.meet(given, &body, &admitted.booked.route, self.router()),
+                    Some(copy) => mirror.meet_by_us(&self.entrance, &mut admitted, (given, &body, &copy)).await.ok(),
                 };
                 let met = met.ok_or(Refusal::Refused(RouteError::NoPrefill))?;
                 Ok((admitted, Carriage::from(met)))

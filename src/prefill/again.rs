@@ -97,23 +97,13 @@ impl Mirror {
         self: &Arc<Self>,
         entrance: &Entrance,
         admitted: &mut Admitted,
-        (request, body, copy): (RouteRequest, &[u8], &Copy),
-    ) -> Result<Met, RouteError> {
-        let given = Given { request, failed: Vec::new(), name: None, due: None };
-        self.begin(entrance, admitted, (given, body, copy)).await
-    }
-
-    async fn begin(
-        self: &Arc<Self>,
-        entrance: &Entrance,
-        admitted: &mut Admitted,
         (given, body, copy): (Given, &[u8], &Copy),
     ) -> Result<Met, RouteError> {
         let router = entrance.router();
         let mut failed = given.failed.clone();
         loop {
             let met =
-                self.meet_as(Given { failed: failed.clone(), ..given.clone() }, body, &admitted.booked.route, router);
+                self.meet(Given { failed: failed.clone(), ..given.clone() }, body, &admitted.booked.route, router);
             let mut met = met.ok_or(RouteError::NoPrefill)?;
             let (path, headers) = (copy.path.clone(), copy.headers.clone());
             let question = Question::alone(met.body.clone());
@@ -161,7 +151,7 @@ impl Mirrored {
         // Better one that failed than none.
         placed.or_else(|_| entrance.follow_to(admitted, anew(Vec::new()), to))?;
         let copy = Copy { path, headers, at: Some(to) };
-        mirror.begin(entrance, admitted, (Given { failed, ..given }, &body, &copy)).await
+        mirror.meet_by_us(entrance, admitted, (Given { failed, ..given }, &body, &copy)).await
     }
 }
 

@@ -2,6 +2,8 @@
 //! it runs to its end whoever has left, because an engine that is cut off in the middle of a prefill keeps its blocks for a
 //! decode worker that never comes. What the request holds of the load is held as long as the engine works on it.
 
+mod under_way;
+
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -14,8 +16,10 @@ use http_body::{Body, Frame, SizeHint};
 use reqwest::header::HeaderMap;
 use thiserror::Error;
 use tokio::sync::oneshot;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinError, JoinHandle};
+use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
+use under_way::UnderWay;
 
 use super::handover::{HandedOver, NotHandedOver, Question};
 use crate::engine_client::config::EnginesConfig;
@@ -115,6 +119,8 @@ pub struct Caller {
     done: Arc<DashMap<Endpoint, Instant>>,
     /// Of whom it was said that they do no prefills.
     warned: Arc<DashSet<Endpoint>>,
+    /// The calls under way, those of clients who have left among them.
+    under_way: TaskTracker,
 }
 
 impl Caller {
@@ -127,7 +133,19 @@ impl Caller {
             metrics,
             done: Arc::default(),
             warned: Arc::default(),
+            under_way: TaskTracker::new(),
         })
+    }
+
+    /// The same, with somewhere to see which calls are under way.
+    #[must_use]
+    pub fn tracked(self, under_way: TaskTracker) -> Self {
+        Self { under_way, ..self }
+    }
+
+    /// The way under another configuration: by the same connections and with the same limit, if nothing changes for these.
+    pub fn renewed(&self, engines: EnginesConfig, deadline: Duration) -> Result<Self, EngineError> {
+        Ok(Self { client: self.client.renewed(&engines)?, engines, deadline, ..self.clone() })
     }
 
     /// How long one prefill may take.
@@ -179,21 +197,21 @@ impl Caller {
         judge: impl FnOnce(&mut T, &Result<HandedOver, Failure>, Instant) + Send + 'static,
     ) -> (T, Result<HandedOver, Failure>) {
         let (here, left) = oneshot::channel::<()>();
-        let task = tokio::spawn(self.clone().carry(asked, (held, judge), (left, None)));
+        let task = self.under_way.spawn(self.clone().carry(asked, (held, judge), (left, None)));
         let answered = task.await;
         drop(here);
         match answered {
             Ok(Some(answered)) => answered,
             // Only who leaves takes it back, and a task that panics takes the process's panic hook with it.
             Ok(None) => std::future::pending().await,
-            Err(panicked) => std::panic::resume_unwind(panicked.into_panic()),
+            Err(ended) => ended_badly(ended).await,
         }
     }
 
     /// Has a prefill begun whose end is seen elsewhere. Dropping the future takes the question back as above.
     pub async fn begin(&self, asked: Asked) -> Result<Begun, Failure> {
         let ((here, left), (begun, has_begun)) = (oneshot::channel(), oneshot::channel());
-        let mut task = tokio::spawn(self.clone().carry(asked, ((), |(), _, _| {}), (left, Some(begun))));
+        let mut task = self.under_way.spawn(self.clone().carry(asked, ((), |(), _, _| {}), (left, Some(begun))));
         tokio::select! {
             biased;
             Ok(()) = has_begun => Ok(Begun { here: Some(here), task: Some(task) }),
@@ -201,7 +219,7 @@ impl Caller {
                 Ok(Some(((), Err(failure)))) => Err(failure),
                 // It cannot have ended well before it began.
                 Ok(Some(((), Ok(_))) | None) => Err(Failure::Full),
-                Err(panicked) => std::panic::resume_unwind(panicked.into_panic()),
+                Err(ended) => ended_badly(ended).await,
             },
         }
     }
@@ -212,12 +230,15 @@ impl Caller {
         (mut held, judge): (T, impl FnOnce(&mut T, &Result<HandedOver, Failure>, Instant)),
         (left, begun): (oneshot::Receiver<()>, Option<oneshot::Sender<()>>),
     ) -> Ended<T> {
+        let under_way = UnderWay::begin(self.metrics.clone());
         let sending = Arc::new(Sending::default());
         let asked_at = Instant::now();
         let (body, pending) = question.send();
-        let body = reqwest::Body::wrap(Noticed { body: Some(body), sending: sending.clone(), begun });
-        let engine = self.engines.url(worker);
-        let call = Forwarded { engine: &engine, path: &path, headers, body, deadline: self.deadline };
+        let noticed = |body, begun| reqwest::Body::wrap(Noticed { body: Some(body), sending: sending.clone(), begun });
+        // What is computed twice is only given up later. A room that is entered twice is another matter.
+        let again = begun.is_none().then(|| noticed(body.clone(), None));
+        let (engine, body) = (self.engines.url(worker), noticed(body, begun));
+        let call = Forwarded { engine: &engine, path: &path, headers, body, again, deadline: self.deadline };
         let call = self.client.forward(call);
         tokio::pin!(call);
         let answer = tokio::select! {
@@ -234,7 +255,7 @@ impl Caller {
             }
         };
         let answer = answer.map(|answer| pending.answered(answer)).map_err(Failure::of);
-        self.count(answer.as_ref().map_or_else(Failure::label, |_| "done"));
+        under_way.ended(answer.as_ref().map_or_else(Failure::label, |_| "done"));
         if answer.is_ok() {
             self.did(worker);
         }
@@ -244,6 +265,14 @@ impl Caller {
 
     fn count(&self, outcome: &'static str) {
         self.metrics.prefill_calls.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+}
+
+/// A task has not come to its end: it panicked, or the runtime ends and takes whoever waits here with it.
+async fn ended_badly<T>(ended: JoinError) -> T {
+    match ended.try_into_panic() {
+        Ok(panic) => std::panic::resume_unwind(panic),
+        Err(_cancelled) => std::future::pending().await,
     }
 }
 

@@ -145,7 +145,7 @@ pub struct HandedOver {
 
 #[cfg(test)]
 impl HandedOver {
-    pub(super) fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         &self.answer
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use rand::RngExt as _;
+use reqwest::header::HeaderValue;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep_until};
 use tracing::debug;
@@ -41,11 +42,7 @@ pub struct Met {
 
 impl Mirror {
     /// Has the two workers of a route meet, where the gateway makes the copy; none where there is nobody to meet.
-    pub fn meet(self: &Arc<Self>, request: RouteRequest, body: &[u8], route: &Route, router: &Router) -> Option<Met> {
-        self.meet_as(Given { request, failed: Vec::new(), name: None, due: None }, body, route, router)
-    }
-
-    pub(super) fn meet_as(self: &Arc<Self>, given: Given, body: &[u8], route: &Route, router: &Router) -> Option<Met> {
+    pub fn meet(self: &Arc<Self>, given: Given, body: &[u8], route: &Route, router: &Router) -> Option<Met> {
         let to = route.prefill()?.to;
         let worker = router.fleet().worker(to.rank.worker)?.clone();
         let mut random = rand::rng();
@@ -74,15 +71,24 @@ impl Mirror {
 
 /// What is known of a request whose workers meet, for the case that they have to meet anew.
 #[derive(Clone, Debug)]
-pub(super) struct Given {
+pub struct Given {
     /// As it was routed.
     pub(super) request: RouteRequest,
     /// Prefill workers that had it and failed.
     pub(super) failed: Vec<WorkerId>,
     /// What both engines call it, where we gave it that name.
     pub(super) name: Option<Arc<str>>,
+    /// The client's own, for where warmroute has none for engines.
+    pub(super) credentials: Option<HeaderValue>,
     /// When its first token has to be there, whatever was tried.
     pub(super) due: Option<Instant>,
+}
+
+impl Given {
+    /// A request that has not been tried yet.
+    pub fn new(request: RouteRequest, credentials: Option<HeaderValue>) -> Self {
+        Self { request, failed: Vec::new(), name: None, credentials, due: None }
+    }
 }
 
 /// A mirrored prefill under way; dropped before it is over, its engine is told.
@@ -195,10 +201,10 @@ impl Mirrored {
         if let Ok(runtime) = Handle::try_current() {
             let aborts = &self.mirror.aborts;
             match &self.names {
-                None => drop(runtime.spawn(aborts.clone().abort(worker, None))),
+                None => drop(runtime.spawn(aborts.clone().abort(worker, None, None))),
                 Some(names) => {
                     for name in names.iter() {
-                        runtime.spawn(aborts.clone().abort(worker, Some(name.clone())));
+                        runtime.spawn(aborts.clone().abort(worker, Some(name.clone()), self.given.credentials.clone()));
                     }
                 }
             }

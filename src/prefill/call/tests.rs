@@ -166,3 +166,123 @@ fn a_question_is_sent_or_taken_back_and_never_both() {
     assert!(sent.begin() && sent.begin() && !sent.take_back());
     assert!(taken_back.take_back() && !taken_back.begin());
 }
+
+#[tokio::test]
+async fn calls_under_way_are_seen_even_when_their_client_has_left_and_how_long_they_took() {
+    let mut worker = Worker::start().await;
+    let (caller, metrics) = caller(Scheme::Http, LONG);
+    let under_way = TaskTracker::new();
+    let caller = caller.tracked(under_way.clone());
+    under_way.close();
+    for leaves in [true, false] {
+        let (caller, question) = (caller.clone(), asked(worker.address));
+        let call = tokio::spawn(async move { caller.prefill(question, (), |(), _, _| {}).await });
+        let (.., reply) = worker.asked.recv().await.unwrap();
+        if leaves {
+            call.abort();
+            until(|| counted(&metrics, "left_after_start") == 1).await;
+        }
+        assert_eq!((under_way.len(), metrics.prefills_under_way.get()), (1, 1));
+        reply.send((200, "{}")).unwrap();
+        tokio::time::timeout(LONG, under_way.wait()).await.expect("it ends");
+        assert_eq!(metrics.prefills_under_way.get(), 0);
+    }
+    let begun = caller.begin(asked(worker.address)).await.unwrap();
+    let (.., reply) = worker.asked.recv().await.unwrap();
+    assert_eq!((under_way.len(), metrics.prefills_under_way.get()), (1, 1));
+    reply.send((500, "")).unwrap();
+    tokio::time::timeout(LONG, under_way.wait()).await.expect("it ends");
+    begun.over();
+    let page = metrics.page(|_| {}).unwrap();
+    for (outcome, count) in [("done", 2), ("failed", 1)] {
+        let line = format!("warmroute_prefill_call_seconds_count{{outcome=\"{outcome}\"}} {count}\n");
+        assert!(page.contains(&line), "{line}{page}");
+    }
+}
+
+#[test]
+fn whoever_waits_when_the_process_ends_does_not_panic() {
+    let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let (there, here) = (runtime(), runtime());
+    let mut worker = there.block_on(Worker::start());
+    let (caller, metrics) = caller(Scheme::Http, LONG);
+    let question = asked(worker.address);
+    let mut call = Box::pin(async move { caller.prefill(question, (), |(), _, _| {}).await });
+    let _question = here.block_on(async {
+        tokio::select! {
+            _ = &mut call => panic!("nobody has answered"),
+            question = worker.asked.recv() => question.unwrap(),
+        }
+    });
+    here.shutdown_timeout(LONG);
+    assert_eq!(metrics.prefills_under_way.get(), 0);
+    let waited = there.block_on(async { tokio::time::timeout(Duration::from_millis(50), call).await });
+    assert!(waited.is_err(), "there is nothing to be told");
+}
+
+#[tokio::test]
+async fn another_configuration_goes_on_with_the_connections_and_the_limit_of_the_one_before() {
+    let mut worker = Worker::start().await;
+    let metrics = Arc::new(Metrics::default());
+    let engines = EnginesConfig { in_flight: 1, ..EnginesConfig::default() };
+    let before = Caller::new(engines.clone(), LONG, metrics).unwrap();
+    let after = before.renewed(engines.clone(), LONG * 2).unwrap();
+    assert_eq!(after.deadline(), LONG * 2);
+    let (caller, question) = (before.clone(), asked(worker.address));
+    let call = tokio::spawn(async move { caller.prefill(question, (), |(), _, _| {}).await });
+    let (.., reply) = worker.asked.recv().await.unwrap();
+    assert_eq!(after.prefill(asked(worker.address), (), |(), _, _| {}).await.1.unwrap_err().label(), "full");
+    let other = before.renewed(EnginesConfig { in_flight: 2, ..engines }, LONG).unwrap();
+    let question = asked(worker.address);
+    let second = tokio::spawn(async move { other.begin(question).await });
+    let (.., other_reply) = worker.asked.recv().await.unwrap();
+    other_reply.send((200, "{}")).unwrap();
+    second.await.unwrap().unwrap().over();
+    reply.send((200, "{}")).unwrap();
+    call.await.unwrap().1.unwrap();
+}
+
+/// Answers the first question of its first connection, and hangs up with the second; then answers all. Tells each question.
+async fn closing() -> (SocketAddr, mpsc::UnboundedReceiver<()>) {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (tell, asked) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        for answers in [1, usize::MAX] {
+            let (mut socket, _) = listener.accept().await.unwrap();
+            for _ in 0..answers {
+                let mut read = Vec::new();
+                while !read.ends_with(b"{\"x\":1}") && socket.read_buf(&mut read).await.unwrap() > 0 {}
+                tell.send(()).unwrap();
+                socket.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}").await.unwrap();
+            }
+            let mut read = Vec::new();
+            while !read.ends_with(b"{\"x\":1}") && socket.read_buf(&mut read).await.unwrap() > 0 {}
+            tell.send(()).unwrap();
+        }
+    });
+    (address, asked)
+}
+
+#[tokio::test]
+async fn a_healthy_worker_whose_connection_was_just_being_closed_is_asked_again_but_no_room_is_entered_twice() {
+    let (caller, metrics) = caller(Scheme::Http, LONG);
+    let (worker, mut questions) = closing().await;
+    for _ in 0..2 {
+        caller.prefill(asked(worker), (), |(), _, _| {}).await.1.unwrap();
+    }
+    for _ in 0..3 {
+        questions.recv().await.unwrap();
+    }
+    assert_eq!((counted(&metrics, "done"), counted(&metrics, "failed")), (2, 0));
+    let (worker, mut questions) = closing().await;
+    caller.prefill(asked(worker), (), |(), _, _| {}).await.1.unwrap();
+    let mut begun = caller.begin(asked(worker)).await.unwrap();
+    let failed = tokio::time::timeout(LONG, begun.ended()).await.expect("it ends").unwrap_err();
+    assert_eq!(failed.label(), "failed");
+    for _ in 0..2 {
+        questions.recv().await.unwrap();
+    }
+    assert!(questions.try_recv().is_err());
+}
