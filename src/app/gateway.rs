@@ -183,7 +183,7 @@ mod tests {
 
     fn config(more: &str) -> Config {
         let text = format!(
-            "listen: {{tcp: '127.0.0.1:0'}}\nworkers: [{{id: 1, model: c, endpoint: '127.0.0.1:8000'}}]\nmodels:\n- {{name: c, prefill: {{by: call, in_flight: 7}}}}\n\
+            "listen: {{tcp: '127.0.0.1:0'}}\nworkers: [{{id: 1, endpoint: '127.0.0.1:1', model: c}}, {{id: 2, endpoint: '127.0.0.1:2', model: m}}]\nmodels:\n- {{name: c, prefill: {{by: call, in_flight: 7}}}}\n\
              - {{name: m, prefill: {{by: mirror}}}}\n{more}\n"
         );
         Config::parse(std::path::Path::new("warmroute.yaml"), text.as_bytes()).unwrap()

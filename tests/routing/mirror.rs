@@ -7,7 +7,7 @@ use futures_util::{StreamExt as _, stream as streams};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::bed::{Answer, Bed, SOON, chat, engine_for, essay, patient, stream, text};
+use crate::bed::{Answer, Bed, SOON, chat, essay, patient, stream, text};
 use crate::call::{carrying, phases};
 use crate::openmetrics::Page;
 use crate::support::ports::{FreePort, until};
@@ -26,7 +26,9 @@ fn pools([prefill_speed, decode_speed]: [&str; 2]) -> Vec<EngineSpec> {
         EngineSpec::new(id).with(&["--speed", prefill_speed]).with(&mode).listed(listed)
     });
     let mode = ["--disaggregation-mode", "decode", "--bootstrap-patience", "300ms"];
-    let decode = DECODE.map(|id| engine_for("decode", id).with(&["--speed", decode_speed]).with(&mode));
+    let listed = json!({"role": "decode"});
+    let decode =
+        DECODE.map(|id| EngineSpec::new(id).with(&["--speed", decode_speed]).with(&mode).listed(listed.clone()));
     prefill.into_iter().chain(decode).collect()
 }
 
