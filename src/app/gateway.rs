@@ -21,7 +21,7 @@ use crate::ext_proc::service::{Kept, Live, Service};
 use crate::intake::{Intake, Rewrites};
 use crate::metrics::Metrics;
 use crate::openai::paths::Paths;
-use crate::prefill::{Aborts, By, Call, Caller, Mirror, PrefillConfig};
+use crate::prefill::{Aborts, By, Call, Caller, Mirror, PrefillConfig, Protocol};
 use crate::worker::ModelName;
 
 /// Makes ext_proc services out of configurations. What has to outlive a reload goes from one to the next.
@@ -87,7 +87,9 @@ impl Callers {
                 None => Caller::new(engines, deadline, metrics.clone()).map(|new| new.tracked(under_way.clone())),
             };
             let caller = caller.with_context(|| format!("the prefills of {}", model.name))?;
-            next.prefills.insert(model.name.clone(), caller);
+            // One name for two prompts, or one room, is another matter than a prompt that is computed twice.
+            let repeats = prefill.by == By::Call && prefill.protocol == Protocol::Vllm;
+            next.prefills.insert(model.name.clone(), caller.repeating(repeats));
             if prefill.by == By::Mirror && next.aborts.is_none() {
                 next.aborts = Some(match &self.aborts {
                     Some(aborts) => aborts.renewed(&config.engines)?,

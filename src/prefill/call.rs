@@ -121,6 +121,8 @@ pub struct Caller {
     warned: Arc<DashSet<Endpoint>>,
     /// The calls under way, those of clients who have left among them.
     under_way: TaskTracker,
+    /// Whether a prompt may be computed twice by one worker, where its connection was just being closed.
+    repeats: bool,
 }
 
 impl Caller {
@@ -134,6 +136,7 @@ impl Caller {
             done: Arc::default(),
             warned: Arc::default(),
             under_way: TaskTracker::new(),
+            repeats: false,
         })
     }
 
@@ -141,6 +144,12 @@ impl Caller {
     #[must_use]
     pub fn tracked(self, under_way: TaskTracker) -> Self {
         Self { under_way, ..self }
+    }
+
+    /// The same, for engines whom it does no harm to compute a prompt twice.
+    #[must_use]
+    pub fn repeating(self, repeats: bool) -> Self {
+        Self { repeats, ..self }
     }
 
     /// The way under another configuration: by the same connections and with the same limit, if nothing changes for these.
@@ -236,7 +245,7 @@ impl Caller {
         let (body, pending) = question.send();
         let noticed = |body, begun| reqwest::Body::wrap(Noticed { body: Some(body), sending: sending.clone(), begun });
         // What is computed twice is only given up later. A room that is entered twice is another matter.
-        let again = begun.is_none().then(|| noticed(body.clone(), None));
+        let again = (self.repeats && begun.is_none()).then(|| noticed(body.clone(), None));
         let (engine, body) = (self.engines.url(worker), noticed(body, begun));
         let call = Forwarded { engine: &engine, path: &path, headers, body, again, deadline: self.deadline };
         let call = self.client.forward(call);

@@ -268,6 +268,8 @@ async fn closing() -> (SocketAddr, mpsc::UnboundedReceiver<()>) {
 #[tokio::test]
 async fn a_healthy_worker_whose_connection_was_just_being_closed_is_asked_again_but_no_room_is_entered_twice() {
     let (caller, metrics) = caller(Scheme::Http, LONG);
+    let once = caller.clone();
+    let caller = caller.repeating(true);
     let (worker, mut questions) = closing().await;
     for _ in 0..2 {
         caller.prefill(asked(worker), (), |(), _, _| {}).await.1.unwrap();
@@ -281,6 +283,14 @@ async fn a_healthy_worker_whose_connection_was_just_being_closed_is_asked_again_
     let mut begun = caller.begin(asked(worker)).await.unwrap();
     let failed = tokio::time::timeout(LONG, begun.ended()).await.expect("it ends").unwrap_err();
     assert_eq!(failed.label(), "failed");
+    for _ in 0..2 {
+        questions.recv().await.unwrap();
+    }
+    assert!(questions.try_recv().is_err());
+    // Nor is anything asked twice of engines that take the name of a request for the request.
+    let (worker, mut questions) = closing().await;
+    once.prefill(asked(worker), (), |(), _, _| {}).await.1.unwrap();
+    assert_eq!(once.prefill(asked(worker), (), |(), _, _| {}).await.1.unwrap_err().label(), "failed");
     for _ in 0..2 {
         questions.recv().await.unwrap();
     }
