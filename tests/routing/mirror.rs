@@ -249,7 +249,7 @@ async fn when_the_prefill_worker_dies_another_one_prefills() {
 async fn an_answer_in_one_piece_may_take_longer_than_the_prefill() {
     let bed = start_with(["20", "1"], &json!({"deadline": "2s"}), patient).await;
     let mut long = text(&essay(1));
-    long["max_tokens"] = json!(400);
+    long["max_tokens"] = json!(800);
     let asked = Instant::now();
     let asking = bed.asking(&long);
     let prefilling = async || bed.load(11, "active_requests").await + bed.load(12, "active_requests").await;
