@@ -352,7 +352,7 @@ metrics! {
     prefill_call_seconds: Histograms<OutcomeLabel> = histograms(seconds);
     /// Prefills under way at prefill workers that we asked for them, those of clients who have left among them
     prefills_under_way: Gauge = Gauge::default();
-    /// Further tries of Envoy's that it has shown us, by what became of them: prefilled_anew, as_it_is (nothing was prepared for it elsewhere), given_up (nobody is left who could), left
+    /// Further tries of Envoy's that it has shown us, by what became of them: prefilled_anew, as_it_is (nothing was prepared for it elsewhere), taken_out (what was prepared for it by an earlier process), given_up (nobody is left who could), left
     prefill_retries: Family<OutcomeLabel, Counter> = Family::default();
     /// Requests whose model was given another name on the way
     rewritten_models: Counter = Counter::default();

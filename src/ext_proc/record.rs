@@ -215,9 +215,8 @@ impl Record {
     /// Has a request prefilled anew that goes to another decode worker now.
     pub(super) async fn tried_again(&mut self, entrance: &Entrance, retried: Retried) -> Again {
         // What has begun to be answered is not tried again.
-        let (Some(remote), Some(mut admitted)) = (self.remote.take(), self.admitted.take()) else {
-            return Again::AsItIs;
-        };
+        let Some(remote) = self.remote.take() else { return Again::AsItIs };
+        let Some(mut admitted) = self.admitted.take() else { return Again::AsItIs };
         // What came before says nothing of how long a prefill takes.
         self.admitted_at = Instant::now();
         let again = match remote {

@@ -13,6 +13,7 @@ use tokio::sync::{mpsc, oneshot};
 use super::headers::RequestHead;
 use super::message::{BodyMode, Incoming, Message};
 use super::mutation::{self, HeaderChanges, To};
+use crate::prefill::{Cleaned, clean};
 use crate::worker::Endpoint;
 
 /// How much longer Envoy is asked to wait than another prefill may take.
@@ -99,10 +100,23 @@ impl Drop for Listening {
 }
 
 /// One stream of the filter.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Retry {
-    whose: Option<(String, RequestHead, Endpoint)>,
+    /// Whether clients may say whose KV is to be taken.
+    trusting: bool,
+    whose: Whose,
     longest: Duration,
+}
+
+/// Whom a try belongs to.
+#[derive(Debug)]
+enum Whose {
+    /// To nobody of ours.
+    Foreign,
+    /// To an exchange that prepared something for it, and for whom it goes now.
+    Prepared(String, RequestHead, Endpoint),
+    /// To an exchange of ours that is not there any longer, or prepared nothing.
+    Unprepared,
 }
 
 /// What is told to Envoy, and what became of the try where that was the last of it.
@@ -112,9 +126,14 @@ pub(super) struct Answered {
 }
 
 impl Retry {
+    pub(super) fn new(trusting: bool) -> Self {
+        Self { trusting, whose: Whose::Foreign, longest: Duration::ZERO }
+    }
+
     /// What Envoy has to hear before a message is taken, because it will take long.
     pub(super) fn hold(&self, incoming: &Incoming) -> Option<ProcessingResponse> {
-        let asks = matches!(incoming.message, Some(Message::RequestBody { .. })) && self.whose.is_some();
+        let asks =
+            matches!(incoming.message, Some(Message::RequestBody { .. })) && matches!(self.whose, Whose::Prepared(..));
         (asks && !self.longest.is_zero()).then(|| mutation::hold(self.longest + HOLD_MARGIN))
     }
 
@@ -125,22 +144,30 @@ impl Retry {
         match message {
             Some(Message::RequestHeaders { head, end }) => {
                 let whole = modes.is_none_or(|modes| modes.request == BodyMode::Buffered) && !end;
-                let name = told.exchange.filter(|_| whole);
-                let wanted = name.and_then(|name| Some((retries.wants(&name)?, name)));
-                let name = wanted.map(|(longest, name)| {
-                    self.longest = longest;
-                    name
-                });
-                let Some((name, to)) = name.zip(told.to) else { return go_on(To::RequestHeaders, Some("as_it_is")) };
-                self.whose = Some((name, head, to));
+                let Some(name) = told.exchange.filter(|_| whole) else {
+                    return go_on(To::RequestHeaders, Some("as_it_is"));
+                };
+                self.whose = match (retries.wants(&name), told.to) {
+                    (Some(longest), Some(to)) => {
+                        self.longest = longest;
+                        Whose::Prepared(name, head, to)
+                    }
+                    _ => Whose::Unprepared,
+                };
                 go_on(To::RequestHeaders, None)
             }
             Some(Message::RequestBody { body, .. }) => {
-                let Some((name, head, to)) = self.whose.take() else {
-                    return go_on(To::RequestBody, Some("as_it_is"));
+                let again = match std::mem::replace(&mut self.whose, Whose::Foreign) {
+                    Whose::Foreign => return go_on(To::RequestBody, Some("as_it_is")),
+                    Whose::Prepared(name, head, to) => retries.ask(&name, (head, to, body.clone())).await,
+                    Whose::Unprepared => Again::AsItIs,
                 };
-                let (body, outcome) = match retries.ask(&name, (head, to, body)).await {
-                    Again::AsItIs => return go_on(To::RequestBody, Some("as_it_is")),
+                let (body, outcome) = match again {
+                    // What an exchange prepared that has ended with an earlier warmroute is nobody's any longer.
+                    Again::AsItIs => match clean(&body) {
+                        Cleaned::Changed(body) if !self.trusting => (body, "taken_out"),
+                        _ => return go_on(To::RequestBody, Some("as_it_is")),
+                    },
                     // Of no use to anybody, so that nobody takes over what is not for him.
                     Again::GivenUp => (Bytes::from_static(b"{}"), "given_up"),
                     Again::With(body) => (body, "prefilled_anew"),
@@ -156,5 +183,80 @@ impl Retry {
             Some(_) => Answered { reply: None, outcome: Some("as_it_is") },
             None => Answered { reply: None, outcome: None },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
+    use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
+
+    use super::*;
+    use crate::ext_proc::metadata::Told;
+
+    fn incoming(message: Message, exchange: Option<&str>) -> Incoming {
+        let to = Some(Endpoint("127.0.0.1:1".parse().unwrap()));
+        Incoming {
+            modes: None,
+            told: Told { exchange: exchange.map(str::to_owned), to, ..Told::default() },
+            message: Some(message),
+        }
+    }
+
+    fn sent(answered: &Answered) -> Option<&[u8]> {
+        let Some(Response::RequestBody(body)) = answered.reply.as_ref()?.response.as_ref() else { return None };
+        match body.response.as_ref()?.body_mutation.as_ref()?.mutation.as_ref()? {
+            Mutation::Body(body) => Some(body),
+            _ => None,
+        }
+    }
+
+    const HANDED: &str = r#"{"kv_transfer_params":{"remote_host":"x"},"prompt":"y"}"#;
+
+    /// What becomes of a try whose body hands something over.
+    async fn tried(
+        retries: &Retries,
+        exchange: Option<&str>,
+        trusting: bool,
+    ) -> (Option<Vec<u8>>, Option<&'static str>) {
+        let mut retry = Retry::new(trusting);
+        let head = Message::RequestHeaders { head: RequestHead::default(), end: false };
+        let first = retry.on_message(retries, incoming(head, exchange)).await;
+        if first.outcome.is_some() {
+            return (None, first.outcome);
+        }
+        let body = Message::RequestBody { body: HANDED.into(), end: true };
+        let answered = retry.on_message(retries, incoming(body, exchange)).await;
+        (sent(&answered).map(<[u8]>::to_vec), answered.outcome)
+    }
+
+    #[tokio::test]
+    async fn what_was_prepared_by_nobody_we_know_is_taken_out() {
+        let retries = Arc::new(Retries::default());
+        let taken_out = br#"{"kv_transfer_params":null,"prompt":"y"}"#.to_vec();
+        assert_eq!(tried(&retries, Some("gone"), false).await, (Some(taken_out), Some("taken_out")));
+        assert_eq!(tried(&retries, Some("gone"), true).await, (None, Some("as_it_is")));
+        assert_eq!(tried(&retries, None, false).await, (None, Some("as_it_is")));
+    }
+
+    #[tokio::test]
+    async fn whoever_prepared_the_first_try_prepares_the_next() {
+        let retries = Arc::new(Retries::default());
+        for (again, expected) in [
+            (Again::With("{\"new\":1}".into()), (Some(b"{\"new\":1}".to_vec()), Some("prefilled_anew"))),
+            (Again::GivenUp, (Some(b"{}".to_vec()), Some("given_up"))),
+        ] {
+            let mut listening = retries.listen("a".to_owned(), Duration::ZERO);
+            let prepares = async {
+                let Try { body, answer, .. } = listening.next().await;
+                assert_eq!(&body[..], HANDED.as_bytes());
+                answer.send(again).unwrap();
+            };
+            let (became, ()) = tokio::join!(tried(&retries, Some("a"), false), prepares);
+            assert_eq!(became, expected);
+        }
+        let leaves = retries.listen("b".to_owned(), Duration::ZERO);
+        drop(leaves);
+        assert!(retries.wants("b").is_none());
     }
 }

@@ -123,7 +123,7 @@ impl Service {
     }
 
     async fn retry(&self, first: Incoming, mut incoming: Streaming<ProcessingRequest>, replies: Replies) {
-        let mut retry = Retry::default();
+        let mut retry = Retry::new(self.live.pipeline.prefills().trusting);
         let mut next = Some(first);
         let mut outcome = "left";
         while let Some(message) = next.take() {
