@@ -16,7 +16,7 @@ pub use aborts::Aborts;
 pub use again::{Called, Copy, Retried};
 pub use call::{Asked, Caller, Failure};
 pub use config::{By, PrefillConfig, Protocol};
-pub use handover::{Cleaned, HandedOver, Handing, NotHandedOver, Question, Unfit, clean};
+pub use handover::{Cleaned, HandedOver, Handing, NotHandedOver, Question, Unfit, clean, path};
 pub use headers::forwarded;
 pub use ladder::{Call, Carried, Wanted};
 pub use meeting::{fits, streams};

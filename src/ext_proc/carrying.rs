@@ -125,7 +125,8 @@ impl Prefills {
             Way::Mirror(mirror) => {
                 prefill::fits(taken.api, body)?;
                 // An answer in one piece shows nothing of the prefill, so that is to be seen in another way.
-                let copy = || Copy { path: head.path.clone(), headers: self.headers(head), at: None };
+                let path = prefill::path(taken.api.ok_or(Unfit::Api)?);
+                let copy = || Copy { path: path.to_owned(), headers: self.headers(head), at: None };
                 let copy = (!prefill::streams(body)).then(copy);
                 let credentials = head.get("authorization").and_then(|value| HeaderValue::from_str(&value).ok());
                 let given = Given::new(taken.request.clone(), credentials);

@@ -184,12 +184,9 @@ impl Handing {
         Ok(Self { api, protocol, body: body.clone(), number: Number::next() })
     }
 
-    /// The engine's own path for it, whatever stood before that at the gateway.
+    /// The engine's own path for it.
     pub fn path(&self) -> &'static str {
-        match self.api {
-            Api::Completions => "/v1/completions",
-            _ => "/v1/chat/completions",
-        }
+        path(self.api)
     }
 
     /// What the prefill worker is asked: the same prompt, one token, in one piece.
@@ -224,6 +221,15 @@ impl Handing {
         };
         let body = edit::set_field(&self.body, field, &taken_over).ok_or(NotHandedOver::Unreadable)?;
         Ok(body.into())
+    }
+}
+
+/// The engine's own path for requests that can be divided, whatever stands before it at the gateway.
+pub fn path(api: Api) -> &'static str {
+    match api {
+        Api::Completions => "/v1/completions",
+        Api::SglangGenerate => "/generate",
+        _ => "/v1/chat/completions",
     }
 }
 

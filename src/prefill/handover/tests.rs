@@ -180,3 +180,15 @@ fn a_clients_word_on_whose_kv_to_take_is_taken_out() {
     let Cleaned::Changed(body) = clean(many(5).as_bytes()) else { panic!("it says it six times") };
     assert_eq!(edit::look(&body, &[KV_TRANSFER]).unwrap(), [(0, &b"null"[..]); 6]);
 }
+
+#[test]
+fn engines_are_asked_at_their_own_paths() {
+    for (api, expected) in [
+        (Api::ChatCompletions, "/v1/chat/completions"),
+        (Api::Completions, "/v1/completions"),
+        (Api::SglangGenerate, "/generate"),
+    ] {
+        assert_eq!(path(api), expected);
+        assert_eq!(Api::of_path(expected), Some(api));
+    }
+}
