@@ -101,6 +101,14 @@ impl Mirror {
     ) -> Result<Met, RouteError> {
         let router = entrance.router();
         let mut failed = given.failed.clone();
+        let place = |admitted: &mut Admitted, failed: &[WorkerId]| {
+            let anew = RouteRequest { step: Step::Anew { failed: failed.to_vec() }, ..given.request.clone() };
+            match copy.at {
+                None => entrance.follow_up(admitted, anew),
+                Some(at) => entrance.follow_to(admitted, anew, at),
+            }
+        };
+        let mut once_more = true;
         loop {
             let met =
                 self.meet(Given { failed: failed.clone(), ..given.clone() }, body, &admitted.booked.route, router);
@@ -117,16 +125,21 @@ impl Mirror {
             debug!(worker = %met.prefill, %failure, "a prefill could not begin");
             // Nothing of it has reached the worker.
             met.mirrored.unbegun();
-            let worker = admitted.booked.route.prefill().map(|prefill| prefill.to.rank.worker);
-            let other = worker.filter(|worker| !failed.contains(worker) && !matches!(failure, Failure::Full));
-            failed.push(other.ok_or(RouteError::NoPrefill)?);
+            if matches!(failure, Failure::Full) {
+                return Err(RouteError::NoPrefill);
+            }
+            failed.extend(admitted.booked.route.prefill().map(|prefill| prefill.to.rank.worker));
             if let Some(outcome) = failure.outcome(|| false) {
                 note(router, admitted, outcome);
             }
-            let anew = RouteRequest { step: Step::Anew { failed: failed.clone() }, ..given.request.clone() };
-            match copy.at {
-                None => entrance.follow_up(admitted, anew)?,
-                Some(at) => entrance.follow_to(admitted, anew, at)?,
+            if place(admitted, &failed).is_err() {
+                // All of them have failed. A connection that was left from before its worker's restart is no proof, though,
+                // and who was dead may be back.
+                if !std::mem::take(&mut once_more) {
+                    return Err(RouteError::NoPrefill);
+                }
+                failed.clear();
+                place(admitted, &failed)?;
             }
         }
     }

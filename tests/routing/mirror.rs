@@ -264,3 +264,20 @@ async fn an_answer_in_one_piece_may_take_longer_than_the_prefill() {
     assert_eq!(out.sum("prefill_aborts_total", &[]), 0.0, "{}", out.text());
     bed.quiet().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn workers_that_were_started_again_are_asked_by_new_connections() {
+    let mut bed = start("20", json!({})).await;
+    for round in 0..4 {
+        for topic in 0..6 {
+            let answer = bed.ask(&chat(&essay(10 * round + topic))).await;
+            assert_eq!(answer.status, 200, "in round {round}: {answer:?}");
+        }
+        for id in PREFILL {
+            bed.kill(id);
+        }
+        for id in PREFILL {
+            bed.restart(id).await;
+        }
+    }
+}
