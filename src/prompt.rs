@@ -6,6 +6,7 @@ mod continuation;
 mod conversation;
 mod decode;
 mod detect;
+mod direct;
 mod engine;
 mod files;
 mod illustrate;

@@ -8,7 +8,7 @@ use super::methods;
 const MARK: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
 /// Marks the end of the last message; gives the text before the mark.
-pub(super) fn mark(turns: &mut [Turn]) -> Result<String, EncodeError> {
+pub(super) fn mark(turns: &mut [Turn<'_>]) -> Result<String, EncodeError> {
     let text = turns
         .last_mut()
         .and_then(|turn| turn.content.last_text())

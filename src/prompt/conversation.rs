@@ -1,6 +1,8 @@
 //! A conversation as templates see it: vLLM turns the request's messages into plain ones first, and every turn it takes
 //! (joined parts, parsed arguments, the order of keys) is visible to a template and so to the tokens.
 
+use std::borrow::Cow;
+
 use minijinja::Value;
 use serde_json::{Map, Value as Json};
 
@@ -11,16 +13,16 @@ use super::stage::Stage;
 use crate::openai::{Content, Meaning, Message, Modality, Part};
 
 /// One message on its way into a template.
-pub(super) struct Turn {
-    pub role: String,
-    pub content: Said,
+pub(super) struct Turn<'m> {
+    pub role: &'m str,
+    pub content: Said<'m>,
     pub(super) rest: Vec<(&'static str, Value)>,
 }
 
-impl Turn {
+impl<'m> Turn<'m> {
     /// A message that says a text.
-    pub(super) fn plain(role: &str, text: String) -> Self {
-        Self { role: role.to_owned(), content: Said::Text(text), rest: Vec::new() }
+    pub(super) fn plain(role: &'m str, text: Cow<'m, str>) -> Self {
+        Self { role, content: Said::Text(text), rest: Vec::new() }
     }
 
     /// Whether the message carries the assistant's thoughts.
@@ -30,50 +32,85 @@ impl Turn {
 }
 
 /// The content of a message in one of the two shapes templates expect.
-pub(super) enum Said {
+pub(super) enum Said<'m> {
     /// One string.
-    Text(String),
+    Text(Cow<'m, str>),
     /// A list of parts.
-    Parts(Vec<Piece>),
+    Parts(Vec<Piece<'m>>),
 }
 
 /// A part on its way into a template.
-pub(super) struct Piece {
-    what: What,
+pub(super) struct Piece<'m> {
+    what: What<'m>,
     /// Keys of which the engine knows nothing.
     extra: Vec<(String, Value)>,
 }
 
-enum What {
-    Text(String),
+enum What<'m> {
+    Text(Cow<'m, str>),
     Media(Modality),
-    Reference(String),
+    Reference(&'m str),
 }
 
-impl Said {
+impl<'m> Said<'m> {
     /// A list of texts.
-    pub(super) fn of_texts(texts: Vec<String>) -> Self {
+    pub(super) fn of_texts(texts: impl IntoIterator<Item = Cow<'m, str>>) -> Self {
         Self::Parts(texts.into_iter().map(|text| Piece { what: What::Text(text), extra: Vec::new() }).collect())
+    }
+
+    /// Bytes of all texts.
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Self::Text(text) => text.len(),
+            Self::Parts(parts) => parts.iter().map(|part| part.text().map_or(0, str::len)).sum(),
+        }
     }
 
     /// The text that an answer would go on from.
     pub(super) fn last_text(&mut self) -> Option<&mut String> {
         match self {
-            Self::Text(text) => Some(text),
-            Self::Parts(parts) => parts.iter_mut().rev().find_map(Piece::text_mut),
+            Self::Text(text) => Some(text.to_mut()),
+            Self::Parts(parts) => parts.iter_mut().rev().find_map(Piece::text_mut).map(Cow::to_mut),
         }
     }
 }
 
-impl Piece {
-    fn text_mut(&mut self) -> Option<&mut String> {
+/// An entry of a part.
+pub(super) enum Field<'p> {
+    Text(&'p str),
+    Value(&'p Value),
+}
+
+impl<'m> Piece<'m> {
+    /// An entry, as a template sees it.
+    pub(super) fn field(&self, key: &str) -> Option<Field<'_>> {
+        let known = match (&self.what, key) {
+            (What::Text(_), "type") => Some("text"),
+            (What::Text(text), "text") => Some(&**text),
+            (What::Media(modality), "type") => Some(modality.as_str()),
+            (What::Reference(_), "type") => Some("tool_reference"),
+            (What::Reference(name), "name") => Some(*name),
+            _ => None,
+        };
+        let more = || self.extra.iter().find(|(known, _)| known == key).map(|(_, value)| Field::Value(value));
+        known.map(Field::Text).or_else(more)
+    }
+
+    fn text(&self) -> Option<&str> {
+        match &self.what {
+            What::Text(text) => Some(text),
+            What::Media(_) | What::Reference(_) => None,
+        }
+    }
+
+    fn text_mut(&mut self) -> Option<&mut Cow<'m, str>> {
         match &mut self.what {
             What::Text(text) => Some(text),
             What::Media(_) | What::Reference(_) => None,
         }
     }
 
-    fn into_text(self) -> Option<String> {
+    fn into_text(self) -> Option<Cow<'m, str>> {
         match self.what {
             What::Text(text) => Some(text),
             What::Media(_) | What::Reference(_) => None,
@@ -82,7 +119,7 @@ impl Piece {
 
     fn into_value(self) -> Value {
         let mut dict = match self.what {
-            What::Text(text) => Dict::from_iter([("type", Value::from("text")), ("text", Value::from(text))]),
+            What::Text(text) => Dict::from_iter([("type", Value::from("text")), ("text", Value::from(&*text))]),
             What::Media(modality) => Dict::from_iter([("type", Value::from(modality.as_str()))]),
             What::Reference(name) => {
                 Dict::from_iter([("type", Value::from("tool_reference")), ("name", Value::from(name))])
@@ -100,29 +137,19 @@ impl Piece {
 const BILLING: &str = "x-anthropic-billing-header";
 
 /// The messages as vLLM hands them to the template.
-pub(super) fn turns(
-    messages: &[Message],
+pub(super) fn turns<'m>(
+    messages: &'m [Message],
     format: ContentFormat,
     stage: &mut Stage<'_>,
-) -> Result<Vec<Turn>, EncodeError> {
+) -> Result<Vec<Turn<'m>>, EncodeError> {
     messages.iter().map(|message| turn(message, format, stage)).collect()
 }
 
-fn turn(message: &Message, format: ContentFormat, stage: &mut Stage<'_>) -> Result<Turn, EncodeError> {
-    let plain;
-    let parts: &[Part] = match &message.content {
-        None => &[],
-        Some(Content::Text(text)) => {
-            plain = [Part::Bare(text.clone())];
-            &plain
-        }
-        Some(Content::Parts(parts)) => parts,
-    };
-    let is_system = message.role == "system";
-    let parts = parts.iter().filter_map(|part| if is_system { without_billing(part) } else { Some((part, None)) });
-    let content = match format {
-        ContentFormat::Parts => listed(message, parts, stage)?,
-        ContentFormat::Text => Said::Text(joined(parts, stage)?),
+fn turn<'m>(message: &'m Message, format: ContentFormat, stage: &mut Stage<'_>) -> Result<Turn<'m>, EncodeError> {
+    let content = match &message.content {
+        Some(Content::Text(text)) => bare(message, text, format),
+        Some(Content::Parts(parts)) => of_parts(message, parts, format, stage)?,
+        None => of_parts(message, &[], format, stage)?,
     };
     let mut rest = Vec::new();
     match message.role.as_str() {
@@ -138,7 +165,31 @@ fn turn(message: &Message, format: ContentFormat, stage: &mut Stage<'_>) -> Resu
             rest.push((key, Value::from(text.as_str())));
         }
     }
-    Ok(Turn { role: message.role.clone(), content, rest })
+    Ok(Turn { role: &message.role, content, rest })
+}
+
+/// Content that came as one string, which is one part.
+fn bare<'m>(message: &Message, text: &'m str, format: ContentFormat) -> Said<'m> {
+    let text = if message.role == "system" { unbilled(text) } else { Some(text) };
+    match format {
+        ContentFormat::Parts if message.role != "tool" => Said::of_texts(text.map(Cow::Borrowed)),
+        ContentFormat::Parts | ContentFormat::Text => Said::Text(Cow::Borrowed(text.unwrap_or_default())),
+    }
+}
+
+/// Content that came as a list of parts.
+fn of_parts<'m>(
+    message: &'m Message,
+    parts: &'m [Part],
+    format: ContentFormat,
+    stage: &mut Stage<'_>,
+) -> Result<Said<'m>, EncodeError> {
+    let is_system = message.role == "system";
+    let parts = parts.iter().filter_map(|part| if is_system { without_billing(part) } else { Some((part, None)) });
+    match format {
+        ContentFormat::Parts => listed(message, parts, stage),
+        ContentFormat::Text => joined(parts, stage).map(Said::Text),
+    }
 }
 
 /// A part of a system message, and where it begins with the line of the bill, what of its text is left.
@@ -148,12 +199,17 @@ fn without_billing(part: &Part) -> Option<(&Part, Option<&str>)> {
         Part::Typed(part) => part.kind.as_deref() == Some("text"),
     };
     match part.meaning() {
-        Meaning::Text(text) if is_text && text.starts_with(BILLING) => {
-            let (_, rest) = text.split_once('\n')?;
-            (!rest.is_empty()).then_some((part, Some(rest)))
-        }
+        Meaning::Text(text) if is_text => Some((part, Some(unbilled(text)?))),
         _ => Some((part, None)),
     }
+}
+
+/// A text of a system message without the line of the bill; nothing, if that was all.
+fn unbilled(text: &str) -> Option<&str> {
+    if !text.starts_with(BILLING) {
+        return Some(text);
+    }
+    text.split_once('\n').map(|(_, rest)| rest).filter(|rest| !rest.is_empty())
 }
 
 /// The parts as a list of dicts.
@@ -161,13 +217,16 @@ fn listed<'p>(
     message: &Message,
     parts: impl Iterator<Item = (&'p Part, Option<&'p str>)>,
     stage: &mut Stage<'_>,
-) -> Result<Said, EncodeError> {
+) -> Result<Said<'p>, EncodeError> {
     let mut pieces = Vec::new();
     for (part, shortened) in parts {
         let what = match understood(part)? {
-            Meaning::Text(text) => What::Text(shortened.unwrap_or(text).to_owned()),
-            Meaning::Media(media) => stage.listed(media.modality)?.map_or(What::Media(media.modality), What::Text),
-            Meaning::Reference(name) => What::Reference(name.to_owned()),
+            Meaning::Text(text) => What::Text(Cow::Borrowed(shortened.unwrap_or(text))),
+            Meaning::Media(media) => match stage.listed(media.modality)? {
+                Some(text) => What::Text(Cow::Owned(text)),
+                None => What::Media(media.modality),
+            },
+            Meaning::Reference(name) => What::Reference(name),
             _ => continue,
         };
         let extra = part.extra().map(|(key, value)| Ok((key.clone(), python::value(value)?)));
@@ -176,8 +235,8 @@ fn listed<'p>(
     }
     // Templates seldom take lists of texts from tools, so the engine joins those always.
     if message.role == "tool" && pieces.iter_mut().all(|piece| piece.text_mut().is_some()) {
-        let texts: Vec<String> = pieces.into_iter().filter_map(Piece::into_text).collect();
-        return Ok(Said::Text(texts.join("\n")));
+        let texts: Vec<_> = pieces.into_iter().filter_map(Piece::into_text).collect();
+        return Ok(Said::Text(Cow::Owned(texts.join("\n"))));
     }
     Ok(Said::Parts(pieces))
 }
@@ -186,8 +245,8 @@ fn listed<'p>(
 fn joined<'p>(
     parts: impl Iterator<Item = (&'p Part, Option<&'p str>)>,
     stage: &mut Stage<'_>,
-) -> Result<String, EncodeError> {
-    let mut texts: Vec<&str> = Vec::new();
+) -> Result<Cow<'p, str>, EncodeError> {
+    let mut texts: Vec<&'p str> = Vec::new();
     let mut placeholders: Vec<(String, usize)> = Vec::new();
     for (part, shortened) in parts {
         match understood(part)? {
@@ -205,7 +264,14 @@ fn joined<'p>(
     }
     // An empty text is no part, and leaves no line.
     texts.retain(|text| !text.is_empty());
-    let text = texts.join("\n");
+    let text = match *texts.as_slice() {
+        [] => Cow::Borrowed(""),
+        [only] => Cow::Borrowed(only),
+        _ => Cow::Owned(texts.join("\n")),
+    };
+    if placeholders.is_empty() {
+        return Ok(text);
+    }
     let mut lines: Vec<&str> = Vec::new();
     for (placeholder, count) in &placeholders {
         let missing = count
@@ -216,7 +282,7 @@ fn joined<'p>(
     if !text.is_empty() {
         lines.push(&text);
     }
-    Ok(lines.join("\n"))
+    Ok(Cow::Owned(lines.join("\n")))
 }
 
 /// What a part means, where its words can be known.
@@ -295,9 +361,9 @@ fn arguments_value(text: &str) -> Result<Value, EncodeError> {
 }
 
 /// Where the template knows no developer, developers are systems, and all systems are merged into one at the front.
-pub(super) fn without_developers(mut turns: Vec<Turn>) -> Vec<Turn> {
+pub(super) fn without_developers(mut turns: Vec<Turn<'_>>) -> Vec<Turn<'_>> {
     for turn in turns.iter_mut().filter(|turn| turn.role == "developer") {
-        "system".clone_into(&mut turn.role);
+        turn.role = "system";
         turn.rest.retain(|(key, _)| *key != "tools");
     }
     let scattered = turns.iter().enumerate().any(|(place, turn)| place > 0 && turn.role == "system");
@@ -305,26 +371,28 @@ pub(super) fn without_developers(mut turns: Vec<Turn>) -> Vec<Turn> {
         return turns;
     }
     let (systems, others): (Vec<_>, Vec<_>) = turns.into_iter().partition(|turn| turn.role == "system");
-    let texts: Vec<String> = systems
+    let texts: Vec<Cow<'_, str>> = systems
         .into_iter()
         .map(|turn| match turn.content {
             Said::Text(text) => text,
-            Said::Parts(parts) => parts.into_iter().filter_map(Piece::into_text).collect::<Vec<_>>().join("\n"),
+            Said::Parts(parts) => {
+                Cow::Owned(parts.into_iter().filter_map(Piece::into_text).collect::<Vec<_>>().join("\n"))
+            }
         })
         .filter(|text| !text.is_empty())
         .collect();
-    let merged = Turn { role: "system".to_owned(), content: Said::Text(texts.join("\n\n")), rest: Vec::new() };
+    let merged = Turn::plain("system", Cow::Owned(texts.join("\n\n")));
     std::iter::once(merged).chain(others).collect()
 }
 
 /// The messages as values for the template.
-pub(super) fn into_value(turns: Vec<Turn>) -> Value {
+pub(super) fn into_value(turns: Vec<Turn<'_>>) -> Value {
     python::list(turns.into_iter().map(message_value).collect())
 }
 
-fn message_value(turn: Turn) -> Value {
+fn message_value(turn: Turn<'_>) -> Value {
     let content = match turn.content {
-        Said::Text(text) => Value::from(text),
+        Said::Text(text) => Value::from(&*text),
         Said::Parts(parts) => python::list(parts.into_iter().map(Piece::into_value).collect()),
     };
     let mut dict = Dict::from_iter([("role", Value::from(turn.role)), ("content", content)]);

@@ -203,7 +203,8 @@ pub(super) fn strip_end(text: &str) -> &str {
     text.trim_end_matches(is_space)
 }
 
-fn strip_with<'t>(text: &'t str, chars: Option<&str>, start: bool, end: bool) -> &'t str {
+/// Without these characters (or white space) at its ends.
+pub(super) fn strip_with<'t>(text: &'t str, chars: Option<&str>, start: bool, end: bool) -> &'t str {
     let strips = |c: char| chars.map_or_else(|| is_space(c), |chars| chars.contains(c));
     let text = if start { text.trim_start_matches(strips) } else { text };
     if end { text.trim_end_matches(strips) } else { text }

@@ -2,12 +2,14 @@
 //! in the order of a tool's keys, in which fields of a message reach the template, and in what it does with a last message of
 //! the assistant. What it does in ways that are not followed here is uncertain, and the request goes by load.
 
+use std::borrow::Cow;
+
 use minijinja::Value;
 use minijinja::machinery::ast::{Expr, Stmt};
 use serde_json::{Map, Value as Json};
 
 use super::EncodeError;
-use super::conversation::{self, Said, Turn};
+use super::conversation::{Said, Turn};
 use super::detect::{self, ContentFormat};
 use super::python::{self, Dict};
 use super::syntax::{Node, walk};
@@ -68,8 +70,9 @@ pub(super) fn check(chat: &Chat) -> Result<(), EncodeError> {
 }
 
 /// The messages as it hands them to the template.
-pub(super) fn turns(chat: &Chat, format: Option<ContentFormat>) -> Result<Vec<Turn>, EncodeError> {
-    let mut turns: Vec<Turn> = chat.messages.iter().map(|message| turn(message, format)).collect::<Result<_, _>>()?;
+pub(super) fn turns(chat: &Chat, format: Option<ContentFormat>) -> Result<Vec<Turn<'_>>, EncodeError> {
+    let mut turns: Vec<Turn<'_>> =
+        chat.messages.iter().map(|message| turn(message, format)).collect::<Result<_, _>>()?;
     // A last word of the assistant is taken for the user's.
     if let Some(last) = turns.last_mut().filter(|turn| turn.role == "assistant")
         && let Said::Text(text) = &mut last.content
@@ -79,26 +82,26 @@ pub(super) fn turns(chat: &Chat, format: Option<ContentFormat>) -> Result<Vec<Tu
     Ok(turns)
 }
 
-fn turn(message: &Message, format: Option<ContentFormat>) -> Result<Turn, EncodeError> {
+fn turn(message: &Message, format: Option<ContentFormat>) -> Result<Turn<'_>, EncodeError> {
     let role = message.role.as_str();
     if !["system", "developer", "user", "assistant", "tool"].contains(&role) || message.tools.is_some() {
         return Err(EncodeError::uncertain("a message of an uncommon kind"));
     }
     let content = match &message.content {
         None if role == "user" => return Err(EncodeError::rejected("a user who says nothing")),
-        None => Said::Text(String::new()),
-        Some(Content::Text(text)) => Said::Text(text.clone()),
+        None => Said::Text(Cow::Borrowed("")),
+        Some(Content::Text(text)) => Said::Text(Cow::Borrowed(text)),
         Some(Content::Parts(parts)) => {
             let texts = parts.iter().map(text_of).collect::<Result<Vec<_>, _>>()?;
             match format.filter(|_| role != "tool") {
                 Some(ContentFormat::Parts) => Said::of_texts(texts),
-                Some(ContentFormat::Text) => Said::Text(texts.join(" ")),
-                None if role == "tool" => Said::Text(texts.join(" ")),
+                Some(ContentFormat::Text) => Said::Text(Cow::Owned(texts.join(" "))),
+                None if role == "tool" => Said::Text(Cow::Owned(texts.join(" "))),
                 None => return Err(EncodeError::uncertain("whether the template is given lists of parts")),
             }
         }
     };
-    let mut turn = Turn::plain(role, String::new());
+    let mut turn = Turn::plain(role, Cow::Borrowed(""));
     turn.content = content;
     let field = |key, text: &Option<String>| text.as_deref().map(|text| (key, Value::from(text)));
     if role == "tool" {
@@ -117,11 +120,11 @@ fn turn(message: &Message, format: Option<ContentFormat>) -> Result<Turn, Encode
     Ok(turn)
 }
 
-fn text_of(part: &Part) -> Result<String, EncodeError> {
+fn text_of(part: &Part) -> Result<Cow<'_, str>, EncodeError> {
     match (part, part.meaning()) {
         (_, Meaning::Media(media)) => Err(EncodeError::Multimodal(format!("{}_url", media.modality.as_str()))),
         (_, Meaning::Other(kind)) => Err(EncodeError::Multimodal(kind.to_owned())),
-        (Part::Typed(part), Meaning::Text(text)) if part.kind.as_deref() == Some("text") => Ok(text.to_owned()),
+        (Part::Typed(part), Meaning::Text(text)) if part.kind.as_deref() == Some("text") => Ok(Cow::Borrowed(text)),
         _ => Err(EncodeError::uncertain("a part that is no plain text")),
     }
 }
@@ -236,9 +239,4 @@ pub(super) fn variables(chat: &Chat) -> Result<Vec<(String, Value)>, EncodeError
 /// A template that the operator gives, as it reads the file.
 pub(super) fn template_file(source: &str) -> String {
     source.trim_matches('\n').replace("\\n", "\n")
-}
-
-/// The messages of a conversation, as values.
-pub(super) fn messages(chat: &Chat, format: Option<ContentFormat>) -> Result<Value, EncodeError> {
-    Ok(conversation::into_value(turns(chat, format)?))
 }

@@ -6,11 +6,13 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use memchr::memmem;
 use minijinja::machinery::{WhitespaceConfig, parse};
 use minijinja::{Environment, Error, ErrorKind, Value};
 
 use super::conversation::{self, Turn};
 use super::detect::{self, ContentFormat};
+use super::direct::Direct;
 use super::files::{LoadError, Sources};
 use super::media::Rules;
 use super::python::{self, DOUBT, Dict};
@@ -115,12 +117,24 @@ impl Templates {
         }
         template.check_thoughts(&turns)?;
         let continued = chat.continue_final_message.then(|| continuation::mark(&mut turns)).transpose()?;
-        let (text, exact) = template.render(self.variables(chat, turns)?)?;
+        let (text, exact) = template.render_turns(turns, self.variables(chat)?)?;
         match continued {
             None => Ok((text, exact)),
             Some(_) if !template.reads_content => Err(EncodeError::rejected("the template reads no content")),
             Some(message) => Ok((continuation::cut(text, &message)?, exact)),
         }
+    }
+
+    /// What is evaluated directly, if it is, and what minijinja renders; nothing where the conversation is refused before.
+    #[cfg(test)]
+    pub(super) fn render_both(&self, chat: &Chat) -> Option<(Option<String>, Result<String, EncodeError>)> {
+        let template = self.of(chat).ok()?;
+        let turns = || conversation::turns(&chat.messages, template.format, &mut Stage::new(Show::Nothing)).ok();
+        let mut variables = self.variables(chat).ok()?;
+        let direct = template.direct.render(&turns()?, &variables);
+        variables.insert("messages", conversation::into_value(turns()?));
+        let rendered = template.render(Dict::from_iter(variables).into_value());
+        Some((direct, rendered.map(|(text, _)| text)))
     }
 
     fn render_for_sglang(&self, template: &Template, chat: &Chat) -> Result<(String, Exactness), EncodeError> {
@@ -131,9 +145,9 @@ impl Templates {
         let special = self.special_tokens.iter().map(|(name, token)| ((*name).to_owned(), Value::from(token.as_str())));
         let mut variables: BTreeMap<String, Value> = special.collect();
         variables.extend(sglang::variables(chat)?);
-        variables.insert("messages".to_owned(), sglang::messages(chat, template.format_in_sglang)?);
-        let variables = Dict::from_iter(variables.iter().map(|(name, value)| (name.as_str(), value.clone())));
-        match template.render(variables.into_value()) {
+        let turns = sglang::turns(chat, template.format_in_sglang)?;
+        let variables = variables.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
+        match template.render_turns(turns, variables) {
             // It tries once more with its tools in another form.
             Err(EncodeError::Render(_)) if chat.tools.is_some() => {
                 Err(EncodeError::uncertain("SGLang renders anew where the template fails"))
@@ -142,8 +156,8 @@ impl Templates {
         }
     }
 
-    /// Everything the template sees, later entries over earlier ones.
-    fn variables(&self, chat: &Chat, turns: Vec<Turn>) -> Result<Value, EncodeError> {
+    /// Everything the template sees beside the messages, later entries over earlier ones.
+    fn variables<'c>(&'c self, chat: &'c Chat) -> Result<BTreeMap<&'c str, Value>, EncodeError> {
         let mut variables: BTreeMap<&str, Value> = BTreeMap::new();
         variables.extend(self.special_tokens.iter().map(|(name, token)| (*name, Value::from(token.as_str()))));
         variables.insert("documents", Value::from(()));
@@ -164,8 +178,7 @@ impl Templates {
         let tools = chat.tools.as_deref().map(conversation::tools).transpose()?;
         variables.insert("tools", tools.unwrap_or(Value::from(())));
         variables.insert("add_generation_prompt", Value::from(chat.add_generation_prompt));
-        variables.insert("messages", conversation::into_value(turns));
-        Ok(Dict::from_iter(variables).into_value())
+        Ok(variables)
     }
 }
 
@@ -186,7 +199,8 @@ fn check(chat: &Chat) -> Result<(), EncodeError> {
     }
 }
 
-type Clock = Arc<dyn Fn() -> jiff::Zoned + Send + Sync>;
+/// What time it is, and where.
+pub(super) type Clock = Arc<dyn Fn() -> jiff::Zoned + Send + Sync>;
 
 /// One compiled template.
 struct Template {
@@ -200,6 +214,7 @@ struct Template {
     /// Versions of transformers differ in the names under which thoughts reach a template.
     reads_thinking: bool,
     reads_clock: bool,
+    direct: Direct,
 }
 
 const NAME: &str = "chat_template";
@@ -224,6 +239,7 @@ impl Template {
             reads_content: holds(&["content"]),
             reads_thinking: holds(&[".thinking", "'thinking'", "\"thinking\""]),
             reads_clock: holds(&["strftime_now"]),
+            direct: Direct::compile(&tree, now),
         })
     }
 
@@ -234,11 +250,27 @@ impl Template {
         Ok(())
     }
 
-    fn check_thoughts(&self, turns: &[Turn]) -> Result<(), EncodeError> {
+    fn check_thoughts(&self, turns: &[Turn<'_>]) -> Result<(), EncodeError> {
         if self.reads_thinking && turns.iter().any(Turn::has_thoughts) {
             return Err(EncodeError::uncertain("the template reads `thinking`"));
         }
         Ok(())
+    }
+
+    fn render_turns(
+        &self,
+        turns: Vec<Turn<'_>>,
+        mut variables: BTreeMap<&str, Value>,
+    ) -> Result<(String, Exactness), EncodeError> {
+        if let Some(text) = self.direct.render(&turns, &variables) {
+            return Ok((text, self.exactness()));
+        }
+        variables.insert("messages", conversation::into_value(turns));
+        self.render(Dict::from_iter(variables).into_value())
+    }
+
+    fn exactness(&self) -> Exactness {
+        if self.reads_clock { Exactness::Clock } else { Exactness::Exact }
     }
 
     fn render(&self, variables: Value) -> Result<(String, Exactness), EncodeError> {
@@ -247,11 +279,10 @@ impl Template {
         let text = catch_unwind(AssertUnwindSafe(render))
             .map_err(|_| EncodeError::Render("the template engine panicked".to_owned()))?
             .map_err(|error| EncodeError::Render(error.to_string()))?;
-        if text.contains(DOUBT) {
+        if memmem::find(text.as_bytes(), DOUBT.as_bytes()).is_some() {
             return Err(EncodeError::uncertain("a value that only Python prints exactly"));
         }
-        let exact = if self.reads_clock { Exactness::Clock } else { Exactness::Exact };
-        Ok((text, exact))
+        Ok((text, self.exactness()))
     }
 }
 
@@ -267,11 +298,14 @@ fn environment(now: &Clock) -> Environment<'static> {
         Err(Error::new(ErrorKind::InvalidOperation, message.to_owned()))
     });
     let now = Arc::clone(now);
-    env.add_function("strftime_now", move |format: &str| -> Result<String, Error> {
-        jiff::fmt::strtime::format(format, &now())
-            .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
-    });
+    env.add_function("strftime_now", move |format: &str| strftime(&now, format));
     env
+}
+
+/// The time in words.
+pub(super) fn strftime(now: &Clock, format: &str) -> Result<String, Error> {
+    jiff::fmt::strtime::format(format, &now())
+        .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
 }
 
 /// The tags `generation` and `endgeneration` mark text for training and render to nothing themselves.

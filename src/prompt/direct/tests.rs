@@ -1,0 +1,256 @@
+//! What is evaluated directly against minijinja's rendering of the same: on real templates and on templates that use every
+//! operation, with conversations put together by chance.
+
+use std::cell::Cell;
+use std::fs;
+use std::path::Path;
+
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+use serde_json::{Value, json};
+
+use crate::openai::{self, Api, Chat, Prompt};
+use crate::prompt::files::Sources;
+use crate::prompt::template::Templates;
+
+/// The template of a `tokenizer_config.json`, or several with names.
+fn of_model(path: &str) -> Vec<(String, String)> {
+    let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap();
+    let config: Value = serde_json::from_str(&text).unwrap();
+    match &config["chat_template"] {
+        Value::String(source) => vec![("default".into(), source.clone())],
+        Value::Array(named) => {
+            let text = |entry: &Value, key: &str| entry[key].as_str().unwrap().to_owned();
+            named.iter().map(|entry| (text(entry, "name"), text(entry, "template"))).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+const MODELS: [&str; 6] = [
+    "examples/models/qwen2.5/tokenizer_config.json",
+    "examples/models/tinyllama/tokenizer_config.json",
+    "tests/data/tokens/rendered/llama3/tokenizer_config.json",
+    "tests/data/tokens/rendered/mistral/tokenizer_config.json",
+    "tests/data/tokens/engine/features/tokenizer_config.json",
+    "tests/data/tokens/engine/qwen2vl/tokenizer_config.json",
+];
+
+/// A model that thinks, with everything that such templates do to find its last question and to leave its thoughts out.
+const THINKING: &str = r#"
+{%- if tools %}{{- '<tools>' }}{%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}{{- '</tools>' }}{%- endif %}
+{%- set ns = namespace(open=true, last=messages|length - 1, seen='') %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.open and message.role == "user" and message.content is string and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+        {%- set ns.open = false %}{%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}{%- set content = message.content %}{%- else %}{%- set content = '' %}{%- endif %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set thoughts = '' %}
+        {%- if message.reasoning_content is string %}{%- set thoughts = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thoughts = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and (loop.last or (not loop.last and thoughts)) %}
+            {{- '<|im_start|>' + message.role + '\n<think>\n' + thoughts.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- else %}{{- '<|im_start|>' + message.role + '\n' + content }}{%- endif %}
+        {%- if message.tool_calls %}
+            {%- for tool_call in message.tool_calls %}
+                {%- if (loop.first and content) or (not loop.first) %}{{- '\n' }}{%- endif %}
+                {%- if tool_call.function %}{%- set tool_call = tool_call.function %}{%- endif %}
+                {{- '<tool_call>\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
+                {%- if tool_call.arguments is string %}{{- tool_call.arguments }}{%- else %}{{- tool_call.arguments | tojson }}{%- endif %}
+                {{- '}\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\n<tool_response>\n' }}{{- content }}{{- '\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|im_end|>\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- endif %}"#;
+
+/// What the others leave out.
+const ODDS: [&str; 8] = [
+    "{% for m in messages %}{% if loop.index0 % 2 == 1 %}{% continue %}{% endif %}{% if m.role == 'tool' %}{% break %}{% endif %}\
+     {{ loop.index }}/{{ loop.length }}{{ m.content | trim if m.content is string else m.content | length }}{% else %}none{% endfor %}",
+    "{% set x = 'out' %}{% for m in messages %}{{ x }}{% set x = m.role %}{{ x }}{% endfor %}{{ x }}{{ nothing }}{{ custom }}",
+    "{{ bos_token }}{% for m in messages[1:] %}{{ m['role'] ~ ': ' ~ (m['content'] | string) }}{% endfor %}\
+     {{ messages[:-1] | length }}{{ messages[-1].role }}{{ messages[0].get('name', '-') }}{{ messages[-1].get('tool_calls') is none }}",
+    "{% for m in messages %}{% if m.content is string %}{{ m.content.replace('a', 'b') }}{% else %}{% for p in m.content %}\
+     {{ p.type }}{% if 'text' in p %}{{ p['text'].strip() }}{% endif %}{% endfor %}{% endif %}{{ m.name | default('nobody') }}{% endfor %}",
+    "{% for m in messages %}{{ m.role in ['user', 'tool'] }}{{ 'a' in m.content }}{{ m.role not in 'users' }}{{ m.content or 'empty' }}\
+     {{ m.content and 'full' }}{{ (m.content | first) is defined }}{{ m.content is iterable }}{{ m is mapping }}{{ m is iterable }}{{ m.content == '' }}{{ m.role | length > 4 }}{% endfor %}",
+    "{{ strftime_now('%Y') if strftime_now is defined else '' }}{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}\
+     {% macro show(x) %}[{{ x }}]{% endmacro %}{{ messages[0].content }}{% if tools %}{{ show(1) }}{{ tools | tojson(indent=2) }}{% endif %}",
+    "{% macro one(text, mark='*', end=none) %}{% set inner = mark %}{{ inner ~ text ~ inner }}{% if end %}{{ end }}{% endif %}{{ missing }}{% endmacro %}\
+     {% macro two(m) %}{% for p in [m.role, 'x'] %}{{ loop.index ~ one(p, end='!') }}{% endfor %}{% endmacro %}\
+     {% for m in messages %}{{ two(m) }}{{ one(text=m.role, mark=loop.index) | trim }}{{ one(m.role, '').upper() if false else '' }}\
+     {{ loop.previtem.role if loop.previtem is defined else '-' }}{{ loop.nextitem is undefined }}{% endfor %}{{ messages[0].role | replace('s', 'z') ~ nothing ~ 3 }}",
+    "{% set seen = 'top' %}{% macro sees() %}{{ seen }}{{ m }}{% endmacro %}{% macro own() %}{% set mine = 1 %}{{ mine }}{% endmacro %}\
+     {% for m in messages %}{% set seen = m.role %}{{ sees() }}{{ own() }}{% endfor %}{% set mine = 2 %}{{ own() }}{{ mine }}",
+];
+
+fn compiled(named: Vec<(String, String)>) -> Option<Templates> {
+    let sources = Sources { named, path: "template".into() };
+    let special = vec![("bos_token", "<s>".to_owned()), ("eos_token", "</s>".to_owned())];
+    let now = || jiff::Timestamp::UNIX_EPOCH.to_zoned(jiff::tz::TimeZone::UTC);
+    Templates::compile(sources, special, now).ok()
+}
+
+fn all() -> Vec<Templates> {
+    let golden =
+        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/templates.json")).unwrap();
+    let golden: Vec<Value> = serde_json::from_str(&golden).unwrap();
+    let golden = golden.iter().filter_map(|case| Some(case["template"].as_str()?.to_owned()));
+    let single = |source: String| vec![("default".to_owned(), source)];
+    let own = ODDS.iter().chain([&THINKING]).map(|source| (*source).to_owned());
+    let models = MODELS.iter().map(|path| of_model(path)).filter(|named| !named.is_empty());
+    models.chain(golden.chain(own).map(single)).filter_map(compiled).collect()
+}
+
+fn chat(body: &Value) -> Option<Chat> {
+    match openai::parse(Api::ChatCompletions, body.to_string().as_bytes()).ok()?.prompt {
+        Prompt::Chat(chat) => Some(*chat),
+        _ => None,
+    }
+}
+
+const TEXTS: [&str; 14] = [
+    "",
+    "plain words",
+    " \n spaced\u{1f}\u{a0} \n",
+    "<think>\na\n</think>\n\nanswer",
+    "</think>",
+    "<tool_response>x</tool_response>",
+    "{{ messages }}",
+    "é\u{301}界🙂",
+    "a\"b\\c\n\td",
+    "x-anthropic-billing-header: 1\nrest",
+    "x-anthropic-billing-header: 1",
+    "<|im_end|>",
+    "0",
+    "a</think>b</think>c",
+];
+
+fn text() -> impl Strategy<Value = Value> {
+    proptest::sample::select(&TEXTS[..]).prop_map(|text| json!(text))
+}
+
+fn content() -> impl Strategy<Value = Value> {
+    let part = prop_oneof![text(), text().prop_map(|text| json!({"type": "text", "text": text, "more": 1}))];
+    prop_oneof![
+        6 => text(),
+        1 => Just(Value::Null),
+        2 => proptest::collection::vec(part, 0..3).prop_map(Value::Array),
+    ]
+}
+
+fn message() -> impl Strategy<Value = Value> {
+    let role =
+        proptest::sample::select(&["user", "user", "assistant", "assistant", "system", "tool", "developer", "x"][..]);
+    (role, content(), any::<[bool; 3]>(), text()).prop_map(|(role, content, [named, calls, thoughts], text)| {
+        let mut message = json!({"role": role, "content": content});
+        if named && role != "user" {
+            message["name"] = json!("someone");
+        }
+        if calls && role == "assistant" {
+            let arguments = json!({"q": text, "n": [1, 2.5, null]}).to_string();
+            let call = json!({"id": "c1", "type": "function", "function": {"name": "find", "arguments": arguments}});
+            message["tool_calls"] = json!([call, call]);
+        }
+        if thoughts && role == "assistant" {
+            message["reasoning_content"] = text;
+        }
+        message
+    })
+}
+
+fn body() -> impl Strategy<Value = Value> {
+    (proptest::collection::vec(message(), 1..7), any::<[bool; 4]>()).prop_map(
+        |(messages, [tools, prompt, think, custom])| {
+            let mut body = json!({"model": "m", "messages": messages, "add_generation_prompt": prompt});
+            if tools {
+                let parameters =
+                    json!({"type": "object", "properties": {"q": {"type": "string", "enum": ["é", "\"", 1.0]}}});
+                body["tools"] = json!([{"type": "function", "function": {"name": "find", "parameters": parameters}}]);
+            }
+            if think {
+                body["chat_template_kwargs"] = json!({"enable_thinking": custom});
+            } else if custom {
+                body["chat_template_kwargs"] = json!({"custom": {"a": [1.5, true, "x"]}});
+            }
+            body
+        },
+    )
+}
+
+/// Every template with a conversation; how many were evaluated directly.
+fn compare(templates: &[Templates], chat: &Chat) -> usize {
+    let mut directly = 0;
+    for (number, template) in templates.iter().enumerate() {
+        let Some((direct, rendered)) = template.render_both(chat) else { continue };
+        let Some(direct) = direct else { continue };
+        assert_eq!(Ok(direct), rendered, "template {number}, {chat:?}");
+        directly += 1;
+    }
+    directly
+}
+
+#[test]
+fn what_is_evaluated_directly_is_what_minijinja_renders() {
+    let (templates, directly) = (all(), Cell::new(0));
+    assert!(templates.len() > 30, "{} templates", templates.len());
+    let mut runner = TestRunner::new(ProptestConfig::with_cases(300));
+    let outcome = runner.run(&body(), |body| {
+        directly.set(directly.get() + compare(&templates, &chat(&body).unwrap()));
+        Ok(())
+    });
+    outcome.unwrap();
+    assert!(directly.get() > 2000, "only {} were evaluated directly", directly.get());
+}
+
+/// A conversation as most are, with tools or without.
+fn usual(tools: bool) -> Chat {
+    let call = json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}});
+    let mut messages = vec![
+        json!({"role": "system", "content": "Be brief."}),
+        json!({"role": "user", "content": "Hello"}),
+        json!({"role": "assistant", "content": "Hi"}),
+        json!({"role": "user", "content": "And?"}),
+    ];
+    let mut body = json!({"model": "m"});
+    if tools {
+        messages.push(json!({"role": "assistant", "content": null, "tool_calls": [call]}));
+        messages.push(json!({"role": "tool", "tool_call_id": "c", "content": "done"}));
+        body["tools"] = json!([{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]);
+    }
+    body["messages"] = json!(messages);
+    chat(&body).unwrap()
+}
+
+#[test]
+fn usual_conversations_of_known_models_are_evaluated_directly() {
+    // Mistral's regroups the messages with macros and lists of its own.
+    let known = MODELS.iter().filter(|path| !path.contains("mistral")).map(|path| of_model(path));
+    let thinking = vec![("default".to_owned(), THINKING.to_owned())];
+    for (number, named) in known.chain([thinking]).enumerate() {
+        let template = compiled(named).unwrap();
+        for tools in [false, true] {
+            let (direct, rendered) = template.render_both(&usual(tools)).unwrap();
+            // One maps its tools.
+            let unknown = rendered.is_err() || (tools && number == 3);
+            assert!(direct.is_some() || unknown, "template {number}, tools: {tools}");
+        }
+    }
+}
