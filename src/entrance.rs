@@ -159,8 +159,21 @@ impl Entrance {
     }
 
     /// Places a request anew that was let in before, because of what has become of it meanwhile: it keeps its session and
-    /// its turn, and waits for nobody. What it held is given back.
-    pub fn follow_up(&self, admitted: &mut Admitted, mut request: RouteRequest) -> Result<(), RouteError> {
+    /// its turn, and waits for nobody. What it held is given back. Where the gateway has sent it to an endpoint already, only
+    /// the worker beside that one is found anew.
+    pub fn place_anew(
+        &self,
+        admitted: &mut Admitted,
+        request: RouteRequest,
+        at: Option<Endpoint>,
+    ) -> Result<(), RouteError> {
+        match at {
+            None => self.follow_up(admitted, request),
+            Some(at) => self.follow_to(admitted, request, at),
+        }
+    }
+
+    fn follow_up(&self, admitted: &mut Admitted, mut request: RouteRequest) -> Result<(), RouteError> {
         if let (Some(hold), Some(affinities)) = (&admitted.session, &self.affinities) {
             affinities.affinity.bind(&mut request, hold.target());
         }
@@ -174,8 +187,7 @@ impl Entrance {
         Ok(())
     }
 
-    /// The same where the gateway has sent it to an endpoint already, for whose sake another worker is to be found.
-    pub fn follow_to(
+    fn follow_to(
         &self,
         admitted: &mut Admitted,
         mut request: RouteRequest,

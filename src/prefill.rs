@@ -18,6 +18,7 @@ pub use call::{Asked, Caller, Failure};
 pub use config::{By, PrefillConfig, Protocol};
 pub use handover::{Cleaned, HandedOver, Handing, NotHandedOver, Question, Unfit, clean, path};
 pub use headers::forwarded;
+pub(crate) use ladder::note;
 pub use ladder::{Call, Carried, Wanted};
 pub use meeting::{fits, streams};
 pub use mirror::{Given, Met, Mirror, Mirrored, Turn};

@@ -15,7 +15,7 @@ use crate::entrance::{Admitted, Entrance};
 use crate::health::Outcome;
 use crate::metrics::{Metrics, ModelLabel, OutcomeLabel, RankLabels};
 use crate::openai::usage::{Kind, Usage, UsageScanner};
-use crate::prefill::{Retried, Turn};
+use crate::prefill::{self, Retried, Turn};
 use crate::router::{Answer, AnswerFrom, Mode, Moved, Router};
 use crate::worker::Endpoint;
 
@@ -177,11 +177,6 @@ impl Record {
     /// Takes note of it; says whether nothing can come of the request any longer.
     pub(super) fn turned(&mut self, turn: &Turn) -> bool {
         let (Some(Remote::Meets(mirrored)), Some(admitted)) = (&self.remote, &mut self.admitted) else { return false };
-        let failed = |admitted: &mut Admitted, outcome| {
-            if let Some((worker, change)) = self.router.prefill_answered(&mut admitted.booked, outcome) {
-                info!(%worker, ?change, "the health of a prefill worker changed");
-            }
-        };
         match turn {
             Turn::Done => {
                 admitted.booked.reservation.first_token();
@@ -189,7 +184,7 @@ impl Record {
             }
             Turn::Failed(failure) => {
                 let outcome = failure.outcome(|| !mirrored.is_dead());
-                outcome.into_iter().for_each(|outcome| failed(admitted, outcome));
+                outcome.into_iter().for_each(|outcome| prefill::note(&self.router, admitted, outcome));
                 // It waits for the other, and says so now, which the gateway can try again.
                 mirrored.abort_decode(admitted.booked.route.to.endpoint);
                 false
@@ -203,7 +198,7 @@ impl Record {
             }
             Turn::Late => {
                 if mirrored.is_dead() {
-                    failed(admitted, Outcome::Failure);
+                    prefill::note(&self.router, admitted, Outcome::Failure);
                 }
                 mirrored.abort_decode(admitted.booked.route.to.endpoint);
                 self.remote = None;

@@ -1,6 +1,6 @@
-//! Tries of a request that Envoy makes after one that failed, shown by a filter on its way to the next worker. Where two
-//! workers were to meet, the room of the first try is of no use to the second, so the exchange that the try belongs to is
-//! asked for another body. Every other try goes on as it is, and nothing here may hold one up for long.
+//! Tries of a request that Envoy makes after one that failed, shown by a filter on its way to the next worker. Where
+//! another worker did the prefill, what was prepared for the first try is of no use to the second, so the exchange that the
+//! try belongs to is asked for another body. Every other try goes on as it is, and nothing here may hold one up for long.
 
 use std::sync::Arc;
 use std::time::Duration;

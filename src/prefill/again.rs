@@ -71,7 +71,7 @@ impl Called {
         };
         let request = self.request.clone();
         let anew = RouteRequest { step: Step::PrefillFirst { failed: Vec::new() }, ..request.clone() };
-        entrance.follow_to(&mut admitted, anew, to)?;
+        entrance.place_anew(&mut admitted, anew, Some(to))?;
         let Ok(handing) = Handing::new(self.api, self.call.protocol, &body) else { return Ok((admitted, body)) };
         let wanted = Wanted { request, handing, headers, at: Some(to) };
         let carried = self.call.carry(entrance, wanted, admitted).await?;
@@ -103,10 +103,7 @@ impl Mirror {
         let mut failed = given.failed.clone();
         let place = |admitted: &mut Admitted, failed: &[WorkerId]| {
             let anew = RouteRequest { step: Step::Anew { failed: failed.to_vec() }, ..given.request.clone() };
-            match copy.at {
-                None => entrance.follow_up(admitted, anew),
-                Some(at) => entrance.follow_to(admitted, anew, at),
-            }
+            entrance.place_anew(admitted, anew, copy.at)
         };
         let mut once_more = true;
         loop {
@@ -160,9 +157,9 @@ impl Mirrored {
         failed.extend(who_failed(entrance, admitted).await);
         drop(self);
         let anew = |failed| RouteRequest { step: Step::Anew { failed }, ..given.request.clone() };
-        let placed = entrance.follow_to(admitted, anew(failed.clone()), to);
+        let placed = entrance.place_anew(admitted, anew(failed.clone()), Some(to));
         // Better one that failed than none.
-        placed.or_else(|_| entrance.follow_to(admitted, anew(Vec::new()), to))?;
+        placed.or_else(|_| entrance.place_anew(admitted, anew(Vec::new()), Some(to)))?;
         let copy = Copy { path, headers, at: Some(to) };
         mirror.meet_by_us(entrance, admitted, (Given { failed, ..given }, &body, &copy)).await
     }

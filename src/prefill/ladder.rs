@@ -75,11 +75,7 @@ struct Way<'a> {
 
 impl Way<'_> {
     fn place(&self, admitted: &mut Admitted, step: Step) -> Result<(), RouteError> {
-        let anew = RouteRequest { step, ..self.request.clone() };
-        match self.at {
-            None => self.entrance.follow_up(admitted, anew),
-            Some(at) => self.entrance.follow_to(admitted, anew, at),
-        }
+        self.entrance.place_anew(admitted, RouteRequest { step, ..self.request.clone() }, self.at)
     }
 
     fn may_decoders_prefill(&self) -> bool {
@@ -211,7 +207,7 @@ impl Call {
 }
 
 /// Notes what became of a prefill worker.
-pub(super) fn note(router: &Router, admitted: &mut Admitted, outcome: Outcome) {
+pub(crate) fn note(router: &Router, admitted: &mut Admitted, outcome: Outcome) {
     if let Some((worker, change)) = router.prefill_answered(&mut admitted.booked, outcome) {
         info!(%worker, ?change, "the health of a prefill worker changed");
     }
