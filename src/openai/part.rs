@@ -2,18 +2,49 @@
 //! (`renderers/chat_utils.py` of 0.32): by its type, or where it has none, or where the client names the item itself, by the
 //! first key that holds something.
 
-use serde::de::{Deserializer, IgnoredAny};
+use std::fmt;
+
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 /// One part of a message.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(untagged)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Part {
     /// A bare string.
     Bare(String),
     /// A typed part.
     Typed(Typed),
+}
+
+// By hand, because what serde derives for such a choice copies each text once more.
+impl<'de> Deserialize<'de> for Part {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(PartVisitor)
+    }
+}
+
+struct PartVisitor;
+
+impl<'de> Visitor<'de> for PartVisitor {
+    type Value = Part;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a text or a part with a type")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Part, E> {
+        Ok(Part::Bare(text.to_owned()))
+    }
+
+    fn visit_string<E>(self, text: String) -> Result<Part, E> {
+        Ok(Part::Bare(text))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, part: A) -> Result<Part, A::Error> {
+        Typed::deserialize(MapAccessDeserializer::new(part)).map(Part::Typed)
+    }
 }
 
 /// A part with a type, as sent.
