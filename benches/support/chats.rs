@@ -1,0 +1,52 @@
+//! Chats as benches send them: prose and code of this repository, no two messages alike.
+
+use serde_json::{Value, json};
+use warmroute::prompt::{Config, Encoder, PromptCache};
+
+pub const FILE: &str = "examples/models/qwen2.5/tokenizer.json.gz";
+
+/// The encoder of the shipped model, which keeps so many bytes of what it has seen.
+pub fn encoder(cached: usize) -> Encoder {
+    let config = Config { tokenizer: FILE.into(), tokenizer_config: None, chat_template: None };
+    let encoder = Encoder::load(&config).expect("the shipped files");
+    encoder.resuming(PromptCache::new(cached, std::sync::Arc::default())).0
+}
+
+/// Messages of some bytes each, beginning with a number that sets this chat apart from others.
+pub fn messages(chat: usize, count: usize, bytes: usize) -> Vec<Value> {
+    let pages = include_str!("../../README.md").to_owned() + include_str!("../../src/prompt/resume/cache.rs");
+    let words: Vec<&str> = pages.split_inclusive(' ').collect();
+    let message = |number: usize| {
+        let mut content = format!("Chat {chat}, message {number}: ");
+        let mut at = chat * 104_729 + number * 7919;
+        while content.len() < bytes {
+            content.push_str(words[at % words.len()]);
+            at += if at.is_multiple_of(11) { 137 } else { 1 };
+        }
+        let role = if number.is_multiple_of(2) { "user" } else { "assistant" };
+        json!({"role": role, "content": content})
+    };
+    (0..count).map(message).collect()
+}
+
+/// The body of a request.
+pub fn body(messages: &[Value]) -> Vec<u8> {
+    json!({"model": "m", "stream": true, "messages": messages}).to_string().into_bytes()
+}
+
+/// The same prompt, written by hand for this one template.
+pub fn by_hand<'m>(messages: impl Iterator<Item = (&'m str, &'m str)>, bytes: usize) -> String {
+    let mut text = String::with_capacity(bytes + 4096);
+    text.push_str(
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n",
+    );
+    for (role, content) in messages {
+        text.push_str("<|im_start|>");
+        text.push_str(role);
+        text.push('\n');
+        text.push_str(content);
+        text.push_str("<|im_end|>\n");
+    }
+    text.push_str("<|im_start|>assistant\n");
+    text
+}
