@@ -4,6 +4,8 @@
 
 use std::sync::Arc;
 
+use parking_lot::RwLockWriteGuard;
+
 use super::PrefixIndex;
 use super::seats::{Seat, Tally};
 use super::shard_of;
@@ -13,7 +15,7 @@ use crate::block::LocalHash;
 use crate::tier::Tier;
 use crate::worker::Slot;
 
-/// Blocks that are entered or taken out before readers are let in. A reader may see a part of a path, from its beginning.
+/// Blocks that are entered or taken out before waiting readers are let in. A reader may see a part of a path, from its beginning.
 const STEP: usize = 512;
 
 /// The last block of a path. Good as long as the path is held.
@@ -52,15 +54,19 @@ impl PathWriter {
         let shard = after.map_or_else(|| shard_of(first), |PathEnd(place)| usize::from(place.shard));
         let (hold, index) = (self.hold(), self.index.clone());
         let mut last = after.map(|PathEnd(place)| place.block);
-        for some in locals.chunks(STEP) {
+        let mut trie = index.shards[shard].write();
+        for (step, some) in locals.chunks(STEP).enumerate() {
+            if step > 0 {
+                RwLockWriteGuard::bump(&mut trie);
+            }
             self.path.clear();
-            let mut trie = index.shards[shard].write();
             trie.trace(last, some.iter().copied(), &mut self.path);
             trie.mark_all(&self.path, hold, true);
             let new = &some[self.path.len()..];
             trie.extend(self.path.last().copied().or(last), new, hold, &mut self.path);
             last = self.path.last().copied();
         }
+        drop(trie);
         self.count(locals.len() as i64);
         last.map(|block| PathEnd(Place { shard: shard as u8, block }))
     }
@@ -68,20 +74,20 @@ impl PathWriter {
     /// Takes so many blocks off the end of a path; its new end.
     pub(crate) fn cut(&mut self, end: PathEnd, blocks: u64) -> Option<PathEnd> {
         let PathEnd(Place { shard, block }) = end;
-        let hold = self.hold();
-        let (mut left, mut last) = (blocks as usize, Some(block));
-        while left > 0 && last.is_some() {
-            let mut trie = self.index.shards[usize::from(shard)].write();
-            let mut step = left.min(STEP);
-            while step > 0
-                && let Some(block) = last
-            {
-                let (first, count) = trie.stretch(block, step);
-                last = trie.origin(first).0;
-                trie.mark(first, count, hold, false);
-                (step, left) = (step - count, left - count);
+        let (hold, index) = (self.hold(), self.index.clone());
+        let (mut left, mut last, mut step) = (blocks as usize, Some(block), STEP);
+        let mut trie = index.shards[usize::from(shard)].write();
+        while let Some(block) = last.filter(|_| left > 0) {
+            if step == 0 {
+                RwLockWriteGuard::bump(&mut trie);
+                step = STEP;
             }
+            let (first, count) = trie.stretch(block, left.min(step));
+            last = trie.origin(first).0;
+            trie.mark(first, count, hold, false);
+            (step, left) = (step - count, left - count);
         }
+        drop(trie);
         self.count(left as i64 - blocks as i64);
         last.map(|block| PathEnd(Place { shard, block }))
     }

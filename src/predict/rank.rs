@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::chains::{Chains, RunId, Stamp, Use};
 use super::lease::{Held, Lease, Recorded};
@@ -12,8 +12,8 @@ use crate::block::BlockHashes;
 use crate::index::PathWriter;
 use crate::worker::{Slot, WorkerRank};
 
-/// Blocks that expire before somebody else gets the lock.
-const AT_ONCE: u64 = 8192;
+/// Blocks that expire before who waits for the lock gets it.
+const AT_ONCE: u64 = 1024;
 
 /// A rank that is predicted.
 pub(super) struct Rank {
@@ -128,7 +128,10 @@ impl Rank {
             return;
         }
         let now = self.rules.steps();
-        while self.state.lock().as_mut().is_some_and(|state| state.expire(now)) {}
+        let mut state = self.state.lock();
+        while state.as_mut().is_some_and(|state| state.expire(now)) {
+            MutexGuard::bump(&mut state);
+        }
     }
 
     pub(super) fn stats(&self, slot: Slot) -> Option<RankPrediction> {
