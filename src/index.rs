@@ -25,7 +25,7 @@ use serde::Serialize;
 pub use event::{GroupNeed, KvEvent, Outcome, StoredBlock};
 pub use overlaps::{Overlaps, TierBlocks};
 use owners::Layer;
-pub(crate) use paths::{PathEnd, PathWriter};
+pub(crate) use paths::{Entered, PathEnd, PathWriter};
 use seats::Seats;
 use trie::Trie;
 use writer::Place;

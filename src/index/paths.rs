@@ -22,6 +22,15 @@ const STEP: usize = 512;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PathEnd(Place);
 
+/// What came of a path that was to be entered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Entered {
+    /// How many blocks were; fewer than asked for only where the index can hold no more.
+    pub(crate) blocks: usize,
+    /// Where the path ends now. None only where there is nothing.
+    pub(crate) end: Option<PathEnd>,
+}
+
 /// Enters and takes out paths of one slot, all on the device. To be emptied before it is dropped.
 #[derive(Debug)]
 pub(crate) struct PathWriter {
@@ -48,12 +57,13 @@ impl PathWriter {
         held.last().map_or(0, |(run, _)| run.end as usize)
     }
 
-    /// Enters what follows a path, or the start, and was not entered yet; the new end. None only where there is nothing.
-    pub(crate) fn enter(&mut self, after: Option<PathEnd>, locals: &[LocalHash]) -> Option<PathEnd> {
-        let Some(&first) = locals.first() else { return after };
+    /// Enters what follows a path, or the start, and was not entered yet.
+    pub(crate) fn enter(&mut self, after: Option<PathEnd>, locals: &[LocalHash]) -> Entered {
+        let Some(&first) = locals.first() else { return Entered { blocks: 0, end: after } };
         let shard = after.map_or_else(|| shard_of(first), |PathEnd(place)| usize::from(place.shard));
         let (hold, index) = (self.hold(), self.index.clone());
         let mut last = after.map(|PathEnd(place)| place.block);
+        let mut blocks = 0;
         let mut trie = index.shards[shard].write();
         for (step, some) in locals.chunks(STEP).enumerate() {
             if step > 0 {
@@ -64,11 +74,15 @@ impl PathWriter {
             trie.mark_all(&self.path, hold, true);
             let new = &some[self.path.len()..];
             trie.extend(self.path.last().copied().or(last), new, hold, &mut self.path);
-            last = self.path.last().copied();
+            last = self.path.last().copied().or(last);
+            blocks += self.path.len();
+            if self.path.len() < some.len() {
+                break;
+            }
         }
         drop(trie);
-        self.count(locals.len() as i64);
-        last.map(|block| PathEnd(Place { shard: shard as u8, block }))
+        self.count(blocks as i64);
+        Entered { blocks, end: last.map(|block| PathEnd(Place { shard: shard as u8, block })) }
     }
 
     /// Takes so many blocks off the end of a path; its new end.

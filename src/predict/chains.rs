@@ -7,7 +7,7 @@
 use std::collections::{BTreeSet, HashMap};
 
 use crate::block::LocalHash;
-use crate::index::{PathEnd, PathWriter};
+use crate::index::{Entered, PathEnd, PathWriter};
 
 /// Number of a run. A split leaves it with the part that ends where the run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -26,6 +26,15 @@ pub(super) struct Use {
     pub(super) stamp: Stamp,
     /// Whether a live request holds them until it is released.
     pub(super) lease: bool,
+}
+
+/// What became of a prompt.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Recorded {
+    /// The run that it ends with, if it has any block.
+    pub(super) tail: Option<RunId>,
+    /// Blocks that are new.
+    pub(super) added: usize,
 }
 
 /// Blocks that follow one another.
@@ -119,9 +128,8 @@ impl Chains {
         self.paths.known(prompt)
     }
 
-    /// Marks a prompt as used, of which the first `known` blocks are there, and adds the others. The run that it ends with,
-    /// if it has any block.
-    pub(super) fn record(&mut self, prompt: &[LocalHash], known: usize, used: Use) -> Option<RunId> {
+    /// Marks a prompt as used, of which the first `known` blocks are there, and adds the others.
+    pub(super) fn record(&mut self, prompt: &[LocalHash], known: usize, used: Use) -> Recorded {
         let (mut tail, mut reached) = (None, 0);
         while let Some(found) = self.next(tail, &prompt[reached..known]) {
             let left = (known - reached) as u64;
@@ -131,7 +139,7 @@ impl Chains {
             reached += self.run(run).blocks as usize;
         }
         match &prompt[reached..] {
-            [] => tail,
+            [] => Recorded { tail, added: 0 },
             rest => self.add(tail, rest, used),
         }
     }
@@ -240,17 +248,18 @@ impl Chains {
 
     /// Adds blocks after a run that was just touched. They become part of it where they share its fate, because nothing else
     /// follows it and nobody else holds it: so a conversation stays one run, however many turns it has.
-    fn add(&mut self, tail: Option<RunId>, blocks: &[LocalHash], used: Use) -> Option<RunId> {
-        let count = blocks.len() as u64;
+    fn add(&mut self, tail: Option<RunId>, blocks: &[LocalHash], used: Use) -> Recorded {
+        let Entered { blocks: added, end } = self.paths.enter(tail.and_then(|run| self.run(run).end()), blocks);
+        let Some(end) = end.filter(|_| added > 0) else { return Recorded { tail, added } };
+        let count = added as u64;
         self.identify(tail, count);
-        let end = self.paths.enter(tail.and_then(|run| self.run(run).end()), blocks)?;
         self.blocks += count;
         let leases = u32::from(used.lease);
         let grows = tail.map(|id| (id, self.run(id))).filter(|(_, run)| run.children == 0 && run.leases == leases);
         if let Some((id, &Run { content: Content::Prompt { first, .. }, .. })) = grows {
             let run = self.run_mut(id);
             (run.blocks, run.content) = (run.blocks + count, Content::Prompt { first, end });
-            return Some(id);
+            return Recorded { tail, added };
         }
         let content = Content::Prompt { first: blocks[0], end };
         let stamp = used.stamp;
@@ -258,7 +267,7 @@ impl Chains {
         let id = self.adopt(run);
         self.heads.insert((tail, blocks[0]), id);
         self.follow(tail, id);
-        Some(id)
+        Recorded { tail: Some(id), added }
     }
 
     /// A longer prompt usually holds the answer to the shorter one: those blocks are now known by name.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::chains::{Chains, RunId, Stamp, Use};
+use super::chains::{self, Chains, RunId, Stamp, Use};
 use super::lease::{Held, Lease, Recorded};
 use super::policy::{EffectivePolicy, Ttl};
 use super::{RankPrediction, Rules};
@@ -76,15 +76,13 @@ impl Rank {
     pub(super) fn record(self: &Arc<Self>, prompt: &BlockHashes) -> Lease {
         let mut state = self.state.lock();
         let Some(state) = state.as_mut() else { return Lease::none() };
-        let mut blocks = prompt.locals();
+        let blocks = prompt.locals();
         let known = state.chains.known(blocks);
-        if state.is_full(self.policy.most_blocks()) {
-            // Room can only be made of what nobody holds, and what is remembered has its limit all the same.
-            state.refused += (blocks.len() - known) as u64;
-            blocks = &blocks[..known];
-        }
+        // Room can only be made of what nobody holds, and what is remembered has its limit all the same.
+        let most = if state.is_full(self.policy.most_blocks()) { known } else { blocks.len() };
         let used = Use { stamp: state.stamp(&self.rules), lease: self.policy.leases() };
-        let tail = state.chains.record(blocks, known, used);
+        let chains::Recorded { tail, added } = state.chains.record(&blocks[..most], known, used);
+        state.refused += (blocks.len() - known - added) as u64;
         state.make_room(self.policy.most_blocks());
         let held = used.lease.then_some(Held { tail, generated: 0 });
         Lease::of(Recorded { rank: self.clone(), stamp: used.stamp, known, held })

@@ -130,7 +130,9 @@ impl Bed {
             assert_eq!(self.writers[slot].known(&locals(path)), known);
             let after = self.end_of(slot, &path[..known]);
             assert_eq!(after.is_some(), known > 0);
-            self.writers[slot].enter(after, &locals(new))
+            let entered = self.writers[slot].enter(after, &locals(new));
+            assert_eq!(entered.blocks, new.len());
+            entered.end
         };
         self.models[slot].enter(path, end);
         self.seen.push(path.to_vec());
@@ -233,7 +235,7 @@ fn a_writer_that_is_hidden_is_not_reported_and_one_that_was_emptied_gives_its_se
     let (hashes, mut overlaps) = (prompt(&[1, 2, 3]), Overlaps::new());
     let mut writer = index.paths(Slot(5));
     let seat = writer.seat;
-    let end = writer.enter(None, hashes.locals()).unwrap();
+    let end = writer.enter(None, hashes.locals()).end.unwrap();
     index.overlaps(&hashes, &mut overlaps);
     assert_eq!(overlaps.get(Slot(5)).device, 3);
     writer.hide();
@@ -250,8 +252,9 @@ fn a_writer_that_is_hidden_is_not_reported_and_one_that_was_emptied_gives_its_se
 fn an_empty_path_is_known_and_entered_without_effect() {
     let index = PrefixIndex::new();
     let mut writer = index.paths(Slot(0));
-    assert_eq!((writer.known(&[]), writer.enter(None, &[])), (0, None));
-    let end = writer.enter(None, &[LocalHash(7)]).unwrap();
-    assert_eq!(writer.enter(Some(end), &[]), Some(end));
+    assert_eq!((writer.known(&[]), writer.enter(None, &[])), (0, Entered { blocks: 0, end: None }));
+    let end = writer.enter(None, &[LocalHash(7)]).end;
+    assert_eq!(writer.enter(end, &[]), Entered { blocks: 0, end });
+    let end = end.unwrap();
     assert_eq!(writer.cut(end, 1), None);
 }
