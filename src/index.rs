@@ -11,6 +11,7 @@ mod gains;
 mod needs;
 mod overlaps;
 mod owners;
+mod paths;
 mod seats;
 mod trie;
 mod writer;
@@ -24,6 +25,7 @@ use serde::Serialize;
 pub use event::{GroupNeed, KvEvent, Outcome, StoredBlock};
 pub use overlaps::{Overlaps, TierBlocks};
 use owners::Layer;
+pub(crate) use paths::{Entered, PathEnd, PathWriter};
 use seats::Seats;
 use trie::Trie;
 use writer::Place;
@@ -102,6 +104,11 @@ impl PrefixIndex {
     /// The writer of a slot. It takes the slot over: what an earlier writer of the slot holds is no longer reported.
     pub fn join(self: &Arc<Self>, slot: Slot) -> RankWriter {
         RankWriter::new(self.clone(), slot)
+    }
+
+    /// A writer of a slot for whom blocks need no names. It takes the slot over as any writer does.
+    pub(crate) fn paths(self: &Arc<Self>, slot: Slot) -> PathWriter {
+        PathWriter::new(self.clone(), slot)
     }
 
     /// Finds what each slot has cached of a prompt. `into` is overwritten.

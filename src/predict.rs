@@ -1,8 +1,8 @@
 //! What the caches probably hold, judged by our own decisions: for engines that send no KV events, and to bridge the time
 //! until their events arrive. A decision stores the prompt on the rank it went to. What is held is kept in a prefix index
 //! as if an engine had reported it, and per rank in runs that remember when they were last used: a prompt refreshes its
-//! whole path, so a run is never younger than the one before it, and whatever leaves first lies at an end. Per block
-//! that costs a hash; the clocks and counters are per run.
+//! whole path, so a run is never younger than the one before it, and whatever leaves first lies at an end. A block
+//! costs its place in the index and no more; the clocks and counters are per run.
 
 mod chains;
 mod lease;
@@ -83,7 +83,7 @@ impl Predictor {
     pub fn open(&self, slot: Slot, rank: WorkerRank, capacity: Option<u64>) -> EffectivePolicy {
         self.close(slot);
         let policy = self.rules.policy.for_capacity(capacity);
-        let opened = Arc::new(Rank::new(self.index.join(slot), rank, policy, self.rules.clone()));
+        let opened = Arc::new(Rank::new(self.index.paths(slot), rank, policy, self.rules.clone()));
         let mut ranks = self.ranks.write();
         if ranks.len() <= slot.at() {
             ranks.resize(slot.at() + 1, None);
@@ -126,8 +126,7 @@ impl Predictor {
     pub fn stats(&self) -> PredictStats {
         let mut stats = PredictStats::default();
         for (slot, rank) in self.ranks.read().iter().enumerate() {
-            let Some(rank) = rank else { continue };
-            let found = rank.stats(Slot(slot as u32));
+            let Some(found) = rank.as_ref().and_then(|rank| rank.stats(Slot(slot as u32))) else { continue };
             stats.blocks += found.blocks;
             stats.generated += found.generated;
             stats.ranks.push(found);

@@ -195,6 +195,15 @@ impl Trie {
         (before, local)
     }
 
+    /// The blocks up to this one in its run, at most so many: the first of them, and their number.
+    pub(super) fn stretch(&self, last: BlockId, most: usize) -> (BlockId, usize) {
+        let Home { run, depth } = self.home(last);
+        let run = &self.runs[run as usize];
+        let at = (depth - run.start) as usize;
+        let count = most.min(at + 1);
+        (run.blocks[at + 1 - count], count)
+    }
+
     /// What a seat holds of a block.
     pub(super) fn layers(&self, block: BlockId, seat: Seat) -> Layers {
         self.runs[self.home(block).run as usize].owners.layers(seat)

@@ -1,14 +1,16 @@
 //! The prompts of one rank as a tree of runs. All blocks of a run were used last at the same time and by the same live
-//! requests, because a prompt that stops or turns off inside a run splits it. A run is found by the sequence hash of its
-//! first block, which names everything before it as well, and whether a prompt covers a run shows in a single comparison.
-//! Only runs that nothing follows and nobody holds may be evicted; these are kept in the order of their last use.
+//! requests, because a prompt that stops or turns off inside a run splits it. Which blocks there are is known to the index
+//! alone: a run keeps its length and where it ends there, so however long it is, it costs the same. A run is found by
+//! the one before it and its first block. Only runs that nothing follows and nobody holds may be evicted; these are kept
+//! in the order of their last use.
 
 use std::collections::{BTreeSet, HashMap};
 
-use crate::block::SequenceHash;
+use crate::block::LocalHash;
+use crate::index::{Entered, PathEnd, PathWriter};
 
 /// Number of a run. A split leaves it with the part that ends where the run ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct RunId(u32);
 
 /// When a run was last used. Later uses are greater.
@@ -18,21 +20,29 @@ pub(super) struct Stamp {
     pub(super) use_number: u64,
 }
 
+/// What becomes of the runs of a prompt that is recorded.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Use {
+    pub(super) stamp: Stamp,
+    /// Whether a live request holds them until it is released.
+    pub(super) lease: bool,
+}
+
 /// What became of a prompt.
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Recorded {
-    /// The run that the prompt ends with, if it has any block.
+    /// The run that it ends with, if it has any block.
     pub(super) tail: Option<RunId>,
-    /// Leading blocks that were there already.
-    pub(super) known: usize,
+    /// Blocks that are new.
+    pub(super) added: usize,
 }
 
 /// Blocks that follow one another.
 #[derive(Debug)]
 struct Run {
-    /// Empty where the blocks are generated ones.
-    names: Vec<SequenceHash>,
-    /// Blocks of unknown content.
-    generated: u64,
+    content: Content,
+    /// Number of blocks.
+    blocks: u64,
     stamp: Stamp,
     parent: Option<RunId>,
     /// The child that stands for what was generated after this run.
@@ -41,18 +51,35 @@ struct Run {
     leases: u32,
 }
 
+/// What a run consists of.
+#[derive(Clone, Copy, Debug)]
+enum Content {
+    /// Blocks of prompts, which the index has.
+    Prompt { first: LocalHash, end: PathEnd },
+    /// Generated blocks, of unknown content.
+    Generated,
+}
+
 impl Run {
     fn is_end(&self) -> bool {
         self.children == 0 && self.leases == 0
     }
+
+    fn end(&self) -> Option<PathEnd> {
+        match self.content {
+            Content::Prompt { end, .. } => Some(end),
+            Content::Generated => None,
+        }
+    }
 }
 
 /// The tree.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Chains {
+    paths: PathWriter,
     runs: Vec<Run>,
     free: Vec<RunId>,
-    heads: HashMap<SequenceHash, RunId>,
+    heads: HashMap<(Option<RunId>, LocalHash), RunId>,
     /// Exactly the runs that may be evicted.
     ends: BTreeSet<(Stamp, RunId)>,
     /// What was generated after prompts without a complete block.
@@ -62,6 +89,20 @@ pub(super) struct Chains {
 }
 
 impl Chains {
+    /// No run yet; the writer holds nothing.
+    pub(super) fn new(paths: PathWriter) -> Self {
+        Self {
+            paths,
+            runs: Vec::new(),
+            free: Vec::new(),
+            heads: HashMap::new(),
+            ends: BTreeSet::new(),
+            offspring: None,
+            blocks: 0,
+            generated: 0,
+        }
+    }
+
     /// Blocks of prompts.
     pub(super) fn blocks(&self) -> u64 {
         self.blocks
@@ -83,40 +124,24 @@ impl Chains {
     }
 
     /// Leading blocks of a prompt that are there.
-    pub(super) fn known(&self, prompt: &[SequenceHash]) -> usize {
-        let mut rest = prompt;
-        while let Some(&found) = rest.first().and_then(|first| self.heads.get(first)) {
-            let names = &self.run(found).names;
-            let same = common(names, rest);
-            rest = &rest[same..];
-            if same < names.len() {
-                break;
-            }
-        }
-        prompt.len() - rest.len()
+    pub(super) fn known(&self, prompt: &[LocalHash]) -> usize {
+        self.paths.known(prompt)
     }
 
-    /// Marks a prompt as used now, and adds what is not there. With `lease`, it is held until it is released.
-    pub(super) fn record(&mut self, prompt: &[SequenceHash], stamp: Stamp, lease: bool) -> Recorded {
-        let mut tail = None;
-        let mut rest = prompt;
-        while let Some(&found) = rest.first().and_then(|first| self.heads.get(first)) {
-            let names = &self.run(found).names;
-            let same = common(names, rest);
-            let run = if same < names.len() { self.split(found, same) } else { found };
-            self.touch(run, stamp, lease);
+    /// Marks a prompt as used, of which the first `known` blocks are there, and adds the others.
+    pub(super) fn record(&mut self, prompt: &[LocalHash], known: usize, used: Use) -> Recorded {
+        let (mut tail, mut reached) = (None, 0);
+        while let Some(found) = self.next(tail, &prompt[reached..known]) {
+            let left = (known - reached) as u64;
+            let run = if left < self.run(found).blocks { self.split(found, left) } else { found };
+            self.touch(run, used);
             tail = Some(run);
-            rest = &rest[same..];
+            reached += self.run(run).blocks as usize;
         }
-        if !rest.is_empty() {
-            self.identify(tail, rest.len() as u64);
-            self.blocks += rest.len() as u64;
-            tail = match tail.filter(|&run| self.may_grow(run, lease)) {
-                Some(run) => Some(self.append(run, rest)),
-                None => Some(self.sprout(tail, rest, stamp, lease)),
-            };
+        match &prompt[reached..] {
+            [] => Recorded { tail, added: 0 },
+            rest => self.add(tail, rest, used),
         }
-        Recorded { tail, known: prompt.len() - rest.len() }
     }
 
     /// Ends the hold on a prompt, and keeps what was generated after it.
@@ -136,52 +161,49 @@ impl Chains {
         }
     }
 
-    /// Takes up to `most` blocks off the end of a run from [`Chains::oldest`]; how many. `gone` gets the names of those
-    /// that have one.
-    pub(super) fn evict(&mut self, id: RunId, most: u64, gone: &mut Vec<SequenceHash>) -> u64 {
-        let run = &mut self.runs[id.0 as usize];
-        if run.names.is_empty() {
-            let taken = most.min(run.generated);
+    /// Takes up to `most` blocks off the end of a run from [`Chains::oldest`]; how many.
+    pub(super) fn evict(&mut self, id: RunId, most: u64) -> u64 {
+        let &Run { content, blocks, parent, .. } = self.run(id);
+        let taken = most.min(blocks);
+        let Content::Prompt { first, end } = content else {
             self.shrink(id, taken);
             return taken;
-        }
-        let taken = most.min(run.names.len() as u64);
+        };
         self.blocks -= taken;
-        let keep = run.names.len() - taken as usize;
-        if keep == 0 {
-            self.heads.remove(&run.names[0]);
-        }
-        gone.extend(run.names.drain(keep..));
-        if run.names.capacity() > 16 + 4 * keep {
-            run.names.shrink_to_fit();
-        }
-        if keep == 0 {
-            self.remove(id);
+        let end = self.paths.cut(end, taken);
+        match end.filter(|_| taken < blocks) {
+            Some(end) => {
+                let run = self.run_mut(id);
+                (run.blocks, run.content) = (blocks - taken, Content::Prompt { first, end });
+            }
+            None => {
+                self.heads.remove(&(parent, first));
+                self.remove(id);
+            }
         }
         taken
     }
 
-    /// The run that a prompt ends with and how many blocks at its end only the use of that stamp has entered and nobody has
-    /// used since; `known` blocks had been there before. Whoever used a part of them would have split or marked the run.
-    pub(super) fn own_end(
-        &self,
-        prompt: &[SequenceHash],
-        known: usize,
-        stamp: Stamp,
-        lease: bool,
-    ) -> Option<(RunId, u64)> {
+    /// The run that a prompt ends with and how many blocks at its end only that use has entered and nobody has used since;
+    /// `known` blocks had been there before. Whoever used a part of them would have split or marked the run.
+    pub(super) fn own_end(&self, prompt: &[LocalHash], known: usize, used: Use) -> Option<(RunId, u64)> {
+        let there = self.known(prompt);
         let (mut last, mut end) = (None, 0);
-        while let Some(&found) = prompt[end..].first().and_then(|first| self.heads.get(first)) {
-            let names = &self.run(found).names;
-            if common(names, &prompt[end..]) < names.len() {
+        while let Some(found) = self.next(last, &prompt[end..there]) {
+            last = Some(found);
+            end += self.run(found).blocks as usize;
+            if end > there {
                 return None;
             }
-            last = Some(found);
-            end += names.len();
         }
-        let own = |run: &Run| run.stamp == stamp && run.children == 0 && run.leases == u32::from(lease);
+        let own = |run: &Run| run.stamp == used.stamp && run.children == 0 && run.leases == u32::from(used.lease);
         let id = last.filter(|id| own(self.run(*id)) && end > known)?;
-        Some((id, self.run(id).names.len().min(end - known) as u64))
+        Some((id, self.run(id).blocks.min((end - known) as u64)))
+    }
+
+    /// The run that follows another with these blocks.
+    fn next(&self, after: Option<RunId>, prompt: &[LocalHash]) -> Option<RunId> {
+        self.heads.get(&(after, *prompt.first()?)).copied()
     }
 
     fn run(&self, id: RunId) -> &Run {
@@ -216,55 +238,55 @@ impl Chains {
         }
     }
 
-    fn touch(&mut self, id: RunId, stamp: Stamp, lease: bool) {
+    fn touch(&mut self, id: RunId, used: Use) {
         self.unlist(id);
         let run = self.run_mut(id);
-        run.stamp = stamp;
-        run.leases += u32::from(lease);
+        run.stamp = used.stamp;
+        run.leases += u32::from(used.lease);
         self.list(id);
+    }
+
+    /// Adds blocks after a run that was just touched. They become part of it where they share its fate, because nothing else
+    /// follows it and nobody else holds it: so a conversation stays one run, however many turns it has.
+    fn add(&mut self, tail: Option<RunId>, blocks: &[LocalHash], used: Use) -> Recorded {
+        let Entered { blocks: added, end } = self.paths.enter(tail.and_then(|run| self.run(run).end()), blocks);
+        let Some(end) = end.filter(|_| added > 0) else { return Recorded { tail, added } };
+        let count = added as u64;
+        self.identify(tail, count);
+        self.blocks += count;
+        let leases = u32::from(used.lease);
+        let grows = tail.map(|id| (id, self.run(id))).filter(|(_, run)| run.children == 0 && run.leases == leases);
+        if let Some((id, &Run { content: Content::Prompt { first, .. }, .. })) = grows {
+            let run = self.run_mut(id);
+            (run.blocks, run.content) = (run.blocks + count, Content::Prompt { first, end });
+            return Recorded { tail, added };
+        }
+        let content = Content::Prompt { first: blocks[0], end };
+        let stamp = used.stamp;
+        let run = Run { content, blocks: count, stamp, parent: tail, offspring: None, children: 0, leases };
+        let id = self.adopt(run);
+        self.heads.insert((tail, blocks[0]), id);
+        self.follow(tail, id);
+        Recorded { tail: Some(id), added }
     }
 
     /// A longer prompt usually holds the answer to the shorter one: those blocks are now known by name.
     fn identify(&mut self, parent: Option<RunId>, blocks: u64) {
         if let Some(offspring) = self.offspring(parent) {
-            let named = self.run(offspring).generated.min(blocks);
+            let named = self.run(offspring).blocks.min(blocks);
             self.shrink(offspring, named);
         }
-    }
-
-    /// Whether blocks after a run that was just touched share its fate: nothing else follows it and nobody else holds it.
-    /// So a conversation stays one run, however many turns it has.
-    fn may_grow(&self, id: RunId, lease: bool) -> bool {
-        let run = self.run(id);
-        run.children == 0 && run.leases == u32::from(lease)
-    }
-
-    fn append(&mut self, id: RunId, names: &[SequenceHash]) -> RunId {
-        let run = self.run_mut(id);
-        run.names.reserve_exact(names.len());
-        run.names.extend_from_slice(names);
-        id
-    }
-
-    /// A new run of prompt blocks.
-    fn sprout(&mut self, parent: Option<RunId>, names: &[SequenceHash], stamp: Stamp, lease: bool) -> RunId {
-        let leases = u32::from(lease);
-        let run = Run { names: names.into(), generated: 0, stamp, parent, offspring: None, children: 0, leases };
-        let id = self.adopt(run);
-        self.heads.insert(names[0], id);
-        self.follow(parent, id);
-        id
     }
 
     /// Keeps generated blocks after a run that is still held.
     fn keep(&mut self, parent: Option<RunId>, blocks: u64, stamp: Stamp) {
         self.generated += blocks;
         if let Some(id) = self.offspring(parent) {
-            self.touch(id, stamp, false);
-            self.run_mut(id).generated += blocks;
+            self.touch(id, Use { stamp, lease: false });
+            self.run_mut(id).blocks += blocks;
             return;
         }
-        let run = Run { names: Vec::new(), generated: blocks, stamp, parent, offspring: None, children: 0, leases: 0 };
+        let run = Run { content: Content::Generated, blocks, stamp, parent, offspring: None, children: 0, leases: 0 };
         let id = self.adopt(run);
         self.follow(parent, id);
         *self.offspring_mut(parent) = Some(id);
@@ -294,8 +316,8 @@ impl Chains {
     fn shrink(&mut self, id: RunId, blocks: u64) {
         self.generated -= blocks;
         let run = self.run_mut(id);
-        run.generated -= blocks;
-        if run.generated == 0 {
+        run.blocks -= blocks;
+        if run.blocks == 0 {
             let parent = run.parent;
             *self.offspring_mut(parent) = None;
             self.remove(id);
@@ -312,38 +334,32 @@ impl Chains {
         }
     }
 
-    /// Splits a run after `at` blocks; the number of the first part.
-    fn split(&mut self, id: RunId, at: usize) -> RunId {
-        let run = self.run_mut(id);
-        let lower = run.names.split_off(at);
-        let boundary = lower[0];
-        let mut names = std::mem::replace(&mut run.names, lower);
-        names.shrink_to_fit();
-        let first = names[0];
-        let (stamp, parent, leases) = (run.stamp, run.parent, run.leases);
-        let upper = self.adopt(Run { names, generated: 0, stamp, parent, offspring: None, children: 1, leases });
-        self.run_mut(id).parent = Some(upper);
-        self.heads.insert(first, upper);
-        self.heads.insert(boundary, id);
+    /// Splits a run of prompt blocks after `at` of them; the number of the first part.
+    fn split(&mut self, id: RunId, at: u64) -> RunId {
+        let &Run { content, blocks, stamp, parent, leases, .. } = self.run(id);
+        let Content::Prompt { first, end } = content else { unreachable!("generated blocks are in no prompt") };
+        let (before, boundary) = self.paths.before(end, blocks - at);
+        let before = before.expect("a run goes on before its last blocks");
+        let upper = Content::Prompt { first, end: before };
+        let upper = self.adopt(Run { content: upper, blocks: at, stamp, parent, offspring: None, children: 1, leases });
+        let lower = self.run_mut(id);
+        lower.content = Content::Prompt { first: boundary, end };
+        (lower.blocks, lower.parent) = (blocks - at, Some(upper));
+        self.heads.insert((parent, first), upper);
+        self.heads.insert((Some(upper), boundary), id);
         upper
     }
 }
 
-/// Length of the common beginning. A name stands for all before it, so the last one tells for a whole run, and the point
-/// where two prompts part can be halved in.
-fn common(run: &[SequenceHash], prompt: &[SequenceHash]) -> usize {
-    let most = run.len().min(prompt.len());
-    if run[most - 1] == prompt[most - 1] {
-        return most;
-    }
-    let (mut same, mut different) = (0, most);
-    while same + 1 < different {
-        let middle = same.midpoint(different);
-        if run[middle - 1] == prompt[middle - 1] {
-            same = middle;
-        } else {
-            different = middle;
+impl Drop for Chains {
+    fn drop(&mut self) {
+        // Readers stop to see it at once, and what is left is taken out bit by bit.
+        self.paths.hide();
+        self.runs.iter_mut().for_each(|run| run.leases = 0);
+        let ids: Vec<RunId> = self.heads.values().copied().collect();
+        ids.into_iter().for_each(|id| self.list(id));
+        while let Some((_, end)) = self.oldest() {
+            self.evict(end, u64::MAX);
         }
     }
-    same
 }

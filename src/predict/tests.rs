@@ -1,5 +1,8 @@
 mod model;
 
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -8,12 +11,14 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::block::LocalHash;
+use crate::index::IndexStats;
 use crate::worker::{BlockSize, DpRank, WorkerId};
 use model::{Entered, Model};
 
 const TTL: u64 = 1_050;
 const A: Slot = Slot(0);
 const B: Slot = Slot(1);
+const RANKS: u32 = 4;
 
 fn name(slot: Slot) -> WorkerRank {
     WorkerRank { worker: WorkerId(100 + u64::from(slot.0)), rank: DpRank(0) }
@@ -235,10 +240,11 @@ enum Step {
     Reopen { slot: Slot },
 }
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
-    let slot = || prop_oneof![3 => Just(A), 2 => Just(B)];
+/// Scripts of at most so many steps, on this many ranks, with prompts of fewer blocks than `longest` out of so many kinds.
+fn steps(most: usize, ranks: u32, kinds: u8, longest: usize) -> impl Strategy<Value = Vec<Step>> {
+    let slot = move || prop_oneof![3 => Just(A), 2 => (0..ranks).prop_map(Slot)];
     let step = prop_oneof![
-        10 => (slot(), vec(0..2u8, 0..8), any::<bool>())
+        10 => (slot(), vec(0..kinds, 0..longest), any::<bool>())
             .prop_map(|(slot, path, hold)| Step::Record { slot, path, hold }),
         3 => (any::<usize>(), 1..4u64).prop_map(|(pick, blocks)| Step::Grow { pick, blocks }),
         5 => any::<usize>().prop_map(|pick| Step::Release { pick }),
@@ -247,7 +253,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         4 => Just(Step::Expire),
         1 => slot().prop_map(|slot| Step::Reopen { slot }),
     ];
-    vec(step, 1..30)
+    vec(step, 1..most)
 }
 
 /// A request under way, as both sides see it.
@@ -261,26 +267,40 @@ struct Request {
     lease: Lease,
 }
 
-/// A predictor and its model, side by side. The first rank has a capacity, the second has none.
+/// A predictor and its models, side by side. The first rank has a capacity, the second has none, and so on.
 struct Pair {
     bed: Bed,
     lru: bool,
     most: u64,
-    models: [Model; 2],
-    opened: [usize; 2],
+    models: Vec<Model>,
+    opened: Vec<usize>,
     requests: Vec<Request>,
     seen: Vec<Vec<u8>>,
 }
 
 impl Pair {
-    fn new(lru: bool, most: u64) -> Self {
+    fn new(lru: bool, most: u64, ranks: u32) -> Self {
         let policy =
             if lru { Policy::Lru { default_blocks: None, fallback: ttl(most) } } else { Policy::Ttl(ttl(most)) };
-        let models = [Model::new(most, lru, TTL), Model::new(most, false, TTL)];
         let bed = Bed::new(policy);
-        bed.predictor.open(A, name(A), Some(most));
-        bed.predictor.open(B, name(B), None);
-        Self { bed, lru, most, models, opened: [0; 2], requests: Vec::new(), seen: Vec::new() }
+        let opened = vec![0; ranks as usize];
+        let mut pair = Self { bed, lru, most, models: Vec::new(), opened, requests: Vec::new(), seen: Vec::new() };
+        for slot in (0..ranks).map(Slot) {
+            let model = pair.open(slot);
+            pair.models.push(model);
+        }
+        pair
+    }
+
+    /// Opens a slot; the model that goes with it.
+    fn open(&self, slot: Slot) -> Model {
+        let capacity = slot.0.is_multiple_of(2).then_some(self.most * (1 + u64::from(slot.0)));
+        self.bed.predictor.open(slot, name(slot), capacity);
+        let (most, leases) = match capacity.filter(|_| self.lru) {
+            Some(capacity) => (capacity, true),
+            None => (self.most, false),
+        };
+        Model::new(most, leases, TTL)
     }
 
     fn take(&mut self, step: &Step) {
@@ -292,7 +312,10 @@ impl Pair {
                 let (slot, opened, asked) = (*slot, self.opened[slot.at()], path.clone());
                 let path = path[..held].to_vec();
                 self.requests.push(Request { slot, opened, asked, path, entered, generated: 0, lease });
-                self.seen.push(self.requests[self.requests.len() - 1].asked.clone());
+                let asked = &self.requests[self.requests.len() - 1].asked;
+                if !self.seen.contains(asked) {
+                    self.seen.push(asked.clone());
+                }
                 if !hold {
                     self.release(self.requests.len() - 1);
                 }
@@ -315,9 +338,8 @@ impl Pair {
                 self.models.iter_mut().for_each(|model| model.expire(now));
             }
             Step::Reopen { slot } => {
-                self.bed.predictor.open(*slot, name(*slot), (*slot == A).then_some(self.most));
+                self.models[slot.at()] = self.open(*slot);
                 self.opened[slot.at()] += 1;
-                self.models[slot.at()] = Model::new(self.most, self.lru && *slot == A, TTL);
             }
         }
     }
@@ -342,17 +364,47 @@ impl Pair {
     }
 
     fn check(&mut self) {
+        self.check_counts();
+        for at in 0..self.seen.len() {
+            self.check_path(at);
+        }
+    }
+
+    fn check_path(&mut self, at: usize) {
+        let path = &self.seen[at];
+        self.bed.predictor.overlaps(&prompt(path), &mut self.bed.overlaps);
+        for (slot, model) in self.models.iter().enumerate() {
+            let found = self.bed.overlaps.get(Slot(slot as u32));
+            assert_eq!(found.total(), found.device);
+            assert_eq!(found.device as usize, model.overlap(path), "{slot:?} {path:?}");
+        }
+    }
+
+    fn check_counts(&self) {
         let stats = self.bed.predictor.stats();
         let indexed = self.bed.predictor.index.stats();
-        for (slot, model) in [A, B].into_iter().zip(&self.models) {
+        let all: BTreeSet<&Vec<u8>> = self.models.iter().flat_map(Model::paths).collect();
+        assert_eq!(indexed.distinct_blocks, all.len() as u64);
+        for (slot, model) in self.models.iter().enumerate() {
             assert!(model.is_whole(), "a block left before its descendants: {model:?}");
-            let found = &stats.ranks[slot.at()];
+            let found = &stats.ranks[slot];
             assert_eq!((found.blocks, found.generated), (model.blocks(), model.generated()), "{slot:?}");
-            assert_eq!(indexed.slots[slot.at()].counts.device, model.blocks(), "{slot:?}");
-            for path in &self.seen {
-                assert_eq!(self.bed.overlap(slot, path), model.overlap(path), "{slot:?} {path:?}");
-            }
+            let gone = (found.evicted, found.expired, found.refused);
+            assert_eq!(gone, (model.evicted, model.expired, model.refused), "{slot:?}");
+            assert_eq!(indexed.slots[slot].counts.device, model.blocks(), "{slot:?}");
         }
+    }
+
+    /// Ends all requests, then closes all slots: nothing may be left.
+    fn end(mut self) {
+        while !self.requests.is_empty() {
+            self.release(0);
+        }
+        self.check();
+        for slot in (0..self.models.len() as u32).map(Slot) {
+            self.bed.predictor.close(slot);
+        }
+        assert_eq!(self.bed.predictor.index.stats(), IndexStats::default());
     }
 }
 
@@ -360,15 +412,80 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_predictor_holds_exactly_what_the_model_holds(lru in any::<bool>(), most in 1..20u64, steps in steps()) {
-        let mut pair = Pair::new(lru, most);
+    fn a_predictor_holds_exactly_what_the_model_holds(
+        lru in any::<bool>(),
+        most in 1..20u64,
+        steps in steps(30, 2, 2, 8),
+    ) {
+        let mut pair = Pair::new(lru, most, 2);
         for step in &steps {
             pair.take(step);
             pair.check();
         }
-        while !pair.requests.is_empty() {
-            pair.release(0);
-        }
-        pair.check();
+        pair.end();
     }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn and_so_it_does_for_long_on_several_ranks(
+        lru in any::<bool>(),
+        most in 5..100u64,
+        steps in steps(300, RANKS, 3, 16),
+    ) {
+        let mut pair = Pair::new(lru, most, RANKS);
+        for (at, step) in steps.iter().enumerate() {
+            pair.take(step);
+            pair.check_counts();
+            let last = pair.seen.len().saturating_sub(4);
+            (last..pair.seen.len()).for_each(|seen| pair.check_path(seen));
+            if !pair.seen.is_empty() {
+                pair.check_path(at * 7919 % pair.seen.len());
+            }
+        }
+        pair.end();
+    }
+}
+
+#[test]
+fn what_a_live_request_holds_is_seen_whole_whatever_others_do_meanwhile() {
+    let bed = Bed::new(lru(Some(2_000)));
+    (0..RANKS).for_each(|slot| _ = bed.predictor.open(Slot(slot), name(Slot(slot)), None));
+    // Longer than what is entered or taken out in one step, and than a run.
+    let path = |turn: u64| -> Vec<u8> { (0..1_500).map(|at| if at < 700 { 1 } else { (turn % 5) as u8 }).collect() };
+    let held = bed.record(A, &path(0));
+    let whole = prompt(&path(0));
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let writers = [A, B].map(|slot| {
+            let (bed, path) = (&bed, &path);
+            scope.spawn(move || {
+                for turn in 0..200 {
+                    let asked = &path(turn)[..700 + turn as usize * 37 % 800];
+                    let mut lease = bed.record(slot, asked);
+                    lease.grow(turn % 3);
+                    if turn % 4 == 0 {
+                        lease.revoke(&prompt(asked));
+                    }
+                }
+            })
+        });
+        scope.spawn(|| {
+            let (mut overlaps, mut over) = (Overlaps::new(), false);
+            while !over {
+                over = done.load(Ordering::Relaxed);
+                bed.predictor.overlaps(&whole, &mut overlaps);
+                assert_eq!(overlaps.get(A).device, 1_500);
+                assert!(overlaps.get(B).device <= 1_500);
+            }
+        });
+        let ended = writers.map(|writer| writer.join().is_ok());
+        done.store(true, Ordering::Relaxed);
+        assert_eq!(ended, [true, true]);
+    });
+    let stats = bed.predictor.stats();
+    assert!(stats.ranks[..2].iter().all(|rank| rank.evicted > 0), "{stats:?}");
+    drop(held);
 }

@@ -28,12 +28,15 @@ pub(super) struct Model {
     generated: BTreeMap<Path, (u64, (u64, u64))>,
     growing: u64,
     uses: u64,
+    pub(super) evicted: u64,
+    pub(super) expired: u64,
+    pub(super) refused: u64,
 }
 
 impl Model {
     pub(super) fn new(most: u64, leases: bool, ttl: u64) -> Self {
         let (blocks, generated) = (BTreeMap::new(), BTreeMap::new());
-        Self { most, leases, ttl, blocks, generated, growing: 0, uses: 0 }
+        Self { most, leases, ttl, blocks, generated, growing: 0, uses: 0, evicted: 0, expired: 0, refused: 0 }
     }
 
     fn stamp(&mut self, now: u64) -> (u64, u64) {
@@ -47,6 +50,7 @@ impl Model {
         let known = self.overlap(path);
         let held = self.generated.is_empty() && self.blocks.values().all(|block| block.leases > 0);
         let full = held && self.blocks() + self.generated() >= self.most;
+        self.refused += if full { (path.len() - known) as u64 } else { 0 };
         let path = if full { &path[..known] } else { path };
         if let Some((count, _)) = self.generated.get_mut(&path[..known]) {
             *count -= (*count).min((path.len() - known) as u64);
@@ -115,7 +119,9 @@ impl Model {
 
     pub(super) fn expire(&mut self, now: u64) {
         if !self.leases {
+            let before = self.blocks();
             self.blocks.retain(|_, block| block.stamp.0 * 100 > now);
+            self.expired += before - self.blocks();
         }
     }
 
@@ -126,7 +132,9 @@ impl Model {
             let generated = self.generated.iter();
             let generated =
                 generated.map(|(path, (_, stamp))| (*stamp, usize::MAX - path.len() - 1, path.clone(), true));
-            match blocks.chain(generated).min() {
+            let least = blocks.chain(generated).min();
+            self.evicted += u64::from(least.is_some());
+            match least {
                 None => return,
                 Some((_, _, path, false)) => {
                     self.blocks.remove(&path);
@@ -153,6 +161,11 @@ impl Model {
 
     pub(super) fn overlap(&self, path: &[u8]) -> usize {
         (1..=path.len()).take_while(|&end| self.blocks.contains_key(&path[..end])).count()
+    }
+
+    /// Every block that is held.
+    pub(super) fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.blocks.keys()
     }
 
     /// Whether every block has all blocks before it: none has left before what follows it.
