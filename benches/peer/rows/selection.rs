@@ -1,0 +1,204 @@
+//! The choice: alone, with every term of the cost at work, and as a request makes it, from its tokens to a booking that
+//! is released again.
+
+use std::collections::{HashMap, HashSet};
+
+use dynamo_kv_router::protocols::{SharedCacheHits, WorkerConfigLike, WorkerId as PeerId, WorkerWithDpRank};
+use dynamo_kv_router::scheduling::{OverlapSignals, ScheduleMode};
+use dynamo_kv_router::{
+    DefaultWorkerSelector, KvRouterConfig, SchedulingRequest, WorkerLoadProjection, WorkerSelectionInput,
+    WorkerSelector,
+};
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use warmroute::index::TierBlocks;
+use warmroute::load::Load;
+use warmroute::schedule::{Candidate, Question, Weights, choose};
+use warmroute::worker::{DpRank, Slot, WorkerId, WorkerRank};
+
+use crate::Bench;
+use crate::duel::{Table, cpu};
+use crate::rows::Goal;
+use crate::trace::mix;
+use crate::workload::BLOCK;
+
+const GOAL: Option<f64> = Some(0.3);
+
+const ROWS: [(u32, Goal); 4] = [
+    (8, ("choose alone, 8 ranks, all cost terms live", "µs", GOAL)),
+    (64, ("choose alone, 64 ranks, all cost terms live", "µs", GOAL)),
+    (512, ("choose alone, 512 ranks, all cost terms live", "µs", GOAL)),
+    (2_048, ("choose alone, 2,048 ranks, all cost terms live", "µs", GOAL)),
+];
+
+const PROMPT: u64 = 2_048;
+
+/// The rows of this file.
+pub fn run(bench: &Bench, table: &mut Table) {
+    for (ranks, row) in ROWS {
+        if bench.args.wants(row.0) {
+            duel(bench, table, row, ranks);
+        }
+    }
+}
+
+/// What is known of a rank. No two cost the same.
+struct Facts {
+    overlap: TierBlocks,
+    load: Load,
+    additional: u64,
+}
+
+fn facts(rank: u32) -> Facts {
+    let draw = mix(u64::from(rank));
+    let device = (draw % 96) as u32;
+    let overlap = TierBlocks { device, host: (draw >> 8) as u32 % 16, disk: (draw >> 16) as u32 % 16, external: 0 };
+    let load = Load {
+        active_blocks: (draw >> 24) % 4_096,
+        active_prefill_tokens: (draw >> 40) % 32_768,
+        active_requests: (draw >> 56) % 64,
+    };
+    Facts { overlap, load, additional: (128 - u64::from(device)).min(draw >> 32 & 127) }
+}
+
+#[expect(clippy::single_range_in_vec_init, reason = "one range, not its numbers")]
+fn shared() -> Vec<std::ops::Range<u32>> {
+    vec![16..112]
+}
+
+fn weights() -> Weights {
+    Weights {
+        overlap_score_credit_decay: 0.5,
+        decode_active_request_weight: 0.5,
+        shared_cache_multiplier: 0.5,
+        ..Weights::default()
+    }
+}
+
+fn duel(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
+    let weights = weights();
+    let question = Question { shared: shared(), ..Question::new(PROMPT, BLOCK) };
+    let candidates: Vec<_> = (0..ranks).map(candidate).collect();
+    let mut random = SmallRng::seed_from_u64(7);
+    let mut ours = || choose(std::hint::black_box(&question), std::hint::black_box(&candidates), &weights, &mut random);
+
+    let workers: HashMap<PeerId, Config> = (0..u64::from(ranks)).map(|id| (id, Config::default())).collect();
+    let request = request(ranks, &weights);
+    let selector = DefaultWorkerSelector::new(Some(config(&weights)), "prefill");
+    let theirs = || {
+        let (workers, request) = (std::hint::black_box(&workers), std::hint::black_box(&request));
+        selector.select_worker(WorkerSelectionInput::configured(workers, request, request.eligibility(), 16))
+    };
+
+    let (chosen, selected) = (ours().expect("somebody is chosen"), theirs().expect("somebody is selected"));
+    assert_eq!(chosen.ties, 1, "no two cost the same");
+    assert_eq!(candidates[chosen.index].rank.worker.0, selected.worker.worker_id, "{}: whom", row.0);
+    assert_eq!(chosen.effective_overlap_blocks, selected.effective_overlap_blocks, "{}: what it has", row.0);
+    assert_eq!(Some(chosen.best_raw_cached_tokens as usize), selected.max_raw_cached_tokens, "{}: the best", row.0);
+    assert_eq!(chosen.cached_tokens as usize, selected.cached_tokens, "{}: tokens", row.0);
+
+    let times = 200_000 / ranks;
+    let per_choice = f64::from(times) * 1e3;
+    let theirs = || cpu(|| (0..times).for_each(|_| _ = std::hint::black_box(theirs()))) / per_choice;
+    let ours = || cpu(|| (0..times).for_each(|_| _ = std::hint::black_box(ours()))) / per_choice;
+    table.duel(row, bench.args.rounds() * 3, theirs, ours);
+}
+
+fn candidate(rank: u32) -> Candidate {
+    let Facts { overlap, load, additional } = facts(rank);
+    Candidate {
+        slot: Slot(rank),
+        rank: WorkerRank { worker: WorkerId(u64::from(rank)), rank: DpRank(0) },
+        overlap,
+        trust_credit: 1.0,
+        load,
+        additional_blocks: additional,
+        preference: 0.0,
+    }
+}
+
+fn config(weights: &Weights) -> KvRouterConfig {
+    KvRouterConfig {
+        overlap_score_credit: weights.overlap_score_credit,
+        overlap_score_credit_decay: weights.overlap_score_credit_decay,
+        prefill_load_scale: weights.prefill_load_scale,
+        decode_active_request_weight: weights.decode_active_request_weight,
+        host_cache_hit_weight: weights.host_cache_hit_weight,
+        disk_cache_hit_weight: weights.disk_cache_hit_weight,
+        shared_cache_multiplier: Some(weights.shared_cache_multiplier),
+        router_temperature: 0.0,
+        ..KvRouterConfig::default()
+    }
+}
+
+fn request(ranks: u32, weights: &Weights) -> SchedulingRequest {
+    let mut overlap = OverlapSignals::default();
+    let mut worker_loads = rustc_hash::FxHashMap::default();
+    for rank in 0..ranks {
+        let worker = WorkerWithDpRank::new(u64::from(rank), 0);
+        let Facts { overlap: tiers, load, additional } = facts(rank);
+        let effective = tiers.effective(weights.host_cache_hit_weight, weights.disk_cache_hit_weight);
+        overlap.tier_overlap_blocks.device.insert(worker, tiers.device as usize);
+        overlap.tier_overlap_blocks.host_pinned.insert(worker, tiers.host as usize);
+        overlap.tier_overlap_blocks.disk.insert(worker, tiers.disk as usize);
+        overlap.effective_overlap_blocks.insert(worker, effective);
+        overlap.effective_cached_tokens.insert(worker, (effective * 16.0).round() as usize);
+        let projection = WorkerLoadProjection {
+            active_prefill_tokens: load.active_prefill_tokens as usize,
+            active_decode_blocks: load.active_blocks as usize,
+            active_requests: load.active_requests as usize,
+            additional_active_blocks: additional as usize,
+        };
+        worker_loads.insert(worker, projection);
+    }
+    SchedulingRequest {
+        mode: ScheduleMode::Tracked { request_id: "bench".into() },
+        token_seq: None,
+        isl_tokens: PROMPT as usize,
+        lora_name: None,
+        expected_output_tokens: Some(256),
+        affinity_target: None,
+        pinned_worker: None,
+        allowed_worker_ids: None,
+        routing_constraints: Default::default(),
+        router_config_override: None,
+        track_prefill_tokens: true,
+        priority_jump: 0.0,
+        strict_priority: 0,
+        policy_class: None,
+        session_context: None,
+        overlap,
+        kv_transfer_candidates: None,
+        retain_kv_transfer_chain: false,
+        shared_cache_hits: Some(SharedCacheHits::from_ranges(shared())),
+        worker_loads,
+        resp_tx: None,
+    }
+}
+
+#[derive(Default)]
+struct Config {
+    taints: HashSet<String>,
+}
+
+impl WorkerConfigLike for Config {
+    fn data_parallel_start_rank(&self) -> u32 {
+        0
+    }
+
+    fn data_parallel_size(&self) -> u32 {
+        1
+    }
+
+    fn max_num_batched_tokens(&self) -> Option<u64> {
+        None
+    }
+
+    fn total_kv_blocks(&self) -> Option<u64> {
+        Some(131_072)
+    }
+
+    fn taints(&self) -> &HashSet<String> {
+        &self.taints
+    }
+}
