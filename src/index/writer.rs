@@ -19,7 +19,7 @@ use std::sync::Arc;
 pub use certain::{Forgotten, Settled};
 use counted::Counted;
 use groups::{Groups, Lesson};
-use names::{At, Named, Names};
+use names::{At, BATCH, Named, Names};
 use waiting::Waiting;
 
 use super::PrefixIndex;
@@ -33,9 +33,6 @@ use super::trie::BlockId;
 use crate::block::{EngineHash, LocalHash};
 use crate::tier::Tier;
 use crate::worker::Slot;
-
-/// Names that are looked up at once.
-const BATCH: usize = 64;
 
 /// Applies the events of one worker rank. Dropping it removes everything the rank holds from the index.
 #[derive(Debug)]

@@ -2,7 +2,8 @@
 
 use super::counted::Counted;
 use super::waiting::Apart;
-use super::{BATCH, Named, Place, RankWriter, Scratch};
+use super::names::BATCH;
+use super::{Named, Place, RankWriter, Scratch};
 use crate::block::EngineHash;
 use crate::index::event::{Outcome, StoredBlock};
 use crate::index::owners::Layers;
@@ -51,13 +52,11 @@ impl RankWriter {
     /// Enters names that are to get their places, if all of them are new.
     fn begin(&mut self, blocks: &[StoredBlock], tier: Tier, scratch: &mut Scratch) -> bool {
         for some in blocks.chunks(BATCH) {
-            self.names.touch(some.iter().map(|block| block.engine));
-            for block in some {
-                let Some(at) = self.names.begin(block.engine, Layers::one(tier)) else {
-                    self.undo(&blocks[..scratch.begun.len()]);
-                    return false;
-                };
-                scratch.begun.push(at);
+            let before = scratch.begun.len();
+            self.names.begin_all(some.iter().map(|block| block.engine), Layers::one(tier), &mut scratch.begun);
+            if scratch.begun.len() < before + some.len() {
+                self.undo(&blocks[..scratch.begun.len()]);
+                return false;
             }
         }
         true
