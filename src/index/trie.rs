@@ -161,11 +161,10 @@ impl Trie {
 
     /// The blocks up to this one in its run, at most so many: the first of them, and their number.
     pub(super) fn stretch(&self, last: BlockId, most: usize) -> (BlockId, usize) {
-        let Home { run, depth } = self.home(last);
-        let run = &self.runs[run as usize];
-        let at = (depth - run.start) as usize;
-        let count = most.min(at + 1);
-        (run.blocks[at + 1 - count], count)
+        let Some((run, depth)) = self.lodging(last) else { return (last, most.min(1)) };
+        let at = depth - run.start;
+        let count = most.min(at as usize + 1);
+        (run.blocks.at(at + 1 - count as u32).map_or(last, BlockId), count)
     }
 
     /// What a seat holds of a block.
