@@ -229,12 +229,20 @@ impl Trie {
     }
 }
 
-/// Length of the common beginning. Whole runs are the usual case, and equality of slices is one comparison of memory.
+/// Hashes that are compared in one step: two lines of the cache, so that many are on their way from memory at once.
+const STEP: usize = 16;
+
+/// Length of the common beginning. Agreement is the usual case, so a difference is only looked for where one is.
 fn common(run: &[LocalHash], prompt: &[LocalHash]) -> usize {
-    if prompt.starts_with(run) {
-        return run.len();
-    }
-    run.iter().zip(prompt).take_while(|(a, b)| a == b).count()
+    let (ours, theirs) = (run.chunks_exact(STEP), prompt.chunks_exact(STEP));
+    let same = ours.zip(theirs).take_while(|(ours, theirs)| is_same(ours, theirs)).count() * STEP;
+    let rest = run[same..].iter().zip(&prompt[same..]);
+    same + rest.take(STEP).take_while(|(a, b)| a == b).count()
+}
+
+/// Without a branch for each hash.
+fn is_same(ours: &[LocalHash], theirs: &[LocalHash]) -> bool {
+    ours.iter().zip(theirs).fold(0, |difference, (a, b)| difference | (a.0 ^ b.0)) == 0
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
+use crate::index::trie::BlockId;
 
 fn named(number: u32) -> Named {
     Named { place: Place { shard: number as u8, block: BlockId(number) }, layers: Layers::one(crate::tier::Tier::Device) }
