@@ -3,16 +3,19 @@
 //! that rank. The tries are sharded by the first block of the prompt, one lock each. A query lies in one shard and so does
 //! a run of stored blocks, hence a reader sees every event whole or not at all, and waits for one event at most.
 
+mod arena;
 mod children;
 mod doubts;
 pub mod dump;
 pub mod event;
+mod extents;
 mod gains;
 mod needs;
 mod overlaps;
 mod owners;
 mod paths;
 mod seats;
+mod slab;
 mod trie;
 mod writer;
 
@@ -119,12 +122,13 @@ impl PrefixIndex {
         trie.walk(hashes.locals(), into);
         // Under the lock of the trie: a seat is given to another rank only after its traces have left all tries.
         let seats = self.seats.read();
-        if seats.any_needs() {
+        let plan = seats.plan();
+        if plan.any_needs() {
             // An engine computes at least the last token of a prompt.
             let most = hashes.tokens().saturating_sub(1) / hashes.block_size().tokens();
-            into.limit(&trie, hashes.locals(), &seats, u32::try_from(most).unwrap_or(u32::MAX));
+            into.limit(&trie, hashes.locals(), plan, u32::try_from(most).unwrap_or(u32::MAX));
         }
-        into.settle(&seats);
+        into.settle(plan);
     }
 
     /// Leading blocks of a prompt that a slot holds in whatever tier, also where they are of no use alone.
@@ -133,7 +137,7 @@ impl PrefixIndex {
         let Some(&first) = hashes.locals().first() else { return 0 };
         let trie = self.shards[shard_of(first)].read();
         trie.walk(hashes.locals(), scratch);
-        scratch.settle(&self.seats.read());
+        scratch.settle(self.seats.read().plan());
         scratch.get(slot).total() as usize
     }
 
@@ -166,7 +170,7 @@ impl PrefixIndex {
             return;
         }
         let mut path = Vec::new();
-        trie.trace(None, hashes.locals().iter().copied().take(blocks), &mut path);
+        trie.trace(None, first_of(hashes, blocks), &mut path);
         let place = |block| Place { shard: shard as u8, block };
         for &block in &path {
             let fastest = trie.layers(block, seat).from(Tier::Device);
@@ -192,7 +196,7 @@ impl PrefixIndex {
         let shard = shard_of(first);
         let trie = self.shards[shard].read();
         let mut path = Vec::new();
-        trie.trace(None, hashes.locals().iter().copied().take(blocks), &mut path);
+        trie.trace(None, first_of(hashes, blocks), &mut path);
         let path: HashSet<_> = path.into_iter().collect();
         let seats = self.seats.read();
         let gains = seats.seating(slot)?.1.gains.lock();
@@ -217,6 +221,11 @@ impl PrefixIndex {
         }
         stats
     }
+}
+
+fn first_of(hashes: &BlockHashes, blocks: usize) -> &[LocalHash] {
+    let locals = hashes.locals();
+    &locals[..blocks.min(locals.len())]
 }
 
 /// The shard of all prompts that begin with this block.

@@ -1,5 +1,5 @@
 //! What follows a run: from the local hash of the next block to the run that begins with it. Most runs have no child or
-//! one, a shared system prompt has very many; the two want different containers.
+//! one, which lie in the run itself; a shared system prompt has very many. They want different containers.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -13,25 +13,24 @@ const MANY: usize = 16;
 pub(super) type Mixed<K, V> = HashMap<K, V, BuildHasherDefault<Mix>>;
 
 /// Children of a run, by their first block.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) enum Children {
+    #[default]
+    None,
+    One(LocalHash, u32),
     Few(Vec<(LocalHash, u32)>),
-    Many(Mixed<LocalHash, u32>),
-}
-
-impl Default for Children {
-    fn default() -> Self {
-        Self::Few(Vec::new())
-    }
+    Many(Box<Mixed<LocalHash, u32>>),
 }
 
 impl Children {
     pub(super) fn one(local: LocalHash, run: u32) -> Self {
-        Self::Few(vec![(local, run)])
+        Self::One(local, run)
     }
 
     pub(super) fn get(&self, local: LocalHash) -> Option<u32> {
         match self {
+            Self::None => None,
+            Self::One(first, run) => (*first == local).then_some(*run),
             Self::Few(list) => list.iter().find(|(first, _)| *first == local).map(|(_, run)| *run),
             Self::Many(map) => map.get(&local).copied(),
         }
@@ -39,13 +38,16 @@ impl Children {
 
     pub(super) fn set(&mut self, local: LocalHash, run: u32) {
         match self {
+            Self::None => *self = Self::One(local, run),
+            Self::One(first, known) if *first == local => *known = run,
+            Self::One(first, known) => *self = Self::Few(vec![(*first, *known), (local, run)]),
             Self::Few(list) => {
                 if let Some(entry) = list.iter_mut().find(|(first, _)| *first == local) {
                     entry.1 = run;
                 } else if list.len() < MANY {
                     list.push((local, run));
                 } else {
-                    let mut map: Mixed<_, _> = list.drain(..).collect();
+                    let mut map: Box<Mixed<_, _>> = Box::new(list.drain(..).collect());
                     map.insert(local, run);
                     *self = Self::Many(map);
                 }
@@ -58,7 +60,14 @@ impl Children {
 
     pub(super) fn remove(&mut self, local: LocalHash) {
         match self {
-            Self::Few(list) => list.retain(|(first, _)| *first != local),
+            Self::One(first, _) if *first == local => *self = Self::None,
+            Self::None | Self::One(..) => {}
+            Self::Few(list) => {
+                list.retain(|(first, _)| *first != local);
+                if let [(first, run)] = list[..] {
+                    *self = Self::One(first, run);
+                }
+            }
             Self::Many(map) => {
                 map.remove(&local);
                 if map.len() <= MANY / 2 {
@@ -70,29 +79,33 @@ impl Children {
 
     pub(super) fn len(&self) -> usize {
         match self {
+            Self::None => 0,
+            Self::One(..) => 1,
             Self::Few(list) => list.len(),
             Self::Many(map) => map.len(),
         }
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.len() == 0
+        matches!(self, Self::None)
     }
 
     /// The child, if there is exactly one.
     pub(super) fn only(&self) -> Option<u32> {
         match self {
-            Self::Few(list) if list.len() == 1 => Some(list[0].1),
+            Self::One(_, run) => Some(*run),
             _ => None,
         }
     }
 
     pub(super) fn runs(&self) -> impl Iterator<Item = u32> {
-        let (few, many) = match self {
-            Self::Few(list) => (Some(list.iter().map(|(_, run)| *run)), None),
-            Self::Many(map) => (None, Some(map.values().copied())),
+        let (one, few, many) = match self {
+            Self::None => (None, None, None),
+            Self::One(_, run) => (Some(*run), None, None),
+            Self::Few(list) => (None, Some(list.iter().map(|(_, run)| *run)), None),
+            Self::Many(map) => (None, None, Some(map.values().copied())),
         };
-        few.into_iter().flatten().chain(many.into_iter().flatten())
+        one.into_iter().chain(few.into_iter().flatten()).chain(many.into_iter().flatten())
     }
 }
 

@@ -85,8 +85,18 @@ impl Doubts {
         self.of_mut(layer.into()).placed += count;
     }
 
+    /// Contents left a layer.
+    pub(super) fn left_all(&mut self, places: impl ExactSizeIterator<Item = Place>, layer: Layer) {
+        let of = self.of_mut(layer);
+        if of.open.is_none() {
+            of.placed -= places.len() as u64;
+        } else {
+            places.for_each(|place| self.left(place, layer));
+        }
+    }
+
     /// A content left a layer.
-    pub(super) fn left(&mut self, place: Place, layer: Layer) {
+    fn left(&mut self, place: Place, layer: Layer) {
         let of = self.of_mut(layer);
         of.placed -= 1;
         let Some(open) = &mut of.open else { return };
@@ -212,7 +222,7 @@ mod tests {
         }
         assert_eq!(doubts.doubted(), 3);
         assert!(doubts.hear(place(1), Tier::Device) && !doubts.hear(place(1), Tier::Device));
-        doubts.left(place(2), Tier::Device.into());
+        doubts.left_all([place(2)].into_iter(), Tier::Device.into());
         assert_eq!(doubts.doubted(), 1);
         doubts.gap(1_000_000);
         assert_eq!(doubts.doubted(), 2, "what was heard of before");
@@ -241,7 +251,7 @@ mod tests {
         assert_eq!(doubts.horizon(Tier::Device), Some(1));
         assert!(doubts.is_old(place(4), Tier::Device) && !doubts.is_old(place(3), Tier::Device));
         assert!(doubts.is_old(place(3), Tier::HostPinned), "another tier");
-        (4..10).for_each(|block| doubts.left(place(block), Tier::Device.into()));
+        doubts.left_all((4..10).map(place), Tier::Device.into());
         doubts.forgotten(Tier::Device.into());
         assert_eq!((doubts.doubted(), doubts.due(20)), (4, Layers::NONE), "they were heard of before the last gap");
     }

@@ -76,6 +76,8 @@ pub enum Outcome {
     ParentAwaited,
     /// Dropped in part, in a lower tier: too many blocks wait for parents that are not known on this rank.
     TooManyWaiting,
+    /// Dropped in part: the index has as many blocks as it can name.
+    IndexFull,
     /// Dropped: the parent is not known on this rank, and attaching it at the root would invent a prefix.
     ParentNotFound,
     /// Applied as far as possible: some removed blocks were not known on this rank.
@@ -93,6 +95,7 @@ impl Outcome {
             Outcome::DuplicateStore => "duplicate_store",
             Outcome::ParentAwaited => "parent_block_awaited",
             Outcome::TooManyWaiting => "too_many_waiting",
+            Outcome::IndexFull => "index_full",
             Outcome::ParentNotFound => "parent_block_not_found",
             Outcome::BlockNotFound => "block_not_found",
             Outcome::TooManyGroups => "too_many_groups",

@@ -70,7 +70,7 @@ impl PathWriter {
                 RwLockWriteGuard::bump(&mut trie);
             }
             self.path.clear();
-            trie.trace(last, some.iter().copied(), &mut self.path);
+            trie.trace(last, some, &mut self.path);
             trie.mark_all(&self.path, hold, true);
             let new = &some[self.path.len()..];
             trie.extend(self.path.last().copied().or(last), new, hold, &mut self.path);

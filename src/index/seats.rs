@@ -27,32 +27,77 @@ impl Seat {
 /// All seats.
 #[derive(Debug, Default)]
 pub(super) struct Seats {
-    slots: Vec<Option<Slot>>,
-    by_slot: Vec<Option<Seating>>,
+    plan: Arc<Plan>,
+    /// By slot.
+    tallies: Vec<Option<Arc<Tally>>>,
     free: Vec<Seat>,
+}
+
+/// Who sits where. An answer keeps the one it was found with, which costs nothing while nobody comes or goes.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Plan {
+    slots: Vec<Option<Slot>>,
+    by_slot: Vec<Option<Seat>>,
     /// What the blocks under a seat need beside them to be of use; as long as the last seat that needs anything.
     needs: Vec<Option<Arc<Needs>>>,
 }
 
-/// Who speaks for a slot now.
-#[derive(Clone, Debug)]
-struct Seating {
-    seat: Seat,
-    tally: Arc<Tally>,
+impl Plan {
+    /// Whether any seat has needs.
+    pub(super) fn any_needs(&self) -> bool {
+        !self.needs.is_empty()
+    }
+
+    pub(super) fn needs(&self, seat: Seat) -> Option<&Needs> {
+        self.needs.get(seat.at())?.as_deref()
+    }
+
+    pub(super) fn slot(&self, seat: Seat) -> Option<Slot> {
+        self.slots.get(seat.at()).copied().flatten()
+    }
+
+    pub(super) fn seat(&self, slot: Slot) -> Option<Seat> {
+        self.by_slot.get(slot.at()).copied().flatten()
+    }
+
+    /// Empties a seat; the slot that was reported under it.
+    fn rise(&mut self, seat: Seat) -> Option<Slot> {
+        if let Some(needs) = self.needs.get_mut(seat.at()) {
+            *needs = None;
+        }
+        while self.needs.pop_if(|needs| needs.is_none()).is_some() {}
+        self.slots[seat.at()].take()
+    }
+
+    fn need(&mut self, seat: Seat, needs: Arc<Needs>) {
+        if self.needs.len() <= seat.at() {
+            self.needs.resize(seat.at() + 1, None);
+        }
+        self.needs[seat.at()] = Some(needs);
+    }
+
+    fn sit(&mut self, slot: Slot, seat: Seat) {
+        if self.by_slot.len() <= slot.at() {
+            self.by_slot.resize(slot.at() + 1, None);
+        }
+        self.slots[seat.at()] = Some(slot);
+        self.by_slot[slot.at()] = Some(seat);
+    }
 }
 
 impl Seats {
     /// Gives a slot to a new writer; the one before it, if it is still there, is not reported any more.
     pub(super) fn join(&mut self, slot: Slot, tally: Arc<Tally>) -> Seat {
-        if self.by_slot.len() <= slot.at() {
-            self.by_slot.resize(slot.at() + 1, None);
-        }
-        if let Some(before) = self.by_slot[slot.at()].take() {
-            self.rise(before.seat);
-        }
         let seat = self.vacant();
-        self.slots[seat.at()] = Some(slot);
-        self.by_slot[slot.at()] = Some(Seating { seat, tally });
+        let plan = Arc::make_mut(&mut self.plan);
+        if let Some(before) = plan.seat(slot) {
+            plan.rise(before);
+        }
+        plan.sit(slot, seat);
+        if self.tallies.len() <= slot.at() {
+            self.tallies.resize(slot.at() + 1, None);
+        }
+        self.tallies[slot.at()] = Some(tally);
         seat
     }
 
@@ -70,43 +115,34 @@ impl Seats {
 
     /// Reports the blocks under another seat of the same writer instead of those under this one.
     pub(super) fn replace(&mut self, seat: Seat, by: Seat, needs: Option<Arc<Needs>>) {
-        let Some(slot) = self.rise(seat) else { return };
-        self.slots[by.at()] = Some(slot);
-        needs.into_iter().for_each(|needs| self.need(by, needs));
-        if let Some(seating) = &mut self.by_slot[slot.at()] {
-            seating.seat = by;
-        }
+        let plan = Arc::make_mut(&mut self.plan);
+        let Some(slot) = plan.rise(seat) else { return };
+        plan.sit(slot, by);
+        needs.into_iter().for_each(|needs| plan.need(by, needs));
     }
 
     /// The blocks under this seat are no longer reported.
     pub(super) fn leave(&mut self, seat: Seat) {
-        if let Some(slot) = self.rise(seat) {
-            self.by_slot[slot.at()] = None;
+        let plan = Arc::make_mut(&mut self.plan);
+        if let Some(slot) = plan.rise(seat) {
+            plan.by_slot[slot.at()] = None;
+            self.tallies[slot.at()] = None;
         }
     }
 
     /// From now on only prefixes that satisfy these needs are reported as reusable.
     pub(super) fn need(&mut self, seat: Seat, needs: Arc<Needs>) {
-        if self.slots[seat.at()].is_some() {
-            if self.needs.len() <= seat.at() {
-                self.needs.resize(seat.at() + 1, None);
-            }
-            self.needs[seat.at()] = Some(needs);
+        if self.plan.slot(seat).is_some() {
+            Arc::make_mut(&mut self.plan).need(seat, needs);
         }
     }
 
-    /// Whether any seat has needs.
-    pub(super) fn any_needs(&self) -> bool {
-        !self.needs.is_empty()
+    pub(super) fn plan(&self) -> &Arc<Plan> {
+        &self.plan
     }
 
     pub(super) fn needs(&self, seat: Seat) -> Option<&Needs> {
-        self.needs.get(seat.at())?.as_deref()
-    }
-
-    /// The slots whose seats have needs.
-    pub(super) fn needy(&self) -> impl Iterator<Item = Slot> {
-        self.needs.iter().zip(&self.slots).filter_map(|(needs, slot)| slot.filter(|_| needs.is_some()))
+        self.plan.needs(seat)
     }
 
     /// No trie mentions this seat any more.
@@ -114,35 +150,22 @@ impl Seats {
         self.free.push(seat);
     }
 
-    pub(super) fn slot(&self, seat: Seat) -> Option<Slot> {
-        self.slots.get(seat.at()).copied().flatten()
-    }
-
     pub(super) fn stats(&self) -> Vec<SlotStats> {
-        let seated = self.by_slot.iter().enumerate().filter_map(|(slot, seating)| Some((slot, seating.as_ref()?)));
-        seated.map(|(slot, seating)| SlotStats { slot: Slot(slot as u32), counts: seating.tally.read() }).collect()
+        let seated = self.tallies.iter().enumerate().filter_map(|(slot, tally)| Some((slot, tally.as_ref()?)));
+        seated.map(|(slot, tally)| SlotStats { slot: Slot(slot as u32), counts: tally.read() }).collect()
     }
 
     /// Under which seat a slot is reported, and what its writer tells of itself.
     pub(super) fn seating(&self, slot: Slot) -> Option<(Seat, &Tally)> {
-        let seating = self.by_slot.get(slot.at())?.as_ref()?;
-        Some((seating.seat, &seating.tally))
+        Some((self.plan.seat(slot)?, self.tallies.get(slot.at())?.as_deref()?))
     }
 
     fn vacant(&mut self) -> Seat {
         self.free.pop().unwrap_or_else(|| {
-            self.slots.push(None);
-            Seat(self.slots.len() as u32 - 1)
+            let slots = &mut Arc::make_mut(&mut self.plan).slots;
+            slots.push(None);
+            Seat(slots.len() as u32 - 1)
         })
-    }
-
-    /// Empties a seat; the slot that was reported under it.
-    fn rise(&mut self, seat: Seat) -> Option<Slot> {
-        if let Some(needs) = self.needs.get_mut(seat.at()) {
-            *needs = None;
-        }
-        while self.needs.pop_if(|needs| needs.is_none()).is_some() {}
-        self.slots[seat.at()].take()
     }
 }
 

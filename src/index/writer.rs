@@ -5,7 +5,9 @@
 
 mod certain;
 mod clear;
+mod counted;
 mod groups;
+mod names;
 mod portrait;
 mod release;
 mod store;
@@ -15,7 +17,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 pub use certain::{Forgotten, Settled};
+use counted::Counted;
 use groups::{Groups, Lesson};
+use names::{At, BATCH, Named, Names};
 use waiting::Waiting;
 
 use super::PrefixIndex;
@@ -37,7 +41,9 @@ pub struct RankWriter {
     slot: Slot,
     seat: Seat,
     tally: Arc<Tally>,
-    held: Mixed<EngineHash, Named>,
+    names: Names,
+    /// When copies were counted of names that were stored since events were first lost.
+    counts: Mixed<EngineHash, Counted>,
     /// Copies beyond the first.
     extra: HashMap<(EngineHash, Tier), u32>,
     /// Names beyond the first of one content.
@@ -61,28 +67,12 @@ pub(super) struct Place {
     pub(super) block: BlockId,
 }
 
-/// What the engine's name of a block stands for.
-#[derive(Clone, Copy, Debug)]
-struct Named {
-    place: Place,
-    /// Tiers with at least one copy, never none, and the classes of cache groups that hold it.
-    layers: Layers,
-    /// Tiers whose copies may be gone: events were lost since they were counted.
-    doubted: Layers,
-    /// The generation in which that was so; after another gap all of them may be.
-    counted: u32,
-}
-
-impl Named {
-    fn doubts(&self, generation: u32) -> Layers {
-        if self.counted == generation { self.doubted } else { self.layers.tiers() }
-    }
-}
-
 /// Buffers of one event, kept to be used again.
 #[derive(Debug, Default)]
 struct Scratch {
     locals: Vec<LocalHash>,
+    /// Where the names of the event were entered.
+    begun: Vec<At>,
     path: Vec<BlockId>,
     granted: Vec<BlockId>,
     /// What names hold now beside the tier of the event.
@@ -102,7 +92,8 @@ impl RankWriter {
             slot,
             seat,
             tally,
-            held: Mixed::default(),
+            names: Names::default(),
+            counts: Mixed::default(),
             extra: HashMap::new(),
             aliases: HashMap::new(),
             waiting: Waiting::default(),
@@ -144,41 +135,55 @@ impl RankWriter {
 
     fn remove(&mut self, blocks: &[EngineHash], tier: Tier) -> Outcome {
         let mut scratch = std::mem::take(&mut self.scratch);
-        let (mut outcome, mut evicted) = (Outcome::Ok, Vec::new());
-        for &engine in blocks {
-            let Some(named) = self.held.get_mut(&engine).filter(|named| named.layers.has(tier)) else {
-                if !self.remove_waiting(engine, tier) {
-                    outcome = Outcome::BlockNotFound;
+        let (mut outcome, mut evicted, mut copies) = (Outcome::Ok, Vec::new(), 0);
+        for some in blocks.chunks(BATCH) {
+            self.names.touch(some.iter().copied());
+            for &engine in some {
+                let Some((at, named)) = self.names.seek(engine).filter(|(_, named)| named.layers.has(tier)) else {
+                    if !self.remove_waiting(engine, tier) {
+                        outcome = Outcome::BlockNotFound;
+                    }
+                    continue;
+                };
+                copies += 1;
+                if !self.extra.is_empty() && take_extra(&mut self.extra, engine, tier) {
+                    continue;
                 }
-                continue;
-            };
-            self.tally.add_copies(-1);
-            if take_extra(&mut self.extra, engine, tier) {
-                continue;
-            }
-            if self.generation > 0 {
-                evicted.push(if named.doubted.has(tier) { 0 } else { named.counted });
-            }
-            named.layers = named.layers.without(tier);
-            named.doubted = named.doubted.without(tier);
-            if tier == Tier::Device
-                && let Some(forgotten) = self.left.note(engine, self.tally.moment().stores)
-            {
-                self.tally.gains.lock().forget(forgotten);
-            }
-            scratch.lost.push((named.place, tier.into()));
-            if named.layers.tiers().is_empty() {
-                if !named.layers.is_empty() {
-                    // What the groups hold of it has no place any more either.
-                    scratch.lost.extend(named.layers.iter().map(|layer| (named.place, layer)));
+                if self.generation > 0 {
+                    evicted.push(self.counted_when_evicted(engine, tier));
                 }
-                self.held.remove(&engine);
+                self.note_left(engine, tier);
+                self.remove_last((engine, at, named), tier, &mut scratch);
             }
         }
+        self.tally.add_copies(-copies);
+        self.names.shrink();
         self.release_elsewhere(&mut scratch);
         self.recycle(scratch);
         self.evicted(tier, &evicted);
         outcome
+    }
+
+    /// The last copy of a name in a tier is gone.
+    fn remove_last(&mut self, (engine, at, named): (EngineHash, At, Named), tier: Tier, scratch: &mut Scratch) {
+        let left = named.layers.without(tier);
+        scratch.lost.push((named.place, tier.into()));
+        if !left.tiers().is_empty() {
+            self.names.hold(at, left);
+            return;
+        }
+        // What the groups hold of it has no place any more either.
+        scratch.lost.extend(left.iter().map(|layer| (named.place, layer)));
+        self.names.hold(at, Layers::NONE);
+        self.uncount(engine);
+    }
+
+    fn note_left(&mut self, engine: EngineHash, tier: Tier) {
+        if tier == Tier::Device
+            && let Some(forgotten) = self.left.note(engine, self.tally.moment().stores)
+        {
+            self.tally.gains.lock().forget(forgotten);
+        }
     }
 
     /// Takes out one copy of a block without a place; false if there is none.
@@ -244,12 +249,12 @@ impl RankWriter {
         let Some(groups) = &self.groups else { return };
         let mut scratch = std::mem::take(&mut self.scratch);
         for &engine in blocks {
-            let Some(named) = self.held.get_mut(&engine) else { continue };
+            let Some((at, named)) = self.names.seek(engine) else { continue };
             let (tiers, now) = (named.layers.tiers(), groups.layers(engine));
             let before = named.layers.except(tiers);
             scratch.won.extend(now.except(before).iter().map(|layer| (named.place, layer)));
             scratch.lost.extend(before.except(now).iter().map(|layer| (named.place, layer)));
-            named.layers = tiers.and(now);
+            self.names.hold(at, tiers.and(now));
             scratch.sure.extend(groups.sure(engine).iter().map(|layer| (named.place, layer)));
         }
         self.grant_elsewhere(&mut scratch);
@@ -261,7 +266,7 @@ impl RankWriter {
     /// After the groups themselves have changed: the blocks first, so that a reader sees the need only when it is told
     /// who satisfies it.
     fn regroup_all(&mut self) {
-        let held: Vec<_> = self.held.keys().copied().collect();
+        let held: Vec<_> = self.names.iter().map(|(engine, _)| engine).collect();
         self.regroup(&held);
         if let Some(groups) = &self.groups {
             self.tell_needs(groups.needs().clone());
@@ -274,6 +279,7 @@ impl RankWriter {
 
     fn recycle(&mut self, mut scratch: Scratch) {
         scratch.locals.clear();
+        scratch.begun.clear();
         scratch.path.clear();
         scratch.granted.clear();
         scratch.sure.clear();

@@ -41,6 +41,11 @@ impl RankWriter {
         self.generation
     }
 
+    /// Whether anything is doubted that a store could make certain.
+    pub(super) fn has_doubts(&self) -> bool {
+        self.generation > 0 && self.tally.doubts.lock().any()
+    }
+
     /// Forgets what is gone, and says what may be.
     pub fn settle(&mut self) -> Settled {
         if self.generation == 0 {
@@ -56,7 +61,8 @@ impl RankWriter {
     /// Holds the counts of doubts against what is held.
     #[cfg(test)]
     pub(in crate::index) fn check_doubts(&self) {
-        let held = self.held.values().flat_map(|named| named.layers.iter().map(|layer| (named.place, layer)));
+        let held = self.names.iter();
+        let held = held.flat_map(|(_, named)| named.layers.iter().map(move |layer| (named.place, layer)));
         self.tally.doubts.lock().check(&held.collect());
     }
 
@@ -66,7 +72,7 @@ impl RankWriter {
     }
 
     fn due(&self) -> Layers {
-        self.tally.doubts.lock().due(self.held.len() as u64 + self.waiting.len() as u64)
+        self.tally.doubts.lock().due(self.names.len() as u64 + self.waiting.len() as u64)
     }
 
     fn forget_old(&mut self) -> Option<Forgotten> {
@@ -84,7 +90,7 @@ impl RankWriter {
         }
         if let Some(groups) = &mut self.groups {
             // A name that is stored again inherits nothing of its earlier life.
-            groups.forget_others(|engine| self.held.contains_key(&engine));
+            groups.forget_others(|engine| self.names.has(engine));
         }
         (forgotten.before != [0; Tier::ALL.len()]).then_some(forgotten)
     }
@@ -93,7 +99,7 @@ impl RankWriter {
         let doubts = self.tally.doubts.lock();
         let Some(before) = doubts.horizon(tier) else { return };
         let is_old = |named: &Named| named.layers.has(tier) && doubts.is_old(named.place, tier);
-        let mut old: Vec<_> = self.held.iter().filter(|(_, named)| is_old(named)).map(|(engine, _)| *engine).collect();
+        let mut old: Vec<_> = self.names.iter().filter(|(_, named)| is_old(named)).map(|(engine, _)| engine).collect();
         drop(doubts);
         let waiting = self.waiting.iter().filter(|(_, apart)| apart.tiers.has(tier) && apart.counted < before);
         old.extend(waiting.map(|(engine, _)| engine));
@@ -110,7 +116,7 @@ impl RankWriter {
         let (Some(groups), Some(class)) = (&mut self.groups, layer.class_number()) else { return };
         let doubts = self.tally.doubts.lock();
         let is_old = |named: &Named| named.layers.has(layer) && doubts.is_old(named.place, layer);
-        let old: Vec<_> = self.held.iter().filter(|(_, named)| is_old(named)).map(|(engine, _)| *engine).collect();
+        let old: Vec<_> = self.names.iter().filter(|(_, named)| is_old(named)).map(|(engine, _)| engine).collect();
         drop(doubts);
         old.iter().for_each(|engine| groups.forget(*engine, class));
         old.chunks(SWEEP).for_each(|some| self.regroup(some));

@@ -16,6 +16,7 @@ impl RankWriter {
         self.tally.reset();
         self.untold = None;
         self.left = Default::default();
+        self.counts = Default::default();
         self.extra.clear();
         self.aliases.clear();
         self.waiting = Default::default();
@@ -26,7 +27,7 @@ impl RankWriter {
 
     /// Empties one tier. Readers may see parts of it go before others.
     pub fn clear_tier(&mut self, tier: Tier) {
-        let held = self.held.iter().filter(|(_, named)| named.layers.has(tier)).map(|(engine, _)| *engine);
+        let held = self.names.iter().filter(|(_, named)| named.layers.has(tier)).map(|(engine, _)| engine);
         let waiting = self.waiting.iter().filter(|(_, apart)| apart.tiers.has(tier)).map(|(engine, _)| engine);
         let names: Vec<EngineHash> = held.chain(waiting).collect();
         for some in names.chunks(SWEEP) {
@@ -35,14 +36,16 @@ impl RankWriter {
         }
         if let Some(groups) = self.groups.as_mut().filter(|_| tier == Tier::Device) {
             groups.empty();
-            let left: Vec<EngineHash> = self.held.keys().copied().collect();
+            let left: Vec<EngineHash> = self.names.iter().map(|(engine, _)| engine).collect();
             left.chunks(SWEEP).for_each(|some| self.regroup(some));
         }
     }
 
     /// Takes a seat that nobody sits on any more out of all tries.
     fn sweep(&mut self, left: Seat) {
-        let mut places: Vec<Place> = self.held.drain().map(|(_, named)| named.place).collect();
+        let names = std::mem::take(&mut self.names);
+        let mut places: Vec<Place> = names.iter().map(|(_, named)| named.place).collect();
+        drop(names);
         places.sort_unstable();
         for shard in places.chunk_by(|a, b| a.shard == b.shard) {
             for some in shard.chunks(SWEEP) {

@@ -27,7 +27,7 @@ impl RankWriter {
         let mut dump = RankDump {
             rank,
             blocks: Vec::new(),
-            names: Vec::with_capacity(self.held.len()),
+            names: Vec::with_capacity(self.names.len()),
             waiting: self.waiting().collect(),
             groups: Vec::new(),
             shares: Vec::new(),
@@ -47,8 +47,8 @@ impl RankWriter {
 
     fn place_names(&self, dump: &mut RankDump) {
         let mut shards: [Vec<(EngineHash, Named)>; SHARDS] = std::array::from_fn(|_| Vec::new());
-        for (engine, named) in &self.held {
-            shards[usize::from(named.place.shard)].push((*engine, *named));
+        for (engine, named) in self.names.iter() {
+            shards[usize::from(named.place.shard)].push((engine, named));
         }
         for (shard, names) in shards.into_iter().enumerate() {
             let shard_trie = &self.index.shards[shard];
@@ -65,7 +65,7 @@ impl RankWriter {
                 let trie = shard_trie.read();
                 for (_, engine, named) in some {
                     let block = row(&trie, named.place.block, &mut rows, &mut dump.blocks);
-                    let copies = self.copies(*engine, named.layers, named.doubts(self.generation));
+                    let copies = self.copies(*engine, named.layers, self.doubts(*engine, named.layers));
                     dump.names.push(PlacedName { engine: *engine, block, copies });
                 }
             }
@@ -124,8 +124,8 @@ impl RankWriter {
             groups.set_more();
         }
         let mut doubts = self.tally.doubts.lock();
-        for (engine, named) in &self.held {
-            groups.sure(*engine).iter().for_each(|layer| _ = doubts.hear(named.place, layer));
+        for (engine, named) in self.names.iter() {
+            groups.sure(engine).iter().for_each(|layer| _ = doubts.hear(named.place, layer));
         }
     }
 
@@ -137,8 +137,8 @@ impl RankWriter {
         }
         let doubted = Tier::ALL.into_iter().filter(|tier| copies.doubted[*tier as usize]);
         let doubted = doubted.fold(Layers::NONE, Layers::with);
-        if let Some(named) = self.held.get_mut(&engine) {
-            (named.doubted, named.counted) = (doubted, self.generation);
+        if let Some(named) = self.names.get(engine) {
+            self.count_now(engine, doubted);
             let mut doubts = self.tally.doubts.lock();
             for tier in named.layers.tiers().except(doubted).iter_tiers() {
                 doubts.hear(named.place, tier);

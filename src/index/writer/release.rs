@@ -2,7 +2,7 @@
 
 use super::{Place, RankWriter, Scratch};
 use crate::index::owners::{Layer, Layers};
-use crate::index::trie::{Hold, Trie};
+use crate::index::trie::{BlockId, Hold, Trie};
 
 impl RankWriter {
     /// Enters what was won in one shard.
@@ -52,33 +52,49 @@ impl RankWriter {
 
     /// Lets go of what was lost in one shard.
     pub(super) fn release(&mut self, trie: &mut Trie, shard: usize, scratch: &mut Scratch) {
-        let Scratch { lost, granted, .. } = scratch;
-        for layer in layers(lost) {
-            granted.clear();
-            lost.retain(|&(place, lost_layer)| {
-                let here = lost_layer == layer && usize::from(place.shard) == shard;
-                if here && !self.has_other_name(place, layer) {
-                    granted.push(place.block);
-                }
-                !here
-            });
-            self.count(layer, -(granted.len() as i64));
-            let mut doubts = self.tally.doubts.lock();
-            granted.iter().for_each(|&block| doubts.left(Place { shard: shard as u8, block }, layer));
-            drop(doubts);
-            granted.sort_unstable_by_key(|block| trie.home(*block));
-            trie.mark_all(granted, Hold { seat: self.seat, layer }, false);
+        for layer in layers(&scratch.lost) {
+            self.gather(shard, layer, scratch);
+            self.let_go(trie, shard, layer, &scratch.granted);
         }
     }
 
     /// Lets go of what was lost in shards that are not locked.
     pub(super) fn release_elsewhere(&mut self, scratch: &mut Scratch) {
         let index = self.index.clone();
-        while let Some(&(place, _)) = scratch.lost.first() {
+        while let Some(&(place, layer)) = scratch.lost.first() {
             let shard = usize::from(place.shard);
+            // Most events speak of one layer.
+            self.gather(shard, layer, scratch);
             let mut trie = index.shards[shard].write();
+            self.let_go(&mut trie, shard, layer, &scratch.granted);
             self.release(&mut trie, shard, scratch);
         }
+    }
+
+    /// Collects what nobody holds any more of what was lost of one layer in one shard.
+    fn gather(&mut self, shard: usize, layer: Layer, scratch: &mut Scratch) {
+        let Scratch { lost, granted: gone, .. } = scratch;
+        gone.clear();
+        lost.retain(|&(place, lost_layer)| {
+            let here = lost_layer == layer && usize::from(place.shard) == shard;
+            if here && (self.aliases.is_empty() || !self.has_other_name(place, layer)) {
+                gone.push(place.block);
+            }
+            !here
+        });
+        let rows = gone.windows(2).filter(|pair| pair[0].0.abs_diff(pair[1].0) != 1).count();
+        if rows > gone.len() / 4 {
+            gone.sort_unstable();
+        }
+        if let Some(tier) = layer.tier() {
+            self.tally.add_blocks(tier, -(gone.len() as i64));
+        }
+    }
+
+    fn let_go(&self, trie: &mut Trie, shard: usize, layer: Layer, gone: &[BlockId]) {
+        // Under the lock of the trie: whoever hears of a block by an answer looks there whether it is held.
+        self.tally.doubts.lock().left_all(gone.iter().map(|&block| Place { shard: shard as u8, block }), layer);
+        trie.release(gone, Hold { seat: self.seat, layer });
     }
 
     /// Takes one name off a content; whether another is left.

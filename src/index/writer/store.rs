@@ -1,12 +1,14 @@
 //! Store events: from a parent and a run of blocks to names with places.
 
+use super::counted::Counted;
+use super::names::BATCH;
 use super::waiting::Apart;
 use super::{Named, Place, RankWriter, Scratch};
 use crate::block::EngineHash;
 use crate::index::event::{Outcome, StoredBlock};
 use crate::index::owners::Layers;
 use crate::index::shard_of;
-use crate::index::trie::{Hold, Trie};
+use crate::index::trie::{BlockId, Hold, Trie};
 use crate::tier::Tier;
 
 /// What a stored block changed.
@@ -20,7 +22,7 @@ enum Gain {
 
 impl RankWriter {
     pub(super) fn store(&mut self, parent: Option<EngineHash>, blocks: &[StoredBlock], tier: Tier) -> Outcome {
-        match parent.map(|parent| (parent, self.held.get(&parent))) {
+        match parent.map(|parent| (parent, self.names.get(parent))) {
             None => self.store_after(None, blocks, tier),
             Some((_, Some(named))) => self.store_after(Some(named.place), blocks, tier),
             // On the device a parent leaves after its children, so it was never there.
@@ -35,24 +37,104 @@ impl RankWriter {
         let mut scratch = std::mem::take(&mut self.scratch);
         scratch.locals.extend(blocks.iter().map(|block| block.local));
         // Before the lock: growing the map takes long.
-        self.held.reserve(blocks.len());
+        self.names.reserve(blocks.len());
+        let after = after.map(|place| place.block);
+        let plain = self.waiting.is_empty() && self.groups.is_none() && !self.has_doubts();
+        let outcome = if plain && self.begin(blocks, tier, &mut scratch) {
+            self.store_new((shard, after), blocks, tier, &mut scratch)
+        } else {
+            self.store_any((shard, after), blocks, tier, &mut scratch)
+        };
+        self.recycle(scratch);
+        outcome
+    }
+
+    /// Enters names that are to get their places, if all of them are new.
+    fn begin(&mut self, blocks: &[StoredBlock], tier: Tier, scratch: &mut Scratch) -> bool {
+        for some in blocks.chunks(BATCH) {
+            let before = scratch.begun.len();
+            self.names.begin_all(some.iter().map(|block| block.engine), Layers::one(tier), &mut scratch.begun);
+            if scratch.begun.len() < before + some.len() {
+                self.undo(&blocks[..scratch.begun.len()]);
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Takes back names that have no place yet.
+    fn undo(&mut self, blocks: &[StoredBlock]) {
+        for block in blocks {
+            if let Some((at, _)) = self.names.seek(block.engine) {
+                self.names.hold(at, Layers::NONE);
+            }
+        }
+    }
+
+    /// Stores blocks under names that are all new: what becomes of the names is known before anything is locked, so only
+    /// the trie is changed while readers wait.
+    fn store_new(
+        &mut self,
+        (shard, after): (usize, Option<BlockId>),
+        blocks: &[StoredBlock],
+        tier: Tier,
+        scratch: &mut Scratch,
+    ) -> Outcome {
+        let hold = Hold { seat: self.seat, layer: tier.into() };
+        let Scratch { locals, path, granted: held, begun, .. } = scratch;
+        {
+            let mut trie = self.index.shards[shard].write();
+            trie.trace(after, locals, path);
+            let known = path.len();
+            trie.extend(path.last().copied().or(after), &locals[known..], hold, path);
+            trie.grant(&path[..known], hold, held);
+        }
+        let place = |block| Place { shard: shard as u8, block };
+        for (at, block) in begun.iter().zip(&*path) {
+            self.names.place(*at, place(*block));
+        }
+        for block in &*held {
+            *self.aliases.entry((place(*block), tier.into())).or_insert(0) += 1;
+        }
+        let (stored, lost) = blocks.split_at(path.len());
+        self.undo(lost);
+        self.count(tier.into(), (path.len() - held.len()) as i64);
+        self.tally.add_copies(stored.len() as i64);
+        if self.generation > 0 {
+            stored.iter().for_each(|block| self.count_now(block.engine, Layers::NONE));
+        }
+        if tier == Tier::Device {
+            let again = stored.iter().position(|block| self.left.has(block.engine));
+            self.note_gain(again.map(|at| place(path[at])));
+        }
+        if lost.is_empty() { Outcome::Ok } else { Outcome::IndexFull }
+    }
+
+    /// Stores blocks some of whose names are known, or that wait, or that cache groups hold.
+    fn store_any(
+        &mut self,
+        (shard, after): (usize, Option<BlockId>),
+        blocks: &[StoredBlock],
+        tier: Tier,
+        scratch: &mut Scratch,
+    ) -> Outcome {
         let index = self.index.clone();
         let mut trie = index.shards[shard].write();
         let hold = Hold { seat: self.seat, layer: tier.into() };
-        let after = after.map(|place| place.block);
-        trie.trace(after, scratch.locals.iter().copied(), &mut scratch.path);
+        trie.trace(after, &scratch.locals, &mut scratch.path);
         let known = scratch.path.len();
         let last = scratch.path.last().copied().or(after);
         trie.extend(last, &scratch.locals[known..], hold, &mut scratch.path);
-        let (mut gained, mut entered, mut first) = (false, 0, None);
-        for (at, block) in blocks.iter().enumerate() {
+        let (stored, lost) = blocks.split_at(scratch.path.len());
+        let (mut gained, mut entered, mut again) = (false, 0, None);
+        for (at, block) in stored.iter().enumerate() {
             let place = Place { shard: shard as u8, block: scratch.path[at] };
-            if self.name(*block, place, tier, &mut scratch) == Gain::Copy {
+            if self.name(*block, place, tier, scratch) == Gain::Copy {
                 continue;
             }
             gained = true;
-            if first.is_none() && tier == Tier::Device && self.left.has(block.engine) {
-                first = Some(place);
+            if again.is_none() && tier == Tier::Device && self.left.has(block.engine) {
+                again = Some(place);
             }
             if at >= known {
                 entered += 1;
@@ -63,26 +145,33 @@ impl RankWriter {
                 scratch.granted.push(place.block);
             }
         }
-        self.tally.add_blocks(tier, entered);
-        self.tally.doubts.lock().entered(tier, entered as u64);
-        if let Some(first) = first {
-            self.tally.gains.lock().note(self.tally.moment().stores + 1, first);
-        }
+        self.count(tier.into(), entered);
+        self.note_gain(again);
         trie.mark_all(&scratch.granted, hold, true);
-        self.grant(&mut trie, shard, &mut scratch);
+        self.grant(&mut trie, shard, scratch);
         if !self.waiting.is_empty() {
-            self.adopt(&mut trie, blocks);
+            self.adopt(&mut trie, stored);
         }
         if self.generation > 0 {
             scratch.sure.extend(scratch.path.iter().map(|&block| (Place { shard: shard as u8, block }, tier.into())));
             let parent = after.filter(|_| tier == Tier::Device).map(|block| Place { shard: shard as u8, block });
             self.hear(&scratch.sure, parent.map(|parent| (&*trie, parent)));
         }
-        self.release(&mut trie, shard, &mut scratch);
+        self.release(&mut trie, shard, scratch);
         drop(trie);
-        self.release_elsewhere(&mut scratch);
-        self.recycle(scratch);
-        if gained { Outcome::Ok } else { Outcome::DuplicateStore }
+        self.release_elsewhere(scratch);
+        match gained {
+            _ if !lost.is_empty() => Outcome::IndexFull,
+            true => Outcome::Ok,
+            false => Outcome::DuplicateStore,
+        }
+    }
+
+    /// A block that left lately is there again.
+    fn note_gain(&self, again: Option<Place>) {
+        if let Some(again) = again {
+            self.tally.gains.lock().note(self.tally.moment().stores + 1, again);
+        }
     }
 
     /// Enters one copy of a name. A name that stood for another content until now lets go of that: the engine's word
@@ -92,30 +181,37 @@ impl RankWriter {
         if !self.waiting.is_empty() && self.name_waiting(block, place, tier, scratch) {
             return Gain::Name;
         }
-        let generation = self.generation;
-        let fresh = Named { place, layers: Layers::one(tier), doubted: Layers::NONE, counted: generation };
-        let named = self.held.entry(engine).or_insert(Named { layers: Layers::NONE, ..fresh });
-        (named.doubted, named.counted) = (named.doubts(generation), generation);
-        if named.place == place && !named.layers.has(tier) {
-            let new = named.layers.is_empty();
-            named.layers = named.layers.with(tier);
-            if new && self.groups.is_some() {
+        let fresh = Named { place, layers: Layers::one(tier) };
+        let before = self.names.seek(engine);
+        let doubted = before.map_or(Layers::NONE, |(_, named)| self.doubts(engine, named.layers));
+        match before {
+            None => {
+                self.names.set(engine, fresh);
+                self.count_now(engine, Layers::NONE);
                 self.name_in_groups(engine, scratch);
             }
-        } else if named.place != place {
-            let (before, layers) = (named.place, named.layers);
-            *named = fresh;
-            scratch.lost.extend(layers.iter().map(|layer| (before, layer)));
-            self.forget_copies(engine, layers);
-            self.name_in_groups(engine, scratch);
-        } else if named.doubted.has(tier) {
-            named.doubted = named.doubted.without(tier);
-            self.forget_extra(engine, tier);
-            return Gain::Copy;
-        } else {
-            *self.extra.entry((engine, tier)).or_insert(0) += 1;
-            self.tally.add_copies(1);
-            return Gain::Copy;
+            Some((_, named)) if named.place != place => {
+                self.names.set(engine, fresh);
+                self.count_now(engine, Layers::NONE);
+                scratch.lost.extend(named.layers.iter().map(|layer| (named.place, layer)));
+                self.forget_copies(engine, named.layers);
+                self.name_in_groups(engine, scratch);
+            }
+            Some((at, named)) if !named.layers.has(tier) => {
+                self.names.hold(at, named.layers.with(tier));
+                self.count_now(engine, doubted);
+            }
+            Some(_) if doubted.has(tier) => {
+                self.count_now(engine, doubted.without(tier));
+                self.forget_extra(engine, tier);
+                return Gain::Copy;
+            }
+            Some(_) => {
+                self.count_now(engine, doubted);
+                *self.extra.entry((engine, tier)).or_insert(0) += 1;
+                self.tally.add_copies(1);
+                return Gain::Copy;
+            }
         }
         self.tally.add_copies(1);
         Gain::Name
@@ -126,8 +222,8 @@ impl RankWriter {
     fn name_in_groups(&mut self, engine: EngineHash, scratch: &mut Scratch) {
         let Some(groups) = &self.groups else { return };
         let layers = groups.layers(engine);
-        if let Some(named) = self.held.get_mut(&engine) {
-            named.layers = named.layers.and(layers);
+        if let Some((at, named)) = self.names.seek(engine) {
+            self.names.hold(at, named.layers.and(layers));
             scratch.won.extend(layers.iter().map(|layer| (named.place, layer)));
             scratch.sure.extend(groups.sure(engine).iter().map(|layer| (named.place, layer)));
         }
@@ -155,7 +251,8 @@ impl RankWriter {
         }
         scratch.won.extend(apart.tiers.without(tier).iter().map(|layer| (place, layer)));
         let layers = apart.tiers.with(tier);
-        self.held.insert(engine, Named { place, layers, doubted, counted: self.generation });
+        self.names.set(engine, Named { place, layers });
+        self.count_now(engine, doubted);
         self.name_in_groups(engine, scratch);
         true
     }
@@ -187,7 +284,7 @@ impl RankWriter {
 
     /// What a block follows that is known by name with this content: a block, or the start.
     fn place_before(&self, block: StoredBlock) -> Option<Option<Place>> {
-        let place = self.held.get(&block.engine)?.place;
+        let place = self.names.get(block.engine)?.place;
         let (before, local) = self.index.shards[usize::from(place.shard)].read().origin(place.block);
         (local == block.local).then(|| before.map(|block| Place { block, ..place }))
     }
@@ -228,7 +325,9 @@ impl RankWriter {
         if let Some(apart) = self.take_waiting(engine) {
             self.forget_copies(engine, apart.tiers);
         }
-        if let Some(named) = self.held.remove(&engine) {
+        if let Some((at, named)) = self.names.seek(engine) {
+            self.names.hold(at, Layers::NONE);
+            self.uncount(engine);
             self.forget_copies(engine, named.layers);
             // Released with the rest of the event.
             self.scratch.lost.extend(named.layers.iter().map(|layer| (named.place, layer)));
@@ -265,7 +364,7 @@ impl RankWriter {
         let awaited = blocks.iter().map(|block| block.engine).filter(|engine| self.waiting.has_child(*engine));
         let mut parents: Vec<EngineHash> = awaited.collect();
         while let Some(&parent) = parents.last() {
-            let place = self.held.get(&parent).map(|named| named.place);
+            let place = self.names.get(parent).map(|named| named.place);
             match place.and_then(|place| Some((place, self.waiting.take_child(parent)?))) {
                 None => drop(parents.pop()),
                 Some((place, (child, apart))) => {
@@ -282,20 +381,26 @@ impl RankWriter {
         let groups = self.groups.as_ref().map_or(Layers::NONE, |groups| groups.layers(child));
         let layers = apart.tiers.and(groups);
         let mut path = Vec::new();
-        trie.trace(Some(after.block), [apart.local], &mut path);
+        trie.trace(Some(after.block), &[apart.local], &mut path);
         for layer in layers.iter() {
             if let Some(&block) = path.first() {
                 self.gain(trie, Place { block, ..after }, layer);
             } else {
                 let hold = Hold { seat: self.seat, layer };
                 trie.extend(Some(after.block), &[apart.local], hold, &mut path);
-                self.count(layer, 1);
+                self.count(layer, path.len() as i64);
             }
         }
-        let place = Place { block: path[0], ..after };
+        let Some(&block) = path.first() else {
+            // There was no room for it.
+            self.forget_copies(child, apart.tiers);
+            return;
+        };
+        let place = Place { block, ..after };
         let sure = layers.tiers().except(apart.doubts(self.generation));
         let sure = sure.and(self.groups.as_ref().map_or(Layers::NONE, |groups| groups.sure(child)));
         self.hear(&sure.iter().map(|layer| (place, layer)).collect::<Vec<_>>(), None);
-        self.held.insert(child, Named { place, layers, doubted: apart.doubted, counted: apart.counted });
+        self.names.set(child, Named { place, layers });
+        self.set_counted(child, Counted { doubted: apart.doubted, since: apart.counted });
     }
 }

@@ -1,0 +1,96 @@
+use std::collections::HashMap;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::*;
+use crate::index::trie::BlockId;
+
+fn named(number: u32) -> Named {
+    Named {
+        place: Place { shard: number as u8, block: BlockId(number) },
+        layers: Layers::one(crate::tier::Tier::Device),
+    }
+}
+
+/// Names that lie close together or far apart, many of them with the same seats in a small map.
+fn names() -> impl Strategy<Value = u64> {
+    prop_oneof![0..40u64, (0..40u64).prop_map(|at| at << 32), (0..40u64).prop_map(|at| u64::MAX - at)]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2_000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn names_are_what_a_map_says(steps in vec((names(), any::<u32>(), 0..4u8), 0..200)) {
+        let (mut all, mut model) = (Names::default(), HashMap::new());
+        for (name, number, kind) in steps {
+            let engine = EngineHash(name);
+            match kind {
+                0 => {
+                    all.set(engine, named(number));
+                    model.insert(name, named(number));
+                }
+                1 => {
+                    all.reserve(1);
+                    let mut begun = Vec::new();
+                    all.begin_all([engine].into_iter(), named(number).layers, &mut begun);
+                    prop_assert_eq!(begun.is_empty(), model.contains_key(&name));
+                    for at in begun {
+                        all.place(at, named(number).place);
+                        model.insert(name, named(number));
+                    }
+                }
+                _ => {
+                    let found = all.seek(engine);
+                    prop_assert_eq!(found.map(|(_, named)| named), model.remove(&name));
+                    if let Some((at, _)) = found {
+                        all.hold(at, Layers::NONE);
+                    }
+                    all.shrink();
+                }
+            }
+            prop_assert_eq!(all.len(), model.len());
+            prop_assert_eq!(all.get(engine), model.get(&name).copied());
+        }
+        for (name, named) in &model {
+            prop_assert_eq!(all.get(EngineHash(*name)), Some(*named));
+        }
+        prop_assert_eq!(all.iter().map(|(engine, named)| (engine.0, named)).collect::<HashMap<_, _>>(), model);
+    }
+}
+
+#[test]
+fn a_name_costs_few_bytes_and_memory_is_given_back() {
+    let mut all = Names::default();
+    for name in 0..10_000u32 {
+        all.set(EngineHash(u64::from(name)), named(name));
+        let slots: usize = all.shelves.iter().map(|shelf| shelf.slots.len()).sum();
+        assert!(slots <= all.len() * 2 + 8 * all.shelves.len(), "{slots} slots for {}", all.len());
+    }
+    assert_eq!(size_of::<Entry>(), 14);
+    for name in 0..9_990 {
+        let (at, _) = all.seek(EngineHash(name)).unwrap();
+        all.hold(at, Layers::NONE);
+        all.shrink();
+    }
+    assert!(all.shelves.len() == 1 && all.shelves[0].slots.len() <= 128, "{}", all.shelves[0].slots.len());
+    assert!((9_990..10_000).all(|name| all.get(EngineHash(u64::from(name))) == Some(named(name))));
+}
+
+#[test]
+fn names_of_one_seat_find_room_behind_it_however_many_they_are() {
+    let mut all = Names::default();
+    let alike: Vec<_> = (0u64..).filter(|name| mix(*name) >> 57 == 127).take(50).map(EngineHash).collect();
+    for (at, name) in alike.iter().enumerate() {
+        all.set(*name, named(at as u32));
+    }
+    let gone = [3, 0, 49, 7, 8, 9, 10, 48];
+    for gone in gone {
+        let (at, _) = all.seek(alike[gone]).unwrap();
+        all.hold(at, Layers::NONE);
+        assert!(!all.has(alike[gone]));
+    }
+    let left = (0..50).filter(|at| all.get(alike[*at]) == Some(named(*at as u32))).count();
+    assert_eq!((left, all.len()), (42, 42));
+}
