@@ -159,12 +159,12 @@ impl Trie {
         (before.map(BlockId), local)
     }
 
-    /// The blocks up to this one in its run, at most so many: the first of them, and their number.
+    /// The blocks up to this one that lie side by side, at most so many: the first of them, and their number.
     pub(super) fn stretch(&self, last: BlockId, most: usize) -> (BlockId, usize) {
-        let Some((run, depth)) = self.lodging(last) else { return (last, most.min(1)) };
-        let at = depth - run.start;
-        let count = most.min(at as usize + 1);
-        (run.blocks.at(at + 1 - count as u32).map_or(last, BlockId), count)
+        let run = self.arena.home(last.0).map(|run| &self.runs[run]);
+        let stretch = run.and_then(|run| run.blocks.find(last.0)).map(|(_, stretch)| stretch);
+        let count = most.min(stretch.map_or(1, |stretch| (last.0 - stretch.first) as usize + 1));
+        (BlockId(last.0 + 1 - count as u32), count)
     }
 
     /// What a seat holds of a block.
@@ -237,12 +237,20 @@ impl Trie {
     }
 }
 
-/// Length of the common beginning. Whole runs are the usual case, and equality of slices is one comparison of memory.
+/// Hashes that are compared in one step: two lines of the cache, so that many are on their way from memory at once.
+const STEP: usize = 16;
+
+/// Length of the common beginning. Agreement is the usual case, so a difference is only looked for where one is.
 fn common(run: &[LocalHash], prompt: &[LocalHash]) -> usize {
-    if prompt.starts_with(run) {
-        return run.len();
-    }
-    run.iter().zip(prompt).take_while(|(a, b)| a == b).count()
+    let (ours, theirs) = (run.chunks_exact(STEP), prompt.chunks_exact(STEP));
+    let same = ours.zip(theirs).take_while(|(ours, theirs)| is_same(ours, theirs)).count() * STEP;
+    let rest = run[same..].iter().zip(&prompt[same..]);
+    same + rest.take(STEP).take_while(|(a, b)| a == b).count()
+}
+
+/// Without a branch for each hash.
+fn is_same(ours: &[LocalHash], theirs: &[LocalHash]) -> bool {
+    ours.iter().zip(theirs).fold(0, |difference, (a, b)| difference | (a.0 ^ b.0)) == 0
 }
 
 #[cfg(test)]

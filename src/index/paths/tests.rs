@@ -6,8 +6,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::block::{BlockHashes, EngineHash};
+use crate::index::arena::CHUNK;
 use crate::index::event::{KvEvent, Outcome, StoredBlock};
-use crate::index::trie::tests::{check, limit};
+use crate::index::trie::tests::{check, limit, limit_chunks};
 use crate::index::{IndexStats, Overlaps, RankWriter};
 use crate::worker::BlockSize;
 
@@ -257,4 +258,27 @@ fn an_empty_path_is_known_and_entered_without_effect() {
     assert_eq!(writer.enter(end, &[]), Entered { blocks: 0, end });
     let end = end.unwrap();
     assert_eq!(writer.cut(end, 1), None);
+}
+
+#[test]
+fn what_the_index_has_no_room_for_is_not_entered_and_may_be_later() {
+    let index = PrefixIndex::new();
+    index.shards.iter().for_each(|shard| limit_chunks(&mut shard.write(), 2));
+    let (mut writer, mut other) = (index.paths(Slot(0)), index.paths(Slot(1)));
+    let locals: Vec<_> = (1..=3 * CHUNK as u64).map(LocalHash).collect();
+    let Entered { blocks, end } = writer.enter(None, &locals);
+    assert_eq!((blocks, writer.known(&locals)), (2 * CHUNK, 2 * CHUNK));
+    assert_eq!(writer.enter(end, &locals[blocks..]), Entered { blocks: 0, end });
+    // What somebody else holds takes no room.
+    let shared = other.enter(None, &locals);
+    assert_eq!((shared.blocks, other.known(&locals)), (2 * CHUNK, 2 * CHUNK));
+    let shared = other.cut(shared.end.unwrap(), 2 * CHUNK as u64 - 1).unwrap();
+    let rest = writer.cut(end.unwrap(), CHUNK as u64).unwrap();
+    let again = other.enter(Some(shared), &[LocalHash(7)]);
+    assert_eq!(again.blocks, 1);
+    index.shards.iter().for_each(|shard| check(&shard.read()));
+    assert_eq!(other.cut(again.end.unwrap(), 2), None);
+    assert_eq!(writer.cut(rest, CHUNK as u64), None);
+    drop((writer, other));
+    assert_eq!(index.stats(), IndexStats::default());
 }

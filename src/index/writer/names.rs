@@ -23,6 +23,8 @@ const NUMBER: u32 = 22;
 const EMPTY: u32 = 0;
 /// How far behind their seats slots may lie so that they tell it.
 const FAR: u32 = 31;
+/// Slots that are looked at together.
+const WINDOW: usize = 8;
 /// A table is full when more than this share of the slots is in use.
 const FULL: (usize, usize) = (4, 5);
 /// Maps of so few names lie in the cache anyway.
@@ -106,7 +108,12 @@ impl Names {
 
     /// Enters names that hold something whose places are told later, up to the first that is there already; their entries
     /// are appended. Room must have been made for them.
-    pub(super) fn begin_all(&mut self, names: impl ExactSizeIterator<Item = EngineHash>, layers: Layers, into: &mut Vec<At>) {
+    pub(super) fn begin_all(
+        &mut self,
+        names: impl ExactSizeIterator<Item = EngineHash>,
+        layers: Layers,
+        into: &mut Vec<At>,
+    ) {
         let mut batch = [(EngineHash(0), 0); BATCH];
         let count = names.len().min(BATCH);
         batch.iter_mut().zip(names).for_each(|(entry, name)| *entry = (name, mix(name.0)));
@@ -194,6 +201,26 @@ impl Shelf {
             return Err((0, 0));
         }
         let (mut at, mut behind) = (seat(mixed, self.slots.len()), 0);
+        // Several at once without a branch for each, where it is usual to end: what a name meets cannot be foreseen.
+        while behind + WINDOW as u32 <= FAR
+            && let Some(window) = window(&self.slots, at)
+        {
+            let mark = mark(mixed, behind);
+            let empty = ones_of(window, |_, slot| slot == EMPTY);
+            let mut alike = ones_of(window, |i, slot| slot >> NUMBER == mark + i) & (empty.wrapping_sub(1) & !empty);
+            while alike != 0 {
+                let number = number(window[alike.trailing_zeros() as usize]);
+                if self.log.get(number).name == name.0 {
+                    return Ok(number);
+                }
+                alike &= alike - 1;
+            }
+            if empty != 0 {
+                let ahead = empty.trailing_zeros();
+                return Err((at + ahead as usize, behind + ahead));
+            }
+            (at, behind) = (self.wrap(at + WINDOW), behind + WINDOW as u32);
+        }
         loop {
             let slot = self.slots[at];
             if slot == EMPTY {
@@ -254,16 +281,20 @@ impl Shelf {
         if least <= self.slots.len() {
             return;
         }
+        let slots = least.max(self.log.len() * FULL.1 / FULL.0 * 3 / 2);
         self.slots = Vec::new();
-        self.slots = vec![EMPTY; least.max(self.log.len() * FULL.1 / FULL.0 * 3 / 2)];
+        self.slots.reserve_exact(slots);
+        // Written now: memory that is read first costs two faults instead of one.
+        self.slots.resize(slots, EMPTY);
         for (number, entry) in self.log.iter() {
             let mixed = mix(entry.name);
-            let (mut at, mut behind) = (seat(mixed, self.slots.len()), 0);
-            while self.slots[at] != EMPTY {
-                (at, behind) = (if at + 1 == self.slots.len() { 0 } else { at + 1 }, behind + 1);
-            }
+            let (at, behind) = vacant(&self.slots, seat(mixed, slots));
             self.slots[at] = slot(number, mark(mixed, behind));
         }
+    }
+
+    fn wrap(&self, at: usize) -> usize {
+        if at == self.slots.len() { 0 } else { at }
     }
 
     fn after(&self, at: usize) -> usize {
@@ -274,6 +305,33 @@ impl Shelf {
 /// Where a name would lie if nothing were in its way.
 fn seat(mixed: u64, slots: usize) -> usize {
     ((mixed >> 32) * slots as u64 >> 32) as usize
+}
+
+/// The slots from one on, if the table does not end before.
+fn window(slots: &[u32], at: usize) -> Option<&[u32; WINDOW]> {
+    slots.get(at..at + WINDOW)?.try_into().ok()
+}
+
+/// The first slot from a seat on that is empty, and how far behind it is.
+fn vacant(slots: &[u32], seat: usize) -> (usize, u32) {
+    let (mut at, mut behind) = (seat, 0);
+    while let Some(window) = window(slots, at) {
+        let empty = ones_of(window, |_, slot| slot == EMPTY);
+        if empty != 0 {
+            let ahead = empty.trailing_zeros();
+            return (at + ahead as usize, behind + ahead);
+        }
+        (at, behind) = (at + WINDOW, behind + WINDOW as u32);
+    }
+    while at >= slots.len() || slots[at] != EMPTY {
+        (at, behind) = if at >= slots.len() { (0, behind) } else { (at + 1, behind + 1) };
+    }
+    (at, behind)
+}
+
+/// The slots of which something is true, a bit each.
+fn ones_of(window: &[u32; WINDOW], is_one: impl Fn(u32, u32) -> bool) -> u32 {
+    (0..).zip(window).fold(0, |ones, (i, &slot)| ones | u32::from(is_one(i, slot)) << i)
 }
 
 /// What a slot has beside its number.
