@@ -16,6 +16,7 @@ mod self_test;
 mod sockets;
 mod subjects;
 mod swap;
+mod tokenizers;
 mod unix;
 mod workers;
 
@@ -172,6 +173,7 @@ impl App {
         app.reload_ways_in(entrance.router().clone(), way_in, parts.intake.clone());
         // Only now are there standings to be told what is found out.
         app.test_tokens(&config, entrance.router());
+        app.compare_tokenizers(entrance.router());
         app.serve_api(&sockets, &config, parts).await?;
         app.follow_secrets(&metrics);
         let service = app.ext_proc(&config, intake, entrance, &metrics)?;

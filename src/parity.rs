@@ -31,6 +31,8 @@ const MOST_SIGHTINGS: usize = 32;
 #[derive(Debug, Default)]
 pub struct Standing {
     mistrusted: AtomicBool,
+    /// Why the tokenizers library makes our tokens.
+    slow: Mutex<Option<&'static str>>,
     differing: ArcSwap<BTreeSet<WorkerId>>,
     parity: Mutex<ModelParity>,
     sightings: AtomicUsize,
@@ -61,6 +63,9 @@ pub struct Shown {
     pub model: ModelName,
     /// Whether our own tokens are not believed now.
     pub mistrusted: bool,
+    /// Why the tokenizers library makes our tokens, many times slower; nothing while the fast way agrees with it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokenized_by_library: Option<&'static str>,
     /// What was found out.
     #[serde(flatten)]
     pub parity: ModelParity,
@@ -84,6 +89,11 @@ impl Standing {
     /// The workers whose tokens are known to be others than ours.
     pub fn differing(&self) -> Arc<BTreeSet<WorkerId>> {
         self.differing.load_full()
+    }
+
+    /// Why the tokenizers library makes our tokens, or that it does not.
+    pub fn tokenized(&self, slow_because: Option<&'static str>) {
+        *self.slow.lock() = slow_because;
     }
 
     /// A worker's answers were compared.
@@ -196,6 +206,7 @@ impl Parity {
         let one = |(model, standing): (&ModelName, &Arc<Standing>)| Shown {
             model: model.clone(),
             mistrusted: standing.is_mistrusted(),
+            tokenized_by_library: *standing.slow.lock(),
             parity: standing.parity(),
             confirmed: standing.confirmed.load(Ordering::Relaxed),
             unconfirmed: standing.unconfirmed.load(Ordering::Relaxed),

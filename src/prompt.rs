@@ -8,6 +8,7 @@ mod decode;
 mod detect;
 mod direct;
 mod engine;
+mod fast;
 mod files;
 mod illustrate;
 pub mod media;
@@ -32,16 +33,16 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use tokenizers::{Encoding, Tokenizer};
-
+use tokenizers::Encoding;
 use crate::openai::{Prompt, Request, Side, Tokenization};
 
 pub use engine::{Engine, Traits, Transformers};
+use fast::Checked;
 use files::Loaded;
 pub use files::{Fingerprint, LoadError};
 use media::Rules;
 pub use media::{Illustrated, MediaConfig};
-use resume::Resumer;
+use resume::{Frame, Resumer};
 pub use resume::{PromptCache, Tokens};
 use template::Templates;
 
@@ -167,7 +168,9 @@ impl EncodeError {
 
 /// One model's way from requests to tokens. Shared freely between threads.
 pub struct Encoder {
-    tokenizer: Tokenizer,
+    tokenizer: Checked,
+    /// What the post-processor puts around a text, where that is always the same.
+    frame: Option<Frame>,
     templates: Option<Templates>,
     special_tokens_doubt: Option<String>,
     resumer: Option<Resumer>,
@@ -212,15 +215,33 @@ impl Encoder {
         let rules = traits.media.as_ref().map(|media| Rules::new(media, &traits.name, id_of)).transpose();
         let rules = rules.map_err(|problem| LoadError::Content { path: config.tokenizer.clone(), problem })?;
         let (engine, rules) = (traits.engine, rules.unwrap_or_default());
-        Ok(Self { tokenizer, templates, special_tokens_doubt, engine, rules, resumer: None })
+        let frame = resume::frame(&tokenizer).ok();
+        let tokenizer = Checked::new(tokenizer);
+        Ok(Self { tokenizer, frame, templates, special_tokens_doubt, engine, rules, resumer: None })
     }
 
     /// The same, which takes over from this cache what prompts have in common; or why its tokenizer cannot.
     pub fn resuming(mut self, cache: Arc<PromptCache>) -> (Self, Result<(), &'static str>) {
-        let resumer = Resumer::new(&self.tokenizer, cache);
+        let resumer = Resumer::new(self.tokenizer.library(), cache);
         let outcome = resumer.as_ref().map(drop).map_err(|why| *why);
         self.resumer = resumer.ok();
         (self, outcome)
+    }
+
+    /// Why the library tokenises, instead of the fast way; nothing while it does not.
+    pub fn slow_because(&self) -> Option<&'static str> {
+        self.tokenizer.because()
+    }
+
+    /// Most bytes that the tables of the fast way take.
+    pub fn fast_bytes(&self) -> usize {
+        self.tokenizer.bytes()
+    }
+
+    /// Compares a piece of a prompt that came since the last time with the library; whether the two differed, if one came.
+    /// Takes some milliseconds.
+    pub fn compare(&self) -> Option<bool> {
+        self.tokenizer.compare()
     }
 
     /// The engine whose tokens these are.
@@ -325,16 +346,36 @@ impl Encoder {
     }
 
     fn tokens_of(&self, text: &str, special: bool, keep: Option<usize>, side: Side) -> Result<Vec<u32>, EncodeError> {
-        let failed = |error: tokenizers::Error| EncodeError::Tokenize(error.to_string());
-        let Some(keep) = keep else {
-            return self.tokenizer.encode_fast(text, special).map(|encoding| ids(&encoding)).map_err(failed);
-        };
-        // Special tokens are counted but never cut off, so the text gives way to them.
-        let bare = self.tokenizer.encode_fast(text, false).map_err(failed)?;
-        let added = if special { self.tokenizer.encode_fast("", true).map_err(failed)?.len() } else { 0 };
-        let bare = cut(bare, room(keep, added)?, side);
-        self.tokenizer.post_process(bare, None, special).map(|encoding| ids(&encoding)).map_err(failed)
+        let frame = self.frame.as_ref().filter(|_| special);
+        if special && frame.is_none() {
+            return self.tokens_in_unknown_frame(text, keep, side);
+        }
+        let mut ids = self.tokenizer.ids(text).map_err(failed)?;
+        if let Some(keep) = keep {
+            // Special tokens are counted but never cut off, so the text gives way to them.
+            let range = kept_range(ids.len(), room(keep, frame.map_or(0, Frame::len))?, side);
+            ids.truncate(range.end);
+            ids.drain(..range.start);
+        }
+        Ok(match frame {
+            Some(frame) => frame.around(&ids),
+            None => ids,
+        })
     }
+
+    /// The tokens of a text with what a post-processor adds that nothing is known of.
+    fn tokens_in_unknown_frame(&self, text: &str, keep: Option<usize>, side: Side) -> Result<Vec<u32>, EncodeError> {
+        let library = self.tokenizer.library();
+        let encode = |text, special| library.encode_fast(text, special).map_err(failed);
+        let Some(keep) = keep else { return Ok(ids(&encode(text, true)?)) };
+        let bare = cut(encode(text, false)?, room(keep, encode("", true)?.len())?, side);
+        library.post_process(bare, None, true).map(|encoding| ids(&encoding)).map_err(failed)
+    }
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "the form in which errors are mapped")]
+fn failed(error: tokenizers::Error) -> EncodeError {
+    EncodeError::Tokenize(error.to_string())
 }
 
 fn ids(encoding: &Encoding) -> Vec<u32> {

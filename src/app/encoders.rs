@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Context as _;
+use bytesize::ByteSize;
 use parking_lot::Mutex;
 use tracing::{info, warn};
 
@@ -19,6 +20,7 @@ use crate::worker::ModelName;
 /// What is in use, by what the files say, and what all of them keep of earlier prompts.
 pub(super) struct Encoders {
     kept: Mutex<HashMap<Fingerprint, Arc<Encoder>>>,
+    named: Mutex<Vec<(ModelName, Arc<Encoder>)>>,
     prompts: Arc<PromptCache>,
 }
 
@@ -26,13 +28,14 @@ pub(super) struct Encoders {
 pub(super) struct Loaded {
     pub(super) models: Models,
     encoders: HashMap<Fingerprint, Arc<Encoder>>,
+    named: Vec<(ModelName, Arc<Encoder>)>,
     prompt_cache: usize,
 }
 
 impl Encoders {
     /// None yet.
     pub(super) fn new(metrics: &Arc<Metrics>) -> Self {
-        Self { kept: Mutex::default(), prompts: PromptCache::new(0, metrics.clone()) }
+        Self { kept: Mutex::default(), named: Mutex::default(), prompts: PromptCache::new(0, metrics.clone()) }
     }
 
     /// Loads what is not there yet, all at once.
@@ -52,6 +55,7 @@ impl Encoders {
         let mut loaded = Loaded {
             models: Models::default(),
             encoders: HashMap::new(),
+            named: Vec::new(),
             prompt_cache: config.limits.prompt_cache.bytes(),
         };
         for (model, encoder) in config.models.iter().zip(loading) {
@@ -61,12 +65,18 @@ impl Encoders {
             }
             let windows = if model.eagle { Windows::Eagle } else { Windows::Plain };
             let encoder = found.as_ref().map(|(_, encoder)| encoder.clone());
+            loaded.named.extend(encoder.iter().map(|encoder| (model.name.clone(), encoder.clone())));
             let (name, block_size, media) = (model.name.clone(), model.blocks(), model.media_tokens());
             let served = Model { name, block_size, windows, media, encoder };
             loaded.models.add(served, &model.aliases, &model.adapters);
             loaded.encoders.extend(found);
         }
         Ok(loaded)
+    }
+
+    /// Those in use, by model.
+    pub(super) fn named(&self) -> Vec<(ModelName, Arc<Encoder>)> {
+        self.named.lock().clone()
     }
 
     /// Whether other ones were loaded than are kept.
@@ -78,6 +88,7 @@ impl Encoders {
     /// Keeps these, and no others.
     pub(super) fn keep(&self, loaded: &Loaded) {
         self.kept.lock().clone_from(&loaded.encoders);
+        self.named.lock().clone_from(&loaded.named);
         self.prompts.resize(loaded.prompt_cache);
     }
 }
@@ -111,6 +122,9 @@ fn encoder(
     if let Err(because) = resumes {
         info!(%model, because, "every prompt of this tokenizer is tokenised from its beginning");
     }
-    info!(%model, took = ?started.elapsed(), "tokenizer loaded");
+    if let Some(because) = encoder.slow_because() {
+        info!(%model, because, "every prompt of this tokenizer is tokenised by the library, many times slower than others");
+    }
+    info!(%model, took = ?started.elapsed(), tables = %ByteSize(encoder.fast_bytes() as u64), "tokenizer loaded");
     Ok((fingerprint, Arc::new(encoder)))
 }

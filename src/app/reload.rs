@@ -18,8 +18,10 @@ use crate::engine_client::{EngineClient, EngineError};
 use crate::intake::Intake;
 use crate::lifecycle::follow::FileWatch;
 use crate::metrics::{Metrics, OutcomeLabel};
+use crate::prompt::Encoder;
 use crate::router::Router;
 use crate::settings::{ConfigError, Problem, Step};
+use crate::worker::ModelName;
 
 /// What parts are prepared from.
 pub(super) struct Next {
@@ -102,6 +104,11 @@ impl Reloader {
         prepare: impl Fn(&Next) -> anyhow::Result<Switch> + Send + Sync + 'static,
     ) {
         self.parts.lock().push((name, Box::new(prepare)));
+    }
+
+    /// The tokenizers in use, by model.
+    pub(super) fn tokenizers(&self) -> Vec<(ModelName, Arc<Encoder>)> {
+        self.encoders.named()
     }
 
     /// The configuration in use.

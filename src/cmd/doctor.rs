@@ -10,7 +10,6 @@ pub mod table;
 
 use std::collections::HashMap;
 use std::io::Write;
-use std::sync::Arc;
 
 use anyhow::Context as _;
 use rustix::process::{Resource, getrlimit};
@@ -21,7 +20,6 @@ use crate::app;
 use crate::cli::DoctorArgs;
 use crate::config::Config;
 use crate::engine_client::EngineClient;
-use crate::intake::Model;
 use crate::worker::Worker;
 use envoy::dump::Dump;
 use envoy::expected::Expected;
@@ -51,8 +49,8 @@ async fn examine(config: &Config, args: &DoctorArgs) -> anyhow::Result<Vec<Findi
     let mut models = HashMap::new();
     for model in &config.models {
         let loaded = app::model(config, model).await;
-        let there = |loaded: &Option<Arc<Model>>| loaded.as_ref().is_some_and(|model| model.encoder.is_some());
-        findings.push(host::tokenizer(model, loaded.as_ref().map(there).map_err(|error| format!("{error:#}"))));
+        let encoder = loaded.as_ref().map(|loaded| loaded.as_ref().and_then(|model| model.encoder.as_deref()));
+        findings.push(host::tokenizer(model, encoder.map_err(|error| format!("{error:#}"))));
         if let Ok(Some(loaded)) = loaded {
             models.insert(model.name.clone(), loaded);
         }

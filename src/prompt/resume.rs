@@ -31,10 +31,11 @@ use std::sync::Arc;
 
 use tokenizers::Tokenizer;
 
+use super::fast::Checked;
 pub use cache::PromptCache;
 use cache::Value;
 use edges::{Edges, Point};
-use known::Frame;
+pub(super) use known::{Frame, frame};
 pub use tokens::Tokens;
 use tokens::Trail;
 
@@ -70,7 +71,7 @@ impl Resumer {
     /// Texts with different names `apart` share nothing.
     pub(super) fn tokens(
         &self,
-        tokenizer: &Tokenizer,
+        tokenizer: &Checked,
         text: &str,
         apart: Option<&str>,
     ) -> tokenizers::Result<Option<Bare>> {
@@ -107,10 +108,10 @@ impl Resumer {
     }
 
     /// The tokens of what follows a point in a text.
-    fn piece(&self, tokenizer: &Tokenizer, text: &str, last: Option<Point>) -> tokenizers::Result<Vec<u32>> {
-        let Some(Point { end, edge, .. }) = last else { return ids(tokenizer, text) };
+    fn piece(&self, tokenizer: &Checked, text: &str, last: Option<Point>) -> tokenizers::Result<Vec<u32>> {
+        let Some(Point { end, edge, .. }) = last else { return tokenizer.ids(text) };
         let edge = self.edges.get(edge);
-        let mut ids = ids(tokenizer, &text[end - edge.content.len()..])?;
+        let mut ids = tokenizer.ids(&text[end - edge.content.len()..])?;
         if ids.first() != Some(&edge.id) {
             return Err("an added token was not found where it stands".into());
         }
@@ -170,10 +171,6 @@ impl Bare {
         self.ids.drain(..start);
         Ok(())
     }
-}
-
-fn ids(tokenizer: &Tokenizer, text: &str) -> tokenizers::Result<Vec<u32>> {
-    Ok(tokenizer.encode_fast(text, false)?.get_ids().to_vec())
 }
 
 /// A name that only these parts have, for those who have the key. All parts but the last have a fixed length.

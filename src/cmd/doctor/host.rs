@@ -2,6 +2,7 @@
 
 use super::finding::{At, Finding};
 use crate::config::{Advice, Config, ModelConfig};
+use crate::prompt::Encoder;
 use crate::worker::Worker;
 
 /// Files of a process beside connections: logs, watches, tokenizers, its own sockets.
@@ -30,11 +31,14 @@ pub fn advice(Advice { subject, seen, mend }: Advice) -> Finding {
 }
 
 /// The tokenizer of one model.
-pub fn tokenizer(model: &ModelConfig, loaded: Result<bool, String>) -> Finding {
+pub fn tokenizer(model: &ModelConfig, loaded: Result<Option<&Encoder>, String>) -> Finding {
     let at = At::new("config.tokenizer", format!("model {}", model.name));
     match loaded {
-        Ok(true) => at.ok("loaded"),
-        Ok(false) => at.warning(
+        Ok(Some(encoder)) => match encoder.slow_because() {
+            None => at.ok("loaded, and agrees with the fast way"),
+            Some(because) => at.ok(format!("loaded; its texts are tokenised by the library, many times slower: {because}")),
+        },
+        Ok(None) => at.warning(
             "no tokenizer: its requests go by load, and no cache is ever found",
             format!(
                 "write `tokenizer: ..` and `tokenizer_config: ..` for the model {}, the files that the engine loads",

@@ -8,13 +8,19 @@ use tokenizers::processors::PostProcessorWrapper as Processor;
 use tokenizers::{ModelWrapper as Model, Tokenizer};
 
 /// What the post-processor puts around a text.
-pub(super) struct Frame {
+pub(in crate::prompt) struct Frame {
     pub(super) before: Vec<u32>,
     pub(super) after: Vec<u32>,
 }
 
 impl Frame {
-    pub(super) fn around(&self, ids: &[u32]) -> Vec<u32> {
+    /// How many tokens it is made of.
+    pub(in crate::prompt) fn len(&self) -> usize {
+        self.before.len() + self.after.len()
+    }
+
+    /// The tokens with it around them.
+    pub(in crate::prompt) fn around(&self, ids: &[u32]) -> Vec<u32> {
         [&self.before, ids, &self.after].concat()
     }
 }
@@ -72,7 +78,7 @@ fn pre_tokenizer(pre_tokenizer: &PreTokenizer) -> Result<(), &'static str> {
 }
 
 /// What the post-processor adds, where that is fixed tokens before and after; else the reason.
-pub(super) fn frame(tokenizer: &Tokenizer) -> Result<Frame, &'static str> {
+pub(in crate::prompt) fn frame(tokenizer: &Tokenizer) -> Result<Frame, &'static str> {
     const UNKNOWN: &str = "its post-processor does more than to put fixed tokens around a text";
     let frame = template(tokenizer.get_post_processor()).ok_or(UNKNOWN)?;
     for text in ["", "a", "two words"] {

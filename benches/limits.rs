@@ -1,0 +1,69 @@
+//! What we do beside a limit of it, both in the same run: a library that does the same, a bound by the bytes that have to be
+//! touched, or a number that was set as a goal. One module per topic.
+//!
+//! `cargo bench --bench limits -- [--json FILE] [--only PART_OF_A_NAME] [--rounds N]`
+
+#[path = "support/duel.rs"]
+mod duel;
+#[path = "limits/tokens.rs"]
+mod tokens;
+
+use std::path::PathBuf;
+
+use clap::Parser;
+use duel::Table;
+
+#[derive(Parser)]
+struct Options {
+    /// Writes the rows there as JSON.
+    #[arg(long)]
+    json: Option<PathBuf>,
+    /// Only measures with this in their name.
+    #[arg(long, default_value = "")]
+    only: String,
+    /// How often each side is measured.
+    #[arg(long, default_value_t = 11)]
+    rounds: usize,
+    /// What cargo says to every bench.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// What is measured in this run, and what came of it.
+struct Run {
+    only: String,
+    rounds: usize,
+    table: Table,
+}
+
+impl Run {
+    /// Whether a measure is wanted, before anything is set up for it.
+    fn wants(&self, measure: &str) -> bool {
+        measure.contains(&self.only)
+    }
+
+    /// Measures both sides in turns.
+    fn duel(&mut self, row: (&str, &str, Option<f64>), peer: impl FnMut() -> f64, ours: impl FnMut() -> f64) {
+        if self.wants(row.0) {
+            self.table.duel(row, self.rounds, peer, ours);
+        }
+    }
+
+    /// Enters rounds that were measured together.
+    fn enter(&mut self, row: (&str, &str, Option<f64>), peer: &[f64], ours: &[f64]) {
+        if self.wants(row.0) {
+            self.table.enter(row, peer, ours);
+        }
+    }
+}
+
+fn main() -> anyhow::Result<()> {
+    let Options { json, only, rounds, bench: _ } = Options::parse();
+    let mut run = Run { only, rounds: rounds.max(1), table: Table::default() };
+    tokens::measure(&mut run);
+    run.table.print("limit");
+    if let Some(path) = json {
+        run.table.write_json(&path)?;
+    }
+    Ok(())
+}

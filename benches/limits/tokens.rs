@@ -1,0 +1,249 @@
+//! From texts to tokens: documents that nobody sent before, the next turn of a chat, and words that are sent to harm.
+
+use std::io::Read;
+use std::path::Path;
+use std::sync::Arc;
+
+use bpe::byte_pair_encoding::{BytePairEncoding, find_hash_factor_for_dictionary};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use serde_json::{Value, json};
+use tokenizers::{ModelWrapper, Tokenizer};
+use warmroute::block::{Salt, Windows};
+use warmroute::metrics::Metrics;
+use warmroute::openai::{self, Api, Request};
+use warmroute::prompt::{Config, Encoder, PromptCache, Tokens};
+use warmroute::worker::BlockSize;
+
+use super::Run;
+use super::duel::cpu;
+
+const FILE: &str = "examples/models/qwen2.5/tokenizer.json.gz";
+/// Bytes of a document; some 32,000 tokens.
+const DOCUMENT: usize = 128 << 10;
+const MESSAGES: usize = 50;
+const MESSAGE: usize = 2600;
+const WORD: usize = 1 << 20;
+const BLOCK: BlockSize = BlockSize(std::num::NonZeroU32::new(16).expect("16 is not zero"));
+
+/// What the slowest hostile text may take, and the next turn of a chat.
+const WORST: f64 = 50.0;
+const TURN: f64 = 20.0;
+
+pub(super) fn measure(run: &mut Run) {
+    let documents = documents();
+    let library = library();
+    first_time(run, &documents, &library);
+    just_loaded(run, &documents, &library);
+    next_turn(run, &documents);
+    hostile(run);
+}
+
+fn library() -> Tokenizer {
+    let mut plain = Vec::new();
+    let file = std::fs::File::open(FILE).expect("the shipped file");
+    flate2::read::GzDecoder::new(file).read_to_end(&mut plain).expect("the shipped file");
+    Tokenizer::from_bytes(plain).expect("the shipped file")
+}
+
+fn encoder(cached: usize) -> Encoder {
+    let config = Config { tokenizer: FILE.into(), tokenizer_config: None, chat_template: None };
+    let encoder = Encoder::load(&config).expect("the shipped files");
+    assert_eq!(encoder.slow_because(), None);
+    encoder.resuming(PromptCache::new(cached, Arc::new(Metrics::new()))).0
+}
+
+/// All texts of this repository, cut to documents of one length, no two alike, prose and code in turns.
+fn documents() -> Vec<String> {
+    let (mut files, mut folders) = (Vec::new(), vec![Path::new(env!("CARGO_MANIFEST_DIR")).to_owned()]);
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).expect("the repository").flatten() {
+            let path = entry.path();
+            let name = entry.file_name();
+            if path.is_dir() && !name.to_string_lossy().starts_with(['.', 't']) {
+                folders.push(path);
+            } else if path.extension().is_some_and(|kind| ["rs", "md", "yaml", "json", "py"].iter().any(|of| kind == *of)) {
+                files.push(path);
+            }
+        }
+    }
+    files.sort_by_key(|path| path.metadata().map(|about| about.len() % 9973).unwrap_or_default());
+    let all: String = files.iter().filter_map(|path| std::fs::read_to_string(path).ok()).collect();
+    let mut rest = all.as_str();
+    let mut documents = Vec::new();
+    while rest.len() > DOCUMENT {
+        let (document, next) = rest.split_at(rest.floor_char_boundary(DOCUMENT));
+        documents.push(document.to_owned());
+        rest = next;
+    }
+    documents
+}
+
+fn completion(text: &str) -> Request {
+    let body = json!({"model": "m", "prompt": text}).to_string();
+    openai::parse(Api::Completions, body.as_bytes()).expect("a completion")
+}
+
+/// Microseconds that a request takes to become tokens, and these.
+fn tokenize(encoder: &Encoder, request: &Request, apart: Option<&str>) -> (f64, Tokens) {
+    let rendered = encoder.render(request).expect("the template takes it");
+    let mut tokens = Vec::new();
+    let took = cpu(|| tokens = encoder.tokenize_resuming(&rendered, apart).expect("its tokens"));
+    (took / 1e3, tokens.remove(0))
+}
+
+fn library_tokenizes(library: &Tokenizer, text: &str) -> (f64, Vec<u32>) {
+    let mut tokens = Vec::new();
+    let took = cpu(|| tokens = library.encode_fast(text, false).expect("its tokens").get_ids().to_vec());
+    (took / 1e3, tokens)
+}
+
+/// Each document once, with the word caches of both as documents before it have left them.
+fn first_time(run: &mut Run, documents: &[String], library: &Tokenizer) {
+    let name = "tokenise 32k tokens, first time seen";
+    if !run.wants(name) {
+        return;
+    }
+    let encoder = encoder(1 << 28);
+    let (before, fresh) = documents.split_at(documents.len() / 2);
+    for document in before {
+        tokenize(&encoder, &completion(document), None);
+        library_tokenizes(library, document);
+    }
+    let (mut theirs, mut ours) = (Vec::new(), Vec::new());
+    for document in fresh.iter().take(run.rounds) {
+        let (took, known) = library_tokenizes(library, document);
+        theirs.push(took);
+        let (took, tokens) = tokenize(&encoder, &completion(document), None);
+        ours.push(took);
+        assert_eq!(tokens[..], known);
+    }
+    run.enter((name, "us", Some(0.02)), &theirs, &ours);
+}
+
+/// The same by encoders that were only just loaded, which have no word in their caches.
+fn just_loaded(run: &mut Run, documents: &[String], library: &Tokenizer) {
+    let name = "tokenise 32k tokens, first request";
+    if !run.wants(name) {
+        return;
+    }
+    let (mut theirs, mut ours) = (Vec::new(), Vec::new());
+    for document in documents.iter().rev().take(run.rounds.min(5)) {
+        let (took, known) = library_tokenizes(&library.clone(), document);
+        theirs.push(took);
+        let (took, tokens) = tokenize(&encoder(1 << 28), &completion(document), None);
+        ours.push(took);
+        assert_eq!(tokens[..], known);
+    }
+    run.enter((name, "us", Some(0.02)), &theirs, &ours);
+}
+
+fn chat(texts: &[&str]) -> Request {
+    let message = |(number, text): (usize, &&str)| -> Value {
+        let role = if number.is_multiple_of(2) { "user" } else { "assistant" };
+        json!({"role": role, "content": text})
+    };
+    let messages: Vec<Value> = texts.iter().enumerate().map(message).collect();
+    let body = json!({"model": "m", "messages": messages}).to_string();
+    openai::parse(Api::ChatCompletions, body.as_bytes()).expect("a chat")
+}
+
+/// A chat of which all but the last one or two messages were tokenised before, beside the same chat from nothing. Every round
+/// is another chat.
+fn next_turn(run: &mut Run, documents: &[String]) {
+    let rows = [
+        ("tokenise, one new message in a chat of 50", 1, false),
+        ("tokenise, two new messages in a chat of 50", 2, false),
+        ("tokenise and hash, one new message in a chat of 50", 1, true),
+    ];
+    for (name, new, hashing) in rows {
+        let absolute = format!("{name}, beside {TURN} us");
+        if !run.wants(name) && !run.wants(&absolute) {
+            continue;
+        }
+        let encoder = encoder(1 << 30);
+        let timed = |request: &Request, apart: &str| {
+            let (took, tokens) = tokenize(&encoder, request, Some(apart));
+            let hash = cpu(|| hashing.then(|| tokens.hashes(&Salt::default(), BLOCK, Windows::Plain)));
+            (took + hash / 1e3, tokens)
+        };
+        let (mut cold, mut warm) = (Vec::new(), Vec::new());
+        let words: String = documents.concat();
+        for round in 0..run.rounds {
+            let start = words.floor_char_boundary(round * 37_003);
+            let texts: Vec<&str> = (0..MESSAGES)
+                .map(|at| {
+                    let from = words.floor_char_boundary(start + at * MESSAGE);
+                    &words[from..words.floor_char_boundary(from + MESSAGE)]
+                })
+                .collect();
+            let (before, whole) = (chat(&texts[..MESSAGES - new]), chat(&texts));
+            let (took, known) = timed(&whole, &format!("cold {round}"));
+            cold.push(took);
+            timed(&before, &format!("warm {round}"));
+            let (took, tokens) = timed(&whole, &format!("warm {round}"));
+            warm.push(took);
+            assert_eq!(tokens, known);
+        }
+        run.enter((name, "us", Some(0.05)), &cold, &warm);
+        if new == 1 {
+            run.enter((&absolute, "us", Some(1.0)), &[TURN], &warm);
+        }
+    }
+}
+
+/// The vocabulary as the linear byte pair encoding of the `bpe` crate has it.
+fn linear(library: &Tokenizer) -> BytePairEncoding {
+    let ModelWrapper::BPE(model) = library.get_model() else { panic!("it is a byte pair encoding") };
+    let mut tokens: Vec<(u32, String)> = model.get_vocab().into_iter().map(|(token, id)| (id, token)).collect();
+    tokens.sort_unstable();
+    let written = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    let moved: Vec<u8> = (0..=u8::MAX).filter(|byte| !written(byte)).collect();
+    let byte = |char: char| match char as u32 {
+        code @ 0x100.. => moved[code as usize - 0x100],
+        code => code as u8,
+    };
+    let tokens: Vec<Vec<u8>> = tokens.iter().map(|(_, token)| token.chars().map(byte).collect()).collect();
+    let factor = find_hash_factor_for_dictionary(tokens.iter().cloned());
+    BytePairEncoding::from_dictionary(tokens, Some(factor))
+}
+
+fn hostile(run: &mut Run) {
+    let mut dice = StdRng::seed_from_u64(7);
+    let mut of = |letters: &[u8]| -> String {
+        (0..WORD).map(|_| char::from(letters[dice.random_range(0..letters.len())])).collect()
+    };
+    let lower: Vec<u8> = (b'a'..=b'z').collect();
+    let base64: Vec<u8> = (b'a'..=b'z').chain(b'A'..=b'Z').chain(b'0'..=b'9').chain(*b"+/").collect();
+    let (letters, base64) = (of(&lower), of(&base64));
+    let bytes: Vec<u8> = (0..WORD).map(|_| dice.random()).collect();
+    let texts = [
+        ("one letter", "a".repeat(WORD)),
+        ("spaces", " ".repeat(WORD)),
+        ("random letters", letters),
+        ("random bytes", String::from_utf8_lossy(&bytes).into_owned()),
+        ("base64", base64),
+    ];
+    if texts.iter().all(|(name, _)| !run.wants(&hostile_name(name)) && !run.wants(&worst_name(name))) {
+        return;
+    }
+    let (encoder, linear) = (encoder(1 << 28), linear(&library()));
+    for (name, text) in &texts {
+        let request = completion(text);
+        let (mut theirs, mut ours) = (Vec::new(), Vec::new());
+        for _ in 0..run.rounds.min(7) {
+            theirs.push(cpu(|| linear.encode_via_backtracking(text.as_bytes())) / 1e6);
+            ours.push(tokenize(&encoder, &request, None).0 / 1e3);
+        }
+        run.enter((&hostile_name(name), "ms", Some(3.0)), &theirs, &ours);
+        run.enter((&worst_name(name), "ms", Some(1.0)), &[WORST], &ours);
+    }
+}
+
+fn hostile_name(text: &str) -> String {
+    format!("1 MiB of {text}")
+}
+
+fn worst_name(text: &str) -> String {
+    format!("1 MiB of {text}, beside {WORST} ms")
+}

@@ -1,0 +1,54 @@
+//! Holds the fast way of each tokenizer against the library, on pieces of real prompts, for as long as the process runs and
+//! beside the requests. What differs once is done by the library from then on.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::MissedTickBehavior;
+use tracing::error;
+
+use super::App;
+use super::reload::Reloader;
+use crate::lifecycle::supervise;
+use crate::metrics::{ModelLabel, ModelOutcomeLabels};
+use crate::router::Router;
+
+/// How often a piece of a prompt is compared, for each model: some milliseconds of one core.
+const EVERY: Duration = Duration::from_secs(5);
+
+impl App {
+    /// Compares from now on.
+    pub(super) fn compare_tokenizers(&mut self, router: &Arc<Router>) {
+        let (router, reloader, stop) = (router.clone(), self.reloader.clone(), self.stop.clone());
+        let metrics = reloader.metrics.clone();
+        self.background.spawn(async move {
+            supervise("tokenizers", &metrics, stop, || compare(reloader.clone(), router.clone())).await;
+        });
+    }
+}
+
+async fn compare(reloader: Arc<Reloader>, router: Arc<Router>) -> anyhow::Result<()> {
+    let mut tick = tokio::time::interval(EVERY);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tick.tick().await;
+        for (model, encoder) in reloader.tokenizers() {
+            let before = encoder.slow_because();
+            let compared = encoder.clone();
+            let differs = tokio::task::spawn_blocking(move || compared.compare()).await?;
+            if let Some(differs) = differs {
+                let outcome = if differs { "differs" } else { "agrees" };
+                reloader.metrics.tokenizer_comparisons.get_or_create(&ModelOutcomeLabels::new(&model, outcome)).inc();
+            }
+            let because = encoder.slow_because();
+            if let (None, Some(because)) = (before, because) {
+                error!(%model, because, "its texts are tokenised by the library from now on, many times slower: please report this");
+            }
+            let slow = i64::from(because.is_some());
+            reloader.metrics.tokenizer_slow.get_or_create(&ModelLabel::from(&model)).set(slow);
+            if let Some(standing) = router.parity().of(&model) {
+                standing.tokenized(because);
+            }
+        }
+    }
+}

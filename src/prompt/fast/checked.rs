@@ -1,0 +1,162 @@
+//! A tokenizer of the library, and beside it the fast one for as long as both agree. They are compared by hard texts before
+//! the first request, and by pieces of real ones ever after, away from the requests. One difference, and the model stays with
+//! the library for good: a wrong token is worse than a slow one.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+use tokenizers::Tokenizer;
+
+use super::{Fast, hard};
+
+/// Most bytes of a text that are compared at once; the library takes some ten milliseconds for them.
+const COMPARED: usize = 32 << 10;
+
+/// A tokenizer and its judge.
+pub(in crate::prompt) struct Checked {
+    library: Tokenizer,
+    fast: Option<Fast>,
+    /// Why the library does it.
+    because: OnceLock<&'static str>,
+    /// Whether a piece of the next text is to be compared, and that piece.
+    wanted: AtomicBool,
+    sample: Mutex<Option<String>>,
+}
+
+impl Checked {
+    /// The fast one where its parts are known and the hard texts have the same tokens.
+    pub(in crate::prompt) fn new(library: Tokenizer) -> Self {
+        let (fast, because) = match Fast::new(&library) {
+            Ok(fast) => (Some(fast), OnceLock::new()),
+            Err(because) => (None, OnceLock::from(because)),
+        };
+        let checked =
+            Self { library, fast, because, wanted: AtomicBool::new(false), sample: Mutex::new(None) };
+        let added = checked.library.get_added_tokens_decoder();
+        let added: Vec<&str> = added.values().map(|token| token.content.as_str()).collect();
+        for text in hard::texts(&added) {
+            if checked.differs(&text) == Some(true) {
+                checked.refuse("on hard texts it differs from the library");
+            }
+        }
+        checked
+    }
+
+    /// The library's own.
+    pub(in crate::prompt) fn library(&self) -> &Tokenizer {
+        &self.library
+    }
+
+    /// Why texts are tokenised by the library; nothing while they are not.
+    pub(in crate::prompt) fn because(&self) -> Option<&'static str> {
+        self.because.get().copied()
+    }
+
+    /// Most bytes that the tables of the fast one take.
+    pub(in crate::prompt) fn bytes(&self) -> usize {
+        self.fast.as_ref().map_or(0, Fast::bytes)
+    }
+
+    /// The tokens of a text without what the post-processor adds.
+    pub(in crate::prompt) fn ids(&self, text: &str) -> tokenizers::Result<Vec<u32>> {
+        if let Some(ids) = self.fast_ids(text) {
+            self.offer(text);
+            return Ok(ids);
+        }
+        Ok(self.library.encode_fast(text, false)?.get_ids().to_vec())
+    }
+
+    /// The same as the fast one makes it, where it may.
+    fn fast_ids(&self, text: &str) -> Option<Vec<u32>> {
+        let fast = self.fast.as_ref().filter(|_| self.because.get().is_none())?;
+        // It works on bytes and numbers only, so that what it would say of its end has no word of the text.
+        let ids = catch_unwind(AssertUnwindSafe(|| fast.ids(text)));
+        if ids.is_err() {
+            self.refuse("it broke off");
+        }
+        ids.ok()
+    }
+
+    fn refuse(&self, because: &'static str) {
+        // The first reason stays.
+        let _ = self.because.set(because);
+    }
+
+    /// Keeps a piece of a text where one is wanted.
+    fn offer(&self, text: &str) {
+        if self.wanted.load(Ordering::Relaxed) && self.wanted.swap(false, Ordering::Relaxed) {
+            *self.sample.lock() = Some(piece(text, rand::random_range(0..=text.len())).to_owned());
+        }
+    }
+
+    /// Compares what was kept since the last time, if anything was, and lets another piece be kept; whether they differ.
+    pub(in crate::prompt) fn compare(&self) -> Option<bool> {
+        let sample = self.sample.lock().take();
+        let differs = sample.and_then(|text| self.differs(&text));
+        if differs == Some(true) {
+            self.refuse("on a request it differed from the library");
+        }
+        self.wanted.store(self.because.get().is_none(), Ordering::Relaxed);
+        differs
+    }
+
+    /// Whether both give a text different tokens; nothing where one gives none.
+    fn differs(&self, text: &str) -> Option<bool> {
+        let ids = self.fast_ids(text)?;
+        let known = self.library.encode_fast(text, false).ok()?;
+        Some(ids != known.get_ids())
+    }
+}
+
+/// As much of a text as is compared, around a place in it.
+fn piece(text: &str, around: usize) -> &str {
+    let start = around.min(text.len().saturating_sub(COMPARED));
+    let start = text.ceil_char_boundary(start);
+    let end = text.floor_char_boundary((start + COMPARED).min(text.len()));
+    text.get(start..end).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{other_merges, qwen};
+    use super::*;
+
+    #[test]
+    fn a_piece_of_a_text_is_a_text() {
+        let text = "é中😀".repeat(COMPARED / 4);
+        for around in (0..text.len()).step_by(1009) {
+            let piece = piece(&text, around);
+            assert!(piece.len() > COMPARED - 4 && piece.len() <= COMPARED && text.contains(piece), "{around}");
+        }
+        assert_eq!((piece("short", 3), piece("", 0)), ("short", ""));
+    }
+
+    #[test]
+    fn what_agrees_is_compared_again_and_again() {
+        let checked = Checked::new(qwen());
+        assert_eq!(checked.because(), None);
+        assert_eq!(checked.compare(), None);
+        for text in ["A text that was asked for.", "Another one"] {
+            let known = checked.library().encode_fast(text, false).unwrap().get_ids().to_vec();
+            assert_eq!(checked.ids(text).unwrap(), known);
+            assert_eq!(checked.compare(), Some(false));
+            assert_eq!(checked.compare(), None, "nothing was kept since");
+        }
+    }
+
+    #[test]
+    fn what_differs_on_a_request_stays_with_the_library() {
+        let mut checked = Checked::new(qwen());
+        checked.fast = Some(Fast::new(&other_merges()).unwrap());
+        let text = "these words have other tokens";
+        checked.compare();
+        let known = checked.library().encode_fast(text, false).unwrap().get_ids().to_vec();
+        assert_ne!(checked.ids(text).unwrap(), known, "the difference is found afterwards");
+        assert_eq!(checked.compare(), Some(true));
+        assert_eq!(checked.because(), Some("on a request it differed from the library"));
+        assert_eq!(checked.ids(text).unwrap(), known);
+        assert_eq!(checked.compare(), None);
+    }
+}

@@ -1,0 +1,183 @@
+//! The library is the oracle: the same tokens for every text, whatever the parts of the tokenizer.
+
+use std::io::Read;
+use std::sync::LazyLock;
+
+use flate2::read::GzDecoder;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::hard::PIECES;
+use super::*;
+
+/// Patterns of tokenizers that are in use, by the models that have them.
+const PATTERNS: [(&str, &[&str]); 9] = [
+    ("gpt-2", &[GPT2]),
+    (
+        "llama-3",
+        &[
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ],
+    ),
+    (
+        "qwen2",
+        &[
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ],
+    ),
+    (
+        "qwen3.5",
+        &[
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ],
+    ),
+    (
+        "cl100k",
+        &[
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+        ],
+    ),
+    (
+        "gpt-oss",
+        &[
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ],
+    ),
+    (
+        "mistral",
+        &[
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ],
+    ),
+    (
+        "deepseek-v3",
+        &[
+            r"\p{N}{1,3}",
+            r"[一-龥぀-ゟ゠-ヿ]+",
+            r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^
+\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[
+]*|\s*[
+]+|\s+(?!\S)|\s+"##,
+        ],
+    ),
+    ("starcoder", &["digits", GPT2]),
+];
+
+fn file(path: &str) -> Value {
+    let mut text = String::new();
+    GzDecoder::new(std::fs::File::open(path).unwrap()).read_to_string(&mut text).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+/// The vocabulary of Qwen with other parts around it.
+fn with_parts(change: impl Fn(&mut Value)) -> Tokenizer {
+    static QWEN: LazyLock<Value> = LazyLock::new(|| file("examples/models/qwen2.5/tokenizer.json.gz"));
+    let mut written = QWEN.clone();
+    change(&mut written);
+    Tokenizer::from_bytes(serde_json::to_vec(&written).unwrap()).unwrap()
+}
+
+fn pre_tokenizer(patterns: &[&str]) -> Value {
+    let part = |pattern: &&str| match *pattern {
+        "digits" => json!({"type": "Digits", "individual_digits": true}),
+        _ => json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false}),
+    };
+    let mut parts: Vec<Value> = patterns.iter().map(part).collect();
+    parts.push(json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false}));
+    json!({"type": "Sequence", "pretokenizers": parts})
+}
+
+/// The tokenizer of Qwen as it is shipped.
+pub(super) fn qwen() -> Tokenizer {
+    with_parts(|_| ())
+}
+
+/// One that merges in another order.
+pub(super) fn other_merges() -> Tokenizer {
+    with_parts(|written| written["model"]["merges"].as_array_mut().unwrap().reverse())
+}
+
+type Pair = (Tokenizer, Fast);
+
+fn pair(tokenizer: Tokenizer) -> Pair {
+    let fast = Fast::new(&tokenizer).unwrap();
+    (tokenizer, fast)
+}
+
+/// Tokenizers of every kind that is known.
+fn all() -> &'static [(String, Pair)] {
+    static ALL: LazyLock<Vec<(String, Pair)>> = LazyLock::new(|| {
+        let mut all = vec![("qwen as it is".to_owned(), pair(qwen()))];
+        for (name, patterns) in PATTERNS {
+            all.push((name.to_owned(), pair(with_parts(|written| {
+                written["pre_tokenizer"] = pre_tokenizer(patterns);
+                written["normalizer"] = Value::Null;
+                written["model"]["ignore_merges"] = (name == "llama-3").into();
+            }))));
+        }
+        all.push(("greedy tokens".to_owned(), pair(with_parts(|written| {
+            let token = |id: u32, content: &str, left: bool, right: bool, normalized: bool| {
+                json!({"id": id, "content": content, "single_word": false, "lstrip": left, "rstrip": right,
+                       "normalized": normalized, "special": false})
+            };
+            written["added_tokens"] = json!([
+                token(151643, "<a>", true, false, false),
+                token(151644, "<ab>", false, true, false),
+                token(151645, "<a>b", true, true, false),
+                token(151646, " \n", false, false, false),
+                token(151647, "e\u{301}", false, false, true),
+                token(151648, "<n>", true, true, true),
+            ]);
+        }))));
+        all
+    });
+    &ALL
+}
+
+fn assert_same(text: &str) {
+    for (name, (tokenizer, fast)) in all() {
+        let known = tokenizer.encode_fast(text, false).unwrap();
+        assert_eq!(fast.ids(text), known.get_ids(), "{name}: {text:?}");
+    }
+}
+
+#[test]
+fn hard_pieces_have_the_tokens_that_the_library_gives_them() {
+    for piece in PIECES {
+        assert_same(piece);
+        assert_same(&piece.repeat(3));
+        assert_same(&format!("{piece} {piece}\n{piece}"));
+    }
+    assert_same("");
+    assert_same(&PIECES.concat());
+    assert_same(&PIECES.join(" "));
+    assert_same(&PIECES.iter().rev().copied().collect::<String>());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn texts_of_hard_pieces_have_the_tokens_that_the_library_gives_them(
+        pieces in prop::collection::vec(prop::sample::select(PIECES), 0..40),
+    ) {
+        assert_same(&pieces.concat());
+    }
+
+    #[test]
+    fn texts_of_any_characters_have_the_tokens_that_the_library_gives_them(text in ".{0,60}", more in any::<String>()) {
+        assert_same(&text);
+        assert_same(&more);
+    }
+
+    #[test]
+    fn words_of_few_letters_have_the_tokens_that_the_library_gives_them(word in "[a-cA-B ]{0,300}", other in "(ab|a|er|re|ing){0,200}") {
+        assert_same(&word);
+        assert_same(&other);
+    }
+
+    #[test]
+    fn bytes_that_are_no_text_have_the_tokens_that_the_library_gives_them(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        assert_same(&String::from_utf8_lossy(&bytes));
+    }
+}
