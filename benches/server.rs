@@ -52,6 +52,8 @@ struct Cli {
     /// Write the rows as JSON
     #[arg(long)]
     json: Option<PathBuf>,
+    /// Only rows with this in their names
+    filter: Option<String>,
     /// What Cargo says to every bench
     #[arg(long, hide = true)]
     bench: bool,
@@ -63,7 +65,7 @@ const PIECE: f64 = 1.1;
 /// A model that nobody serves: such a request is read and goes by load, so that what is left is the server.
 const UNKNOWN: &str = "nobody-serves-this";
 /// Pieces of an answer.
-const PIECES: usize = 400;
+const PIECES: usize = 2_000;
 
 fn main() -> ExitCode {
     let (first, args) = bed::called_as();
@@ -92,7 +94,9 @@ async fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         let warm = Case::of(format!("server CPU per request, {name}, warm prompt"), (bytes, true), 16);
         let cold = Case::of(format!("server CPU per request, {name}, new prompt"), (bytes, false), 16);
         for (case, goal) in [(alone, Some(REQUEST)), (warm, Some(REQUEST)), (cold, None)] {
-            enter(&mut table, (&bed, &extent), case, goal, |sample| sample.cpu_server).await?;
+            if wanted(cli, &case) {
+                enter(&mut table, (&bed, &extent), case, goal, |sample| sample.cpu_server).await?;
+            }
         }
     }
     drop(bed);
@@ -100,7 +104,9 @@ async fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     let bed = Bed::start(&Setting { watch: true, ..setting }, &dir.path().join("pieces")).await?;
     let case =
         Case { chunks: PIECES, ..Case::of("server CPU per piece of a streamed answer".into(), (1_000, true), 16) };
-    enter(&mut table, (&bed, &extent), case, Some(PIECE), |sample| sample.cpu_server / sample.messages).await?;
+    if wanted(cli, &case) {
+        enter(&mut table, (&bed, &extent), case, Some(PIECE), |sample| sample.cpu_server / sample.messages).await?;
+    }
     drop(bed);
 
     table.print("bare");
@@ -108,6 +114,10 @@ async fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         table.write_json(path)?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn wanted(cli: &Cli, case: &Case) -> bool {
+    cli.filter.as_ref().is_none_or(|filter| case.name.contains(filter.as_str()))
 }
 
 async fn enter(

@@ -12,6 +12,7 @@ use axum::body::Body;
 use axum::extract::Request;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse as _, Response};
+use axum::serve::ListenerExt as _;
 use bytes::Bytes;
 use clap::Parser;
 use futures_util::{StreamExt as _, stream};
@@ -58,6 +59,8 @@ pub(crate) async fn serve(cli: AnswersCli) -> anyhow::Result<()> {
     let mut listeners = JoinSet::new();
     for address in addresses(cli.first, cli.workers) {
         let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
+        // Or every other piece of an answer would wait for the acknowledgement of the one before.
+        let listener = listener.tap_io(|connection| _ = connection.set_nodelay(true));
         listeners.spawn(async move { axum::serve(listener, Router::new().fallback(answer)).await });
     }
     let ended = listeners.join_next().await;

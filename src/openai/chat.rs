@@ -1,8 +1,11 @@
 //! The body of `/v1/chat/completions`: the conversation and everything the chat template may look at. Values that only
 //! a template reads (tools, documents, arguments) stay JSON with their key order, since the order reaches the tokens.
 
-use serde::Deserialize;
-use serde::de::IgnoredAny;
+use std::fmt;
+
+use serde::de::value::SeqAccessDeserializer;
+use serde::de::{IgnoredAny, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
@@ -79,13 +82,41 @@ pub struct Message {
 }
 
 /// What a message says.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(untagged)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Content {
     /// Plain text.
     Text(String),
     /// Parts in order.
     Parts(Vec<Part>),
+}
+
+/// By hand: what serde makes of an untagged enum keeps every text twice, and texts are nearly all of a body.
+impl<'de> Deserialize<'de> for Content {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ContentVisitor)
+    }
+}
+
+struct ContentVisitor;
+
+impl<'de> Visitor<'de> for ContentVisitor {
+    type Value = Content;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a text or a list of parts")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Content, E> {
+        Ok(Content::Text(text.to_owned()))
+    }
+
+    fn visit_string<E>(self, text: String) -> Result<Content, E> {
+        Ok(Content::Text(text))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, parts: A) -> Result<Content, A::Error> {
+        Vec::deserialize(SeqAccessDeserializer::new(parts)).map(Content::Parts)
+    }
 }
 
 impl Chat {
