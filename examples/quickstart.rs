@@ -18,11 +18,10 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
 use support::envoy;
@@ -220,7 +219,7 @@ async fn compare(
     let mut stack = Stack::engines(programs, &specs, &dir.join("round_robin")).await?;
     let addresses: Vec<SocketAddr> = stack.engines.iter().map(|engine| engine.address).collect();
     envoy::write_endpoints(&stack.standalone().endpoint_file(), &addresses)?;
-    let config = round_robin(&stack.standalone().config()?)?;
+    let config = envoy::round_robin(&stack.standalone().config()?)?;
     stack.start_envoy(&config).await?;
     let round_robin = replay(&stack, &workload, bar, "round robin").await;
     drop(stack);
@@ -271,30 +270,6 @@ async fn replay(stack: &Stack, workload: &Workload, bar: &Progress, name: &'stat
     let samples = replay::run(stack.url("/v1/chat/completions"), workload.clone(), move |_| step.inc(1)).await;
     bar.finish_and_clear();
     samples
-}
-
-/// The shipped configuration without warmroute: no external processor, and round robin over the workers.
-fn round_robin(standalone: &str) -> anyhow::Result<String> {
-    let mut config: Value = serde_saphyr::from_str(standalone)?;
-    let manager = config.pointer_mut("/static_resources/listeners/0/filter_chains/0/filters/0/typed_config");
-    let manager = manager.context("the shipped configuration has no connection manager")?;
-    let filters = manager["http_filters"].as_array_mut().context("the shipped configuration has no HTTP filters")?;
-    filters.retain(|filter| filter["name"] == "envoy.filters.http.router");
-    ensure!(filters.len() == 1, "only the router filter should be left: {filters:?}");
-    let hosts = manager["route_config"]["virtual_hosts"].as_array_mut().into_iter().flatten();
-    for route in hosts.flat_map(|host| host["routes"].as_array_mut().into_iter().flatten()) {
-        route.as_object_mut().map(|route| route.remove("typed_per_filter_config"));
-    }
-    let policy = "type.googleapis.com/envoy.extensions.load_balancing_policies.round_robin.v3.RoundRobin";
-    let policies = json!([{"typed_extension_config": {
-        "name": "envoy.load_balancing_policies.round_robin",
-        "typed_config": {"@type": policy},
-    }}]);
-    let clusters = config["static_resources"]["clusters"].as_array_mut().into_iter().flatten();
-    for cluster in clusters.filter(|cluster| cluster["name"] == "workers") {
-        cluster["load_balancing_policy"]["policies"] = policies.clone();
-    }
-    Ok(config.to_string())
 }
 
 /// Prints the report; an error where nobody reads it, which the macros for printing would panic at.

@@ -28,7 +28,6 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use arc_swap::ArcSwap;
-use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessorServer;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -43,7 +42,8 @@ use crate::audit::Audit;
 use crate::config::Config;
 use crate::engine_sessions::EngineSessions;
 use crate::entrance::Entrance;
-use crate::ext_proc::service::{Kept, Service};
+use crate::ext_proc::service::Kept;
+use crate::ext_proc::wire::ExtProc;
 use crate::intake::Intake;
 use crate::kv_events::SharedResync;
 use crate::lifecycle::{Readiness, supervise};
@@ -321,7 +321,7 @@ impl App {
         intake: Arc<Intake>,
         entrance: Arc<Entrance>,
         metrics: &Arc<Metrics>,
-    ) -> anyhow::Result<Swap<ExternalProcessorServer<Service>>> {
+    ) -> anyhow::Result<Swap<ExtProc>> {
         let kept = Kept::new(metrics.clone(), self.audit.clone());
         let gateway = Gateway::new(entrance, kept, self.under_way.clone());
         let (service, callers) = gateway.prepare(config, intake)?;

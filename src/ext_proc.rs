@@ -16,8 +16,10 @@ pub mod pipeline;
 mod probe;
 mod record;
 pub mod reject;
+mod replies;
 mod retries;
 pub mod service;
 mod stream;
+pub mod wire;
 
 pub use exchange::{Effect, Exchange};

@@ -1,6 +1,6 @@
 //! From a request as somebody brings it (Envoy, an API client, an operator with a file) to a question for the router:
-//! parse, render, tokenise, hash, and what the client wishes. Small prompts are encoded where they arrive; large ones on
-//! the blocking pool behind a bounded queue, with a deadline. Every failure on the way is one step down the ladder with
+//! parse, render, tokenise, hash, and what the client wishes. Quick prompts are encoded where they arrive; others on the
+//! blocking pool behind a bounded queue, with a deadline. Every failure on the way is one step down the ladder with
 //! its reason, and never an error for the client.
 
 mod agreed;
@@ -11,6 +11,7 @@ mod encoded;
 pub mod engine_tokens;
 mod media;
 mod models;
+mod pace;
 pub mod rewrite;
 mod sessions;
 mod shared;
@@ -28,6 +29,7 @@ use tracing::{debug, warn};
 use encoded::{Encoded, estimate};
 use engine_tokens::{Said, TokenSources};
 pub use models::{Model, Models, Named};
+use pace::Pace;
 pub use rewrite::Rewrites;
 pub use sessions::SessionSigns;
 pub use shared::Shared;
@@ -134,6 +136,7 @@ pub struct Intake {
     parts: Parts,
     encoders: Arc<Semaphore>,
     queued: AtomicUsize,
+    pace: Pace,
 }
 
 /// What the headers say that is needed to read the body.
@@ -162,7 +165,7 @@ impl Intake {
         // One encoder per core: more would only share the cores, and delay the async threads beside them.
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let encoders = Arc::new(Semaphore::new(cores));
-        Arc::new(Self { parts, encoders, queued: AtomicUsize::new(0) })
+        Arc::new(Self { parts, encoders, queued: AtomicUsize::new(0), pace: Pace::default() })
     }
 
     /// How far the tokens of each model are believed.
@@ -251,7 +254,7 @@ impl Intake {
             Body::Cut { shown, length } => Shown { bytes: shown.clone(), cut: Some(*length) },
         };
         let bytes = shown.bytes.len();
-        if bytes <= self.parts.limits.inline {
+        if self.pace.is_quick(bytes, self.parts.limits.inline) {
             return self.encode_now(api, &told, &shown);
         }
         let body = shown.bytes.clone();
@@ -276,7 +279,7 @@ impl Intake {
     /// Encodes on the blocking pool; `None` when the queue is full.
     async fn encode_queued(self: &Arc<Self>, api: Api, told: Told, shown: Shown) -> Option<Encoded> {
         let _place = Place::take(&self.queued, self.parts.limits.queue)?;
-        // The semaphore is never closed, and a lost blocking task is a panic already turned into an error.
+        // The semaphore is never closed, and a lost task is a panic already turned into an error.
         let permit = self.encoders.clone().acquire_owned().await.ok()?;
         let intake = self.clone();
         let encode = move || {
@@ -289,6 +292,7 @@ impl Intake {
 
     fn encode_now(&self, api: Api, told: &Told, shown: &Shown) -> Encoded {
         let Shown { bytes, cut } = shown;
+        let _timed = self.pace.time(bytes.len(), self.parts.limits.inline);
         // Tokenizers are large foreign code, and a panic there must not end the exchange.
         let result = catch_unwind(AssertUnwindSafe(|| match cut {
             None => self.read(api, told, bytes),

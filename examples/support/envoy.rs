@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::child::{Child, last_lines};
 use super::ports::{self, Ready};
@@ -116,6 +116,30 @@ impl Standalone<'_> {
     pub(crate) fn admin_url(&self, path: &str) -> String {
         format!("http://127.0.0.1:{}{path}", self.admin_port)
     }
+}
+
+/// The shipped configuration without warmroute: no external processor, and round robin over the workers.
+pub(crate) fn round_robin(standalone: &str) -> anyhow::Result<String> {
+    let mut config: Value = serde_saphyr::from_str(standalone)?;
+    let manager = config.pointer_mut("/static_resources/listeners/0/filter_chains/0/filters/0/typed_config");
+    let manager = manager.context("the shipped configuration has no connection manager")?;
+    let filters = manager["http_filters"].as_array_mut().context("the shipped configuration has no HTTP filters")?;
+    filters.retain(|filter| filter["name"] == "envoy.filters.http.router");
+    ensure!(filters.len() == 1, "only the router filter should be left: {filters:?}");
+    let hosts = manager["route_config"]["virtual_hosts"].as_array_mut().into_iter().flatten();
+    for route in hosts.flat_map(|host| host["routes"].as_array_mut().into_iter().flatten()) {
+        route.as_object_mut().map(|route| route.remove("typed_per_filter_config"));
+    }
+    let policy = "type.googleapis.com/envoy.extensions.load_balancing_policies.round_robin.v3.RoundRobin";
+    let policies = json!([{"typed_extension_config": {
+        "name": "envoy.load_balancing_policies.round_robin",
+        "typed_config": {"@type": policy},
+    }}]);
+    let clusters = config["static_resources"]["clusters"].as_array_mut().into_iter().flatten();
+    for cluster in clusters.filter(|cluster| cluster["name"] == "workers") {
+        cluster["load_balancing_policy"]["policies"] = policies.clone();
+    }
+    Ok(config.to_string())
 }
 
 /// Replaces the endpoint file of cluster `workers` by rename, the only change that Envoy notices.

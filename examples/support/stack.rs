@@ -230,8 +230,13 @@ impl Stack {
 
     /// Starts Envoy, again where it runs, and waits until it is ready.
     pub(crate) async fn start_envoy(&mut self, config: &str) -> anyhow::Result<()> {
+        self.start_wide_envoy(config, 1).await
+    }
+
+    /// The same with so many worker threads.
+    pub(crate) async fn start_wide_envoy(&mut self, config: &str, threads: u32) -> anyhow::Result<()> {
         self.envoy = None;
-        let envoy = envoy::start(config, &self.run_dir, 1).await?;
+        let envoy = envoy::start(config, &self.run_dir, threads).await?;
         ports::wait_ready(Ready::Tcp(SocketAddr::from((Ipv4Addr::LOCALHOST, self.port))), START, &envoy).await?;
         self.envoy = Some(envoy);
         Ok(())
@@ -239,6 +244,10 @@ impl Stack {
 
     pub(crate) fn router(&self) -> anyhow::Result<&Child> {
         self.router.as_ref().context("warmroute is not running")
+    }
+
+    pub(crate) fn envoy(&self) -> anyhow::Result<&Child> {
+        self.envoy.as_ref().context("Envoy is not running")
     }
 
     /// Starts another warmroute on the same addresses beside one that was told to end, and waits until it is ready; the old

@@ -5,7 +5,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessorServer;
 use parking_lot::Mutex;
 use tokio_util::task::TaskTracker;
 
@@ -18,6 +17,7 @@ use crate::ext_proc::exchange::{Answers, Options};
 use crate::ext_proc::message::{BodyMode, Modes};
 use crate::ext_proc::pipeline::{Pipeline, Policy};
 use crate::ext_proc::service::{Kept, Live, Service};
+use crate::ext_proc::wire::ExtProc;
 use crate::intake::{Intake, Rewrites};
 use crate::metrics::Metrics;
 use crate::openai::paths::Paths;
@@ -49,11 +49,7 @@ impl Gateway {
 
     /// The ext_proc service of one configuration, with its ways to workers: those in use where nothing changes for them, so
     /// that connections and limits go on.
-    pub(super) fn prepare(
-        &self,
-        config: &Config,
-        intake: Arc<Intake>,
-    ) -> anyhow::Result<(ExternalProcessorServer<Service>, Callers)> {
+    pub(super) fn prepare(&self, config: &Config, intake: Arc<Intake>) -> anyhow::Result<(ExtProc, Callers)> {
         let callers = self.callers.lock().renewed(config, self.kept.metrics(), &self.under_way)?;
         let (entrance, metrics) = (self.entrance.clone(), self.kept.metrics().clone());
         let live = Live {
@@ -64,10 +60,8 @@ impl Gateway {
         };
         // tonic's own limit of 4 MiB would refuse bodies that the configuration allows, and with failure_mode_allow the
         // request would then silently go to a random worker.
-        let service = ExternalProcessorServer::new(Service::new(live, self.kept.clone()))
-            .max_decoding_message_size(super::most_bytes(config))
-            .max_encoding_message_size(usize::MAX);
-        Ok((service, callers))
+        let service = Service::new(live, self.kept.clone());
+        Ok((ExtProc::new(service, super::most_bytes(config)), callers))
     }
 
     /// They are in use now.

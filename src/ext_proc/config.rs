@@ -89,7 +89,7 @@ pub struct LimitsConfig {
     /// Longest request body we take; at least Envoy's `request_body_buffer_limit`.
     pub body: Size,
     /// Bodies up to this size (about a thousand tokens, a millisecond or two) are tokenised on the stream's own thread,
-    /// longer ones on the blocking pool.
+    /// longer ones on the blocking pool, unless such took very little time lately; with 0 all are.
     pub tokenize_inline: Size,
     /// Bodies that may wait for the blocking pool; beyond it a request is routed by load only.
     pub tokenize_queue: u32,

@@ -2,11 +2,10 @@
 
 use bytes::Bytes;
 use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::BodySendMode;
-use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request;
-use envoy_types::pb::envoy::service::ext_proc::v3::{HttpBody, ProcessingRequest};
 
 use super::headers::{self, RequestHead, ResponseHead};
 use super::metadata::Told;
+use super::wire::{Asked, Part, Piece};
 
 /// How Envoy shows us a body.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -114,38 +113,41 @@ pub struct Incoming {
 
 impl Incoming {
     /// Reads one wire message.
-    pub fn read(wire: ProcessingRequest) -> Self {
+    pub fn read(wire: impl Into<Asked>) -> Self {
+        Self::read_asked(wire.into())
+    }
+
+    fn read_asked(wire: Asked) -> Self {
         let modes = wire
             .protocol_config
             .map(|config| Modes { request: mode(config.request_body_mode), response: mode(config.response_body_mode) });
-        let to =
-            headers::upstream(&wire.attributes).filter(|_| matches!(wire.request, Some(Request::RequestHeaders(_))));
+        let to = headers::upstream(&wire.attributes).filter(|_| matches!(wire.part, Some(Part::RequestHeaders(_))));
         let told = Told { to, ..Told::read(wire.metadata_context.as_ref()) };
-        let message = wire.request.map(|request| match request {
-            Request::RequestHeaders(headers) => {
+        let message = wire.part.map(|part| match part {
+            Part::RequestHeaders(headers) => {
                 Message::RequestHeaders { head: RequestHead::read(headers.headers), end: headers.end_of_stream }
             }
-            Request::RequestBody(body) => {
+            Part::RequestBody(body) => {
                 let (body, end) = bytes(body);
                 Message::RequestBody { body, end }
             }
-            Request::RequestTrailers(_) => Message::RequestTrailers,
-            Request::ResponseHeaders(headers) => Message::ResponseHeaders {
+            Part::RequestTrailers(_) => Message::RequestTrailers,
+            Part::ResponseHeaders(headers) => Message::ResponseHeaders {
                 head: ResponseHead::read(headers.headers.as_ref(), &wire.attributes).served_by(told.served.as_deref()),
                 end: headers.end_of_stream,
             },
-            Request::ResponseBody(body) => {
+            Part::ResponseBody(body) => {
                 let (body, end) = bytes(body);
                 Message::ResponseBody { body, end }
             }
-            Request::ResponseTrailers(_) => Message::ResponseTrailers,
+            Part::ResponseTrailers(_) => Message::ResponseTrailers,
         });
         Self { modes, told, message }
     }
 }
 
-fn bytes(body: HttpBody) -> (Bytes, bool) {
-    (body.body.into(), body.end_of_stream || body.end_of_stream_without_message)
+fn bytes(piece: Piece) -> (Bytes, bool) {
+    (piece.body, piece.end_of_stream || piece.end_of_stream_without_message)
 }
 
 fn mode(wire: i32) -> BodyMode {

@@ -1,16 +1,14 @@
-//! The gRPC service: one task per stream feeds the exchange and carries out its effects. What an exchange holds is a value
-//! of that task, so that whatever ends the stream (the answer's end, the client, Envoy, us) releases the load by drop.
+//! The gRPC service: the task of each stream feeds the exchange and carries out its effects. What an exchange holds is a
+//! value of that task, so that whatever ends the stream (the answer's end, the client, Envoy, us) releases the load by drop.
 
-use std::pin::pin;
+use std::future::{Ready, ready};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::ExternalProcessor;
-use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, ProcessingResponse};
-use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
+use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 use tonic::metadata::MetadataMap;
+use tonic::server::StreamingService;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::{trace, warn};
 
@@ -20,13 +18,12 @@ use super::held::Held;
 use super::message::{BodyMode, Incoming};
 use super::pipeline::Pipeline;
 use super::probe::Probe;
+use super::replies::{Replies, Replying};
 use super::retries::{Retries, Retry};
 use super::stream::Stream;
+use super::wire::Asked;
 use crate::audit::Audit;
 use crate::metrics::{Metrics, OutcomeLabel};
-
-/// Replies that may wait for Envoy to take them; beyond it we stop reading, which is what flow control is for.
-const REPLIES: usize = 16;
 
 /// How Envoy says, as metadata of the stream, which of two filters of one exchange it speaks for.
 pub const FILTER: &str = "x-warmroute-filter";
@@ -36,8 +33,6 @@ pub const PROBE: &str = "probe";
 pub const RETRY: &str = "retry";
 /// The filter beside it.
 pub const PROBED: &str = "probed";
-
-pub(super) type Replies = mpsc::Sender<Result<ProcessingResponse, Status>>;
 
 /// What one configuration makes of exchanges. Those that are open keep the one they began with.
 pub struct Live {
@@ -104,8 +99,8 @@ impl Service {
         Self { live: Arc::new(live), kept }
     }
 
-    async fn run(self, mut incoming: Streaming<ProcessingRequest>, replies: Replies, filter: Filter) {
-        let Ok(first) = receive(&mut incoming, &replies).await else { return };
+    async fn run(self, mut incoming: Streaming<Asked>, replies: Replies, filter: Filter) {
+        let Ok(first) = receive(&mut incoming).await else { return };
         let first = Incoming::read(first);
         if filter == Filter::Retry {
             return self.retry(first, incoming, replies).await;
@@ -122,46 +117,40 @@ impl Service {
         Stream::new(self.kept, self.live, (incoming, replies), start).run(first).await;
     }
 
-    async fn retry(&self, first: Incoming, mut incoming: Streaming<ProcessingRequest>, replies: Replies) {
+    async fn retry(&self, first: Incoming, mut incoming: Streaming<Asked>, replies: Replies) {
         let mut retry = Retry::new(self.live.pipeline.prefills().trusting);
         let mut next = Some(first);
         let mut outcome = "left";
         while let Some(message) = next.take() {
-            if let Some(hold) = retry.hold(&message)
-                && replies.send(Ok(hold)).await.is_err()
-            {
-                break;
+            if let Some(hold) = retry.hold(&message) {
+                replies.send(hold).await;
             }
             let answered = retry.on_message(&self.kept.retries, message).await;
-            if let Some(reply) = answered.reply
-                && replies.send(Ok(reply)).await.is_err()
-            {
-                break;
+            if let Some(reply) = answered.reply {
+                replies.send(reply).await;
             }
             match answered.outcome {
                 Some(became) => outcome = became,
-                None => next = receive(&mut incoming, &replies).await.ok().map(Incoming::read),
+                None => next = receive(&mut incoming).await.ok().map(Incoming::read),
             }
         }
         self.kept.metrics.prefill_retries.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
-    async fn probe(&self, first: Incoming, mut incoming: Streaming<ProcessingRequest>, replies: Replies) {
+    async fn probe(&self, first: Incoming, mut incoming: Streaming<Asked>, replies: Replies) {
         let mut probe = Probe::default();
         let mut next = Some(first);
         let mut outcome = "none";
         while let Some(message) = next.take() {
             let answered = probe.on_message(message);
             for reply in answered.replies {
-                if replies.send(Ok(reply)).await.is_err() {
-                    break;
-                }
+                replies.send(reply).await;
             }
             if let Some(name) = answered.first_token {
                 outcome = if self.kept.first_tokens.seen(&name) { "seen" } else { "foreign" };
             }
             if !answered.ends {
-                next = receive(&mut incoming, &replies).await.ok().map(Incoming::read);
+                next = receive(&mut incoming).await.ok().map(Incoming::read);
             }
         }
         self.kept.metrics.first_token_streams.get_or_create(&OutcomeLabel { outcome }).inc();
@@ -192,40 +181,29 @@ impl Filter {
     }
 }
 
-#[tonic::async_trait]
-impl ExternalProcessor for Service {
-    type ProcessStream = ReceiverStream<Result<ProcessingResponse, Status>>;
+impl StreamingService<Asked> for Service {
+    type Response = ProcessingResponse;
+    type ResponseStream = Replying;
+    type Future = Ready<Result<Response<Replying>, Status>>;
 
-    async fn process(
-        &self,
-        request: Request<Streaming<ProcessingRequest>>,
-    ) -> Result<Response<Self::ProcessStream>, Status> {
-        let (replies, outgoing) = mpsc::channel(REPLIES);
-        let filter = Filter::of(request.metadata());
-        tokio::spawn(self.clone().run(request.into_inner(), replies, filter));
-        Ok(Response::new(ReceiverStream::new(outgoing)))
+    fn call(&mut self, request: Request<Streaming<Asked>>) -> Self::Future {
+        let (filter, service) = (Filter::of(request.metadata()), self.clone());
+        ready(Ok(Response::new(Replying::new(|replies| service.run(request.into_inner(), replies, filter)))))
     }
 }
 
 /// The stream is over, for whichever of the reasons that all mean the same.
 pub(super) struct Closed;
 
-/// The next message. A stream that ends, fails or is no longer listened to is over: Envoy closes in any of these ways when
-/// the response has ended or the client has gone, so none of them is an error.
-pub(super) async fn receive(
-    incoming: &mut Streaming<ProcessingRequest>,
-    replies: &Replies,
-) -> Result<ProcessingRequest, Closed> {
-    let closed = pin!(replies.closed());
-    tokio::select! {
-        () = closed => Err(Closed),
-        message = incoming.message() => match message {
-            Ok(Some(message)) => Ok(message),
-            Ok(None) => Err(Closed),
-            Err(status) => {
-                trace!(%status, "stream closed");
-                Err(Closed)
-            }
-        },
+/// The next message. A stream that ends or fails is over: Envoy closes in any of these ways when the response has ended or
+/// the client has gone, so none of them is an error.
+pub(super) async fn receive(incoming: &mut Streaming<Asked>) -> Result<Asked, Closed> {
+    match incoming.message().await {
+        Ok(Some(message)) => Ok(message),
+        Ok(None) => Err(Closed),
+        Err(status) => {
+            trace!(%status, "stream closed");
+            Err(Closed)
+        }
     }
 }

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, processing_request};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tonic::Streaming;
@@ -17,8 +16,10 @@ use super::message::Incoming;
 use super::pipeline::Routed;
 use super::record::Record;
 use super::reject;
+use super::replies::Replies;
 use super::retries::{Again, Listening, Try};
-use super::service::{Closed, Kept, Live, Replies, receive};
+use super::service::{Closed, Kept, Live, receive};
+use super::wire::{Asked, Part};
 use crate::intake::Body;
 use crate::openai;
 use crate::prefill::{Retried, Turn};
@@ -36,7 +37,7 @@ const HOLD_MARGIN: Duration = Duration::from_millis(500);
 pub(super) struct Stream {
     kept: Arc<Kept>,
     live: Arc<Live>,
-    incoming: Streaming<ProcessingRequest>,
+    incoming: Streaming<Asked>,
     replies: Replies,
     exchange: Exchange,
     record: Record,
@@ -51,7 +52,7 @@ pub(super) struct Stream {
 
 /// What happens next.
 enum Event {
-    Message(Box<ProcessingRequest>),
+    Message(Box<Asked>),
     /// Another filter saw the first token.
     FirstToken,
     /// The body has not come in time.
@@ -66,7 +67,7 @@ impl Stream {
     pub(super) fn new(
         kept: Arc<Kept>,
         live: Arc<Live>,
-        (incoming, replies): (Streaming<ProcessingRequest>, Replies),
+        (incoming, replies): (Streaming<Asked>, Replies),
         start: Start,
     ) -> Self {
         let name = start.probed_as.clone();
@@ -141,14 +142,14 @@ impl Stream {
             biased;
             // Before the end of the stream, which may be there already.
             () = first_token => Ok(Event::FirstToken),
-            message = receive(&mut self.incoming, &self.replies) => message.map(|message| Event::Message(Box::new(message))),
+            message = receive(&mut self.incoming) => message.map(|message| Event::Message(Box::new(message))),
             () = tokio::time::sleep_until(self.deadline), if self.exchange.is_gathering() => Ok(Event::Deadline),
             again = tries => Ok(Event::Try(Box::new(again))),
             turn = self.record.turn() => Ok(Event::Turn(turn)),
         }
     }
 
-    async fn take(&mut self, incoming: Incoming, early: &mut VecDeque<ProcessingRequest>) -> Result<(), Closed> {
+    async fn take(&mut self, incoming: Incoming, early: &mut VecDeque<Asked>) -> Result<(), Closed> {
         if let Some(modes) = incoming.modes {
             self.exchange.configure(modes);
             self.kept.warn_of(modes.request);
@@ -165,11 +166,11 @@ impl Stream {
         Ok(())
     }
 
-    async fn carry_out(&mut self, effects: Vec<Effect>, early: &mut VecDeque<ProcessingRequest>) -> Result<(), Closed> {
+    async fn carry_out(&mut self, effects: Vec<Effect>, early: &mut VecDeque<Asked>) -> Result<(), Closed> {
         let mut effects = VecDeque::from(effects);
         while let Some(effect) = effects.pop_front() {
             match effect {
-                Effect::Reply(reply) => self.replies.send(Ok(*reply)).await.map_err(|_| Closed)?,
+                Effect::Reply(reply) => self.replies.send(*reply).await,
                 Effect::Route(inbound) => match self.route(inbound, early).await? {
                     None => {}
                     Some(Routed::Answered(answer)) => {
@@ -199,10 +200,7 @@ impl Stream {
     async fn try_again(&mut self, Try { head, to, body, answer }: Try) -> bool {
         let prefills = self.live.pipeline.prefills();
         let retried = Retried { to, path: head.path.clone(), headers: prefills.headers(&head), body };
-        let again = tokio::select! {
-            again = self.record.tried_again(self.live.pipeline.entrance(), retried) => again,
-            () = self.replies.closed() => Again::GivenUp,
-        };
+        let again = self.record.tried_again(self.live.pipeline.entrance(), retried).await;
         let goes_on = !matches!(again, Again::GivenUp);
         // Where the try is over by now, so is what was begun for it.
         _ = answer.send(again);
@@ -210,7 +208,7 @@ impl Stream {
     }
 
     /// Nothing can come of the request any longer.
-    async fn give_up(&mut self, early: &mut VecDeque<ProcessingRequest>) -> Result<(), Closed> {
+    async fn give_up(&mut self, early: &mut VecDeque<Asked>) -> Result<(), Closed> {
         let effects = self.exchange.on_give_up(&reject::never_met());
         self.carry_out(effects, early).await
     }
@@ -231,11 +229,7 @@ impl Stream {
 
     /// Looks for a route while watching the stream: a client that leaves meanwhile leaves nothing booked. `None` when
     /// Envoy began to answer by itself meanwhile, so that no route is wanted any longer.
-    async fn route(
-        &mut self,
-        inbound: Inbound,
-        early: &mut VecDeque<ProcessingRequest>,
-    ) -> Result<Option<Routed>, Closed> {
+    async fn route(&mut self, inbound: Inbound, early: &mut VecDeque<Asked>) -> Result<Option<Routed>, Closed> {
         let inbound = Inbound { body: self.keep(inbound.body), ..inbound };
         let pipeline = self.live.pipeline.clone();
         let (tell, mut told) = oneshot::channel();
@@ -249,10 +243,9 @@ impl Stream {
                 routed = &mut route => return Ok(Some(routed)),
                 Ok(wait) = &mut told, if !holding => {
                     holding = true;
-                    self.hold(wait).await?;
+                    self.hold(wait).await;
                 }
-                () = self.replies.closed(), if !room => return Err(Closed),
-                message = receive(&mut self.incoming, &self.replies), if room => {
+                message = receive(&mut self.incoming), if room => {
                     let message = message?;
                     waiting += body_bytes(&message);
                     early.push_back(message);
@@ -265,10 +258,9 @@ impl Stream {
     }
 
     /// Asks Envoy, once, to wait until the request has had its turn; a little longer, so that our answer is there first.
-    async fn hold(&self, wait: Duration) -> Result<(), Closed> {
-        match self.exchange.hold(wait + HOLD_MARGIN) {
-            Some(Effect::Reply(reply)) => self.replies.send(Ok(*reply)).await.map_err(|_| Closed),
-            _ => Ok(()),
+    async fn hold(&self, wait: Duration) {
+        if let Some(Effect::Reply(reply)) = self.exchange.hold(wait + HOLD_MARGIN) {
+            self.replies.send(*reply).await;
         }
     }
 }
@@ -278,15 +270,13 @@ fn shed(body: &[u8]) -> Body {
     Body::Shed { bytes: body.len(), model: openai::model_quickly(body) }
 }
 
-fn body_bytes(wire: &ProcessingRequest) -> usize {
-    match &wire.request {
-        Some(processing_request::Request::RequestBody(body) | processing_request::Request::ResponseBody(body)) => {
-            body.body.len()
-        }
+fn body_bytes(wire: &Asked) -> usize {
+    match &wire.part {
+        Some(Part::RequestBody(piece) | Part::ResponseBody(piece)) => piece.body.len(),
         _ => 0,
     }
 }
 
-fn begins_response(wire: &ProcessingRequest) -> bool {
-    matches!(wire.request, Some(processing_request::Request::ResponseHeaders(_)))
+fn begins_response(wire: &Asked) -> bool {
+    matches!(wire.part, Some(Part::ResponseHeaders(_)))
 }

@@ -3,12 +3,14 @@
 
 mod answer;
 mod long;
+mod shape;
 
 #[cfg(test)]
 mod tests;
 
 use answer::Counts;
 use long::Long;
+use shape::Shape;
 
 /// Longest line, longest event, and longest answer in one piece that is looked at as a whole.
 const LIMIT: usize = 1 << 20;
@@ -40,6 +42,7 @@ pub struct UsageScanner {
     kind: Kind,
     line: Line,
     event: Event,
+    shape: Shape,
     /// The answer in one piece, as far as it has arrived.
     whole: Vec<u8>,
     /// What takes its place where that becomes too long.
@@ -115,7 +118,13 @@ impl UsageScanner {
         if !chunk.is_empty() && std::mem::take(&mut self.line.after_return) {
             chunk = chunk.strip_prefix(b"\n").unwrap_or(chunk);
         }
-        while let Some(end) = chunk.iter().position(|byte| matches!(byte, b'\n' | b'\r')) {
+        loop {
+            if let Some((data, rest)) = self.event_in(chunk) {
+                self.read_event(data);
+                chunk = rest;
+                continue;
+            }
+            let Some(end) = memchr::memchr2(b'\n', b'\r', chunk) else { break };
             self.extend_line(&chunk[..end]);
             self.end_line();
             let returned = chunk[end] == b'\r';
@@ -126,6 +135,17 @@ impl UsageScanner {
             }
         }
         self.extend_line(chunk);
+    }
+
+    /// The data of an event that lies whole at the beginning of a chunk, as most do, and what is behind it: such an event is
+    /// not copied.
+    fn event_in<'c>(&self, chunk: &'c [u8]) -> Option<(&'c [u8], &'c [u8])> {
+        let Self { line, event, .. } = self;
+        let begins = line.bytes.is_empty() && !line.too_long && !event.has_data && !event.broken;
+        let data = chunk.strip_prefix(b"data:").filter(|_| begins)?;
+        let (data, rest) = data.split_at(memchr::memchr2(b'\n', b'\r', data)?);
+        let rest = rest.strip_prefix(b"\n\n")?;
+        (chunk.len() - rest.len() <= LIMIT).then(|| (data.strip_prefix(b" ").unwrap_or(data), rest))
     }
 
     /// The answer has ended; an event that was not closed by an empty line counts too.
@@ -194,14 +214,20 @@ impl UsageScanner {
     fn end_event(&mut self) {
         let Event { mut data, has_data, broken } = std::mem::take(&mut self.event);
         if has_data && !broken {
-            if data == b"[DONE]" {
-                self.done = true;
-            } else {
-                self.read(&data);
-            }
+            self.read_event(&data);
         }
         data.clear();
         self.event.data = data;
+    }
+
+    fn read_event(&mut self, data: &[u8]) {
+        if self.shape.fits(data) {
+            self.content_events += 1;
+        } else if data == b"[DONE]" {
+            self.done = true;
+        } else {
+            self.read(data);
+        }
     }
 
     fn read(&mut self, json: &[u8]) {
@@ -209,6 +235,9 @@ impl UsageScanner {
             self.skipped += 1;
             return;
         };
+        if told.counts.is_none() && told.content && !told.last {
+            self.shape.learn(json);
+        }
         if let Some(counts) = told.counts {
             self.counts.get_or_insert_default().merge(counts);
         }

@@ -325,3 +325,75 @@ proptest! {
         }
     }
 }
+
+/// What is said in an event: texts, and what a text must not be taken for.
+fn said() -> impl Strategy<Value = Vec<u8>> {
+    prop_oneof![
+        4 => "[a-zé ]{0,6}".prop_map(String::into_bytes),
+        1 => prop_oneof![
+            Just(&b""[..]),
+            Just(b"\\\""),
+            Just(b"\\n"),
+            Just(b"x\",\"content\":\"y"),
+            Just(b"x\"},\"usage\":{\"prompt_tokens\":3"),
+            Just(b"\x01"),
+            Just(b"\xff"),
+            Just(b"\\"),
+        ]
+        .prop_map(<[u8]>::to_vec),
+    ]
+}
+
+/// Events as engines write them, and some that only look so.
+fn similar_event() -> impl Strategy<Value = Vec<u8>> {
+    let around = prop_oneof![
+        Just(("{\"id\":\"a\",\"choices\":[{\"delta\":{\"content\":\"", "\"},\"finish_reason\":null}]}")),
+        Just(("{\"id\":\"a\",\"choices\":[{\"text\":\"", "\",\"finish_reason\":null}]}")),
+        Just((
+            "{\"choices\":[{\"delta\":{\"role\":\"assistant\",\"content\":\"",
+            "\"}}],\"usage\":{\"prompt_tokens\":9}}"
+        )),
+        Just(("{\"type\":\"content_block_delta\",\"delta\":{\"type\":\"text_delta\",\"text\":\"", "\"}}")),
+        Just(("{\"type\":\"message\",\"content\":\"", "\"}")),
+        Just(("{\"type\":\"message_stop\",\"content\":\"", "\"}")),
+        Just(("{\"x\\\"content\":\"", "\"}")),
+        Just(("{\"a\":\"\\\"content\\\":\\\"", "\",\"text\":\"x\"}")),
+        Just(("[DONE]", "")),
+    ];
+    (around, said()).prop_map(|((before, after), said)| [before.as_bytes(), &said, after.as_bytes()].concat())
+}
+
+proptest! {
+    #[test]
+    fn however_events_are_cut_and_alike_each_counts_as_if_it_were_parsed_alone(
+        events in vec((similar_event(), prop_oneof![Just("\n\n"), Just("\r\n\r\n"), Just("\n\r\n")]), 0..12),
+        cuts in vec(0..4_000usize, 0..12),
+    ) {
+        let (mut stream, mut expected) = (Vec::new(), UsageScanner::default());
+        for (event, end) in &events {
+            stream.extend(b"data: ".iter().chain(event).chain(end.as_bytes()));
+            match event.as_slice() {
+                b"[DONE]" => expected.done = true,
+                // What is cut into lines or nothing at all is for the other tests.
+                event => match answer::read(event) {
+                    Some(told) => {
+                        expected.content_events += u64::from(told.content);
+                        expected.done |= told.last;
+                        if let Some(counts) = told.counts {
+                            expected.counts.get_or_insert_default().merge(counts);
+                        }
+                    }
+                    None => expected.skipped += 1,
+                },
+            }
+        }
+        let mut scanner = UsageScanner::default();
+        let mut cuts: Vec<_> = cuts.into_iter().map(|cut| cut % (stream.len() + 1)).chain([0, stream.len()]).collect();
+        cuts.sort_unstable();
+        cuts.windows(2).for_each(|cut| scanner.push(&stream[cut[0]..cut[1]]));
+        scanner.finish();
+        prop_assert_eq!(scanner.content_events(), expected.content_events());
+        prop_assert_eq!(scanner.usage(), expected.usage());
+        prop_assert_eq!((scanner.skipped(), scanner.is_done()), (expected.skipped(), expected.is_done()));
+    }
+}

@@ -1,0 +1,135 @@
+//! What the server costs behind a real Envoy, in CPU time of its process: warmroute beside the least that an external
+//! processor can be, which answers every message at once. Both hear the same from Envoys of their own, in turns.
+
+#![allow(dead_code, unused_imports, reason = "what it shares with the load program is more than it needs")]
+
+#[path = "../examples/load/answers.rs"]
+mod answers;
+#[path = "../examples/load/bare.rs"]
+mod bare;
+#[path = "../examples/load/bed.rs"]
+mod bed;
+#[path = "../examples/load/bodies.rs"]
+mod bodies;
+#[path = "../examples/load/client.rs"]
+mod client;
+#[path = "support/duel.rs"]
+mod duel;
+#[path = "../examples/load/goals.rs"]
+mod goals;
+#[path = "../examples/load/measure.rs"]
+mod measure;
+#[path = "../examples/load/meter.rs"]
+mod meter;
+#[path = "../examples/load/report.rs"]
+mod report;
+#[path = "../examples/support/mod.rs"]
+mod support;
+#[path = "../examples/load/sweeps.rs"]
+mod sweeps;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Parser;
+
+use bed::{Bed, Setting, Side};
+use duel::Table;
+use measure::Sample;
+use sweeps::{Case, Extent};
+
+/// Measures the CPU time of the server.
+#[derive(Debug, Parser)]
+struct Cli {
+    /// Rounds, in each of which both servers have their turn
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Another build of warmroute than this one, with its first arguments
+    #[arg(long, num_args = 1.., value_name = "PROGRAM")]
+    warmroute: Vec<OsString>,
+    /// Write the rows as JSON
+    #[arg(long)]
+    json: Option<PathBuf>,
+    /// Only rows with this in their names
+    filter: Option<String>,
+    /// What Cargo says to every bench
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// At most so much of the bare server's CPU time for a request, and for a piece of an answer.
+const REQUEST: f64 = 1.5;
+const PIECE: f64 = 1.1;
+/// A model that nobody serves: such a request is read and goes by load, so that what is left is the server.
+const UNKNOWN: &str = "nobody-serves-this";
+/// Pieces of an answer.
+const PIECES: usize = 2_000;
+
+fn main() -> ExitCode {
+    let (first, args) = bed::called_as();
+    let result = bed::be(first.as_deref(), args).unwrap_or_else(|| {
+        let cli = Cli::parse();
+        tokio::runtime::Runtime::new()?.block_on(run(&cli))
+    });
+    result.unwrap_or_else(|error| {
+        eprintln!("server: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+async fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
+    let dir = tempfile::Builder::new().prefix("warmroute-server-").tempdir()?;
+    let ours = cli.warmroute.clone();
+    let setting = Setting { workers: 8, watch: false, threads: 1, ours: ours.clone() };
+    let (rounds, turn) = (cli.rounds, Duration::from_secs(2));
+    let extent = Extent { rounds, turn, requests: 2_000, short: false, threads: 1, seed: 7, ours };
+    let mut table = Table::default();
+
+    let bed = Bed::start(&setting, &dir.path().join("requests")).await?;
+    for (name, bytes) in [("1 KB", 1_000), ("32 KB", 32_000)] {
+        let alone =
+            Case { model: UNKNOWN, ..Case::of(format!("server CPU per request, {name}, by load"), (bytes, false), 16) };
+        let warm = Case::of(format!("server CPU per request, {name}, warm prompt"), (bytes, true), 16);
+        let cold = Case::of(format!("server CPU per request, {name}, new prompt"), (bytes, false), 16);
+        for (case, goal) in [(alone, Some(REQUEST)), (warm, Some(REQUEST)), (cold, None)] {
+            if wanted(cli, &case) {
+                enter(&mut table, (&bed, &extent), case, goal, |sample| sample.cpu_server).await?;
+            }
+        }
+    }
+    drop(bed);
+
+    let bed = Bed::start(&Setting { watch: true, ..setting }, &dir.path().join("pieces")).await?;
+    let case =
+        Case { chunks: PIECES, ..Case::of("server CPU per piece of a streamed answer".into(), (1_000, true), 16) };
+    if wanted(cli, &case) {
+        enter(&mut table, (&bed, &extent), case, Some(PIECE), |sample| sample.cpu_server / sample.messages).await?;
+    }
+    drop(bed);
+
+    table.print("bare");
+    if let Some(path) = &cli.json {
+        table.write_json(path)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn wanted(cli: &Cli, case: &Case) -> bool {
+    cli.filter.as_ref().is_none_or(|filter| case.name.contains(filter.as_str()))
+}
+
+async fn enter(
+    table: &mut Table,
+    (bed, extent): (&Bed, &Extent),
+    case: Case,
+    goal: Option<f64>,
+    of: fn(&Sample) -> f64,
+) -> anyhow::Result<()> {
+    let name = case.name.clone();
+    let measured = sweeps::measure(bed, case, extent).await?;
+    let rounds = |side| measured.of(side).iter().map(of).collect::<Vec<_>>();
+    table.enter((&name, "µs", goal), &rounds(Side::Bare), &rounds(Side::Ours));
+    Ok(())
+}

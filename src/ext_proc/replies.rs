@@ -1,0 +1,128 @@
+//! The way of replies to Envoy. Whoever makes them and whoever sends them are one task, that of the gRPC stream: a task of its
+//! own for the exchange would be woken for every message and wake the other for every reply, which costs more than most
+//! messages do. What an exchange holds is inside that task, so whatever ends the stream releases it by drop.
+
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
+use parking_lot::Mutex;
+use tokio_stream::Stream;
+use tonic::Status;
+
+/// Replies that may wait for Envoy to take them; beyond it nothing more is read, which is what flow control is for.
+const REPLIES: usize = 16;
+
+/// Where an exchange puts its replies.
+#[derive(Clone, Default)]
+pub(super) struct Replies(Arc<Mutex<VecDeque<ProcessingResponse>>>);
+
+impl Replies {
+    /// Sends one reply, once there is room.
+    pub(super) async fn send(&self, reply: ProcessingResponse) {
+        // Nobody is woken: who takes replies goes on with who makes them as soon as none is left.
+        poll_fn(|_| if self.0.lock().len() < REPLIES { Poll::Ready(()) } else { Poll::Pending }).await;
+        self.0.lock().push_back(reply);
+    }
+
+    fn take(&self) -> Option<ProcessingResponse> {
+        self.0.lock().pop_front()
+    }
+}
+
+type Work = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// An exchange at work, as the stream of its replies.
+pub struct Replying {
+    replies: Replies,
+    /// None once it is over.
+    work: Option<Work>,
+}
+
+impl Replying {
+    pub(super) fn new<F: Future<Output = ()> + Send + 'static>(work: impl FnOnce(Replies) -> F) -> Self {
+        let replies = Replies::default();
+        Self { work: Some(Box::pin(work(replies.clone()))), replies }
+    }
+}
+
+impl Stream for Replying {
+    type Item = Result<ProcessingResponse, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        if let Some(reply) = self.replies.take() {
+            return Poll::Ready(Some(Ok(reply)));
+        }
+        if self.work.as_mut().is_some_and(|work| work.as_mut().poll(cx).is_ready()) {
+            self.work = None;
+        }
+        match self.replies.take() {
+            Some(reply) => Poll::Ready(Some(Ok(reply))),
+            None if self.work.is_none() => Poll::Ready(None),
+            None => Poll::Pending,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio_stream::StreamExt as _;
+
+    use super::*;
+
+    fn numbered(number: i64) -> ProcessingResponse {
+        super::super::mutation::hold(Duration::from_secs(number.unsigned_abs()))
+    }
+
+    fn number(reply: &ProcessingResponse) -> i64 {
+        reply.override_message_timeout.as_ref().unwrap().seconds
+    }
+
+    #[tokio::test]
+    async fn all_replies_come_in_their_order_and_then_the_end() {
+        let replying = Replying::new(|replies| async move {
+            for at in 0..100 {
+                replies.send(numbered(at)).await;
+                if at % 7 == 0 {
+                    tokio::task::yield_now().await;
+                }
+            }
+        });
+        let numbers: Vec<_> = replying.map(|reply| number(&reply.unwrap())).collect().await;
+        assert_eq!(numbers, (0..100).collect::<Vec<_>>());
+    }
+
+    #[tokio::test]
+    async fn nothing_is_made_before_there_is_room_for_it() {
+        let made = Arc::new(Mutex::new(0));
+        let counted = made.clone();
+        let mut replying = Replying::new(|replies| async move {
+            for at in 0..100 {
+                replies.send(numbered(at)).await;
+                *counted.lock() += 1;
+            }
+        });
+        replying.next().await.unwrap().unwrap();
+        assert_eq!(*made.lock(), REPLIES);
+    }
+
+    #[tokio::test]
+    async fn who_stops_listening_ends_the_work() {
+        let held = Arc::new(());
+        let inside = held.clone();
+        let mut replying = Replying::new(|replies| async move {
+            let _inside = inside;
+            replies.send(numbered(1)).await;
+            std::future::pending().await
+        });
+        replying.next().await.unwrap().unwrap();
+        assert_eq!(Arc::strong_count(&held), 2);
+        drop(replying);
+        assert_eq!(Arc::strong_count(&held), 1);
+    }
+}

@@ -1,0 +1,112 @@
+//! How quickly bodies become prompts at present. Handing one to the blocking pool costs two changes of threads, more than
+//! most bodies are worth once their beginning is known or the tokenizer is a quick one; but a body that takes long would keep
+//! a thread from all other exchanges. So what is expected to be quick is done where it arrives, whatever its size.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// What is done where it arrives takes about so long at most.
+const QUICK: Duration = Duration::from_micros(250);
+/// Longer bodies never are, should the next one be unlike all before it.
+const MOST: usize = 512 << 10;
+/// How much of a longer time is believed at once, and of a shorter one: a part in so many. Who was slow must show for a while
+/// that it no longer is.
+const SLOWER: i64 = 8;
+const QUICKER: i64 = 64;
+
+/// Picoseconds per byte; 0 while nothing is known.
+#[derive(Debug, Default)]
+pub(super) struct Pace(AtomicU64);
+
+/// Measures one body, by drop.
+pub(super) struct Timed<'a> {
+    pace: &'a Pace,
+    bytes: usize,
+    began: Instant,
+}
+
+impl Pace {
+    /// Whether a body of so many bytes is expected to be done soon, as those up to `inline` always are; with 0 none is.
+    pub(super) fn is_quick(&self, bytes: usize, inline: usize) -> bool {
+        bytes <= inline || (inline > 0 && self.takes_little(bytes))
+    }
+
+    fn takes_little(&self, bytes: usize) -> bool {
+        let pace = self.0.load(Ordering::Relaxed);
+        pace > 0 && bytes <= MOST && pace.saturating_mul(bytes as u64) / 1000 <= QUICK.as_nanos() as u64
+    }
+
+    /// Begins to measure a body; short ones cost what every request costs, whatever their length.
+    pub(super) fn time(&self, bytes: usize, inline: usize) -> Option<Timed<'_>> {
+        (bytes > inline).then(|| Timed { pace: self, bytes, began: Instant::now() })
+    }
+
+    fn note(&self, bytes: usize, took: Duration) {
+        let now = (took.as_nanos() as u64).saturating_mul(1000) / bytes.max(1) as u64;
+        let now = i64::try_from(now).unwrap_or(i64::MAX >> 8).max(1);
+        let before = self.0.load(Ordering::Relaxed) as i64;
+        let apart = now - before;
+        let next = match before {
+            0 => now,
+            _ if apart > 0 => before + apart / SLOWER,
+            _ => before + apart / QUICKER,
+        };
+        // Of two at once one is lost, and others follow.
+        self.0.store(next.max(1) as u64, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Timed<'_> {
+    fn drop(&mut self) {
+        self.pace.note(self.bytes, self.began.elapsed());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_quick_before_anything_was_measured() {
+        let pace = Pace::default();
+        assert!(!pace.takes_little(1));
+        assert!(pace.is_quick(4, 4) && !pace.is_quick(5, 4) && !pace.is_quick(1, 0), "but for what always is");
+    }
+
+    #[test]
+    fn what_was_quick_is_expected_to_be_so_in_proportion_to_its_length() {
+        let pace = Pace::default();
+        pace.note(10_000, Duration::from_micros(100));
+        let cases = [(10_000, true), (25_000, true), (25_001, false), (MOST + 1, false)];
+        for (bytes, expected) in cases {
+            assert_eq!(pace.takes_little(bytes), expected, "{bytes}");
+        }
+        let instant = Pace::default();
+        instant.note(1 << 20, Duration::ZERO);
+        assert!(instant.takes_little(MOST) && !instant.takes_little(MOST + 1));
+    }
+
+    #[test]
+    fn one_slow_body_is_remembered_for_many_quick_ones() {
+        let pace = Pace::default();
+        pace.note(10_000, Duration::from_micros(100));
+        pace.note(10_000, Duration::from_millis(10));
+        assert!(!pace.takes_little(10_000));
+        let quick = (0..).take_while(|_| {
+            pace.note(10_000, Duration::from_micros(100));
+            !pace.takes_little(10_000)
+        });
+        let quick = quick.count();
+        assert!((50..200).contains(&quick), "{quick}");
+    }
+
+    #[test]
+    fn what_is_always_slow_stays_slow() {
+        let pace = Pace::default();
+        for at in 0..1000 {
+            // One in ten has nothing behind what was there before.
+            pace.note(100_000, Duration::from_micros(if at % 10 == 0 { 60_000 } else { 100 }));
+            assert!(at == 0 || !pace.takes_little(100_000), "{at}");
+        }
+    }
+}
