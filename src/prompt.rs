@@ -31,10 +31,10 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::openai::{Prompt, Request, Side, Tokenization};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use tokenizers::Encoding;
-use crate::openai::{Prompt, Request, Side, Tokenization};
 
 pub use engine::{Engine, Traits, Transformers};
 use fast::Checked;

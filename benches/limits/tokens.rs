@@ -62,7 +62,10 @@ fn documents() -> Vec<String> {
             let name = entry.file_name();
             if path.is_dir() && !name.to_string_lossy().starts_with(['.', 't']) {
                 folders.push(path);
-            } else if path.extension().is_some_and(|kind| ["rs", "md", "yaml", "json", "py"].iter().any(|of| kind == *of)) {
+            } else if path
+                .extension()
+                .is_some_and(|kind| ["rs", "md", "yaml", "json", "py"].iter().any(|of| kind == *of))
+            {
                 files.push(path);
             }
         }

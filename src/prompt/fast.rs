@@ -281,11 +281,14 @@ fn words(tokenizer: &Tokenizer) -> Result<Words, &'static str> {
     let spelling = spelling();
     let spelled: HashMap<u32, Vec<u8>> = vocabulary
         .iter()
-        .filter_map(|(token, id)| Some((*id, token.chars().map(|char| spelling.get(&char).copied()).collect::<Option<_>>()?)))
+        .filter_map(|(token, id)| {
+            Some((*id, token.chars().map(|char| spelling.get(&char).copied()).collect::<Option<_>>()?))
+        })
         .collect();
     let mut bytes = [0; 256];
     for (char, byte) in &spelling {
-        bytes[usize::from(*byte)] = *vocabulary.get(char.encode_utf8(&mut [0; 4]) as &str).ok_or("it has not all bytes")?;
+        bytes[usize::from(*byte)] =
+            *vocabulary.get(char.encode_utf8(&mut [0; 4]) as &str).ok_or("it has not all bytes")?;
     }
     // They are in no other way to be had.
     let written = serde_json::to_vec(model).map_err(|_| "its merges cannot be read")?;

@@ -94,7 +94,12 @@ impl Encoder {
 
     /// Whether the text around a token is tokenised without regard to one another.
     fn is_edge(&self, token: u32) -> bool {
-        self.tokenizer.library().get_added_vocabulary().get_added_tokens_decoder().get(&token).is_some_and(|token| token.special)
+        self.tokenizer
+            .library()
+            .get_added_vocabulary()
+            .get_added_tokens_decoder()
+            .get(&token)
+            .is_some_and(|token| token.special)
     }
 
     fn ids(&self, text: &str, how: How<'_>) -> Result<Tokens, EncodeError> {

@@ -36,7 +36,9 @@ pub fn tokenizer(model: &ModelConfig, loaded: Result<Option<&Encoder>, String>) 
     match loaded {
         Ok(Some(encoder)) => match encoder.slow_because() {
             None => at.ok("loaded, and agrees with the fast way"),
-            Some(because) => at.ok(format!("loaded; its texts are tokenised by the library, many times slower: {because}")),
+            Some(because) => {
+                at.ok(format!("loaded; its texts are tokenised by the library, many times slower: {because}"))
+            }
         },
         Ok(None) => at.warning(
             "no tokenizer: its requests go by load, and no cache is ever found",

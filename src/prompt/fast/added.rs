@@ -24,7 +24,8 @@ impl Added {
         }
         let mut texts: Vec<&str> = tokens.iter().map(|(_, text, _)| text.as_str()).collect();
         texts.sort_unstable();
-        let ambiguous = texts.windows(2).any(|pair| pair[0] == pair[1]) || texts.first().is_some_and(|text| text.is_empty());
+        let ambiguous =
+            texts.windows(2).any(|pair| pair[0] == pair[1]) || texts.first().is_some_and(|text| text.is_empty());
         if ambiguous {
             return Err("two of its added tokens are spelled alike, or one is nothing");
         }

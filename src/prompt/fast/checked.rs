@@ -32,8 +32,7 @@ impl Checked {
             Ok(fast) => (Some(fast), OnceLock::new()),
             Err(because) => (None, OnceLock::from(because)),
         };
-        let checked =
-            Self { library, fast, because, wanted: AtomicBool::new(false), sample: Mutex::new(None) };
+        let checked = Self { library, fast, because, wanted: AtomicBool::new(false), sample: Mutex::new(None) };
         let added = checked.library.get_added_tokens_decoder();
         let added: Vec<&str> = added.values().map(|token| token.content.as_str()).collect();
         for text in hard::texts(&added) {

@@ -39,6 +39,8 @@ pub(super) struct Names {
 pub(super) struct Classes {
     /// Of bytes that are characters; none of others.
     ascii: [Bit; 256],
+    /// Classes of which the ASCII characters are the letters.
+    letters: Bit,
     pages: Vec<[Bit; PAGE as usize]>,
     places: Vec<u16>,
 }
@@ -126,7 +128,11 @@ impl Names {
         let places: Vec<u16> = places.collect();
         let first = pages[usize::from(places[0])];
         let ascii = std::array::from_fn(|byte| if byte < 128 { first[byte] } else { 0 });
-        Classes { ascii, pages, places }
+        let letters = (0..MOST).map(|number| 1 << number).filter(|bit| {
+            let of_class = |byte: u8| ascii[usize::from(byte)] & bit != 0;
+            (0..128).all(|byte: u8| of_class(byte) == byte.is_ascii_alphabetic())
+        });
+        Classes { ascii, letters: letters.sum(), pages, places }
     }
 }
 
@@ -150,6 +156,18 @@ impl Classes {
     #[inline]
     pub(super) fn all(&self, text: &[u8], from: usize, bit: Bit) -> usize {
         let mut at = from;
+        if self.letters & bit != 0 {
+            while let Some(eight) = text.get(at..).and_then(|rest| rest.first_chunk()) {
+                let found = leading_letters(u64::from_le_bytes(*eight));
+                at += found;
+                if found < 8 {
+                    if eight[found] < 128 {
+                        return at;
+                    }
+                    break;
+                }
+            }
+        }
         loop {
             while let Some(&byte) = text.get(at)
                 && self.ascii[usize::from(byte)] & bit != 0
@@ -195,6 +213,19 @@ impl Classes {
         let page = self.places.get((code / PAGE) as usize).copied().unwrap_or_default();
         (self.pages[usize::from(page)][(code % PAGE) as usize], length)
     }
+}
+
+/// How many of eight bytes are ASCII letters before the first that is none.
+#[inline]
+fn leading_letters(eight: u64) -> usize {
+    const EACH: u64 = 0x0101_0101_0101_0101;
+    const HIGH: u64 = 0x80 * EACH;
+    // Without the high bits, so that no sum carries into the next byte; bytes that have one are none.
+    let lower = (eight | 0x20 * EACH) & !HIGH;
+    let from_a = lower + (0x80 - u64::from(b'a')) * EACH;
+    let beyond_z = lower + (0x7f - u64::from(b'z')) * EACH;
+    let letters = from_a & !beyond_z & !eight & HIGH;
+    ((letters ^ HIGH).trailing_zeros() / 8) as usize
 }
 
 /// The characters that are something.

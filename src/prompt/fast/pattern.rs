@@ -29,6 +29,8 @@ struct Way {
 #[derive(Debug)]
 pub(super) struct Pattern {
     ways: Vec<Way>,
+    /// The first way that a byte may begin.
+    first: [u8; 256],
 }
 
 impl Pattern {
@@ -51,7 +53,7 @@ impl Pattern {
             }
             ways.push(Way { first, parts });
             if reader.rest.is_empty() {
-                return Ok(Self { ways });
+                return Ok(Self { ways, first: [0; 256] });
             }
             reader.expect("|")?;
         }
@@ -60,12 +62,19 @@ impl Pattern {
     /// Every character of this class by itself, or all of a row together.
     pub(super) fn of_class(class: Bit, alone: bool) -> Self {
         let most = if alone { 1 } else { usize::MAX };
-        Self { ways: vec![Way { first: class, parts: vec![Part::Run { class, least: 1, most, possessive: true }] }] }
+        let parts = vec![Part::Run { class, least: 1, most, possessive: true }];
+        Self { ways: vec![Way { first: class, parts }], first: [0; 256] }
     }
 
-    /// Notes where a run never has to give anything back: before the end, before what may be left out, and before what
+    /// Notes by which bytes ways begin, and where a run never has to give anything back: before the end, before what may be left out, and before what
     /// cannot begin with a character of its class.
     pub(super) fn settle(&mut self, classes: &Classes) {
+        for byte in 0..128 {
+            let (bits, _) = classes.at(&[byte], 0);
+            let first = self.ways.iter().position(|way| way.first & bits != 0).unwrap_or(self.ways.len());
+            // More ways only cost time.
+            self.first[usize::from(byte)] = u8::try_from(first).unwrap_or_default();
+        }
         for way in &mut self.ways {
             for at in 0..way.parts.len() {
                 let mut next = way.parts[at + 1..].iter();
@@ -88,7 +97,8 @@ impl Pattern {
     #[inline]
     pub(super) fn match_at(&self, classes: &Classes, text: &[u8], at: usize) -> Option<usize> {
         let (bits, _) = classes.at(text, at);
-        for way in &self.ways {
+        let first = self.first[text.get(at).map_or(0, |byte| usize::from(*byte))];
+        for way in &self.ways[usize::from(first)..] {
             if way.first & bits != 0
                 && let Some(end) = rest(&way.parts, classes, text, at)
             {

@@ -109,26 +109,32 @@ fn all() -> &'static [(String, Pair)] {
     static ALL: LazyLock<Vec<(String, Pair)>> = LazyLock::new(|| {
         let mut all = vec![("qwen as it is".to_owned(), pair(qwen()))];
         for (name, patterns) in PATTERNS {
-            all.push((name.to_owned(), pair(with_parts(|written| {
-                written["pre_tokenizer"] = pre_tokenizer(patterns);
-                written["normalizer"] = Value::Null;
-                written["model"]["ignore_merges"] = (name == "llama-3").into();
-            }))));
+            all.push((
+                name.to_owned(),
+                pair(with_parts(|written| {
+                    written["pre_tokenizer"] = pre_tokenizer(patterns);
+                    written["normalizer"] = Value::Null;
+                    written["model"]["ignore_merges"] = (name == "llama-3").into();
+                })),
+            ));
         }
-        all.push(("greedy tokens".to_owned(), pair(with_parts(|written| {
-            let token = |id: u32, content: &str, left: bool, right: bool, normalized: bool| {
-                json!({"id": id, "content": content, "single_word": false, "lstrip": left, "rstrip": right,
+        all.push((
+            "greedy tokens".to_owned(),
+            pair(with_parts(|written| {
+                let token = |id: u32, content: &str, left: bool, right: bool, normalized: bool| {
+                    json!({"id": id, "content": content, "single_word": false, "lstrip": left, "rstrip": right,
                        "normalized": normalized, "special": false})
-            };
-            written["added_tokens"] = json!([
-                token(151643, "<a>", true, false, false),
-                token(151644, "<ab>", false, true, false),
-                token(151645, "<a>b", true, true, false),
-                token(151646, " \n", false, false, false),
-                token(151647, "e\u{301}", false, false, true),
-                token(151648, "<n>", true, true, true),
-            ]);
-        }))));
+                };
+                written["added_tokens"] = json!([
+                    token(151643, "<a>", true, false, false),
+                    token(151644, "<ab>", false, true, false),
+                    token(151645, "<a>b", true, true, false),
+                    token(151646, " \n", false, false, false),
+                    token(151647, "e\u{301}", false, false, true),
+                    token(151648, "<n>", true, true, true),
+                ]);
+            })),
+        ));
         all
     });
     &ALL

@@ -1,7 +1,7 @@
 //! Words and their tokens. Almost every word of a text is a token or was there before, so merging is for words that nobody
-//! wrote yet. First comes the table of all that are tokens, which never changes; it is larger than what is near a processor, so
-//! that many words are looked up at once, which costs hardly more than one. Then come the latest of the others: of this
-//! thread, and of all of them.
+//! wrote yet. First come the latest words of this thread, so few that they stay near the processor; then the table of all
+//! that are tokens, which never changes and is so large that many are looked up in it at once, which costs hardly more than
+//! one; then the latest words of all threads that are more than one token.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -17,8 +17,8 @@ const SHORT: usize = 15;
 /// Words that are looked up at once.
 const AT_ONCE: usize = 32;
 
-/// Latest words of one thread that are more than one token.
-const NEAR: usize = 1024;
+/// Latest words of one thread.
+const NEAR: usize = 2048;
 
 /// Tokens of a word that is near; one more number says how many.
 const NEAR_TOKENS: usize = 3;
@@ -50,7 +50,7 @@ pub(super) struct Room {
     latest: Latest,
 }
 
-/// What is known of words that are more than one token, and room to make them.
+/// The latest words, and room to make others.
 struct Latest {
     near: Box<[Near]>,
     merging: merges::Room,
@@ -160,38 +160,46 @@ impl Words {
     pub(super) fn rest(&self, text: &[u8], room: &mut Room, tokens: &mut Vec<u32>) {
         let Room { waiting, count, latest } = room;
         let waiting = &waiting[..std::mem::take(count)];
-        let mut slots = [Slot::default(); AT_ONCE];
-        for (slot, word) in slots.iter_mut().zip(waiting) {
-            *slot = self.slots[(word.hash >> self.shift) as usize];
+        let (mut near, mut far, mut misses) = ([Near::default(); AT_ONCE], [0; AT_ONCE], 0);
+        for (at, word) in waiting.iter().enumerate() {
+            near[at] = latest.near[word.hash as usize % NEAR];
+            // Without a branch, and so without waiting for the memory of one before that of the next is asked for.
+            far[misses % AT_ONCE] = (word.hash >> self.shift) as usize;
+            misses += usize::from(near[at].word != word.number);
         }
-        for (slot, word) in slots.iter().zip(waiting) {
-            let (low, high) = halves(word.number);
-            if slot.low == low && slot.high == high {
-                tokens.push(slot.token);
+        let mut slots = [Slot::default(); AT_ONCE];
+        for (slot, place) in slots.iter_mut().zip(&far[..misses]) {
+            *slot = self.slots[*place];
+        }
+        let mut slots = slots.iter();
+        for (near, word) in near.iter().zip(waiting) {
+            if near.word != word.number {
+                let slot = slots.next().copied().unwrap_or_default();
+                self.far(text, (word, &slot), latest, tokens);
+            } else if near.count == 1 {
+                tokens.push(near.tokens[0]);
             } else {
-                self.not_first(text, word, latest, tokens);
+                tokens.extend_from_slice(&near.tokens[..near.count as usize]);
             }
         }
     }
 
-    /// The tokens of a short word that is not where it is looked for first.
-    fn not_first(&self, text: &[u8], word: &Waiting, latest: &mut Latest, tokens: &mut Vec<u32>) {
-        let place = word.hash as usize % NEAR;
-        let near = &latest.near[place];
-        if near.word == word.number {
-            return tokens.extend_from_slice(&near.tokens[..near.count as usize]);
+    /// The tokens of a short word that is not near, and the slot where it is looked for first.
+    fn far(&self, text: &[u8], (word, slot): (&Waiting, &Slot), latest: &mut Latest, tokens: &mut Vec<u32>) {
+        let (before, (low, high)) = (tokens.len(), halves(word.number));
+        if slot.low == low && slot.high == high {
+            tokens.push(slot.token);
+        } else if let Some(token) = self.token((low, high), word.hash) {
+            tokens.push(token);
+        } else {
+            let length = (word.number >> 120) as usize;
+            self.made(&text[word.start..word.start + length], word.hash ^ self.secret, latest, tokens);
         }
-        if let Some(token) = self.token(halves(word.number), word.hash) {
-            return tokens.push(token);
-        }
-        let before = tokens.len();
-        let length = (word.number >> 120) as usize;
-        self.made(&text[word.start..word.start + length], word.hash ^ self.secret, latest, tokens);
         let found = &tokens[before..];
         if found.len() <= NEAR_TOKENS {
-            let mut near = Near { word: word.number, tokens: [0; NEAR_TOKENS], count: found.len() as u32 };
+            let near = &mut latest.near[word.hash as usize % NEAR];
+            (near.word, near.count) = (word.number, found.len() as u32);
             near.tokens[..found.len()].copy_from_slice(found);
-            latest.near[place] = near;
         }
     }
 
