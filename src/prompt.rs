@@ -233,11 +233,6 @@ impl Encoder {
         self.tokenizer.because()
     }
 
-    /// Most bytes that the tables of the fast way take.
-    pub fn fast_bytes(&self) -> usize {
-        self.tokenizer.bytes()
-    }
-
     /// Compares a piece of a prompt that came since the last time with the library; whether the two differed, if one came.
     /// Takes some milliseconds.
     pub fn compare(&self) -> Option<bool> {

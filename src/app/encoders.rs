@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Context as _;
-use bytesize::ByteSize;
 use parking_lot::Mutex;
 use tracing::{info, warn};
 
@@ -125,6 +124,6 @@ fn encoder(
     if let Some(because) = encoder.slow_because() {
         info!(%model, because, "every prompt of this tokenizer is tokenised by the library, many times slower than others");
     }
-    info!(%model, took = ?started.elapsed(), tables = %ByteSize(encoder.fast_bytes() as u64), "tokenizer loaded");
+    info!(%model, took = ?started.elapsed(), "tokenizer loaded");
     Ok((fingerprint, Arc::new(encoder)))
 }

@@ -53,11 +53,6 @@ impl Checked {
         self.because.get().copied()
     }
 
-    /// Most bytes that the tables of the fast one take.
-    pub(in crate::prompt) fn bytes(&self) -> usize {
-        self.fast.as_ref().map_or(0, Fast::bytes)
-    }
-
     /// The tokens of a text without what the post-processor adds.
     pub(in crate::prompt) fn ids(&self, text: &str) -> tokenizers::Result<Vec<u32>> {
         if let Some(ids) = self.fast_ids(text) {
@@ -70,12 +65,11 @@ impl Checked {
     /// The same as the fast one makes it, where it may.
     fn fast_ids(&self, text: &str) -> Option<Vec<u32>> {
         let fast = self.fast.as_ref().filter(|_| self.because.get().is_none())?;
-        // It works on bytes and numbers only, so that what it would say of its end has no word of the text.
         let ids = catch_unwind(AssertUnwindSafe(|| fast.ids(text)));
         if ids.is_err() {
             self.refuse("it broke off");
         }
-        ids.ok()
+        ids.ok().flatten()
     }
 
     fn refuse(&self, because: &'static str) {
