@@ -5,6 +5,7 @@ pub mod multimodal;
 pub mod placeholders;
 pub mod salt;
 pub mod tracking;
+mod xxh3;
 
 pub use hash::{BlockHashes, Content, EngineHash, LocalHash, SequenceHash, Windows};
 pub use multimodal::{ObjectHash, PromptObject};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 
-use crate::worker::{ModelName, Slot, Worker, WorkerId, WorkerRank};
+use crate::worker::{ModelName, Role, Slot, Worker, WorkerId, WorkerRank};
 
 /// One worker rank and its slot.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
@@ -27,7 +27,47 @@ pub struct Fleet {
     workers: BTreeMap<WorkerId, Arc<Worker>>,
     by_slot: Vec<Option<Member>>,
     by_rank: HashMap<WorkerRank, Slot>,
-    by_model: BTreeMap<ModelName, Vec<Slot>>,
+    by_model: BTreeMap<ModelName, Serving>,
+    kinds: Kinds,
+}
+
+/// Who serves a model.
+#[derive(Clone, Debug, Default)]
+struct Serving {
+    slots: Vec<Slot>,
+    kinds: Kinds,
+}
+
+/// What some of several workers are. Known beforehand, so that a decision need not look at every worker to find out that
+/// all do both phases and take requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Kinds {
+    /// There for prefills only.
+    pub prefill: bool,
+    /// There for decodes.
+    pub decode: bool,
+    /// Taking no new requests.
+    pub draining: bool,
+}
+
+impl Kinds {
+    /// Of some workers.
+    pub fn of<'a>(workers: impl IntoIterator<Item = &'a Worker>) -> Self {
+        let mut kinds = Self::default();
+        workers.into_iter().for_each(|worker| kinds.see(worker));
+        kinds
+    }
+
+    fn see(&mut self, worker: &Worker) {
+        self.prefill |= worker.role == Role::Prefill;
+        self.decode |= worker.role == Role::Decode;
+        self.draining |= worker.draining;
+    }
+
+    /// Whether all do both phases and take requests.
+    pub fn is_plain(self) -> bool {
+        self == Self::default()
+    }
 }
 
 /// A new snapshot and what it changes. A worker that moved is in both `removed` and `added`.
@@ -86,7 +126,15 @@ impl Fleet {
 
     /// The slots of all ranks that serve a model, whatever their role, in ascending order.
     pub fn serving(&self, model: &ModelName) -> &[Slot] {
-        self.by_model.get(model).map_or(&[], Vec::as_slice)
+        self.by_model.get(model).map_or(&[], |serving| &serving.slots)
+    }
+
+    /// What those are who serve a model, or anything.
+    pub fn kinds(&self, model: Option<&ModelName>) -> Kinds {
+        match model {
+            Some(model) => self.by_model.get(model).map_or_else(Kinds::default, |serving| serving.kinds),
+            None => self.kinds,
+        }
     }
 
     /// Length that a table indexed by slot needs: the highest slot and one.
@@ -133,9 +181,13 @@ impl Fleet {
         }
         self.by_rank.clear();
         self.by_model.clear();
+        self.kinds = Kinds::default();
         for member in self.by_slot.iter().flatten() {
             self.by_rank.insert(member.rank, member.slot);
-            self.by_model.entry(member.worker.model.clone()).or_default().push(member.slot);
+            let serving = self.by_model.entry(member.worker.model.clone()).or_default();
+            serving.slots.push(member.slot);
+            serving.kinds.see(&member.worker);
+            self.kinds.see(&member.worker);
         }
     }
 }

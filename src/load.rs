@@ -203,8 +203,15 @@ impl<'a> LoadView<'a> {
     }
 
     /// Load of a rank; `None` if the slot is closed or belongs to another rank by now.
+    #[inline]
     pub fn load(&self, slot: Slot, rank: WorkerRank) -> Option<Load> {
         self.table.load(slot, rank, self.now)
+    }
+
+    /// Whether live requests hold no block of any prompt on this slot.
+    #[inline]
+    pub fn is_idle(&self, slot: Slot) -> bool {
+        self.table.is_idle(slot)
     }
 
     /// Blocks of one prompt, in order, that are not already held by live requests on this slot. Where a request has several

@@ -325,6 +325,8 @@ impl Router {
         let (member, members) = (leg.member(), &leg.members);
         let (mode, reason) = self.mode(prepared, member, members);
         let cached = |member: &&Member| prepared.cached_tokens(member, true);
+        let (best_cached_tokens, sum) =
+            members.iter().map(cached).fold((0, 0), |(best, sum), tokens| (tokens.max(best), sum + tokens));
         let phases = match (&legs.prefill, legs.bypass, &prepared.request.step) {
             (Some(leg), ..) => Phases::Remote(Box::new(Prefill {
                 to: destination(leg.member()),
@@ -351,8 +353,8 @@ impl Router {
             overlap: prepared.overlap(member),
             trust: prepared.standing(member).trust,
             predicted_cached_tokens: cached(&member),
-            best_cached_tokens: members.iter().map(cached).max().unwrap_or(0),
-            chance_cached_tokens: members.iter().map(cached).sum::<u64>() / (members.len() as u64).max(1),
+            best_cached_tokens,
+            chance_cached_tokens: sum / (members.len() as u64).max(1),
             reusable_tokens: prepared.reusable_tokens(),
             candidates: members.len(),
             choice: leg.choice.clone(),

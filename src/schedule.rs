@@ -148,6 +148,9 @@ pub fn costs(question: &Question, candidates: &[Candidate], weights: &Weights) -
 fn cheapest(candidates: &[Candidate], scale: &Scale<'_>, rng: &mut impl Rng) -> Option<(usize, usize)> {
     let mut best: Option<(usize, f64, usize)> = None;
     for (index, candidate) in candidates.iter().enumerate() {
+        if best.is_some_and(|(_, least, _)| scale.is_dearer(candidate, least)) {
+            continue;
+        }
         let total = scale.total(candidate);
         best = Some(match best {
             None => (index, total, 1),

@@ -43,6 +43,8 @@ fn main() -> anyhow::Result<()> {
     rows::selection::run(&bench, &mut table);
     rows::booking::run(&bench, &mut table);
     table.print("peer");
+    let goals = table.rows().iter().filter(|row| row.goal.is_some());
+    println!("{} of {} goals met", goals.clone().filter(|row| row.met).count(), goals.count());
     if let Some(path) = &bench.args.json {
         table.write_json(path)?;
     }

@@ -6,10 +6,10 @@
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::multimodal::{PromptObject, objects_by_block};
 use super::salt::{SEED, Salt};
+use super::xxh3::{OfAny, OfPair, Seeded};
 use crate::worker::BlockSize;
 
 /// Hash of one block's tokens (and salt) alone.
@@ -35,14 +35,13 @@ impl SequenceHash {
 
     /// The prefix that `local` makes when it follows `self`.
     pub fn then(self, local: LocalHash) -> Self {
-        self.then_seeded(local, SEED)
+        const STEP: OfPair = OfPair::new(SEED);
+        self.by(local, STEP)
     }
 
-    fn then_seeded(self, local: LocalHash, seed: u64) -> Self {
-        let mut bytes = [0u8; 16];
-        bytes[..8].copy_from_slice(&self.0.to_le_bytes());
-        bytes[8..].copy_from_slice(&local.0.to_le_bytes());
-        Self(xxh3_64_with_seed(&bytes, seed))
+    #[inline]
+    fn by(self, local: LocalHash, step: OfPair) -> Self {
+        Self(step.hash(self.0, local.0))
     }
 }
 
@@ -100,6 +99,9 @@ impl<'a> Content<'a> {
     }
 }
 
+/// What a block is called, alone and with all before it.
+pub(super) type Known = (LocalHash, SequenceHash);
+
 /// A request's local and sequence hashes, computed once. Only complete blocks have hashes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockHashes {
@@ -117,19 +119,57 @@ impl BlockHashes {
 
     /// Hashes of any prompt.
     pub fn of_content(content: &Content<'_>, block_size: BlockSize) -> Self {
+        if content.objects.is_empty() {
+            return Self::after_text(&[], content.tokens.len(), content, block_size);
+        }
         let locals = content.locals_seeded(block_size, content.salt.seed());
         Self::chain(content.tokens.len(), block_size, locals)
     }
 
+    /// Goes on from blocks that are known with the text that follows them; `tokens` is the length of the prompt.
+    pub(super) fn after_text(known: &[Known], tokens: usize, rest: &Content<'_>, block_size: BlockSize) -> Self {
+        let seed = rest.salt.seed();
+        let xxh3 = Seeded::new(seed);
+        let whole = (tokens, block_size);
+        match (rest.windows, block_size.tokens()) {
+            (Windows::Plain, 16) => {
+                let blocks = rest.tokens.as_chunks().0.iter();
+                Self::fused(known, whole, blocks.map(|block| LocalHash(xxh3.of_16(block))))
+            }
+            (Windows::Plain, 32) => {
+                let blocks = rest.tokens.as_chunks().0.iter();
+                Self::fused(known, whole, blocks.map(|block| LocalHash(xxh3.of_32(block))))
+            }
+            _ => Self::after(known, whole, &locals_seeded(rest.tokens, block_size, seed, rest.windows, &[])),
+        }
+    }
+
     /// Goes on from blocks that are known with the local hashes of those that follow; `tokens` is the length of the prompt.
-    pub(super) fn after(
-        known: &[(LocalHash, SequenceHash)],
+    pub(super) fn after(known: &[Known], whole: (usize, BlockSize), more: &[LocalHash]) -> Self {
+        Self::fused(known, whole, more.iter().copied())
+    }
+
+    /// Local hashes and the chain of them in one pass: they are computed while a step of the chain waits for the last.
+    fn fused(
+        known: &[Known],
         (tokens, block_size): (usize, BlockSize),
-        more: &[LocalHash],
+        more: impl ExactSizeIterator<Item = LocalHash>,
     ) -> Self {
-        let locals = known.iter().map(|(local, _)| *local).chain(more.iter().copied()).collect();
-        let last = known.last().map(|(_, sequence)| *sequence);
-        let sequences = known.iter().map(|(_, sequence)| *sequence).chain(chain(last, more, SEED)).collect();
+        let blocks = known.len() + more.len();
+        let mut locals = vec![LocalHash(0); blocks];
+        let mut sequences: Arc<[SequenceHash]> = std::iter::repeat_n(SequenceHash(0), blocks).collect();
+        let names = Arc::get_mut(&mut sequences).expect("nobody else has it yet");
+        for ((local, name), known) in locals.iter_mut().zip(names.iter_mut()).zip(known) {
+            (*local, *name) = *known;
+        }
+        let (known_locals, known_names) = (&mut locals[known.len()..], &mut names[known.len()..]);
+        let mut last = known.last().map(|(_, sequence)| *sequence);
+        let step = OfPair::new(SEED);
+        for ((slot, name), local) in known_locals.iter_mut().zip(known_names).zip(more) {
+            *slot = local;
+            *name = last.map_or_else(|| SequenceHash::root(local), |parent| parent.by(local, step));
+            last = Some(*name);
+        }
         Self { block_size, tokens, locals, sequences }
     }
 
@@ -177,14 +217,18 @@ impl BlockHashes {
 
 /// The sequence hashes of a prompt, each step with this seed.
 pub(super) fn chained(locals: &[LocalHash], seed: u64) -> Arc<[SequenceHash]> {
-    chain(None, locals, seed).collect()
+    chain(None, locals.iter().copied(), seed).collect()
 }
 
 /// The sequence hashes of blocks that follow `last`.
-fn chain(last: Option<SequenceHash>, locals: &[LocalHash], seed: u64) -> impl Iterator<Item = SequenceHash> {
-    let mut last = last;
-    locals.iter().map(move |&local| {
-        let next = last.map_or_else(|| SequenceHash::root(local), |parent| parent.then_seeded(local, seed));
+fn chain(
+    mut last: Option<SequenceHash>,
+    locals: impl Iterator<Item = LocalHash>,
+    seed: u64,
+) -> impl Iterator<Item = SequenceHash> {
+    let step = OfPair::new(seed);
+    locals.map(move |local| {
+        let next = last.map_or_else(|| SequenceHash::root(local), |parent| parent.by(local, step));
         last = Some(next);
         next
     })
@@ -209,24 +253,42 @@ fn locals_seeded(
     windows: Windows,
     mm_hashes: &[Vec<u64>],
 ) -> Vec<LocalHash> {
+    let xxh3 = Seeded::new(seed);
+    match (windows, block_size.tokens(), mm_hashes) {
+        (Windows::Plain, 16, []) => tokens.as_chunks().0.iter().map(|block| LocalHash(xxh3.of_16(block))).collect(),
+        (Windows::Plain, 32, []) => tokens.as_chunks().0.iter().map(|block| LocalHash(xxh3.of_32(block))).collect(),
+        _ => locals_of_any(tokens, block_size, &xxh3.of_any(), windows, mm_hashes),
+    }
+}
+
+fn locals_of_any(
+    tokens: &[u32],
+    block_size: BlockSize,
+    xxh3: &OfAny,
+    windows: Windows,
+    mm_hashes: &[Vec<u64>],
+) -> Vec<LocalHash> {
     let (stride, count) = (block_size.tokens(), windows.blocks(tokens.len(), block_size));
     let width = match windows {
         Windows::Plain => stride,
         Windows::Eagle => stride + 1,
     };
-    let mut bytes = Vec::with_capacity(width * 4);
+    let mut bytes = vec![0; width * 4];
     (0..count)
         .map(|block| {
-            bytes.clear();
-            for token in &tokens[block * stride..block * stride + width] {
-                bytes.extend_from_slice(&token.to_le_bytes());
-            }
+            bytes.truncate(width * 4);
+            let words = bytes.as_chunks_mut().0.iter_mut();
+            let block_tokens = &tokens[block * stride..block * stride + width];
+            words.zip(block_tokens).for_each(|(bytes, token)| *bytes = token.to_le_bytes());
             if let Some(objects) = mm_hashes.get(block) {
                 let mut sorted = objects.clone();
                 sorted.sort_unstable();
                 bytes.extend(sorted.iter().flat_map(|object| object.to_le_bytes()));
             }
-            LocalHash(xxh3_64_with_seed(&bytes, seed))
+            LocalHash(xxh3.hash(&bytes))
         })
         .collect()
 }
+
+#[cfg(test)]
+mod tests;

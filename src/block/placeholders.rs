@@ -29,6 +29,11 @@ pub fn resumed(
     media: MediaTokens,
     known: &[(LocalHash, SequenceHash)],
 ) -> BlockHashes {
+    if content.objects.is_empty() {
+        let known = &known[..known.len().min(content.windows.blocks(content.tokens.len(), block_size))];
+        let rest = Content { tokens: &content.tokens[known.len() * block_size.tokens()..], ..*content };
+        return BlockHashes::after_text(known, content.tokens.len(), &rest, block_size);
+    }
     let ranges = || content.objects.iter().flat_map(|object| &object.ranges).filter(|range| !range.is_empty());
     let first = ranges().map(|range| range.start).min().unwrap_or(content.tokens.len()).min(content.tokens.len());
     let known = &known[..known.len().min(content.windows.blocks(first, block_size))];

@@ -128,3 +128,21 @@ fn the_debug_page_shows_generation_and_members() {
     assert_eq!(page["members"][0]["slot"], 0);
     assert_eq!(page["members"][0]["worker"]["model"], "m");
 }
+
+#[test]
+fn what_some_are_is_known_per_model() {
+    let of = |id, role, draining, model: &str| Worker { role, draining, model: model.into(), ..worker(id, 1) };
+    let (both, decode) = (Role::Aggregated, Role::Decode);
+    let workers = vec![of(1, both, false, "a"), of(2, decode, false, "b"), of(3, Role::Prefill, true, "b")];
+    let fleet = Fleet::empty().reconcile(workers.clone()).fleet;
+    assert!(fleet.kinds(Some(&"a".into())).is_plain());
+    let all = Kinds { prefill: true, decode: true, draining: true };
+    assert_eq!(fleet.kinds(Some(&"b".into())), all);
+    assert_eq!(fleet.kinds(None), all);
+    assert_eq!(Kinds::of(&workers), all);
+    // It follows changes that keep the worker.
+    let fleet = fleet.reconcile(vec![of(1, both, true, "a"), of(2, both, false, "b")]).fleet;
+    assert_eq!(fleet.kinds(Some(&"a".into())), Kinds { draining: true, ..Kinds::default() });
+    assert!(fleet.kinds(Some(&"b".into())).is_plain());
+    assert_eq!(fleet.kinds(None), Kinds { draining: true, ..Kinds::default() });
+}

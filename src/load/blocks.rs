@@ -58,6 +58,11 @@ impl Blocks {
         self.weight
     }
 
+    #[inline]
+    pub(super) fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
     pub(super) fn holds(&self, sequence: &SequenceHash) -> bool {
         self.held.contains_key(sequence)
     }

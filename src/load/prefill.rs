@@ -62,6 +62,7 @@ impl Prefills {
     }
 
     /// Tokens that are still to be computed.
+    #[inline]
     pub(super) fn remaining(&self, now: Instant) -> u64 {
         let Some((anchor, since)) = self.entries.front().zip(self.since) else { return 0 };
         let Some(time) = anchor.time else { return self.tokens };

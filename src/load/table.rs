@@ -51,8 +51,15 @@ impl Table {
         self.rows.get_mut(slot.at()).and_then(Option::take).is_some()
     }
 
+    #[inline(always)]
     pub(super) fn load(&self, slot: Slot, rank: WorkerRank, now: Instant) -> Option<Load> {
         self.row(slot).filter(|row| row.rank == rank).map(|row| row.load(now))
+    }
+
+    /// Whether no block of a prompt is held on a slot.
+    #[inline]
+    pub(super) fn is_idle(&self, slot: Slot) -> bool {
+        self.row(slot).is_none_or(|row| row.prompts.is_empty())
     }
 
     /// Leading blocks of a prompt that are held on a slot. `near` is a guess, usually the answer for another slot: the
@@ -166,6 +173,8 @@ impl Row {
         Weight::blocks(self.prompts.weight() + self.outputs)
     }
 
+    /// Inlined, because a result that is handed over in memory is waited for, by each candidate of a decision.
+    #[inline(always)]
     fn load(&self, now: Instant) -> Load {
         Load {
             active_blocks: self.blocks(),

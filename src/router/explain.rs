@@ -17,7 +17,7 @@ use super::prepared::Prepared;
 use super::question::RouteRequest;
 use super::{Router, occupancy, pools};
 use crate::admission::{Class, Gate};
-use crate::fleet::Member;
+use crate::fleet::{Kinds, Member};
 use crate::index::TierBlocks;
 use crate::load::{Load, LoadView};
 use crate::schedule::{Cost, Weights};
@@ -157,7 +157,8 @@ impl Router {
             Some((load, prepared.blocks.additional(view, member)))
         };
         let loads = members.iter().map(load).collect();
-        let pools = Pools::among(&members, &prepared.request, &prepared.settings, standings.clone());
+        let kinds = Kinds::of(members.iter().map(|member| &*member.worker));
+        let pools = Pools::among((&members, kinds), &prepared.request, &prepared.settings, standings.clone());
         let decide = |gate: &Gate| {
             let pools = pools.as_ref().map_err(|error| Undecided::Refused(*error))?;
             let decision = Decision { prepared, pools, settings: &prepared.settings, gate };

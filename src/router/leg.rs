@@ -21,7 +21,7 @@ use crate::worker::{Role, Worker};
 /// One phase, decided.
 #[derive(Debug)]
 pub(super) struct Leg<'f> {
-    pub(super) pool: Pool<'f>,
+    pub(super) pool: Arc<Pool<'f>>,
     pub(super) question: Question,
     pub(super) weights: Weights,
     /// Whose slot was still theirs, in the order of the candidates.
@@ -32,7 +32,7 @@ pub(super) struct Leg<'f> {
 
 /// The pool of one phase with the load of each member, in the same order.
 struct Candidates<'f> {
-    pool: Pool<'f>,
+    pool: Arc<Pool<'f>>,
     members: Vec<&'f Member>,
     candidates: Vec<Candidate>,
 }
@@ -160,42 +160,49 @@ impl<'f> Decision<'_, 'f> {
     }
 
     /// The decode pool under what the prefill worker demands.
-    fn after(&self, worker: &Worker) -> Option<Pool<'f>> {
+    fn after(&self, worker: &Worker) -> Option<Arc<Pool<'f>>> {
         let pool = &self.pools.decode;
         if worker.kv_transfer.is_none() {
             return Some(pool.clone());
         }
         let mut constraints = pool.constraints.clone();
         constraints.follow(worker).ok()?;
-        pool.narrowed(constraints)
+        pool.narrowed(constraints).map(Arc::new)
     }
 
     fn tracks(&self, phase: Phase) -> bool {
         phase != Phase::Prefill && self.settings.tracking.active_blocks
     }
 
-    fn candidates(&self, view: &LoadView<'_>, pool: Pool<'f>, phase: Phase) -> Candidates<'f> {
-        let tracks = self.tracks(phase);
-        let candidate = |member: &'f Member| {
-            let load = view.load(member.slot, member.rank)?;
-            let additional = || match phase != Phase::Decode && self.prepared.reuse {
-                true => self.prepared.blocks.additional(view, member),
-                // What comes by transfer is the request's own, and so is everything where nothing is taken to be shared.
-                false => self.prepared.blocks.complete,
-            };
-            let candidate = Candidate {
+    fn candidates(&self, view: &LoadView<'_>, pool: Arc<Pool<'f>>, phase: Phase) -> Candidates<'f> {
+        let most = pool.members.len();
+        let (mut members, mut candidates) = (Vec::with_capacity(most), Vec::with_capacity(most));
+        for &member in &pool.members {
+            // A slot that is somebody else's by now is left out.
+            let Some(load) = view.load(member.slot, member.rank) else { continue };
+            members.push(member);
+            candidates.push(Candidate {
                 slot: member.slot,
                 rank: member.rank,
                 overlap: self.prepared.overlap(member),
                 trust_credit: self.prepared.trust_credit(member),
                 load,
-                additional_blocks: if tracks { additional() } else { 0 },
+                additional_blocks: self.additional(view, member, phase),
                 preference: preference(&pool.constraints, &member.worker),
-            };
-            Some((member, candidate))
-        };
-        let (members, candidates) = pool.members.iter().copied().filter_map(candidate).unzip();
+            });
+        }
         Candidates { pool, members, candidates }
+    }
+
+    /// Blocks that a member would have to add to those of its live requests.
+    fn additional(&self, view: &LoadView<'_>, member: &Member, phase: Phase) -> u64 {
+        let blocks = &self.prepared.blocks;
+        match phase != Phase::Decode && self.prepared.reuse {
+            _ if !self.tracks(phase) => 0,
+            true => blocks.additional(view, member),
+            // What comes by transfer is the request's own, and so is everything where nothing is taken to be shared.
+            false => blocks.complete,
+        }
     }
 
     fn is_busy(&self, seen: &Candidates<'_>) -> bool {

@@ -3,11 +3,12 @@
 //! workers do it themselves, unless the operator wants that refused.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use super::answer::RouteError;
 use super::question::{Decoders, RouteRequest, Step};
 use super::settings::{RouterSettings, WhenOverloaded};
-use crate::fleet::{Fleet, Member};
+use crate::fleet::{Fleet, Kinds, Member};
 use crate::health::Condition;
 use crate::schedule::{Constraints, Excluded, Ineligible, Overloaded, Standing, eligible, verdicts};
 use crate::worker::{Role, WorkerId};
@@ -32,6 +33,11 @@ impl Standings {
 }
 
 impl Standings {
+    /// Whether nothing is known against anybody.
+    fn are_clear(&self) -> bool {
+        self.unwell.is_empty() && self.overloaded.workers().is_empty()
+    }
+
     /// Whether nothing speaks against a member: it answers, takes requests and has not too much to do.
     pub(super) fn is_well(&self, member: &Member) -> bool {
         !self.unwell.contains_key(&member.rank.worker) && self.of(member) == Standing::Ready
@@ -42,9 +48,9 @@ impl Standings {
 #[derive(Debug)]
 pub(super) struct Pools<'f> {
     /// Who may decode, or do both phases.
-    pub(super) decode: Pool<'f>,
+    pub(super) decode: Arc<Pool<'f>>,
     /// Who may do the prefill; none where whoever decodes does it.
-    pub(super) prefill: Option<Pool<'f>>,
+    pub(super) prefill: Option<Arc<Pool<'f>>>,
     /// Whether anybody who serves the model does nothing but prefills, chosen or not.
     pub(super) has_prefills: bool,
     pub(super) standings: Standings,
@@ -66,12 +72,12 @@ impl<'f> Pools<'f> {
     ) -> Result<Self, RouteError> {
         let members = serving(fleet, request)?;
         let standings = standings(&members);
-        Self::among(&members, request, settings, standings)
+        Self::among((&members, fleet.kinds(request.model.as_ref())), request, settings, standings)
     }
 
-    /// The same among members that serve the model.
+    /// The same among members that serve the model, and are of these kinds.
     pub(super) fn among(
-        members: &[&'f Member],
+        (members, kinds): (&[&'f Member], Kinds),
         request: &RouteRequest,
         settings: &RouterSettings,
         standings: Standings,
@@ -82,7 +88,7 @@ impl<'f> Pools<'f> {
         // Who has had its prefill is not turned away any more.
         let takes_over = matches!(request.step, Step::Decode(_));
         let rejects = settings.when_all_overloaded == WhenOverloaded::Reject && request.has_prompt() && !takes_over;
-        let rules = Rules { settings, standings: &standings, rejects };
+        let rules = Rules { settings, standings: &standings, rejects, kinds };
         let prefill = rules.prefill(members, request)?;
         let apart = prefill.is_some() || takes_over;
         let role = if apart { Role::Decode } else { Role::Aggregated };
@@ -97,8 +103,8 @@ impl<'f> Pools<'f> {
             }
         }
         decode.bind(request);
-        let has_prefills = members.iter().any(|member| member.worker.role == Role::Prefill);
-        Ok(Self { decode, prefill, has_prefills, standings })
+        let (decode, prefill) = (Arc::new(decode), prefill.map(Arc::new));
+        Ok(Self { decode, prefill, has_prefills: kinds.prefill, standings })
     }
 }
 
@@ -124,10 +130,16 @@ struct Rules<'a> {
     standings: &'a Standings,
     /// Whether nobody is chosen while everybody is overloaded.
     rejects: bool,
+    /// Of all who serve the model.
+    kinds: Kinds,
 }
 
 impl Rules<'_> {
     fn pool<'f>(&self, members: &[&'f Member], constraints: Constraints) -> Result<Pool<'f>, RouteError> {
+        let plain = self.kinds.is_plain() && constraints.role != Role::Prefill;
+        if plain && self.standings.are_clear() && constraints.admit_all() && !members.is_empty() {
+            return Ok(Pool { constraints, members: members.to_vec() });
+        }
         let found = eligible(members, &constraints, |member| self.standings.of(member));
         let relaxed = |error| match error {
             Ineligible::AllEligibleWorkersOverloaded | Ineligible::PinnedWorkerOverloaded(_) if !self.rejects => {
@@ -143,6 +155,11 @@ impl Rules<'_> {
     }
 
     fn prefill<'f>(&self, members: &[&'f Member], request: &RouteRequest) -> Result<Option<Pool<'f>>, RouteError> {
+        let own_pin = request.prefill_pin.filter(|_| request.prefill_pin != request.constraints.pin);
+        // Where every worker does both phases nothing is missing.
+        if own_pin.is_none() && !self.kinds.prefill && !self.kinds.decode {
+            return Ok(None);
+        }
         if !request.has_prompt() || matches!(request.step, Step::Decode(_) | Step::Together(_)) {
             return Ok(None);
         }
@@ -153,10 +170,8 @@ impl Rules<'_> {
         let left: Vec<&'f Member> =
             members.iter().copied().filter(|member| !failed.contains(&member.rank.worker)).collect();
         let members = &left[..];
-        // Where every worker does both phases nothing is missing.
         let apart = members.iter().any(|member| member.worker.role != Role::Aggregated);
         let enforce = self.settings.disaggregation.enforce && apart;
-        let own_pin = request.prefill_pin.filter(|_| request.prefill_pin != request.constraints.pin);
         let prefills = || members.iter().filter(|member| member.worker.role == Role::Prefill);
         let listed = |member: &&&'f Member| request.constraints.lists(&member.worker);
         // A pin to somebody whom the gateway does not allow is no mistake of the client's.

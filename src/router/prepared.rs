@@ -98,6 +98,12 @@ pub(super) struct Counting {
     pub(super) as_reported: bool,
 }
 
+/// Whether a slot holds anything of any prompt. Most do not, and then nothing else has to be found out about them.
+#[inline]
+fn holds_any(prompts: &[Looked], slot: Slot) -> bool {
+    prompts.iter().any(|looked| looked.table.get(slot).total() > 0)
+}
+
 /// Cached prompt tokens on a slot.
 pub(super) fn cached_tokens(prompts: &[Looked], slot: Slot, counting: Counting) -> u64 {
     let of_prompt = |looked: &Looked| {
@@ -116,7 +122,13 @@ impl Prepared {
     }
 
     /// What a member has cached, all prompts together.
+    #[inline(always)]
     pub(super) fn overlap(&self, member: &Member) -> TierBlocks {
+        if holds_any(&self.overlaps, member.slot) { self.held(member) } else { TierBlocks::default() }
+    }
+
+    #[inline(always)]
+    fn held(&self, member: &Member) -> TierBlocks {
         if self.differs(member) {
             return TierBlocks::default();
         }
@@ -153,9 +165,9 @@ impl Prepared {
     }
 
     /// What is left of the credit for what a member has cached.
+    #[inline]
     pub(super) fn trust_credit(&self, member: &Member) -> f64 {
-        let holds = self.overlaps.iter().any(|looked| looked.table.get(member.slot).total() > 0);
-        if holds { self.settings.trust.credit(self.standing(member)) } else { 1.0 }
+        if holds_any(&self.overlaps, member.slot) { self.settings.trust.credit(self.standing(member)) } else { 1.0 }
     }
 
     /// Why nothing is known of anybody's cache.
@@ -165,8 +177,9 @@ impl Prepared {
     }
 
     /// Cached prompt tokens on a member; `as_reported` leaves the last token to the engine, which always computes it.
+    #[inline]
     pub(super) fn cached_tokens(&self, member: &Member, as_reported: bool) -> u64 {
-        self.cached_of(&self.overlaps, member, as_reported)
+        if holds_any(&self.overlaps, member.slot) { self.cached_of(&self.overlaps, member, as_reported) } else { 0 }
     }
 
     fn cached_of(&self, prompts: &[Looked], member: &Member, as_reported: bool) -> u64 {
@@ -257,7 +270,11 @@ impl Blocks {
     }
 
     /// Blocks that a member would have to add to those of its live requests.
+    #[inline]
     pub(super) fn additional(&self, view: &LoadView<'_>, member: &Member) -> u64 {
+        if view.is_idle(member.slot) {
+            return self.sequences.len() as u64;
+        }
         let of_stretch = |stretch: &Range<usize>| view.additional_blocks(member.slot, &self.sequences[stretch.clone()]);
         let (searched, others) = self.stretches.split_at(self.stretches.len().min(MOST_SEARCHED));
         searched.iter().map(of_stretch).sum::<u64>() + others.iter().map(|stretch| stretch.len() as u64).sum::<u64>()

@@ -31,9 +31,10 @@ pub type SharedAgreed = Arc<ArcSwap<HashMap<ModelName, Agreed>>>;
 /// What engines say of themselves, and where it is configured otherwise.
 pub type AllLearned = BTreeMap<WorkerId, (Learned, Vec<Mismatch>)>;
 
-/// The standing of every rank that has a source.
+/// The standing of every rank that has a source. Looked at for every candidate of every decision, hence the quicker hash;
+/// names of workers are not the clients' to choose.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Trusted(HashMap<WorkerRank, Standing>);
+pub(super) struct Trusted(hashbrown::HashMap<WorkerRank, Standing>);
 
 impl Trusted {
     pub(super) fn standing(&self, rank: WorkerRank) -> Standing {

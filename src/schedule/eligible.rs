@@ -134,6 +134,11 @@ pub fn eligible<'a>(
     constraints: &Constraints,
     standing: impl Fn(&Member) -> Standing,
 ) -> Result<Vec<&'a Member>, Ineligible> {
+    // Usually nothing is demanded and nobody excluded, and then nothing has to be weighed.
+    let narrows = constraints.exclusive.is_some() || constraints.adapter.is_some() || members.is_empty();
+    if !narrows && members.iter().all(|member| constraints.judge(member, &standing).is_none()) {
+        return Ok(members.to_vec());
+    }
     let verdicts = verdicts(members, constraints, standing);
     let candidates: Vec<_> =
         members.iter().zip(&verdicts).filter(|(_, verdict)| verdict.is_none()).map(|(member, _)| *member).collect();
@@ -186,6 +191,12 @@ impl Constraints {
             Enforcement::Preferred(weight) => *self.preferred_taints.entry(taint).or_insert(0.0) += weight,
         }
         Ok(())
+    }
+
+    /// Whether nobody is excluded but for the role and how he stands.
+    pub fn admit_all(&self) -> bool {
+        let (named, taints) = (self.pin.is_none() && self.allowed.is_none(), self.required_taints.is_empty());
+        named && taints && self.endpoints.is_none() && self.exclusive.is_none() && self.adapter.is_none()
     }
 
     /// Whether the gateway allows a worker.

@@ -4,6 +4,8 @@ use rand::rngs::StdRng;
 use super::*;
 use crate::worker::{DpRank, WorkerId};
 
+mod oracle;
+
 fn candidate(slot: u32) -> Candidate {
     Candidate {
         trust_credit: 1.0,

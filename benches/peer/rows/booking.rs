@@ -1,6 +1,6 @@
-//! A whole decision: from 256 tokens to a booked worker rank, and the release of it. Each side holds the prompt on one
-//! rank, and must choose that. The peer hands a decision to tasks of its own, so the time is the CPU of the process; by
-//! the wall clock it is a row of its own.
+//! A whole decision: from 256 tokens to a booked worker rank, and the release of it. Each side knows that one rank holds
+//! the prompt, and must choose that. The peer hands a decision to tasks of its own, so the time is the CPU of the process;
+//! by the wall clock, with the wake-ups that a request waits for, it is a row of its own.
 
 use dynamo_kv_router::identity::RoutingPartitionId;
 use dynamo_kv_router::indexer::KvIndexerInterface;
@@ -16,7 +16,8 @@ use warmroute::block::{BlockHashes, Salt};
 use warmroute::fleet::Fleet;
 use warmroute::index::{PrefixIndex, RankWriter};
 use warmroute::load::LoadTracker;
-use warmroute::router::{Prompt, RouteRequest, Router, RouterSettings};
+use warmroute::router::{Mode, Prompt, RouteRequest, Router, RouterSettings};
+use warmroute::trust::Standing;
 use warmroute::worker::{Endpoint, Slot, Worker, WorkerId};
 
 use crate::duel::{Table, process_cpu, wall};
@@ -29,7 +30,11 @@ const GOAL: Option<f64> = Some(0.1);
 
 const ROWS: [(u64, Goal, Goal); 4] = [
     (8, ("choose + book + release, 8 ranks", "µs CPU", GOAL), ("choose + book + release, 8 ranks, wall", "µs", None)),
-    (64, ("choose + book + release, 64 ranks", "µs CPU", GOAL), ("choose + book + release, 64 ranks, wall", "µs", None)),
+    (
+        64,
+        ("choose + book + release, 64 ranks", "µs CPU", GOAL),
+        ("choose + book + release, 64 ranks, wall", "µs", None),
+    ),
     (
         512,
         ("choose + book + release, 512 ranks", "µs CPU", GOAL),
@@ -145,7 +150,6 @@ impl Peer {
                 let worker = WorkerRequest {
                     worker_id,
                     endpoint: Some(format!("http://worker-{worker_id}:8000")),
-                    kv_events_endpoint: Some(format!("tcp://127.0.0.1:{}", 40_000 + worker_id)),
                     block_size: Some(16),
                     max_num_batched_tokens: Some(8_192),
                     ..WorkerRequest::default()
@@ -217,6 +221,8 @@ impl Ours {
         }
         let router = Router::new(index, load, RouterSettings::default(), 7);
         router.publish(fleet.fleet.into());
+        // As it is when all sources have caught up.
+        fleet.added.iter().for_each(|member| router.set_trust(member.rank, Standing::EXACT));
         Self { router, _writers: writers }
     }
 
@@ -232,5 +238,6 @@ impl Ours {
     fn route(&self, request: RouteRequest) {
         let booked = self.router.route(request).expect("somebody is chosen");
         assert_eq!(booked.route.to.rank.worker, WorkerId(u64::from(WARM)), "we choose who holds the prompt");
+        assert_eq!(booked.route.mode, Mode::Exact, "by what was told");
     }
 }
