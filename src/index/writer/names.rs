@@ -119,15 +119,15 @@ impl Names {
     /// Enters names that hold something whose places are told later, up to the first that is there already; their entries
     /// are appended. Room must have been made for them.
     pub(super) fn begin_all(&mut self, names: impl ExactSizeIterator<Item = EngineHash>, layers: Layers, into: &mut Vec<At>) {
+        if names.len() < 8 {
+            into.extend(names.map_while(|name| self.begin(name, mix(name.0), layers)));
+            return;
+        }
         let mut batch = [(EngineHash(0), 0); BATCH];
-        let count = names.len().min(BATCH);
-        batch.iter_mut().zip(names).for_each(|(entry, name)| *entry = (name, mix(name.0)));
+        let count = batch.iter_mut().zip(names).map(|(entry, name)| *entry = (name, mix(name.0))).count();
         let batch = &batch[..count];
         self.touch_mixed(batch.iter().map(|(_, mixed)| *mixed));
-        for &(name, mixed) in batch {
-            let Some(at) = self.begin(name, mixed, layers) else { return };
-            into.push(at);
-        }
+        into.extend(batch.iter().map_while(|&(name, mixed)| self.begin(name, mixed, layers)));
     }
 
     /// The place of a name that was entered there.
@@ -282,7 +282,18 @@ impl Shelf {
         // Written now: memory that is read first costs two faults instead of one.
         self.table.resize(length, Slots::default());
         let log = std::mem::take(&mut self.log);
-        log.iter().for_each(|(number, entry)| self.add(number, mix(entry.name), None));
+        let mut entries = log.iter().map(|(number, entry)| (number, mix(entry.name)));
+        let mut batch = [(0, 0); BATCH];
+        loop {
+            let count = batch.iter_mut().zip(entries.by_ref()).map(|(to, from)| *to = from).count();
+            let lines = batch[..count].iter().map(|(_, mixed)| self.table[seat(*mixed, length)].bytes);
+            black_box(lines.fold(0, u64::wrapping_add));
+            batch[..count].iter().for_each(|(number, mixed)| self.add(*number, *mixed, None));
+            if count < BATCH {
+                break;
+            }
+        }
+        drop(entries);
         self.log = log;
     }
 
