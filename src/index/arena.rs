@@ -96,7 +96,8 @@ impl Arena {
     pub(super) fn take(&mut self, want: usize, least: usize) -> Option<Stretch> {
         let want = want.min(CHUNK);
         let least = if self.free > self.used { 1 } else { least };
-        let stretch = self.take_free(want, least).or_else(|| self.take_fresh(want)).or_else(|| self.take_free(want, 1))?;
+        let stretch =
+            self.take_free(want, least).or_else(|| self.take_fresh(want)).or_else(|| self.take_free(want, 1))?;
         self.used += stretch.len as usize;
         Some(stretch)
     }

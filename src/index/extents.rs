@@ -74,8 +74,7 @@ impl Extents {
         self.iter().filter_map(move |stretch| {
             let skipped = before.min(stretch.len);
             before -= skipped;
-            (skipped < stretch.len)
-                .then_some(Stretch { first: stretch.first + skipped, len: stretch.len - skipped })
+            (skipped < stretch.len).then_some(Stretch { first: stretch.first + skipped, len: stretch.len - skipped })
         })
     }
 

@@ -99,8 +99,7 @@ impl RankWriter {
         let doubts = self.tally.doubts.lock();
         let Some(before) = doubts.horizon(tier) else { return };
         let is_old = |named: &Named| named.layers.has(tier) && doubts.is_old(named.place, tier);
-        let mut old: Vec<_> =
-            self.names.iter().filter(|(_, named)| is_old(named)).map(|(engine, _)| engine).collect();
+        let mut old: Vec<_> = self.names.iter().filter(|(_, named)| is_old(named)).map(|(engine, _)| engine).collect();
         drop(doubts);
         let waiting = self.waiting.iter().filter(|(_, apart)| apart.tiers.has(tier) && apart.counted < before);
         old.extend(waiting.map(|(engine, _)| engine));

@@ -118,7 +118,12 @@ impl Names {
 
     /// Enters names that hold something whose places are told later, up to the first that is there already; their entries
     /// are appended. Room must have been made for them.
-    pub(super) fn begin_all(&mut self, names: impl ExactSizeIterator<Item = EngineHash>, layers: Layers, into: &mut Vec<At>) {
+    pub(super) fn begin_all(
+        &mut self,
+        names: impl ExactSizeIterator<Item = EngineHash>,
+        layers: Layers,
+        into: &mut Vec<At>,
+    ) {
         if names.len() < 8 {
             into.extend(names.map_while(|name| self.begin(name, mix(name.0), layers)));
             return;
@@ -333,7 +338,7 @@ fn slot_of(bits: u64) -> usize {
 
 /// Where a name lies if there is room.
 fn seat(mixed: u64, slots: usize) -> usize {
-    ((mixed >> 32) * slots as u64 >> 32) as usize
+    (((mixed >> 32) * slots as u64) >> 32) as usize
 }
 
 /// What a slot tells of a name.

@@ -1,8 +1,8 @@
 //! Store events: from a parent and a run of blocks to names with places.
 
 use super::counted::Counted;
-use super::waiting::Apart;
 use super::names::BATCH;
+use super::waiting::Apart;
 use super::{Named, Place, RankWriter, Scratch};
 use crate::block::EngineHash;
 use crate::index::event::{Outcome, StoredBlock};

@@ -7,7 +7,10 @@ use super::*;
 use crate::index::trie::BlockId;
 
 fn named(number: u32) -> Named {
-    Named { place: Place { shard: number as u8, block: BlockId(number) }, layers: Layers::one(crate::tier::Tier::Device) }
+    Named {
+        place: Place { shard: number as u8, block: BlockId(number) },
+        layers: Layers::one(crate::tier::Tier::Device),
+    }
 }
 
 /// Names that lie close together or far apart, many of them with the same seats in a small map.
