@@ -341,9 +341,11 @@ mod tests {
                 // The same, grown in another order.
                 let mut again = Owners::default();
                 model.iter().rev().for_each(|(seat, layers)| again.set(*seat, *layers));
-                prop_assert!(again == owners && owners == again);
+                prop_assert_eq!(&again, &owners);
+                prop_assert_eq!(&owners, &again);
                 again.set(Seat(77), Layers(4));
-                prop_assert!(again != owners && owners != again);
+                prop_assert_ne!(&again, &owners);
+                prop_assert_ne!(&owners, &again);
             }
         }
     }

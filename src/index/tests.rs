@@ -425,3 +425,50 @@ fn an_index_that_is_full_says_so_and_keeps_what_it_has() {
     assert_eq!(writers[0].apply(&stored(parent(100), &[(700, 700)], Tier::Device)), Outcome::Ok);
     index.shards.iter().for_each(|shard| trie::tests::check(&shard.read()));
 }
+
+#[test]
+fn very_many_ranks_are_found_as_few_are() {
+    let index = PrefixIndex::new();
+    let query: Vec<LocalHash> = (0..16).map(LocalHash).collect();
+    let blocks = |range: std::ops::Range<u32>| range.map(|at| (u64::from(at), u64::from(at))).collect::<Vec<_>>();
+    let (mut writers, mut expected) = (Vec::new(), Vec::new());
+    for slot in 0..300 {
+        let mut writer = index.join(Slot(slot));
+        // Most hold a few lengths on the device alone, some go on in host memory, some begin there.
+        let (device, host) = match slot % 17 {
+            0 => (0, slot % 5),
+            1 => (slot % 7, slot % 3),
+            2 => (0, 0),
+            _ => (1 + slot / 64 % 3 * 4, 0),
+        };
+        let parent = device.checked_sub(1).map(u64::from);
+        writer.apply(&stored(None, &blocks(0..device), Tier::Device));
+        writer.apply(&stored(parent, &blocks(device..device + host), Tier::HostPinned));
+        writers.push(Some(writer));
+        expected.push(TierBlocks { device, host, ..TierBlocks::default() });
+    }
+    let mut overlaps = Overlaps::new();
+    for round in 0..3 {
+        index.overlaps(&prompt(&query), &mut overlaps);
+        let found: Vec<_> = (0..300).map(|slot| overlaps.get(Slot(slot))).collect();
+        assert_eq!(found, expected, "round {round}");
+        let mut listed: Vec<_> = overlaps.iter().collect();
+        listed.sort_unstable_by_key(|(slot, _)| slot.0);
+        let some = (0..).map(Slot).zip(expected.iter().copied()).filter(|(_, blocks)| blocks.total() > 0);
+        assert_eq!(listed, some.collect::<Vec<_>>());
+        // A shorter query, a raised answer and nothing at all leave no trace.
+        index.overlaps(&prompt(&query[..2]), &mut overlaps);
+        let found: Vec<_> = (0..300).map(|slot| overlaps.get(Slot(slot))).collect();
+        assert_eq!(found, expected.iter().map(|blocks| blocks.cut(2)).collect::<Vec<_>>());
+        let other = overlaps.clone();
+        index.overlaps(&prompt(&[LocalHash(99)]), &mut overlaps);
+        assert_eq!(overlaps.iter().count(), 0);
+        overlaps.raise(&other);
+        assert!(overlaps.iter().all(|(slot, blocks)| blocks.device == expected[slot.at()].device.min(2)));
+        assert_eq!(overlaps.iter().count(), expected.iter().filter(|blocks| blocks.device > 0).count());
+        // Whoever left is not found any more.
+        writers[3 + round] = None;
+        expected[3 + round] = TierBlocks::default();
+    }
+    index.shards.iter().for_each(|shard| trie::tests::check(&shard.read()));
+}

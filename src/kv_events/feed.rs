@@ -341,7 +341,7 @@ impl Feed {
     /// Hands one event to the index.
     fn tell(&mut self, event: &KvEvent) -> Outcome {
         let outcome = (self.sink.apply)(event);
-        self.dropped |= outcome == Outcome::TooManyWaiting;
+        self.dropped |= matches!(outcome, Outcome::TooManyWaiting | Outcome::IndexFull);
         if *event == KvEvent::Cleared {
             self.dropped = false;
             self.witness.note(Source::cleared);

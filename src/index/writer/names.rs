@@ -1,9 +1,10 @@
 //! A writer's map from the engine's names to places. It is most of what an index takes of memory, and reading it is most of
 //! what a writer waits for. Names lie in the order in which they came, next to those they were stored with, because
-//! engines tell of them again in such rows. Where they lie is told by a table of small slots that stays in the cache:
-//! beside the number of an entry a slot has how far it lies behind its seat and five bits more of the name, so that an
-//! entry is read only if it is the right one. Growing builds the table anew and moves no entry. What few names have beside
-//! a place is kept elsewhere.
+//! engines tell of them again in such rows. Where they lie is told by a table of small slots, seven to half a line of the
+//! cache: a name is in the first seven it belongs to that had room, and before a batch is looked up all of these are
+//! touched, so that memory answers for many at once. Beside the number of an entry a slot has a byte more of the name, so
+//! that an entry is hardly ever read in vain; the bytes of all seven are one word and are compared at once. Growing builds
+//! the table anew and moves no entry. What few names have beside a place is kept elsewhere.
 
 mod log;
 
@@ -16,17 +17,16 @@ use crate::index::owners::Layers;
 use crate::index::writer::Place;
 
 /// Names of one shelf at most: what the number in a slot can tell, and what is built anew at once.
-const SHELF: usize = if cfg!(test) { 64 } else { 1 << 20 };
-/// Bits of a slot that are the number of an entry.
-const NUMBER: u32 = 22;
-/// No entry.
-const EMPTY: u32 = 0;
-/// How far behind their seats slots may lie so that they tell it.
-const FAR: u32 = 31;
+const SHELF: usize = if cfg!(test) { 200 } else { 1 << 20 };
 /// Slots that are looked at together.
-const WINDOW: usize = 8;
+const WIDTH: usize = 7;
 /// A table is full when more than this share of the slots is in use.
-const FULL: (usize, usize) = (4, 5);
+const FULL: (usize, usize) = (7, 8);
+/// The lowest bit of each byte that tells of a slot, and the highest.
+const LOWEST: u64 = 0x0001_0101_0101_0101;
+const HIGHEST: u64 = LOWEST << 7;
+/// One who passed by.
+const PASSED: u64 = 1 << 56;
 /// Maps of so few names lie in the cache anyway.
 const FEW: usize = 1024;
 /// Names that are looked up at once.
@@ -50,16 +50,26 @@ pub(super) struct At {
 /// All names of one writer.
 #[derive(Debug, Default)]
 pub(super) struct Names {
-    /// As many as there are different beginnings of so many bits of the mixed names.
+    /// As many as there are different endings of so many bits of the mixed names.
     shelves: Vec<Shelf>,
     bits: u32,
     len: usize,
 }
 
-/// Names whose first bits are the same.
+/// Slots that names have in common.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(align(32))]
+struct Slots {
+    /// A byte of the name for each slot, zero where there is none; in the highest byte how many names are behind these slots
+    /// that belong to them or to others before, as far as a byte can tell: what it cannot stays until the table grows.
+    bytes: u64,
+    numbers: [[u8; 3]; WIDTH],
+}
+
+/// Names whose last bits are the same, once they are mixed.
 #[derive(Debug, Default)]
 struct Shelf {
-    slots: Vec<u32>,
+    table: Vec<Slots>,
     log: Log,
 }
 
@@ -114,15 +124,15 @@ impl Names {
         layers: Layers,
         into: &mut Vec<At>,
     ) {
+        if names.len() < 8 {
+            into.extend(names.map_while(|name| self.begin(name, mix(name.0), layers)));
+            return;
+        }
         let mut batch = [(EngineHash(0), 0); BATCH];
-        let count = names.len().min(BATCH);
-        batch.iter_mut().zip(names).for_each(|(entry, name)| *entry = (name, mix(name.0)));
+        let count = batch.iter_mut().zip(names).map(|(entry, name)| *entry = (name, mix(name.0))).count();
         let batch = &batch[..count];
         self.touch_mixed(batch.iter().map(|(_, mixed)| *mixed));
-        for &(name, mixed) in batch {
-            let Some(at) = self.begin(name, mixed, layers) else { return };
-            into.push(at);
-        }
+        into.extend(batch.iter().map_while(|&(name, mixed)| self.begin(name, mixed, layers)));
     }
 
     /// The place of a name that was entered there.
@@ -160,10 +170,10 @@ impl Names {
     fn touch_mixed(&self, mixed: impl Iterator<Item = u64>) {
         if self.len > FEW {
             let slots = mixed.map(|mixed| {
-                let slots = &self.shelves[self.shelf_of(mixed)].slots;
-                slots[seat(mixed, slots.len())]
+                let table = &self.shelves[self.shelf_of(mixed)].table;
+                table[seat(mixed, table.len())].bytes
             });
-            black_box(slots.fold(0, u32::wrapping_add));
+            black_box(slots.fold(0, u64::wrapping_add));
         }
     }
 
@@ -195,156 +205,145 @@ impl Names {
 }
 
 impl Shelf {
-    /// The entry of a name, or the slot to enter it in, and how far that is behind its seat.
-    fn find(&self, name: EngineHash, mixed: u64) -> Result<u32, (usize, u32)> {
-        if self.slots.is_empty() {
-            return Err((0, 0));
-        }
-        let (mut at, mut behind) = (seat(mixed, self.slots.len()), 0);
-        // Several at once without a branch for each, where it is usual to end: what a name meets cannot be foreseen.
-        while behind + WINDOW as u32 <= FAR
-            && let Some(window) = window(&self.slots, at)
-        {
-            let mark = mark(mixed, behind);
-            let empty = ones_of(window, |_, slot| slot == EMPTY);
-            let mut alike = ones_of(window, |i, slot| slot >> NUMBER == mark + i) & (empty.wrapping_sub(1) & !empty);
+    /// The entry of a name, or the first place where a slot was free for it.
+    fn find(&self, name: EngineHash, mixed: u64) -> Result<u32, Option<(usize, usize)>> {
+        let mut at = seat(mixed, self.table.len());
+        let mut free = None;
+        while let Some(slots) = self.table.get(at) {
+            let mut alike = slots.with(byte(mixed));
             while alike != 0 {
-                let number = number(window[alike.trailing_zeros() as usize]);
+                let number = slots.number(slot_of(alike));
                 if self.log.get(number).name == name.0 {
                     return Ok(number);
                 }
                 alike &= alike - 1;
             }
-            if empty != 0 {
-                let ahead = empty.trailing_zeros();
-                return Err((at + ahead as usize, behind + ahead));
+            if free.is_none() && slots.with(0) != 0 {
+                free = Some((at, slot_of(slots.with(0))));
             }
-            (at, behind) = (self.wrap(at + WINDOW), behind + WINDOW as u32);
+            if slots.bytes < PASSED {
+                break;
+            }
+            at = self.after(at);
         }
-        loop {
-            let slot = self.slots[at];
-            if slot == EMPTY {
-                return Err((at, behind));
-            }
-            if slot >> NUMBER == mark(mixed, behind) && self.log.get(number(slot)).name == name.0 {
-                return Ok(number(slot));
-            }
-            (at, behind) = (self.after(at), behind + 1);
-        }
+        Err(free)
     }
 
     /// Enters a name; `None` if it is there already.
     fn enter(&mut self, entry: Entry, mixed: u64) -> Option<u32> {
-        let (at, behind) = self.find(EngineHash(entry.name), mixed).err()?;
+        let free = self.find(EngineHash(entry.name), mixed).err()?;
         let number = self.log.add(entry);
-        self.slots[at] = slot(number, mark(mixed, behind));
+        self.add(number, mixed, free);
         Some(number)
     }
 
-    /// Empties the slot of an entry: those behind it that would lie nearer to their seats there move up.
-    fn remove(&mut self, gone: u32) {
-        let mixed = mix(self.log.get(gone).name);
-        let mut hole = seat(mixed, self.slots.len());
-        while number(self.slots[hole]) != gone || self.slots[hole] == EMPTY {
-            hole = self.after(hole);
-        }
-        let (mut at, mut distance) = (hole, 0);
+    /// Takes the first slot that is free, which may be known already. There is one, because no table is ever full.
+    fn add(&mut self, number: u32, mixed: u64, free: Option<(usize, usize)>) {
+        let mut at = seat(mixed, self.table.len());
         loop {
-            (at, distance) = (self.after(at), distance + 1);
-            let moved = self.slots[at];
-            if moved == EMPTY {
-                break;
+            let here = match free {
+                Some((free, slot)) => (free == at).then_some(slot),
+                None => Some(self.table[at].with(0)).filter(|free| *free != 0).map(slot_of),
+            };
+            if let Some(slot) = here {
+                self.table[at].bytes |= byte(mixed) << (8 * slot);
+                let [a, b, c, _] = number.to_le_bytes();
+                self.table[at].numbers[slot] = [a, b, c];
+                return;
             }
-            let behind = self.behind(at, moved);
-            if behind >= distance {
-                let mark = (moved >> NUMBER) & !FAR | (behind - distance).min(FAR);
-                self.slots[hole] = slot(number(moved), mark);
-                (hole, distance) = (at, 0);
-            }
+            self.table[at].pass();
+            at = self.after(at);
         }
-        self.slots[hole] = EMPTY;
-        self.log.remove(gone);
     }
 
-    /// How far behind its seat a slot lies.
-    fn behind(&self, at: usize, slot: u32) -> u32 {
-        let told = (slot >> NUMBER) & FAR;
-        if told < FAR {
-            return told;
+    fn remove(&mut self, gone: u32) {
+        let mixed = mix(self.log.get(gone).name);
+        self.log.remove(gone);
+        let mut at = seat(mixed, self.table.len());
+        loop {
+            let slots = &mut self.table[at];
+            let mut alike = slots.with(byte(mixed));
+            while alike != 0 {
+                let slot = slot_of(alike);
+                if slots.bytes >> (8 * slot) & 0xff == byte(mixed) && slots.number(slot) == gone {
+                    slots.bytes &= !(0xff << (8 * slot));
+                    return;
+                }
+                alike &= alike - 1;
+            }
+            slots.unpass();
+            at = self.after(at);
         }
-        let seat = seat(mix(self.log.get(number(slot)).name), self.slots.len());
-        (if at >= seat { at - seat } else { at + self.slots.len() - seat }) as u32
     }
 
     fn reserve(&mut self, more: usize) {
-        let least = (self.log.len() + more) * FULL.1 / FULL.0 + 1;
-        if least <= self.slots.len() {
+        let least = (self.log.len() + more) * FULL.1 / (FULL.0 * WIDTH) + 1;
+        if least <= self.table.len() {
             return;
         }
-        let slots = least.max(self.log.len() * FULL.1 / FULL.0 * 3 / 2);
-        self.slots = Vec::new();
-        self.slots.reserve_exact(slots);
+        let length = least.max(self.table.len() * 3 / 2);
+        self.table = Vec::new();
+        self.table.reserve_exact(length);
         // Written now: memory that is read first costs two faults instead of one.
-        self.slots.resize(slots, EMPTY);
-        for (number, entry) in self.log.iter() {
-            let mixed = mix(entry.name);
-            let (at, behind) = vacant(&self.slots, seat(mixed, slots));
-            self.slots[at] = slot(number, mark(mixed, behind));
+        self.table.resize(length, Slots::default());
+        let log = std::mem::take(&mut self.log);
+        let mut entries = log.iter().map(|(number, entry)| (number, mix(entry.name)));
+        let mut batch = [(0, 0); BATCH];
+        loop {
+            let count = batch.iter_mut().zip(entries.by_ref()).map(|(to, from)| *to = from).count();
+            let lines = batch[..count].iter().map(|(_, mixed)| self.table[seat(*mixed, length)].bytes);
+            black_box(lines.fold(0, u64::wrapping_add));
+            batch[..count].iter().for_each(|(number, mixed)| self.add(*number, *mixed, None));
+            if count < BATCH {
+                break;
+            }
         }
-    }
-
-    fn wrap(&self, at: usize) -> usize {
-        if at == self.slots.len() { 0 } else { at }
+        drop(entries);
+        self.log = log;
     }
 
     fn after(&self, at: usize) -> usize {
-        if at + 1 == self.slots.len() { 0 } else { at + 1 }
+        if at + 1 == self.table.len() { 0 } else { at + 1 }
     }
 }
 
-/// Where a name would lie if nothing were in its way.
-fn seat(mixed: u64, slots: usize) -> usize {
-    ((mixed >> 32) * slots as u64 >> 32) as usize
-}
+impl Slots {
+    /// The slots that have a byte, by their highest bits; behind the first one there may be others by mistake.
+    fn with(&self, byte: u64) -> u64 {
+        let zero = self.bytes ^ (LOWEST * byte);
+        zero.wrapping_sub(LOWEST) & !zero & HIGHEST
+    }
 
-/// The slots from one on, if the table does not end before.
-fn window(slots: &[u32], at: usize) -> Option<&[u32; WINDOW]> {
-    slots.get(at..at + WINDOW)?.try_into().ok()
-}
+    fn number(&self, slot: usize) -> u32 {
+        let [a, b, c] = self.numbers[slot];
+        u32::from_le_bytes([a, b, c, 0])
+    }
 
-/// The first slot from a seat on that is empty, and how far behind it is.
-fn vacant(slots: &[u32], seat: usize) -> (usize, u32) {
-    let (mut at, mut behind) = (seat, 0);
-    while let Some(window) = window(slots, at) {
-        let empty = ones_of(window, |_, slot| slot == EMPTY);
-        if empty != 0 {
-            let ahead = empty.trailing_zeros();
-            return (at + ahead as usize, behind + ahead);
+    fn pass(&mut self) {
+        if self.bytes >> 56 < 0xff {
+            self.bytes += PASSED;
         }
-        (at, behind) = (at + WINDOW, behind + WINDOW as u32);
     }
-    while at >= slots.len() || slots[at] != EMPTY {
-        (at, behind) = if at >= slots.len() { (0, behind) } else { (at + 1, behind + 1) };
+
+    fn unpass(&mut self) {
+        if self.bytes >> 56 < 0xff {
+            self.bytes -= PASSED;
+        }
     }
-    (at, behind)
 }
 
-/// The slots of which something is true, a bit each.
-fn ones_of(window: &[u32; WINDOW], is_one: impl Fn(u32, u32) -> bool) -> u32 {
-    (0..).zip(window).fold(0, |ones, (i, &slot)| ones | u32::from(is_one(i, slot)) << i)
+fn slot_of(bits: u64) -> usize {
+    bits.trailing_zeros() as usize / 8
 }
 
-/// What a slot has beside its number.
-fn mark(mixed: u64, behind: u32) -> u32 {
-    (mixed as u32 >> 22 & FAR) << 5 | behind.min(FAR)
+/// Where a name lies if there is room.
+fn seat(mixed: u64, slots: usize) -> usize {
+    (((mixed >> 32) * slots as u64) >> 32) as usize
 }
 
-fn slot(number: u32, mark: u32) -> u32 {
-    mark << NUMBER | (number + 1)
-}
-
-fn number(slot: u32) -> u32 {
-    (slot & ((1 << NUMBER) - 1)).wrapping_sub(1)
+/// What a slot tells of a name.
+fn byte(mixed: u64) -> u64 {
+    (mixed >> 24 & 0xff).max(1)
 }
 
 /// Spreads a name over all bits: some engines number their blocks.

@@ -22,6 +22,8 @@ enum Gain {
 
 impl RankWriter {
     pub(super) fn store(&mut self, parent: Option<EngineHash>, blocks: &[StoredBlock], tier: Tier) -> Outcome {
+        // Both are on their way from memory at once then.
+        self.names.touch(blocks.first().into_iter().map(|block| block.engine));
         match parent.map(|parent| (parent, self.names.get(parent))) {
             None => self.store_after(None, blocks, tier),
             Some((_, Some(named))) => self.store_after(Some(named.place), blocks, tier),

@@ -14,7 +14,7 @@ const NONE: u64 = u64::MAX;
 
 /// A name and what it stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(packed)]
+#[repr(C, packed)]
 pub(super) struct Entry {
     pub(super) name: u64,
     pub(super) block: u32,
