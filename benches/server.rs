@@ -102,8 +102,8 @@ async fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     drop(bed);
 
     let bed = Bed::start(&Setting { watch: true, ..setting }, &dir.path().join("pieces")).await?;
-    let case =
-        Case { chunks: PIECES, ..Case::of("server CPU per piece of a streamed answer".into(), (1_000, true), 16) };
+    let case = Case::of("server CPU per piece of a streamed answer".into(), (1_000, false), 16);
+    let case = Case { model: UNKNOWN, chunks: PIECES, ..case };
     if wanted(cli, &case) {
         enter(&mut table, (&bed, &extent), case, Some(PIECE), |sample| sample.cpu_server / sample.messages).await?;
     }

@@ -82,6 +82,8 @@ impl Writer {
 pub(crate) struct Session {
     chat: String,
     turn: usize,
+    /// How long it is before its first turn.
+    began: usize,
 }
 
 impl Session {
@@ -99,11 +101,15 @@ impl Session {
             let role = roles.next().unwrap_or("user");
             writer.message(&mut chat, role, left.min(MESSAGE) - 40);
         }
-        Self { chat, turn: (bytes / 8).clamp(100, TURN) }
+        Self { turn: (bytes / 8).clamp(100, TURN), began: chat.len(), chat }
     }
 
-    /// The next thing that its user says, and the answer before it.
+    /// The next thing that its user says, and the answer before it. A chat that has become longer than it was meant to be is
+    /// taken up at its beginning again.
     pub(crate) fn go_on(&mut self, writer: &mut Writer) {
+        if self.chat.len() > self.began + self.began / 4 {
+            self.chat.truncate(self.began);
+        }
         writer.message(&mut self.chat, "assistant", self.turn / 2);
         writer.message(&mut self.chat, "user", self.turn / 2);
     }
@@ -174,5 +180,12 @@ mod tests {
             assert!(body.starts_with(&before[..before.len() - 2]), "the end of the list is where it goes on");
             serde_json::from_slice::<Value>(body).unwrap();
         }
+    }
+
+    #[test]
+    fn a_chat_does_not_grow_without_end() {
+        let mut sessions = Sessions::open(Writer::new(1), None, (5_000, 1));
+        let longest = sessions.turns(100).iter().map(Bytes::len).max().unwrap();
+        assert!((6_000..8_000).contains(&longest), "{longest}");
     }
 }
