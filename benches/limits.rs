@@ -2,9 +2,20 @@
 //! touched, or a number that was set as a goal. One module per topic.
 //!
 //! `cargo bench --bench limits -- [--json FILE] [--only PART_OF_A_NAME] [--rounds N]`
+//! `cargo bench --bench limits -- --growth FILE`
 
+#[path = "support/bed.rs"]
+mod bed;
+#[path = "support/chats.rs"]
+mod chats;
+#[path = "limits/decision.rs"]
+mod decision;
 #[path = "support/duel.rs"]
 mod duel;
+#[path = "limits/growth.rs"]
+mod growth;
+#[path = "limits/template.rs"]
+mod template;
 #[path = "limits/tokens.rs"]
 mod tokens;
 
@@ -21,6 +32,9 @@ struct Options {
     /// Only measures with this in their name.
     #[arg(long, default_value = "")]
     only: String,
+    /// Measures how the time of a decision grows instead, and writes the points there as JSON.
+    #[arg(long)]
+    growth: Option<PathBuf>,
     /// How often each side is measured.
     #[arg(long, default_value_t = 11)]
     rounds: usize,
@@ -58,9 +72,14 @@ impl Run {
 }
 
 fn main() -> anyhow::Result<()> {
-    let Options { json, only, rounds, bench: _ } = Options::parse();
+    let Options { json, only, growth, rounds, bench: _ } = Options::parse();
+    if let Some(path) = growth {
+        return growth::measure(rounds.max(1), &path);
+    }
     let mut run = Run { only, rounds: rounds.max(1), table: Table::default() };
     tokens::measure(&mut run);
+    template::measure(&mut run);
+    decision::measure(&mut run);
     run.table.print("limit");
     if let Some(path) = json {
         run.table.write_json(&path)?;

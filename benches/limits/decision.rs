@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use bytes::Bytes;
-
+use fastokens::Tokenizer;
 use serde::Deserialize;
 use warmroute::block::{BlockHashes, Salt};
 use xxhash_rust::xxh3::xxh3_128;

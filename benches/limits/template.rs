@@ -22,7 +22,8 @@ pub(super) fn measure(run: &mut Run) {
         let said: Vec<(&str, &str)> = said().map(|(role, text)| (role.expect("one"), text.expect("one"))).collect();
         let hand = || by_hand(said.iter().copied(), count * bytes);
         assert_eq!(encoder.render(&request).expect("the template takes it").texts()[0], hand());
-        let theirs = || cpu(|| (0..TIMES).map(|_| std::hint::black_box(hand()).len()).sum::<usize>()) / 1e3 / TIMES as f64;
+        let theirs =
+            || cpu(|| (0..TIMES).map(|_| std::hint::black_box(hand()).len()).sum::<usize>()) / 1e3 / TIMES as f64;
         let render = || encoder.render(&request).expect("the template takes it").texts()[0].len();
         let ours = || cpu(|| (0..TIMES).map(|_| std::hint::black_box(render())).sum::<usize>()) / 1e3 / TIMES as f64;
         run.duel((&format!("chat template, {name}"), "us", None), theirs, ours);

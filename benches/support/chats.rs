@@ -12,6 +12,13 @@ pub fn encoder(cached: usize) -> Encoder {
     encoder.resuming(PromptCache::new(cached, std::sync::Arc::default())).0
 }
 
+/// The tokenizer of the same model as the fast library has it.
+pub fn library() -> fastokens::Tokenizer {
+    let file = std::fs::File::open(FILE).expect("the shipped file");
+    let written = serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("the shipped file");
+    fastokens::Tokenizer::from_json(written).expect("a tokenizer that it takes")
+}
+
 /// Messages of some bytes each, beginning with a number that sets this chat apart from others.
 pub fn messages(chat: usize, count: usize, bytes: usize) -> Vec<Value> {
     let pages = include_str!("../../README.md").to_owned() + include_str!("../../src/prompt/resume/cache.rs");
