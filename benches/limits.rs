@@ -3,6 +3,7 @@
 //!
 //! `cargo bench --bench limits -- [--json FILE] [--only PART_OF_A_NAME] [--rounds N]`
 
+#[expect(dead_code, unreachable_pub, reason = "shared by all benches, none of which needs all of it")]
 #[path = "support/duel.rs"]
 mod duel;
 #[path = "limits/tokens.rs"]
@@ -40,13 +41,6 @@ impl Run {
     /// Whether a measure is wanted, before anything is set up for it.
     fn wants(&self, measure: &str) -> bool {
         measure.contains(&self.only)
-    }
-
-    /// Measures both sides in turns.
-    fn duel(&mut self, row: (&str, &str, Option<f64>), peer: impl FnMut() -> f64, ours: impl FnMut() -> f64) {
-        if self.wants(row.0) {
-            self.table.duel(row, self.rounds, peer, ours);
-        }
     }
 
     /// Enters rounds that were measured together.

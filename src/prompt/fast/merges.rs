@@ -31,8 +31,9 @@ pub(super) struct Merges {
     /// Pairs of tokens with their rank, by a hash of the pair.
     slots: Box<[u64]>,
     shift: u32,
-    /// What each rank makes of its pair.
+    /// What each rank makes of its pair, and that pair.
     products: Box<[u32]>,
+    pairs: Box<[(u32, u32)]>,
     /// Whether two bytes are neighbours in anything that merges make.
     neighbours: Box<[bool]>,
 }
@@ -81,6 +82,7 @@ impl Merges {
             slots: vec![FREE; size].into(),
             shift: 64 - size.trailing_zeros(),
             products: pairs.iter().map(|(_, _, product)| *product).collect(),
+            pairs: pairs.iter().map(|(left, right, _)| (*left, *right)).collect(),
             neighbours: vec![false; 1 << 16].into(),
         };
         for (rank, (left, right, product)) in pairs.iter().enumerate() {
@@ -103,7 +105,8 @@ impl Merges {
 
     /// Bytes of its tables.
     pub(super) fn bytes(&self) -> usize {
-        size_of_val(&*self.slots) + size_of_val(&*self.of_bytes) + size_of_val(&*self.products) + self.neighbours.len()
+        let ranks = size_of_val(&*self.products) + size_of_val(&*self.pairs);
+        size_of_val(&*self.slots) + size_of_val(&*self.of_bytes) + ranks + self.neighbours.len()
     }
 
     /// The tokens of a word.
@@ -194,7 +197,7 @@ impl Merges {
             return None;
         }
         let right = symbols[left.after as usize];
-        if self.rank(left.token, right.token) != rank {
+        if (left.token, right.token) != self.pairs[rank as usize] {
             return None;
         }
         let product = self.products[rank as usize];

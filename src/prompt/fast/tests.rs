@@ -148,6 +148,28 @@ fn assert_same(text: &str) {
 }
 
 #[test]
+fn what_is_not_known_stays_with_the_library() {
+    let tinyllama = file("examples/models/tinyllama/tokenizer.json.gz");
+    let tinyllama = Tokenizer::from_bytes(serde_json::to_vec(&tinyllama).unwrap()).unwrap();
+    let split = |pattern: &str| with_parts(|written| written["pre_tokenizer"] = pre_tokenizer(&[pattern]));
+    let part = |path: &str, value: Value| with_parts(|written| *written.pointer_mut(path).unwrap() = value.clone());
+    for (tokenizer, because) in [
+        (tinyllama, "its normalizer is not known here"),
+        (split(r"\b\w+"), "its pattern has parts that are not known here"),
+        (split(r"a*"), "its pattern has parts that are not known here"),
+        (split(r"a+?b"), "its pattern has parts that are not known here"),
+        (split(r"(?i:straße)"), "its pattern has parts that are not known here"),
+        (part("/normalizer", json!({"type": "NFKC"})), "its normalizer is not known here"),
+        (part("/pre_tokenizer", Value::Null), "its pre-tokenizer is not known here"),
+        (part("/added_tokens/0/single_word", true.into()), "it has added tokens that count as words of their own only"),
+        (part("/model/dropout", 0.5.into()), "it drops merges by chance"),
+        (part("/model/end_of_word_suffix", "</w>".into()), "its tokens are marked as parts of words"),
+    ] {
+        assert_eq!(Fast::new(&tokenizer).err(), Some(because));
+    }
+}
+
+#[test]
 fn hard_pieces_have_the_tokens_that_the_library_gives_them() {
     for piece in PIECES {
         assert_same(piece);
