@@ -10,6 +10,7 @@ mod bed;
 mod chats;
 #[path = "limits/decision.rs"]
 mod decision;
+#[expect(dead_code, unreachable_pub, reason = "shared by all benches, none of which needs all of it")]
 #[path = "support/duel.rs"]
 mod duel;
 #[path = "limits/growth.rs"]
@@ -54,13 +55,6 @@ impl Run {
     /// Whether a measure is wanted, before anything is set up for it.
     fn wants(&self, measure: &str) -> bool {
         measure.contains(&self.only)
-    }
-
-    /// Measures both sides in turns.
-    fn duel(&mut self, row: (&str, &str, Option<f64>), peer: impl FnMut() -> f64, ours: impl FnMut() -> f64) {
-        if self.wants(row.0) {
-            self.table.duel(row, self.rounds, peer, ours);
-        }
     }
 
     /// Enters rounds that were measured together.

@@ -32,8 +32,7 @@ impl From<&ModelName> for ModelLabel {
 pub struct RequestLabels {
     /// Model name.
     pub model: String,
-    /// `exact`, `partial`, `approximate`, `load_only` or `passthrough`; `query` where only the choice was asked for, `rejected` where
-    /// the client got a refusal of ours.
+    /// `exact`, `partial`, `approximate`, `load_only` or `passthrough`; `query` where only a choice was asked for, `rejected` by us.
     pub mode: &'static str,
 }
 
@@ -376,8 +375,6 @@ metrics! {
     engine_tokens: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Pieces of real prompts whose tokens the fast way and the library made, by model and outcome: agrees, differs (the library makes them from then on)
     tokenizer_comparisons: Family<ModelOutcomeLabels, Counter> = Family::default();
-    /// 1 while the library makes the tokens of a model, because the fast way does not know its tokenizer or differed
-    tokenizer_slow: Family<ModelLabel, Gauge> = Family::default();
     /// Workers by model and what is known of their tokens: untested, agrees, differs (their requests go by load), cannot_test
     parity_workers: Family<ModelOutcomeLabels, Gauge> = Family::default();
     /// 1 while somebody makes other tokens of a model than we do and nobody is known to make ours, so that ours are not used

@@ -10,7 +10,7 @@ use tracing::error;
 use super::App;
 use super::reload::Reloader;
 use crate::lifecycle::supervise;
-use crate::metrics::{ModelLabel, ModelOutcomeLabels};
+use crate::metrics::ModelOutcomeLabels;
 use crate::router::Router;
 
 /// How often a piece of a prompt is compared, for each model: some milliseconds of one core.
@@ -44,8 +44,6 @@ async fn compare(reloader: Arc<Reloader>, router: Arc<Router>) -> anyhow::Result
             if let (None, Some(because)) = (before, because) {
                 error!(%model, because, "its texts are tokenised by the library from now on, many times slower: please report this");
             }
-            let slow = i64::from(because.is_some());
-            reloader.metrics.tokenizer_slow.get_or_create(&ModelLabel::from(&model)).set(slow);
             if let Some(standing) = router.parity().of(&model) {
                 standing.tokenized(because);
             }

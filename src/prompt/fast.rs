@@ -8,7 +8,7 @@ mod checked;
 mod endless;
 mod hard;
 
-use tokenizers::Tokenizer;
+use tokenizers::{ModelWrapper, Tokenizer};
 
 pub(super) use checked::Checked;
 use endless::Endless;
@@ -27,6 +27,14 @@ impl Fast {
         }
         if tokenizer.get_encode_special_tokens() {
             return Err("special tokens are taken for text");
+        }
+        let ModelWrapper::BPE(model) = tokenizer.get_model() else { return Err("it is no byte pair encoding") };
+        let empty = |text: &Option<String>| text.as_ref().is_none_or(String::is_empty);
+        if model.dropout.is_some_and(|dropout| dropout > 0.0) {
+            return Err("it drops merges by chance");
+        }
+        if !empty(&model.continuing_subword_prefix) || !empty(&model.end_of_word_suffix) {
+            return Err("its tokens are marked as parts of words");
         }
         let written = serde_json::to_value(tokenizer).map_err(|_| "it cannot be written down")?;
         let endless = Endless::of(tokenizer);

@@ -154,6 +154,19 @@ fn assert_same(text: &str) {
 }
 
 #[test]
+fn what_the_fast_library_cannot_do_stays_with_the_other() {
+    let part = |path: &str, value: Value| with_parts(|written| *written.pointer_mut(path).unwrap() = value.clone());
+    for (path, value) in [("/model/dropout", json!(0.5)), ("/model/end_of_word_suffix", json!("</w>"))] {
+        assert!(Fast::new(&part(path, value)).is_err(), "{path}");
+    }
+    let lower = part("/normalizer", json!({"type": "Lowercase"}));
+    let checked = Checked::new(lower.clone());
+    for text in ["Some Words", "THE END", "x"] {
+        assert_eq!(checked.ids(text).unwrap(), lower.encode_fast(text, false).unwrap().get_ids());
+    }
+}
+
+#[test]
 fn hard_pieces_have_the_tokens_that_the_library_gives_them() {
     for piece in PIECES {
         assert_same(piece);
