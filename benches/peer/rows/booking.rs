@@ -10,6 +10,7 @@ use dynamo_kv_router::services::selection::{
     PromptRequest, SelectAndReserveRequest, SelectionCacheConfig, SelectionCore, WorkerRequest,
 };
 use dynamo_kv_router::{KvRouterConfig, WorkerSelectionPolicy};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 use warmroute::block::{BlockHashes, Salt};
@@ -64,6 +65,10 @@ const WARM: u32 = 1;
 pub fn run(bench: &Bench, table: &mut Table) {
     for (ranks, cpu, wall) in ROWS {
         if bench.args.wants_any(&[cpu.0, wall.0]) {
+            if !has_files(ranks) {
+                eprintln!("{}: left out, because the peer opens more files than are allowed", cpu.0);
+                continue;
+            }
             duel(bench, table, (cpu, wall), ranks);
         }
     }
@@ -72,6 +77,16 @@ pub fn run(bench: &Bench, table: &mut Table) {
             count(table, row, tokens);
         }
     }
+}
+
+/// The peer follows the events of every worker by sockets of its own; without them it takes nobody.
+fn has_files(ranks: u64) -> bool {
+    let needed = ranks * 16 + 4_096;
+    let allowed = || getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    if allowed() < needed {
+        _ = setrlimit(Resource::Nofile, Rlimit { current: Some(needed), maximum: Some(needed) });
+    }
+    allowed() >= needed
 }
 
 fn prompt(tokens: u32) -> Vec<u32> {
@@ -150,6 +165,7 @@ impl Peer {
                 let worker = WorkerRequest {
                     worker_id,
                     endpoint: Some(format!("http://worker-{worker_id}:8000")),
+                    kv_events_endpoint: Some(format!("tcp://127.0.0.1:{}", 40_000 + worker_id)),
                     block_size: Some(16),
                     max_num_batched_tokens: Some(8_192),
                     ..WorkerRequest::default()
@@ -193,6 +209,13 @@ impl Peer {
             chosen
         });
         assert_eq!(chosen.worker_id, u64::from(WARM), "the peer chooses who holds the prompt");
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // Its listeners would go on, and take time from whoever is measured next.
+        self.core.shutdown();
     }
 }
 
