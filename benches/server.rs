@@ -38,7 +38,7 @@ use clap::Parser;
 use bed::{Bed, Setting, Side};
 use duel::Table;
 use measure::Sample;
-use sweeps::{Case, Extent};
+use sweeps::{Case, Extent, UNKNOWN};
 
 /// Measures the CPU time of the server.
 #[derive(Debug, Parser)]
@@ -62,8 +62,6 @@ struct Cli {
 /// At most so much of the bare server's CPU time for a request, and for a piece of an answer.
 const REQUEST: f64 = 1.5;
 const PIECE: f64 = 1.1;
-/// A model that nobody serves: such a request is read and goes by load, so that what is left is the server.
-const UNKNOWN: &str = "nobody-serves-this";
 /// Pieces of an answer.
 const PIECES: usize = 2_000;
 
@@ -84,7 +82,7 @@ async fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     let ours = cli.warmroute.clone();
     let setting = Setting { workers: 8, watch: false, threads: 1, ours: ours.clone() };
     let (rounds, turn) = (cli.rounds, Duration::from_secs(2));
-    let extent = Extent { rounds, turn, requests: 2_000, short: false, threads: 1, seed: 7, ours };
+    let extent = Extent { rounds, turn, requests: 2_000, short: false, threads: 1, seed: 7, by_load: false, ours };
     let mut table = Table::default();
 
     let bed = Bed::start(&setting, &dir.path().join("requests")).await?;

@@ -32,8 +32,9 @@ pub(crate) fn enter(chats: &[Measured], report: &mut Report) {
     for warm in [false, true] {
         let mut chats = chats.iter().filter(|chat| is_warm(chat) == warm);
         let (Some(few), Some(many)) = (chats.next(), chats.next_back()) else { continue };
-        let growth = |side| many.added_p50(side) / few.added_p50(side);
-        let measure = format!("{} over {}: added p50", many.case.name, few.case.name);
+        // Of the whole time, not of what is added: that is the small difference of two large numbers, and may be none.
+        let growth = |side| many.middle(side).p50_ms / few.middle(side).p50_ms;
+        let measure = format!("{} over {}: p50", many.case.name, few.case.name);
         report.table.enter((&measure, "x", Some(NOISE)), &[growth(Side::Bare)], &[growth(Side::Ours)]);
     }
     let peak = |chat: &Measured| chat.middle(Side::Ours).peak_server_mib;

@@ -58,6 +58,9 @@ struct Cli {
     /// Seed of the requests
     #[arg(long, default_value_t = 7)]
     seed: u64,
+    /// Ask for a model that nobody serves: requests are read and go by load, so that what is left is the server
+    #[arg(long)]
+    by_load: bool,
     /// Another build of warmroute than this one, with its first arguments
     #[arg(long, num_args = 1.., value_name = "PROGRAM")]
     warmroute: Vec<OsString>,
@@ -110,6 +113,7 @@ async fn run(cli: &Cli) -> anyhow::Result<()> {
         short: cli.short || cli.sweep.is_empty(),
         threads: cli.threads.unwrap_or(u32::try_from(cores)?),
         seed: cli.seed,
+        by_load: cli.by_load,
         ours: cli.warmroute.clone(),
     };
     let sweeps = if cli.sweep.is_empty() { &Sweep::ALL[..] } else { &cli.sweep };

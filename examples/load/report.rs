@@ -31,11 +31,6 @@ impl Measured {
     pub(crate) fn middle(&self, side: Side) -> Sample {
         middle(self.of(side))
     }
-
-    /// Milliseconds that a server adds to the middle request.
-    pub(crate) fn added_p50(&self, side: Side) -> f64 {
-        self.middle(side).p50_ms - self.middle(Side::Alone).p50_ms
-    }
 }
 
 impl Report {

@@ -60,6 +60,8 @@ pub(crate) struct Extent {
     pub(crate) short: bool,
     pub(crate) threads: u32,
     pub(crate) seed: u64,
+    /// Whether no request is to be routed by its prompt.
+    pub(crate) by_load: bool,
     /// Another warmroute than this one.
     pub(crate) ours: Vec<OsString>,
 }
@@ -82,6 +84,8 @@ pub(crate) struct Case {
     pub(crate) held: usize,
 }
 
+/// A model that nobody serves.
+pub(crate) const UNKNOWN: &str = "nobody-serves-this";
 /// Most bytes of bodies that are made for one round.
 const MOST_BYTES: usize = 96_000_000;
 /// Sessions beyond one per connection, so that a turn is over when the next one is sent.
@@ -142,8 +146,12 @@ impl Source {
 }
 
 /// Measures one case, the sides in turns.
-pub(crate) async fn measure(bed: &Bed, case: Case, extent: &Extent) -> anyhow::Result<Measured> {
+pub(crate) async fn measure(bed: &Bed, mut case: Case, extent: &Extent) -> anyhow::Result<Measured> {
     let http = client::client()?;
+    if extent.by_load {
+        case.model = UNKNOWN;
+        case.name += ", by load";
+    }
     // Another case must not send what this one has sent.
     let seed = extent.seed ^ (case.name.bytes().fold(0, |sum: u64, byte| sum.wrapping_mul(31) + u64::from(byte)) << 8);
     let mut source = Source::of(&case, seed);
@@ -162,7 +170,11 @@ pub(crate) async fn measure(bed: &Bed, case: Case, extent: &Extent) -> anyhow::R
         let bodies = Arc::new(source.next(count));
         for (way, (_, rounds)) in bed.ways.iter().zip(&mut rounds) {
             let held = Held::open(&way.url(), &bodies[0], case.held).await?;
-            rounds.push(measure::round(&http, (bed, way), &bodies, &plan).await?);
+            let mut sample = measure::round(&http, (bed, way), &bodies, &plan).await?;
+            if case.model == UNKNOWN {
+                sample.by_prompt = 1.0;
+            }
+            rounds.push(sample);
             drop(held);
             quiet(&http, way).await?;
         }
