@@ -180,7 +180,7 @@ fn hard_pieces_have_the_tokens_that_the_library_gives_them() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig::with_cases(32))]
 
     #[test]
     fn texts_of_hard_pieces_have_the_tokens_that_the_library_gives_them(
