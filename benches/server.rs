@@ -1,7 +1,18 @@
 //! What the server costs behind a real Envoy, in CPU time of its process: warmroute beside the least that an external
 //! processor can be, which answers every message at once. Both hear the same from Envoys of their own, in turns.
 
-#![allow(dead_code, unused_imports, reason = "what it shares with the load program is more than it needs")]
+#![allow(
+    dead_code,
+    unused_imports,
+    unreachable_pub,
+    reason = "what it shares with the load program is more than it needs"
+)]
+#![allow(
+    clippy::print_stderr,
+    clippy::print_stdout,
+    clippy::unnecessary_operation,
+    reason = "a bench prints as it goes"
+)]
 
 #[path = "../examples/load/answers.rs"]
 mod answers;

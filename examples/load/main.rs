@@ -9,7 +9,14 @@ mod bare;
 mod bed;
 mod bodies;
 mod client;
-#[expect(dead_code, unreachable_pub, reason = "the benches use more of it, and each as its own")]
+#[allow(
+    dead_code,
+    unreachable_pub,
+    clippy::print_stderr,
+    clippy::print_stdout,
+    clippy::unnecessary_operation,
+    reason = "it is of the benches, which print as they go, and each uses its own part of it"
+)]
 #[path = "../../benches/support/duel.rs"]
 mod duel;
 mod goals;

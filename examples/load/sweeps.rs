@@ -112,7 +112,7 @@ impl Case {
 
 /// Where requests come from.
 enum Source {
-    Cold(Writer, usize),
+    Cold(Box<Writer>, usize),
     Warm(Box<Sessions>),
 }
 
@@ -121,7 +121,7 @@ impl Source {
         let mut writer = Writer::new(seed).asking_for(case.model);
         let system = case.shared.map(|bytes| writer.system(bytes));
         match case.warm {
-            false => Self::Cold(writer, case.bytes),
+            false => Self::Cold(Box::new(writer), case.bytes),
             true => {
                 let count = case.connections + MORE_SESSIONS;
                 Self::Warm(Box::new(Sessions::open(writer, system.as_deref(), (case.bytes, count))))
