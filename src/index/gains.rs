@@ -50,9 +50,11 @@ impl Gains {
 
 /// Names that one half of the memory holds.
 const HALF: usize = if cfg!(test) { 1 << 10 } else { 1 << 16 };
-/// Its bits: eight for each name, three of them set, so that three of a hundred others are taken for one of them.
+/// Its bits: eight for each name, three of them set, so that four of a hundred others are taken for one of them.
 const BITS: usize = HALF * 8;
 const SET: u32 = 3;
+/// Bits in a line of the cache.
+const LINE: usize = 512;
 
 /// Which names left lately: those for certain, and a few more.
 #[derive(Debug, Default)]
@@ -89,9 +91,11 @@ impl Left {
     }
 }
 
+/// All within one line of the cache.
 fn places(name: EngineHash) -> impl Iterator<Item = usize> {
     let mixed = mix(name.0);
-    (0..SET).map(move |at| (mixed >> (20 * at)) as usize % BITS)
+    let line = (mixed >> 40) as usize % (BITS / LINE) * LINE;
+    (0..SET).map(move |at| line + (mixed >> (9 * at)) as usize % LINE)
 }
 
 #[cfg(test)]
