@@ -57,6 +57,13 @@ impl Run {
         measure.contains(&self.only)
     }
 
+    /// Measures both sides in turns.
+    fn duel(&mut self, row: (&str, &str, Option<f64>), peer: impl FnMut() -> f64, ours: impl FnMut() -> f64) {
+        if self.wants(row.0) {
+            self.table.duel(row, self.rounds, peer, ours);
+        }
+    }
+
     /// Enters rounds that were measured together.
     fn enter(&mut self, row: (&str, &str, Option<f64>), peer: &[f64], ours: &[f64]) {
         if self.wants(row.0) {

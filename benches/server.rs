@@ -7,12 +7,7 @@
     unreachable_pub,
     reason = "what it shares with the load program is more than it needs"
 )]
-#![allow(
-    clippy::print_stderr,
-    clippy::print_stdout,
-    clippy::unnecessary_operation,
-    reason = "a bench prints as it goes"
-)]
+#![allow(clippy::print_stderr, clippy::print_stdout, reason = "a bench prints as it goes")]
 
 #[path = "../examples/load/answers.rs"]
 mod answers;

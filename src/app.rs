@@ -172,8 +172,7 @@ impl App {
         };
         app.reload_ways_in(entrance.router().clone(), way_in, parts.intake.clone());
         // Only now are there standings to be told what is found out.
-        app.test_tokens(&config, entrance.router());
-        app.compare_tokenizers(entrance.router());
+        app.judge_tokens(&config, entrance.router());
         app.serve_api(&sockets, &config, parts).await?;
         app.follow_secrets(&metrics);
         let service = app.ext_proc(&config, intake, entrance, &metrics)?;
@@ -183,6 +182,11 @@ impl App {
         }
         drop(loading);
         Ok(app)
+    }
+
+    fn judge_tokens(&mut self, config: &Config, router: &Arc<Router>) {
+        self.test_tokens(config, router);
+        self.compare_tokenizers(router);
     }
 
     /// Nothing runs yet.

@@ -26,6 +26,7 @@ struct Point {
     y: f64,
 }
 
+#[expect(clippy::print_stdout, reason = "what a bench is for")]
 /// Measures all curves, each point so many times, and writes them as JSON.
 pub(super) fn measure(rounds: usize, path: &Path) -> anyhow::Result<()> {
     let mut points = Vec::new();

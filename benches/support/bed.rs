@@ -22,11 +22,11 @@ use warmroute::worker::{BlockSize, Endpoint, Slot, Worker, WorkerId};
 use super::duel::cpu;
 
 /// Tokens per block.
-pub const BLOCK: BlockSize = BlockSize(NonZeroU32::new(16).expect("16 is not zero"));
+pub(crate) const BLOCK: BlockSize = BlockSize(NonZeroU32::new(16).expect("16 is not zero"));
 const PATH: &str = "/v1/chat/completions";
 
 /// The way from bodies to workers.
-pub struct Bed {
+pub(crate) struct Bed {
     intake: Arc<Intake>,
     router: Router,
     writers: Vec<RankWriter>,
@@ -34,7 +34,7 @@ pub struct Bed {
 
 impl Bed {
     /// So many workers, who hold nothing.
-    pub fn new(encoder: Encoder, workers: u32) -> Self {
+    pub(crate) fn new(encoder: Encoder, workers: u32) -> Self {
         let mut models = Models::default();
         let model = Model {
             name: "m".into(),
@@ -68,7 +68,7 @@ impl Bed {
     }
 
     /// Microseconds from a body to a booked worker, and the prompt's blocks.
-    pub fn decide(&self, body: &Bytes) -> (f64, BlockHashes, Booked) {
+    pub(crate) fn decide(&self, body: &Bytes) -> (f64, BlockHashes, Booked) {
         let mut decided = None;
         let took = cpu(|| {
             let taken = self.intake.take(PATH, &|_| None, &Body::Whole(body.clone())).now_or_never();
@@ -82,13 +82,13 @@ impl Bed {
     }
 
     /// Books a worker for a prompt that is hashed already.
-    pub fn route(&self, hashes: &BlockHashes) -> Booked {
+    pub(crate) fn route(&self, hashes: &BlockHashes) -> Booked {
         let request = RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![hashes.clone()]));
         self.router.route(request).expect("a worker")
     }
 
     /// A worker has cached a prompt from now on.
-    pub fn store(&mut self, worker: usize, hashes: &BlockHashes) {
+    pub(crate) fn store(&mut self, worker: usize, hashes: &BlockHashes) {
         let blocks = hashes.locals().iter().zip(hashes.sequences());
         let blocks = blocks.map(|(&local, sequence)| StoredBlock { engine: EngineHash(sequence.0), local }).collect();
         let writer = &mut self.writers[worker];

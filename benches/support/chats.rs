@@ -3,24 +3,24 @@
 use serde_json::{Value, json};
 use warmroute::prompt::{Config, Encoder, PromptCache};
 
-pub const FILE: &str = "examples/models/qwen2.5/tokenizer.json.gz";
+pub(crate) const FILE: &str = "examples/models/qwen2.5/tokenizer.json.gz";
 
 /// The encoder of the shipped model, which keeps so many bytes of what it has seen.
-pub fn encoder(cached: usize) -> Encoder {
+pub(crate) fn encoder(cached: usize) -> Encoder {
     let config = Config { tokenizer: FILE.into(), tokenizer_config: None, chat_template: None };
     let encoder = Encoder::load(&config).expect("the shipped files");
     encoder.resuming(PromptCache::new(cached, std::sync::Arc::default())).0
 }
 
 /// The tokenizer of the same model as the fast library has it.
-pub fn library() -> fastokens::Tokenizer {
+pub(crate) fn library() -> fastokens::Tokenizer {
     let file = std::fs::File::open(FILE).expect("the shipped file");
     let written = serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("the shipped file");
     fastokens::Tokenizer::from_json(written).expect("a tokenizer that it takes")
 }
 
 /// Messages of some bytes each, beginning with a number that sets this chat apart from others.
-pub fn messages(chat: usize, count: usize, bytes: usize) -> Vec<Value> {
+pub(crate) fn messages(chat: usize, count: usize, bytes: usize) -> Vec<Value> {
     let pages = include_str!("../../README.md").to_owned() + include_str!("../../src/prompt/resume/cache.rs");
     let words: Vec<&str> = pages.split_inclusive(' ').collect();
     let message = |number: usize| {
@@ -37,12 +37,12 @@ pub fn messages(chat: usize, count: usize, bytes: usize) -> Vec<Value> {
 }
 
 /// The body of a request.
-pub fn body(messages: &[Value]) -> Vec<u8> {
+pub(crate) fn body(messages: &[Value]) -> Vec<u8> {
     json!({"model": "m", "stream": true, "messages": messages}).to_string().into_bytes()
 }
 
 /// The same prompt, written by hand for this one template.
-pub fn by_hand<'m>(messages: impl Iterator<Item = (&'m str, &'m str)>, bytes: usize) -> String {
+pub(crate) fn by_hand<'m>(messages: impl Iterator<Item = (&'m str, &'m str)>, bytes: usize) -> String {
     let mut text = String::with_capacity(bytes + 4096);
     text.push_str(
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n",

@@ -46,7 +46,8 @@ impl Table {
         mut peer: impl FnMut() -> f64,
         mut ours: impl FnMut() -> f64,
     ) {
-        (peer(), ours());
+        peer();
+        ours();
         let (mut theirs, mut mine) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
             theirs.push(peer());
@@ -56,6 +57,7 @@ impl Table {
     }
 
     /// Enters rounds that were measured elsewhere.
+    #[expect(clippy::print_stderr, reason = "a run takes minutes, and shows how far it is")]
     pub fn enter(&mut self, (measure, unit, goal): (&str, &str, Option<f64>), peer: &[f64], ours: &[f64]) {
         let spread = [spread(peer), spread(ours)];
         let (peer, ours) = (median(peer), median(ours));
@@ -72,6 +74,7 @@ impl Table {
     }
 
     /// Prints the table.
+    #[expect(clippy::print_stdout, reason = "what a bench is for")]
     pub fn print(&self, peer: &str) {
         println!(
             "{:<62} {:>10} {:>12} {:>12} {:>7} {:>7}  {:<9} spread",

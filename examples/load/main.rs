@@ -14,7 +14,6 @@ mod client;
     unreachable_pub,
     clippy::print_stderr,
     clippy::print_stdout,
-    clippy::unnecessary_operation,
     reason = "it is of the benches, which print as they go, and each uses its own part of it"
 )]
 #[path = "../../benches/support/duel.rs"]

@@ -28,8 +28,8 @@ impl Trie {
             let home = after.map(|block| self.home(block));
             let grown = match home {
                 Some(Home { run, depth }) if self.may_grow(run, depth, hold) => self.grow(run, rest, path),
-                Some(Home { run, depth }) => self.branch(run, depth, rest, hold, path),
-                None => self.sprout(NOWHERE, 0, rest, hold, path),
+                Some(Home { run, depth }) => self.branch((run, depth), rest, hold, path),
+                None => self.sprout((NOWHERE, 0), rest, hold, path),
             };
             if grown == 0 {
                 return;
@@ -131,9 +131,10 @@ impl Trie {
     }
 
     /// A leaf that follows a block which others follow, too, or that others hold.
-    fn branch(&mut self, run: u32, depth: u32, rest: &[LocalHash], hold: Hold, path: &mut Vec<BlockId>) -> usize {
+    fn branch(&mut self, at: (u32, u32), rest: &[LocalHash], hold: Hold, path: &mut Vec<BlockId>) -> usize {
+        let (run, depth) = at;
         let parent = if depth + 1 < self.runs[run].end() { self.split(run, depth + 1).0 } else { run };
-        let grown = self.sprout(parent, depth + 1, rest, hold, path);
+        let grown = self.sprout((parent, depth + 1), rest, hold, path);
         if grown == 0 {
             // Nothing tells the two parts apart.
             self.join(parent);
@@ -142,7 +143,8 @@ impl Trie {
     }
 
     /// A new leaf with as many blocks as a run can have; how many these are.
-    fn sprout(&mut self, parent: u32, start: u32, rest: &[LocalHash], hold: Hold, path: &mut Vec<BlockId>) -> usize {
+    fn sprout(&mut self, at: (u32, u32), rest: &[LocalHash], hold: Hold, path: &mut Vec<BlockId>) -> usize {
+        let (parent, start) = at;
         let owners = Owners::just(hold.seat, hold.layer);
         let run = self.runs.add(Run { start, parent, owners, ..Run::default() });
         let grown = self.grow(run, rest, path);
