@@ -209,7 +209,9 @@ impl Shelf {
     fn find(&self, name: EngineHash, mixed: u64) -> Result<u32, Option<(usize, usize)>> {
         let mut at = seat(mixed, self.table.len());
         let mut free = None;
-        while let Some(slots) = self.table.get(at) {
+        // Others may have passed by everywhere, once around: in small tables by chance, in others once enough were counted.
+        for _ in 0..self.table.len() {
+            let slots = &self.table[at];
             let mut alike = slots.with(byte(mixed));
             while alike != 0 {
                 let number = slots.number(slot_of(alike));

@@ -94,3 +94,17 @@ fn names_of_one_seat_find_room_behind_it_however_many_they_are() {
     let left = (0..150).filter(|at| all.get(alike[*at]) == Some(named(*at as u32))).count();
     assert_eq!((left, all.len()), (139, 139));
 }
+
+#[test]
+fn a_name_that_is_not_there_is_looked_for_once_around_a_small_map() {
+    let mut name = 1_u64;
+    let mut next = || {
+        name = name.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        EngineHash(name)
+    };
+    for count in (1..60).cycle().take(6_000) {
+        let mut all = Names::default();
+        (0..count).for_each(|number| all.set(next(), named(number)));
+        assert!(!all.has(next()), "{count} names");
+    }
+}
