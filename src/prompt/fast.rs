@@ -16,7 +16,7 @@ use endless::Endless;
 /// A tokenizer as the fast library has it.
 pub(super) struct Fast {
     tokenizer: fastokens::Tokenizer,
-    endless: Option<Endless>,
+    endless: Endless,
 }
 
 impl Fast {
@@ -37,16 +37,15 @@ impl Fast {
             return Err("its tokens are marked as parts of words");
         }
         let written = serde_json::to_value(tokenizer).map_err(|_| "it cannot be written down")?;
-        let endless = Endless::of(tokenizer);
         let made = alone::run(move || fastokens::Tokenizer::from_json(written));
         let tokenizer = made.and_then(Result::ok).ok_or("the fast library does not take it")?;
-        Ok(Self { tokenizer, endless })
+        Ok(Self { tokenizer, endless: Endless::default() })
     }
 
     /// The tokens of a text without what the post-processor adds; nothing where that is not for it.
     pub(super) fn ids(&self, text: &str) -> Option<Vec<u32>> {
         if endless::is_in(text) {
-            return self.endless.as_ref()?.ids(&self.tokenizer, text);
+            return self.endless.ids(&self.tokenizer, text);
         }
         self.tokenizer.encode_with_special_tokens(text, false).ok()
     }

@@ -1,25 +1,28 @@
 //! Words without end: a megabyte of one letter, of spaces, of a genome. Pre-tokenizers leave them whole, and byte pair encoding
 //! takes longer for each byte of them the more there are. The `bpe` library does not, but knows only vocabularies whose
-//! numbers are the order of their merges; whether it has understood one shows on the hard texts, which have such words.
+//! numbers are the order of their merges; whether it has understood one shows on words that both can do.
 
 use std::ops::Range;
 use std::sync::OnceLock;
 
 use bpe::byte_pair_encoding::{BytePairEncoding, find_hash_factor_for_dictionary};
 use fastokens::Tokenizer;
-use tokenizers::ModelWrapper;
 
 /// Bytes from which on a word is endless; more than any token has.
 pub(super) const LONG: usize = 512;
 
-/// A vocabulary for endless words.
-pub(super) struct Endless {
-    /// In the order of their numbers.
-    tokens: Vec<Vec<u8>>,
+/// Words that both libraries must have the same tokens for: each of these pieces again and again.
+const ALIKE: [&str; 8] = ["a", "ab", " ", "\n", "0", "=", "é中", "qzxjkvb"];
+
+/// A vocabulary for endless words, made when it is needed first, which most processes never do.
+#[derive(Default)]
+pub(super) struct Endless(OnceLock<Option<Linear>>);
+
+/// What takes linear time.
+struct Linear {
+    encoding: BytePairEncoding,
     /// Of the characters by which vocabularies write bytes.
     bytes: Box<[u8]>,
-    /// Made of the tokens when it is needed first, which most processes never do.
-    made: OnceLock<BytePairEncoding>,
 }
 
 /// Whether a text may have such words: whether it has a stretch of one kind of character that is as long.
@@ -51,21 +54,9 @@ fn kind(char: char) -> u8 {
 }
 
 impl Endless {
-    /// The vocabulary of a tokenizer, where it can be one.
-    pub(super) fn of(tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
-        let ModelWrapper::BPE(model) = tokenizer.get_model() else { return None };
-        let mut vocabulary: Vec<(u32, String)> = model.get_vocab().into_iter().map(|(token, id)| (id, token)).collect();
-        vocabulary.sort_unstable();
-        let whole = vocabulary.iter().zip(0..).all(|((id, _), at)| *id == at);
-        let bytes = spelling();
-        let spelled = |token: &str| token.chars().map(|char| byte_of(&bytes, char)).collect::<Option<Vec<u8>>>();
-        let tokens: Vec<Vec<u8>> = vocabulary.iter().map(|(_, token)| spelled(token)).collect::<Option<_>>()?;
-        let short = tokens.iter().all(|token| (1..LONG).contains(&token.len()));
-        (whole && short).then(|| Self { tokens, bytes, made: OnceLock::new() })
-    }
-
-    /// The tokens of a text with such words.
+    /// The tokens of a text with such words; nothing where only others can say.
     pub(super) fn ids(&self, tokenizer: &Tokenizer, text: &str) -> Option<Vec<u32>> {
+        let linear = self.0.get_or_init(|| Linear::of(tokenizer)).as_ref()?;
         let mut words = tokenizer.build_pre_tokenized(text);
         tokenizer.pre_tokenizer()?.pre_tokenize(&mut words).ok()?;
         let mut ids = Vec::with_capacity(text.len() / 3);
@@ -73,21 +64,47 @@ impl Endless {
             let word = words.split_text(split);
             match split.token_id {
                 Some(id) => ids.push(id),
-                None if word.len() > LONG => {
-                    let bytes: Option<Vec<u8>> = word.chars().map(|char| byte_of(&self.bytes, char)).collect();
-                    ids.extend(self.made().encode_via_backtracking(&bytes?));
-                }
+                None if word.len() > LONG => ids.extend(linear.ids(word)?),
                 None => tokenizer.model().tokenize_into(word, &mut ids).ok()?,
             }
         }
         Some(ids)
     }
+}
 
-    fn made(&self) -> &BytePairEncoding {
-        self.made.get_or_init(|| {
-            let factor = find_hash_factor_for_dictionary(self.tokens.iter().cloned());
-            BytePairEncoding::from_dictionary(self.tokens.iter().cloned(), Some(factor))
+impl Linear {
+    /// The vocabulary of a tokenizer, where it can be one.
+    fn of(tokenizer: &Tokenizer) -> Option<Self> {
+        let (model, bytes) = (tokenizer.model(), spelling());
+        let spelled =
+            |id: u32| -> Option<Vec<u8>> { model.id_to_token(id)?.chars().map(|char| byte_of(&bytes, char)).collect() };
+        let tokens: Vec<Vec<u8>> = (0..u32::try_from(model.vocab_size()).ok()?).map(spelled).collect::<Option<_>>()?;
+        if !tokens.iter().all(|token| (1..LONG).contains(&token.len())) {
+            return None;
+        }
+        let factor = find_hash_factor_for_dictionary(tokens.iter().cloned());
+        let linear = Self { encoding: BytePairEncoding::from_dictionary(tokens, Some(factor)), bytes };
+        linear.agrees(tokenizer).then_some(linear)
+    }
+
+    fn agrees(&self, tokenizer: &Tokenizer) -> bool {
+        let mut written = vec!['\0'; 256];
+        (0_u32..).zip(&self.bytes).for_each(|(code, byte)| {
+            // The later of two is the one that is used: the first cannot be seen.
+            written[usize::from(*byte)] = char::from_u32(code).unwrap_or_default();
+        });
+        ALIKE.iter().all(|piece| {
+            let word = piece.repeat(2 * LONG / piece.len());
+            let word: String = word.bytes().map(|byte| written[usize::from(byte)]).collect();
+            let known = tokenizer.model().tokenize(&word).ok();
+            known.is_some() && known == self.ids(&word)
         })
+    }
+
+    /// The tokens of a word as vocabularies write it.
+    fn ids(&self, word: &str) -> Option<Vec<u32>> {
+        let bytes: Vec<u8> = word.chars().map(|char| byte_of(&self.bytes, char)).collect::<Option<_>>()?;
+        Some(self.encoding.encode_via_backtracking(&bytes))
     }
 }
 

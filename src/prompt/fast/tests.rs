@@ -206,3 +206,27 @@ proptest! {
         assert_same(&String::from_utf8_lossy(&bytes));
     }
 }
+
+#[test]
+fn words_without_end_have_the_tokens_that_the_library_gives_them() {
+    let mut number = 7_u32;
+    let random: String = (0..3000)
+        .map(|_| {
+            number = number.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            char::from(b'a' + (number >> 24) as u8 % 26)
+        })
+        .collect();
+    let (tokenizer, fast) = &all()[0].1;
+    for text in ["a".repeat(3000), " ".repeat(3000), "=".repeat(2000), "é中".repeat(900), random] {
+        let text = format!("before it {text} and <|im_end|>after\n{text}");
+        let known = tokenizer.encode_fast(text.as_str(), false).unwrap();
+        assert_eq!(fast.ids(&text).as_deref(), Some(known.get_ids()));
+    }
+}
+
+#[test]
+fn plain_texts_are_for_the_fast_library() {
+    for (name, (_, fast)) in all() {
+        assert!(fast.ids("plain words").is_some(), "{name}");
+    }
+}
