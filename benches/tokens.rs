@@ -27,7 +27,7 @@ fn encoder(cached: usize) -> Encoder {
     let config = Config { tokenizer: FILE.into(), tokenizer_config: None, chat_template: None };
     let encoder = Encoder::load(&config).expect("the shipped files");
     let (encoder, resumes) = encoder.resuming(PromptCache::new(cached, Arc::new(Metrics::new())));
-    assert_eq!(resumes, Ok(()));
+    assert_eq!((resumes, encoder.quicken()), (Ok(()), Ok(())));
     encoder
 }
 

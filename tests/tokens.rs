@@ -19,8 +19,8 @@ use warmroute::prompt::{
     Config, EncodeError, Encoder, Engine, Exactness, Illustrated, LoadError, MediaConfig, Traits, Transformers,
 };
 
-static QWEN: LazyLock<Encoder> = LazyLock::new(|| load("qwen2.5"));
-static TINYLLAMA: LazyLock<Encoder> = LazyLock::new(|| load("tinyllama"));
+static QWEN: LazyLock<Encoder> = LazyLock::new(|| quick("qwen2.5"));
+static TINYLLAMA: LazyLock<Encoder> = LazyLock::new(|| quick("tinyllama"));
 
 fn model(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models").join(name)
@@ -32,6 +32,12 @@ fn files(name: &str) -> Config {
 
 fn load(name: &str) -> Encoder {
     Encoder::load(&files(name)).unwrap()
+}
+
+fn quick(name: &str) -> Encoder {
+    let encoder = load(name);
+    assert_eq!(encoder.quicken(), Ok(()), "{name}");
+    encoder
 }
 
 fn data<T: for<'de> Deserialize<'de>>(name: &str) -> T {

@@ -86,6 +86,8 @@ fn subject(name: &str, folder: &Path, ours: bool) -> Subject {
     let cache = PromptCache::new(16 << 20, metrics.clone());
     let (encoder, resumes) = load(name, &tokenizer, ours).resuming(cache.clone());
     assert_eq!(resumes, Ok(()), "{name}");
+    // Some stay with the library, which must resume as well.
+    let _ = encoder.quicken();
     let added = made::added_tokens(&tokenizer);
     let mut random = SmallRng::seed_from_u64(SEED);
     let systems = (0..12).map(|_| text(&mut random, &added, 1500)).collect();

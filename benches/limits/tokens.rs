@@ -49,7 +49,7 @@ fn library() -> Tokenizer {
 fn encoder(cached: usize) -> Encoder {
     let config = Config { tokenizer: FILE.into(), tokenizer_config: None, chat_template: None };
     let encoder = Encoder::load(&config).expect("the shipped files");
-    assert_eq!(encoder.slow_because(), None);
+    assert_eq!(encoder.quicken(), Ok(()));
     encoder.resuming(PromptCache::new(cached, Arc::new(Metrics::new()))).0
 }
 

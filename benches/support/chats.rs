@@ -9,6 +9,7 @@ pub(crate) const FILE: &str = "examples/models/qwen2.5/tokenizer.json.gz";
 pub(crate) fn encoder(cached: usize) -> Encoder {
     let config = Config { tokenizer: FILE.into(), tokenizer_config: None, chat_template: None };
     let encoder = Encoder::load(&config).expect("the shipped files");
+    encoder.quicken().expect("one that the fast library takes");
     encoder.resuming(PromptCache::new(cached, std::sync::Arc::default())).0
 }
 

@@ -121,9 +121,6 @@ fn encoder(
     if let Err(because) = resumes {
         info!(%model, because, "every prompt of this tokenizer is tokenised from its beginning");
     }
-    if let Some(because) = encoder.slow_because() {
-        info!(%model, because, "every prompt of this tokenizer is tokenised by the library, many times slower than others");
-    }
     info!(%model, took = ?started.elapsed(), "tokenizer loaded");
     Ok((fingerprint, Arc::new(encoder)))
 }

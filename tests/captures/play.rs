@@ -69,7 +69,9 @@ fn encoder(vision: bool) -> Arc<Encoder> {
     let media = MediaConfig { model: Some("models/tiny-qwen2vl".into()), image: Some(image), ..MediaConfig::default() };
     let traits = Traits { name: "vision".into(), media: vision.then_some(media), ..Traits::default() };
     let files = Config { tokenizer: root.join(TOKENIZER), tokenizer_config: config, chat_template: None };
-    Arc::new(Encoder::load_as(&files, &traits).unwrap())
+    let encoder = Encoder::load_as(&files, &traits).unwrap();
+    assert_eq!(encoder.quicken(), Ok(()));
+    Arc::new(encoder)
 }
 
 fn intake(block_size: BlockSize, media: MediaTokens, encoders: &[Arc<Encoder>; 2]) -> Arc<Intake> {

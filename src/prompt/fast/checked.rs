@@ -1,6 +1,7 @@
-//! A tokenizer of the library, and beside it the fast one for as long as both agree. They are compared by hard texts before
-//! the first request, and by pieces of real ones ever after, away from the requests. One difference, and the model stays with
-//! the library for good: a wrong token is worse than a slow one.
+//! A tokenizer of the library, and beside it the fast one for as long as both agree. It takes a second to make, so it is made
+//! when asked for, beside the first requests, and used once both agree on hard texts. They are compared by pieces of real ones
+//! ever after, away from the requests. One difference, and the model stays with the library for good: a wrong token is worse
+//! than a slow one.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
@@ -14,11 +15,15 @@ use super::{Fast, hard};
 /// Most bytes of a text that are compared at once; the library takes some ten milliseconds for them.
 const COMPARED: usize = 32 << 10;
 
+/// Why one that panicked is not used again.
+const BROKE_OFF: &str = "it broke off";
+
 /// A tokenizer and its judge.
 pub(in crate::prompt) struct Checked {
     library: Tokenizer,
-    fast: Option<Fast>,
-    /// Why the library does it.
+    /// Nothing until it agreed.
+    fast: OnceLock<Fast>,
+    /// Why the library does it for good.
     because: OnceLock<&'static str>,
     /// Whether a piece of the next text is to be compared, and that piece.
     wanted: AtomicBool,
@@ -26,21 +31,35 @@ pub(in crate::prompt) struct Checked {
 }
 
 impl Checked {
-    /// The fast one where its parts are known and the hard texts have the same tokens.
+    /// The library's alone.
     pub(in crate::prompt) fn new(library: Tokenizer) -> Self {
-        let (fast, because) = match Fast::new(&library) {
-            Ok(fast) => (Some(fast), OnceLock::new()),
-            Err(because) => (None, OnceLock::from(because)),
-        };
-        let checked = Self { library, fast, because, wanted: AtomicBool::new(false), sample: Mutex::new(None) };
-        let added = checked.library.get_added_tokens_decoder();
-        let added: Vec<&str> = added.values().map(|token| token.content.as_str()).collect();
-        for text in hard::texts(&added) {
-            if checked.differs(&text) == Some(true) {
-                checked.refuse("on hard texts it differs from the library");
+        let (fast, because) = (OnceLock::new(), OnceLock::new());
+        Self { library, fast, because, wanted: AtomicBool::new(false), sample: Mutex::new(None) }
+    }
+
+    /// Has the fast one from now on, where its parts are known and the hard texts have the same tokens; or why not.
+    pub(in crate::prompt) fn quicken(&self) -> Result<(), &'static str> {
+        if self.fast.get().is_none() && self.because.get().is_none() {
+            match Fast::new(&self.library).and_then(|fast| self.agreed(fast)) {
+                // Another one that came before is as good.
+                Ok(fast) => drop(self.fast.set(fast)),
+                Err(because) => self.refuse(because),
             }
         }
-        checked
+        self.because().map_or(Ok(()), Err)
+    }
+
+    /// The same, once hard texts have the same tokens by it.
+    fn agreed(&self, fast: Fast) -> Result<Fast, &'static str> {
+        let added = self.library.get_added_tokens_decoder();
+        let added: Vec<&str> = added.values().map(|token| token.content.as_str()).collect();
+        for text in hard::texts(&added) {
+            let ids = catch_unwind(AssertUnwindSafe(|| fast.ids(&text))).map_err(|_| BROKE_OFF)?;
+            if ids.is_some_and(|ids| self.differ(&text, &ids) == Some(true)) {
+                return Err("on hard texts it differs from the library");
+            }
+        }
+        Ok(fast)
     }
 
     /// The library's own.
@@ -48,7 +67,7 @@ impl Checked {
         &self.library
     }
 
-    /// Why texts are tokenised by the library; nothing while they are not.
+    /// Why texts are tokenised by the library for good.
     pub(in crate::prompt) fn because(&self) -> Option<&'static str> {
         self.because.get().copied()
     }
@@ -64,10 +83,10 @@ impl Checked {
 
     /// The same as the fast one makes it, where it may.
     fn fast_ids(&self, text: &str) -> Option<Vec<u32>> {
-        let fast = self.fast.as_ref().filter(|_| self.because.get().is_none())?;
+        let fast = self.fast.get().filter(|_| self.because.get().is_none())?;
         let ids = catch_unwind(AssertUnwindSafe(|| fast.ids(text)));
         if ids.is_err() {
-            self.refuse("it broke off");
+            self.refuse(BROKE_OFF);
         }
         ids.ok().flatten()
     }
@@ -97,7 +116,11 @@ impl Checked {
 
     /// Whether both give a text different tokens; nothing where one gives none.
     fn differs(&self, text: &str) -> Option<bool> {
-        let ids = self.fast_ids(text)?;
+        self.differ(text, &self.fast_ids(text)?)
+    }
+
+    /// Whether the library gives a text other tokens than these.
+    fn differ(&self, text: &str, ids: &[u32]) -> Option<bool> {
         let known = self.library.encode_fast(text, false).ok()?;
         Some(ids != known.get_ids())
     }
@@ -129,8 +152,9 @@ mod tests {
     #[test]
     fn what_agrees_is_compared_again_and_again() {
         let checked = Checked::new(qwen());
-        assert_eq!(checked.because(), None);
-        assert_eq!(checked.compare(), None);
+        checked.ids("The library does this one.").unwrap();
+        assert_eq!((checked.compare(), checked.compare()), (None, None), "there is nothing to compare");
+        assert_eq!((checked.quicken(), checked.compare()), (Ok(()), None));
         for text in ["A text that was asked for.", "Another one"] {
             let known = checked.library().encode_fast(text, false).unwrap().get_ids().to_vec();
             assert_eq!(checked.ids(text).unwrap(), known);
@@ -140,9 +164,15 @@ mod tests {
     }
 
     #[test]
+    fn what_differs_on_hard_texts_is_never_used() {
+        let checked = Checked::new(qwen());
+        assert!(checked.agreed(Fast::new(&other_merges()).unwrap()).is_err());
+    }
+
+    #[test]
     fn what_differs_on_a_request_stays_with_the_library() {
-        let mut checked = Checked::new(qwen());
-        checked.fast = Some(Fast::new(&other_merges()).unwrap());
+        let checked = Checked::new(qwen());
+        assert!(checked.fast.set(Fast::new(&other_merges()).unwrap()).is_ok());
         let text = "these words have other tokens";
         checked.compare();
         let known = checked.library().encode_fast(text, false).unwrap().get_ids().to_vec();

@@ -161,6 +161,7 @@ fn what_the_fast_library_cannot_do_stays_with_the_other() {
     }
     let lower = part("/normalizer", json!({"type": "Lowercase"}));
     let checked = Checked::new(lower.clone());
+    assert_eq!(checked.quicken(), Err("the fast library does not take it"));
     for text in ["Some Words", "THE END", "x"] {
         assert_eq!(checked.ids(text).unwrap(), lower.encode_fast(text, false).unwrap().get_ids());
     }
