@@ -292,7 +292,7 @@ impl Intake {
 
     fn encode_now(&self, api: Api, told: &Told, shown: &Shown) -> Encoded {
         let Shown { bytes, cut } = shown;
-        let _timed = self.pace.time(bytes.len(), self.parts.limits.inline);
+        let began = Instant::now();
         // Tokenizers are large foreign code, and a panic there must not end the exchange.
         let result = catch_unwind(AssertUnwindSafe(|| match cut {
             None => self.read(api, told, bytes),
@@ -302,6 +302,9 @@ impl Intake {
             warn!("the tokenizer panicked; routing by load");
             Encoded::without(api, bytes.len(), Reason::EncodeFailed)
         });
+        if encoded.ours && bytes.len() > self.parts.limits.inline {
+            self.pace.note(bytes.len(), began.elapsed());
+        }
         self.judged(told, encoded)
     }
 

@@ -124,9 +124,9 @@ fn first_time(run: &mut Run, documents: &[String], library: &Tokenizer) {
     run.enter((name, "us", Some(0.02)), &theirs, &ours);
 }
 
-/// The same by encoders that were only just loaded, which have no word in their caches.
+/// The same by encoders whose fast way was only just made, which have no word but those of the hard texts in their caches.
 fn just_loaded(run: &mut Run, documents: &[String], library: &Tokenizer) {
-    let name = "tokenise 32k tokens, first request";
+    let name = "tokenise 32k tokens, first request to the fast way";
     if !run.wants(name) {
         return;
     }

@@ -1,12 +1,14 @@
 //! The way of replies to Envoy. Whoever makes them and whoever sends them are one task, that of the gRPC stream: a task of its
 //! own for the exchange would be woken for every message and wake the other for every reply, which costs more than most
-//! messages do. What an exchange holds is inside that task, so whatever ends the stream releases it by drop.
+//! messages do. What an exchange holds is inside that task, so whatever ends the stream releases it by drop; what had happened
+//! by then is heard first. While Envoy does not take what was sent to it, the exchange stands still.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
-use std::pin::Pin;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 use parking_lot::Mutex;
@@ -47,6 +49,28 @@ impl Replying {
         let replies = Replies::default();
         Self { work: Some(Box::pin(work(replies.clone()))), replies }
     }
+
+    fn go_on(&mut self, cx: &mut Context<'_>) {
+        let Some(work) = &mut self.work else { return };
+        // A panic ends the stream as if there was nothing more to say: Envoy would take a reset for an error of the request.
+        let polled = catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(cx)));
+        if polled.is_err() || polled.is_ok_and(|polled| polled.is_ready()) {
+            self.work = None;
+        }
+    }
+}
+
+impl Drop for Replying {
+    /// Where Envoy resets the stream, which is how it ends most, nobody polls any more, and what came just before would be
+    /// lost: the last messages, and that another filter saw the first token.
+    fn drop(&mut self) {
+        self.replies.0.lock().clear();
+        let last = pin!(tokio::task::unconstrained(poll_fn(|cx| {
+            self.go_on(cx);
+            Poll::Ready(())
+        })));
+        _ = last.poll(&mut Context::from_waker(Waker::noop()));
+    }
 }
 
 impl Stream for Replying {
@@ -56,9 +80,7 @@ impl Stream for Replying {
         if let Some(reply) = self.replies.take() {
             return Poll::Ready(Some(Ok(reply)));
         }
-        if self.work.as_mut().is_some_and(|work| work.as_mut().poll(cx).is_ready()) {
-            self.work = None;
-        }
+        self.go_on(cx);
         match self.replies.take() {
             Some(reply) => Poll::Ready(Some(Ok(reply))),
             None if self.work.is_none() => Poll::Ready(None),
@@ -109,6 +131,37 @@ mod tests {
         });
         replying.next().await.unwrap().unwrap();
         assert_eq!(*made.lock(), REPLIES);
+    }
+
+    #[tokio::test]
+    async fn what_had_happened_before_nobody_listened_is_heard() {
+        let (tell, told) = tokio::sync::oneshot::channel();
+        let heard = Arc::new(Mutex::new(None));
+        let hears = heard.clone();
+        let mut replying = Replying::new(|replies| async move {
+            replies.send(numbered(1)).await;
+            let said = told.await;
+            // What nobody took leaves room.
+            for at in 0..REPLIES as i64 {
+                replies.send(numbered(at)).await;
+            }
+            *hears.lock() = said.ok();
+        });
+        replying.next().await.unwrap().unwrap();
+        tell.send("done").unwrap();
+        assert_eq!(*heard.lock(), None);
+        drop(replying);
+        assert_eq!(*heard.lock(), Some("done"));
+    }
+
+    #[tokio::test]
+    async fn a_panic_ends_the_stream_behind_what_was_said() {
+        let replying = Replying::new(|replies| async move {
+            replies.send(numbered(1)).await;
+            panic!("on purpose");
+        });
+        let numbers: Vec<_> = replying.map(|reply| number(&reply.unwrap())).collect().await;
+        assert_eq!(numbers, [1]);
     }
 
     #[tokio::test]

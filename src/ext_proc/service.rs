@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
 use tonic::metadata::MetadataMap;
 use tonic::server::StreamingService;
 use tonic::{Request, Response, Status, Streaming};
@@ -120,7 +122,7 @@ impl Service {
     async fn retry(&self, first: Incoming, mut incoming: Streaming<Asked>, replies: Replies) {
         let mut retry = Retry::new(self.live.pipeline.prefills().trusting);
         let mut next = Some(first);
-        let mut outcome = "left";
+        let mut counted = Counted { by: &self.kept.metrics.prefill_retries, outcome: "left" };
         while let Some(message) = next.take() {
             if let Some(hold) = retry.hold(&message) {
                 replies.send(hold).await;
@@ -130,30 +132,40 @@ impl Service {
                 replies.send(reply).await;
             }
             match answered.outcome {
-                Some(became) => outcome = became,
+                Some(became) => counted.outcome = became,
                 None => next = receive(&mut incoming).await.ok().map(Incoming::read),
             }
         }
-        self.kept.metrics.prefill_retries.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
     async fn probe(&self, first: Incoming, mut incoming: Streaming<Asked>, replies: Replies) {
         let mut probe = Probe::default();
         let mut next = Some(first);
-        let mut outcome = "none";
+        let mut counted = Counted { by: &self.kept.metrics.first_token_streams, outcome: "none" };
         while let Some(message) = next.take() {
             let answered = probe.on_message(message);
             for reply in answered.replies {
                 replies.send(reply).await;
             }
             if let Some(name) = answered.first_token {
-                outcome = if self.kept.first_tokens.seen(&name) { "seen" } else { "foreign" };
+                counted.outcome = if self.kept.first_tokens.seen(&name) { "seen" } else { "foreign" };
             }
             if !answered.ends {
                 next = receive(&mut incoming).await.ok().map(Incoming::read);
             }
         }
-        self.kept.metrics.first_token_streams.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+}
+
+/// What becomes of a stream, counted when it is over, whatever ends it.
+struct Counted<'m> {
+    by: &'m Family<OutcomeLabel, Counter>,
+    outcome: &'static str,
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.by.get_or_create(&OutcomeLabel { outcome: self.outcome }).inc();
     }
 }
 

@@ -94,6 +94,8 @@ impl Stream {
             return;
         }
         loop {
+            // Many messages may be there at once, and others want their turn.
+            tokio::task::consume_budget().await;
             let next = match early.pop_front() {
                 Some(message) => Ok(Event::Message(Box::new(message))),
                 None => self.next().await,
@@ -140,7 +142,7 @@ impl Stream {
         };
         tokio::select! {
             biased;
-            // Before the end of the stream, which may be there already.
+            // Before the end of the stream, which may be there already: what nobody awaits any more is polled once.
             () = first_token => Ok(Event::FirstToken),
             message = receive(&mut self.incoming) => message.map(|message| Event::Message(Box::new(message))),
             () = tokio::time::sleep_until(self.deadline), if self.exchange.is_gathering() => Ok(Event::Deadline),

@@ -1,14 +1,15 @@
 //! How quickly bodies become prompts at present. Handing one to the blocking pool costs two changes of threads, more than
 //! most bodies are worth once their beginning is known or the tokenizer is a quick one; but a body that takes long would keep
-//! a thread from all other exchanges. So what is expected to be quick is done where it arrives, whatever its size.
+//! a thread from all other exchanges. So what is expected to be quick is done where it arrives. Only bodies that were tokenised
+//! say anything about the next one: what cannot be read, or is not for us to read, takes no time at all.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// What is done where it arrives takes about so long at most.
 const QUICK: Duration = Duration::from_micros(250);
 /// Longer bodies never are, should the next one be unlike all before it.
-const MOST: usize = 512 << 10;
+const MOST: usize = 64 << 10;
 /// How much of a longer time is believed at once, and of a shorter one: a part in so many. Who was slow must show for a while
 /// that it no longer is.
 const SLOWER: i64 = 8;
@@ -17,13 +18,6 @@ const QUICKER: i64 = 64;
 /// Picoseconds per byte; 0 while nothing is known.
 #[derive(Debug, Default)]
 pub(super) struct Pace(AtomicU64);
-
-/// Measures one body, by drop.
-pub(super) struct Timed<'a> {
-    pace: &'a Pace,
-    bytes: usize,
-    began: Instant,
-}
 
 impl Pace {
     /// Whether a body of so many bytes is expected to be done soon, as those up to `inline` always are; with 0 none is.
@@ -36,12 +30,9 @@ impl Pace {
         pace > 0 && bytes <= MOST && pace.saturating_mul(bytes as u64) / 1000 <= QUICK.as_nanos() as u64
     }
 
-    /// Begins to measure a body; short ones cost what every request costs, whatever their length.
-    pub(super) fn time(&self, bytes: usize, inline: usize) -> Option<Timed<'_>> {
-        (bytes > inline).then(|| Timed { pace: self, bytes, began: Instant::now() })
-    }
-
-    fn note(&self, bytes: usize, took: Duration) {
+    /// Notes how long a body took that was tokenised. Those of a few kilobytes cost what every request costs, whatever their
+    /// length.
+    pub(super) fn note(&self, bytes: usize, took: Duration) {
         let now = (took.as_nanos() as u64).saturating_mul(1000) / bytes.max(1) as u64;
         let now = i64::try_from(now).unwrap_or(i64::MAX >> 8).max(1);
         let before = self.0.load(Ordering::Relaxed) as i64;
@@ -53,12 +44,6 @@ impl Pace {
         };
         // Of two at once one is lost, and others follow.
         self.0.store(next.max(1) as u64, Ordering::Relaxed);
-    }
-}
-
-impl Drop for Timed<'_> {
-    fn drop(&mut self) {
-        self.pace.note(self.bytes, self.began.elapsed());
     }
 }
 

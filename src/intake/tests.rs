@@ -44,7 +44,7 @@ fn with_tokenizer(limits: Limits) -> Arc<Intake> {
 
 #[tokio::test]
 async fn beyond_the_queue_and_beyond_the_deadline_each_has_its_reason() {
-    let limits = Limits { inline: 4096, queue: 2, deadline: Duration::from_millis(3) };
+    let limits = Limits { inline: 4096, queue: 2, deadline: Duration::from_millis(50) };
     let intake = with_tokenizer(limits);
     let prompt = "a prompt that takes longer than its deadline ".repeat(100_000);
     let body = Body::Whole(serde_json::json!({"model": "m", "prompt": prompt}).to_string().into());

@@ -37,9 +37,13 @@ impl Fast {
             return Err("its tokens are marked as parts of words");
         }
         let written = serde_json::to_value(tokenizer).map_err(|_| "it cannot be written down")?;
+        let in_order = endless::in_order(&written, tokenizer);
         let made = alone::run(move || fastokens::Tokenizer::from_json(written));
         let tokenizer = made.and_then(Result::ok).ok_or("the fast library does not take it")?;
-        Ok(Self { tokenizer, endless: Endless::default() })
+        if !alone::is_so() {
+            return Err("the fast library has threads or caches of its own");
+        }
+        Ok(Self { tokenizer, endless: Endless::new(in_order) })
     }
 
     /// The tokens of a text without what the post-processor adds; nothing where that is not for it.

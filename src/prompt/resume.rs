@@ -29,6 +29,7 @@ mod tokens;
 use std::ops::Range;
 use std::sync::Arc;
 
+use highway::{HighwayHash as _, HighwayHasher, Key};
 use tokenizers::Tokenizer;
 
 use super::fast::Checked;
@@ -42,6 +43,10 @@ use tokens::Trail;
 /// Separates what the key of a tokenizer is used for.
 const TEXT: &[u8] = b"text";
 
+/// What names are made with: who does not know it cannot say which texts get equal ones.
+#[derive(Clone, Copy)]
+struct Secret([u64; 4]);
+
 /// The tokens of a text without what the post-processor adds, and the points where others may go on.
 pub(super) struct Bare {
     pub(super) ids: Vec<u32>,
@@ -53,8 +58,7 @@ pub(super) struct Bare {
 pub(super) struct Resumer {
     edges: Edges,
     frame: Frame,
-    /// Nobody outside can say which texts get equal names.
-    key: [u8; 32],
+    key: Secret,
     cache: Arc<PromptCache>,
 }
 
@@ -64,7 +68,7 @@ impl Resumer {
         known::parts(tokenizer)?;
         let frame = known::frame(tokenizer)?;
         let edges = Edges::of(tokenizer)?;
-        Ok(Self { edges, frame, key: rand::random(), cache })
+        Ok(Self { edges, frame, key: Secret(rand::random()), cache })
     }
 
     /// The tokens of a text, as the tokenizer alone would make them; `None` where it is not worth to look for the beginning.
@@ -78,7 +82,8 @@ impl Resumer {
         if self.cache.limit() == 0 {
             return Ok(None);
         }
-        let points = self.points(text, apart);
+        let library = tokenizer.because().is_some();
+        let points = self.points(text, (library, apart));
         if points.is_empty() {
             self.cache.count_outcome("uncut");
             return Ok(None);
@@ -102,6 +107,8 @@ impl Resumer {
             last = Some(*point);
         }
         all.extend(self.piece(tokenizer, text, last)?);
+        // What was made just before a difference was found is not kept: it may be wrong.
+        let made = if tokenizer.because().is_some() == library { made } else { Vec::new() };
         self.cache.keep(&keys[..found.len()], made);
         self.cache.count(resumed, all.len());
         Ok(Some(Bare { ids: all, points: known }))
@@ -119,16 +126,17 @@ impl Resumer {
         Ok(ids)
     }
 
-    /// Where a text may be cut, and the names of what is before.
-    fn points(&self, text: &str, apart: Option<&str>) -> Vec<Point> {
+    /// Where a text may be cut, and the names of what is before. Once the library alone is believed, nothing of what was
+    /// made another way is taken over.
+    fn points(&self, text: &str, (library, apart): (bool, Option<&str>)) -> Vec<Point> {
         let mut points = self.edges.points(text);
         if points.is_empty() {
             return points;
         }
-        let mut name = name(&self.key, &[TEXT, apart.unwrap_or_default().as_bytes()]);
+        let mut name = self.key.name(&[TEXT, &[library.into()], apart.unwrap_or_default().as_bytes()]);
         let mut from = 0;
         for point in &mut points {
-            name = self::name(&self.key, &[&name.to_le_bytes(), &text.as_bytes()[from..point.end]]);
+            name = self.key.name(&[&name.to_le_bytes(), &text.as_bytes()[from..point.end]]);
             (point.key, from) = (name, point.end);
         }
         points
@@ -173,12 +181,15 @@ impl Bare {
     }
 }
 
-/// A name that only these parts have, for those who have the key. All parts but the last have a fixed length.
-fn name(key: &[u8; 32], parts: &[&[u8]]) -> u128 {
-    let mut hasher = blake3::Hasher::new_keyed(key);
-    for part in parts {
-        hasher.update(part);
+impl Secret {
+    /// A name that only these parts have, as nobody outside can choose others that have it too. All parts but the last have a
+    /// fixed length. A function for keys, and not a plain hash, at the speed of one: it reads every prompt from its beginning.
+    fn name(&self, parts: &[&[u8]]) -> u128 {
+        let mut hasher = HighwayHasher::new(Key(self.0));
+        for part in parts {
+            hasher.append(part);
+        }
+        let [low, high] = hasher.finalize128();
+        u128::from(high) << 64 | u128::from(low)
     }
-    let digest: [u8; 32] = hasher.finalize().into();
-    u128::from_le_bytes(std::array::from_fn(|at| digest[at]))
 }

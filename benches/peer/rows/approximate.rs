@@ -86,7 +86,7 @@ pub fn run(bench: &Bench, table: &mut Table) {
             let (mut theirs, mut ours) = (0.0, 0.0);
             let held = memory::held(|| {
                 let mut peer = Peer::new(case, &runtime);
-                replay.run(|request, rank| _ = peer.serve(request, rank));
+                replay.run(|request, rank| _ = peer.serve(Asked::new(request, case.keep), rank));
                 theirs = peer.finish();
                 peer
             });
@@ -119,8 +119,10 @@ fn time(bench: &Bench, table: &mut Table, case: &Case, runtime: &Runtime, replay
     let mut rounds: [Vec<f64>; 2] = Default::default();
     for _ in 0..bench.args.rounds().min(3) {
         let mut peer = Peer::new(case, runtime);
+        // In its own types before the clock runs: that we have others is not its fault.
+        let asked: Vec<Asked> = bench.requests.iter().map(|request| Asked::new(request, case.keep)).collect();
         let start = process_cpu();
-        replay.run(|request, rank| _ = peer.serve(request, rank));
+        asked.into_iter().zip(replay.ranks).for_each(|(asked, rank)| _ = peer.serve(asked, *rank));
         peer.finish();
         rounds[0].push((process_cpu() - start) / per_request);
         drop(peer);
@@ -141,7 +143,7 @@ fn compare(case: &Case, runtime: &Runtime, replay: &Replay<'_>) {
     let evicts = matches!(case.keep, Keep::Lru { capacity: CAPACITY });
     let mut number = 0;
     replay.run(|request, rank| {
-        let theirs = peer.serve(request, rank);
+        let theirs = peer.serve(Asked::new(request, case.keep), rank);
         ours.serve(request, rank);
         if !evicts {
             assert_equal(&format!("{}, request {number}", case.time.0), &theirs, &ours.found);
@@ -153,6 +155,31 @@ fn compare(case: &Case, runtime: &Runtime, replay: &Replay<'_>) {
         assert!((theirs - mine).abs() < 0.01 * theirs, "the peer holds {theirs} blocks, we {mine}");
     } else if let Keep::Lru { .. } = case.keep {
         assert_eq!(theirs, mine, "blocks that are held");
+    }
+}
+
+/// A request in the peer's types.
+struct Asked {
+    locals: Vec<LocalBlockHash>,
+    record: Recorded,
+}
+
+/// What it is told of a decision.
+enum Recorded {
+    Sequences(Vec<u64>),
+    Blocks(Vec<ApproximateLruBlock>),
+}
+
+impl Asked {
+    fn new(request: &Request, keep: Keep) -> Self {
+        let locals = peer_prompt(&request.prompt);
+        let sequences = request.prompt.sequences().iter().map(|sequence| sequence.0);
+        let block = |(&local_hash, sequence_hash)| ApproximateLruBlock { local_hash, sequence_hash };
+        let record = match keep {
+            Keep::Ttl => Recorded::Sequences(sequences.collect()),
+            Keep::Lru { .. } => Recorded::Blocks(locals.iter().zip(sequences).map(block).collect()),
+        };
+        Self { locals, record }
     }
 }
 
@@ -187,22 +214,20 @@ impl<'a> Peer<'a> {
         Self { indexer, runtime, live: VecDeque::new(), keep: case.keep, attempts: 0 }
     }
 
-    fn serve(&mut self, request: &Request, rank: u32) -> OverlapScores {
-        let locals = peer_prompt(&request.prompt);
-        let found = self.indexer.backend().find_matches(&locals, false);
-        self.record(request, &locals, WorkerWithDpRank::new(u64::from(rank), 0));
+    fn serve(&mut self, asked: Asked, rank: u32) -> OverlapScores {
+        let worker = WorkerWithDpRank::new(u64::from(rank), 0);
+        let found = self.indexer.backend().find_matches(&asked.locals, false);
+        match asked.record {
+            Recorded::Sequences(sequences) => {
+                let record = self.indexer.process_routing_decision_hash_slices(worker, &asked.locals, &sequences);
+                self.runtime.block_on(record).expect("it records");
+            }
+            Recorded::Blocks(blocks) => self.lease(worker, blocks),
+        }
         found
     }
 
-    fn record(&mut self, request: &Request, locals: &[LocalBlockHash], worker: WorkerWithDpRank) {
-        let sequences: Vec<u64> = request.prompt.sequences().iter().map(|sequence| sequence.0).collect();
-        if let Keep::Ttl = self.keep {
-            let record = self.indexer.process_routing_decision_hash_slices(worker, locals, &sequences);
-            self.runtime.block_on(record).expect("it records");
-            return;
-        }
-        let block = |(&local_hash, &sequence_hash)| ApproximateLruBlock { local_hash, sequence_hash };
-        let blocks = locals.iter().zip(&sequences).map(block).collect();
+    fn lease(&mut self, worker: WorkerWithDpRank, blocks: Vec<ApproximateLruBlock>) {
         self.attempts += 1;
         let attempt = AttemptId::for_benchmark(self.attempts);
         let lease = self.indexer.begin_approximate_lru_request(worker, 1, attempt).expect("it keeps leases");

@@ -78,9 +78,15 @@ fn weights() -> Weights {
 fn duel(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
     let weights = weights();
     let question = Question { shared: shared(), ..Question::new(PROMPT, BLOCK) };
-    let candidates: Vec<_> = (0..ranks).map(candidate).collect();
+    let known: Vec<_> = (0..ranks).map(facts).collect();
+    let mut candidates = Vec::with_capacity(known.len());
     let mut random = SmallRng::seed_from_u64(7);
-    let mut ours = || choose(std::hint::black_box(&question), std::hint::black_box(&candidates), &weights, &mut random);
+    // The peer looks up what is known of each worker, so what is known is put together here as well.
+    let mut ours = || {
+        candidates.clear();
+        candidates.extend((0..).zip(std::hint::black_box(&known)).map(|(rank, facts)| candidate(rank, facts)));
+        choose(std::hint::black_box(&question), &candidates, &weights, &mut random)
+    };
 
     let workers: HashMap<PeerId, Config> = (0..u64::from(ranks)).map(|id| (id, Config::default())).collect();
     let request = request(ranks, &weights);
@@ -92,7 +98,7 @@ fn duel(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
 
     let (chosen, selected) = (ours().expect("somebody is chosen"), theirs().expect("somebody is selected"));
     assert_eq!(chosen.ties, 1, "no two cost the same");
-    assert_eq!(candidates[chosen.index].rank.worker.0, selected.worker.worker_id, "{}: whom", row.0);
+    assert_eq!(chosen.index as u64, selected.worker.worker_id, "{}: whom", row.0);
     assert_eq!(chosen.effective_overlap_blocks, selected.effective_overlap_blocks, "{}: what it has", row.0);
     assert_eq!(Some(chosen.best_raw_cached_tokens as usize), selected.max_raw_cached_tokens, "{}: the best", row.0);
     assert_eq!(chosen.cached_tokens as usize, selected.cached_tokens, "{}: tokens", row.0);
@@ -104,8 +110,8 @@ fn duel(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
     table.duel(row, bench.args.rounds() * 3, theirs, ours);
 }
 
-fn candidate(rank: u32) -> Candidate {
-    let Facts { overlap, load, additional } = facts(rank);
+fn candidate(rank: u32, facts: &Facts) -> Candidate {
+    let Facts { overlap, load, additional } = *facts;
     Candidate {
         slot: Slot(rank),
         rank: WorkerRank { worker: WorkerId(u64::from(rank)), rank: DpRank(0) },

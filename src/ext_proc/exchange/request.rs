@@ -15,7 +15,7 @@ pub(super) enum RequestSide {
     /// Nothing came yet.
     Start,
     /// The body is coming.
-    Gather { head: RequestHead, body: BytesMut },
+    Gather { head: RequestHead, body: Pieces },
     /// A route was asked for; this is owed when it comes.
     Routing(Owed),
     /// Answered; the rest of the body passes through us.
@@ -95,13 +95,13 @@ impl RequestSide {
             }
             BodyMode::Buffered | BodyMode::BufferedPartial if !wanted => Then::Spare,
             BodyMode::FullDuplex => {
-                *self = RequestSide::Gather { head, body: BytesMut::new() };
+                *self = RequestSide::Gather { head, body: Pieces::default() };
                 return Vec::new();
             }
             BodyMode::Buffered | BodyMode::BufferedPartial => {
                 let mut changes = HeaderChanges::removing(context.options.contract.forged(&head));
                 name(&head, &mut changes);
-                *self = RequestSide::Gather { head, body: BytesMut::new() };
+                *self = RequestSide::Gather { head, body: Pieces::default() };
                 return reply_with(mutation::go_on(To::RequestHeaders, changes));
             }
         };
@@ -117,12 +117,7 @@ impl RequestSide {
     pub(super) fn on_body(&mut self, context: &Context, chunk: Bytes, end: bool) -> Vec<Effect> {
         match self {
             RequestSide::Gather { body, .. } => {
-                // A buffered body comes whole, and is not copied.
-                if body.is_empty() {
-                    *body = chunk.into();
-                } else {
-                    body.extend_from_slice(&chunk);
-                }
+                body.push(chunk);
                 let duplex = context.modes.request == BodyMode::FullDuplex;
                 if !duplex || end || body.len() > context.options.body_limit {
                     // A buffered body without an end is followed by trailers; one that did not fit, by its rest.
@@ -183,7 +178,7 @@ impl RequestSide {
         let RequestSide::Gather { head, body } = std::mem::replace(self, RequestSide::Ended) else {
             return Vec::new();
         };
-        let body = body.freeze();
+        let body = body.whole();
         let shown = match body.len() {
             len if len > context.options.body_limit => {
                 Body::TooLarge { bytes: len, model: openai::model_quickly(&body) }
@@ -234,6 +229,33 @@ impl RequestSide {
 }
 
 const CONTENT_LENGTH: &str = "content-length";
+
+/// A body as it comes. A buffered one comes whole, and is not copied.
+#[derive(Debug, Default)]
+pub(super) struct Pieces {
+    first: Bytes,
+    /// All of it, once there is more than one piece.
+    more: BytesMut,
+}
+
+impl Pieces {
+    fn len(&self) -> usize {
+        self.first.len() + self.more.len()
+    }
+
+    fn push(&mut self, piece: Bytes) {
+        if self.len() == 0 {
+            self.first = piece;
+            return;
+        }
+        self.more.extend_from_slice(&std::mem::take(&mut self.first));
+        self.more.extend_from_slice(&piece);
+    }
+
+    fn whole(self) -> Bytes {
+        if self.more.is_empty() { self.first } else { self.more.freeze() }
+    }
+}
 
 /// What a full-duplex request had sent when its route came.
 struct Gathered {

@@ -214,8 +214,9 @@ impl Shelf {
             let slots = &self.table[at];
             let mut alike = slots.with(byte(mixed));
             while alike != 0 {
-                let number = slots.number(slot_of(alike));
-                if self.log.get(number).name == name.0 {
+                let slot = slot_of(alike);
+                let number = slots.number(slot);
+                if slots.has(slot, byte(mixed)) && self.log.get(number).name == name.0 {
                     return Ok(number);
                 }
                 alike &= alike - 1;
@@ -267,7 +268,7 @@ impl Shelf {
             let mut alike = slots.with(byte(mixed));
             while alike != 0 {
                 let slot = slot_of(alike);
-                if slots.bytes >> (8 * slot) & 0xff == byte(mixed) && slots.number(slot) == gone {
+                if slots.has(slot, byte(mixed)) && slots.number(slot) == gone {
                     slots.bytes &= !(0xff << (8 * slot));
                     return;
                 }
@@ -314,6 +315,10 @@ impl Slots {
     fn with(&self, byte: u64) -> u64 {
         let zero = self.bytes ^ (LOWEST * byte);
         zero.wrapping_sub(LOWEST) & !zero & HIGHEST
+    }
+
+    fn has(&self, slot: usize, byte: u64) -> bool {
+        self.bytes >> (8 * slot) & 0xff == byte
     }
 
     fn number(&self, slot: usize) -> u32 {

@@ -26,7 +26,7 @@ pub(super) fn template(tree: &Stmt<'_>) -> Plan {
     };
     let Compiler { names, mut macros, assigned, .. } = compiler;
     for known in &mut macros {
-        // Slots are one for each name, and a macro sees none of the variables of the place where it is called.
+        // Of what a template has set by then, how much a macro sees is more than is followed here.
         if known.free.iter().chain(&known.sets).any(|slot| assigned.contains(slot)) {
             known.body = None;
         }
@@ -46,17 +46,32 @@ struct Compiler {
     depth: usize,
     /// What is set outside macros.
     assigned: Vec<Slot>,
-    /// The macro at hand: its parameters, what it sets, what it reads from outside.
-    inside: Option<(Vec<Slot>, Vec<Slot>, Vec<Slot>)>,
+    /// The macro at hand.
+    inside: Option<Inside>,
+}
+
+/// What is found out about a macro.
+#[derive(Default)]
+struct Inside {
+    parameters: Vec<Slot>,
+    sets: Vec<Slot>,
+    /// What it reads that it may not have set.
+    free: Vec<Slot>,
+    /// All that it names.
+    named: Vec<Slot>,
 }
 
 impl Compiler {
     fn slot(&mut self, name: &str) -> Slot {
         let known = self.names.iter().position(|known| **known == *name);
-        Slot::new(known.unwrap_or_else(|| {
+        let slot = Slot::new(known.unwrap_or_else(|| {
             self.names.push(name.into());
             self.names.len() - 1
-        }))
+        }));
+        if let Some(inside) = self.inside.as_mut().filter(|inside| !inside.named.contains(&slot)) {
+            inside.named.push(slot);
+        }
+        slot
     }
 
     fn steps(&mut self, nodes: &[Stmt<'_>]) -> Vec<Step> {
@@ -74,7 +89,7 @@ impl Compiler {
     fn assign(&mut self, slot: Slot) {
         let bound = match (self.open.last_mut(), &mut self.inside) {
             (Some(own), _) => own,
-            (None, Some((_, sets, _))) => sets,
+            (None, Some(inside)) => &mut inside.sets,
             (None, None) => &mut self.assigned,
         };
         if !bound.contains(&slot) {
@@ -88,11 +103,11 @@ impl Compiler {
     fn read(&mut self, name: &str) -> Term {
         let slot = self.slot(name);
         let in_loop = self.open.iter().any(|own| own.contains(&slot));
-        if let Some((parameters, sets, free)) = self.inside.as_mut().filter(|_| !in_loop)
-            && !parameters.contains(&slot)
-            && !sets.contains(&slot)
+        if let Some(inside) = self.inside.as_mut().filter(|_| !in_loop)
+            && !inside.parameters.contains(&slot)
+            && !inside.sets.contains(&slot)
         {
-            free.push(slot);
+            inside.free.push(slot);
         }
         Term::Var(slot)
     }
@@ -118,10 +133,11 @@ impl Compiler {
             None => None,
         };
         let parameters = slots.iter().enumerate().map(|(at, slot)| (*slot, default(at))).collect();
-        self.inside = Some((slots, Vec::new(), Vec::new()));
+        self.inside = Some(Inside { parameters: slots, ..Inside::default() });
         let body = Some(self.steps(&node.body));
-        let (_, sets, free) = self.inside.take().unwrap_or_default();
-        self.macros.push(Macro { name: node.name.into(), parameters, body, sets, free });
+        let Inside { parameters: slots, sets, free, mut named } = self.inside.take().unwrap_or_default();
+        named.retain(|slot| !slots.contains(slot));
+        self.macros.push(Macro { name: node.name.into(), parameters, body, sets, free, named });
         Step::Nothing
     }
 

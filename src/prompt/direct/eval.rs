@@ -31,6 +31,8 @@ pub(super) enum Flow {
 pub(super) struct Run<'a> {
     turns: &'a [Turn<'a>],
     slots: Vec<Val<'a>>,
+    /// What macros begin with: the slots as they were before anything was set.
+    given: Vec<Val<'a>>,
     macros: &'a [Macro],
     clock: &'a Clock,
     iterations: u32,
@@ -38,7 +40,8 @@ pub(super) struct Run<'a> {
 
 impl<'a> Run<'a> {
     pub(super) fn new(turns: &'a [Turn<'a>], slots: Vec<Val<'a>>, macros: &'a [Macro], clock: &'a Clock) -> Self {
-        Self { turns, slots, macros, clock, iterations: 0 }
+        let given = if macros.is_empty() { Vec::new() } else { slots.clone() };
+        Self { turns, slots, given, macros, clock, iterations: 0 }
     }
 
     pub(super) fn steps(&mut self, steps: &'a [Step], out: &mut String) -> Result<Flow, GivenUp> {
@@ -129,9 +132,15 @@ impl<'a> Run<'a> {
         let mut values = Vec::with_capacity(called.parameters.len());
         for (slot, default) in &called.parameters {
             let given = given.iter().find(|(known, _)| known == slot).map(|(_, term)| term);
-            values.push((*slot, given.or(default.as_ref()).map_or(Ok(Val::Undefined), |term| self.term(term))?));
+            let value = given.or(default.as_ref()).map_or(Ok(Val::Undefined), |term| self.term(term))?;
+            if given.is_some() && matches!(value, Val::Undefined) {
+                // Whether it is the default then, engines for templates disagree on.
+                return Err(GivenUp);
+            }
+            values.push((*slot, value));
         }
-        values.extend(called.sets.iter().map(|slot| (*slot, Val::Undefined)));
+        // Slots are one for each name, and a macro sees none of the variables of the place where it is called.
+        values.extend(called.named.iter().map(|slot| (*slot, self.given[slot.at()].clone())));
         for (slot, value) in &mut values {
             std::mem::swap(&mut self.slots[slot.at()], value);
         }
@@ -375,7 +384,10 @@ impl<'a> Run<'a> {
                 }
             }
             Method::Get if matches!(over, Val::Message(_) | Val::Part(_)) => match self.field(over, text(0)?)? {
-                Val::Undefined => args.get(1).cloned().unwrap_or(Val::None),
+                Val::Undefined => match args.get(1) {
+                    Some(Val::Undefined) => return Err(GivenUp),
+                    otherwise => otherwise.cloned().unwrap_or(Val::None),
+                },
                 found => found,
             },
             Method::Get => return Err(GivenUp),

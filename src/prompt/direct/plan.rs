@@ -152,6 +152,8 @@ pub(super) struct Macro {
     pub(super) body: Option<Vec<Step>>,
     /// What it sets beside its parameters.
     pub(super) sets: Vec<Slot>,
-    /// What it reads from outside.
+    /// What it reads that it may not have set.
     pub(super) free: Vec<Slot>,
+    /// All that it names beside its parameters.
+    pub(super) named: Vec<Slot>,
 }

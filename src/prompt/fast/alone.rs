@@ -17,6 +17,13 @@ pub(super) fn run<T: Send>(work: impl FnOnce() -> T + Send) -> Option<T> {
     })
 }
 
+/// Whether it does without threads and without a memory for texts, which knows nothing of whose texts are kept apart.
+#[expect(clippy::disallowed_methods, reason = "what the fast library reads itself")]
+pub(super) fn is_so() -> bool {
+    let caches = ["FASTOKENS_INPUT_CACHE", "FASTOKENS_SEGMENT_CACHE"];
+    fastokens::fanout::threads() <= 1 && caches.iter().all(|name| std::env::var_os(name).is_none())
+}
+
 #[cfg(target_os = "linux")]
 fn keep_to_one_core() {
     use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -24,7 +31,7 @@ fn keep_to_one_core() {
     if let Some(first) = (0..CpuSet::MAX_CPU).find(|core| all.is_set(*core)) {
         let mut one = CpuSet::new();
         one.set(first);
-        // Where it is forbidden, texts are spread over threads, and that is all.
+        // Where it is forbidden, the fast library is not used.
         let _ = sched_setaffinity(None, &one);
     }
 }

@@ -3,10 +3,12 @@
 //! numbers are the order of their merges; whether it has understood one shows on words that both can do.
 
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 
 use bpe::byte_pair_encoding::{BytePairEncoding, find_hash_factor_for_dictionary};
 use fastokens::Tokenizer;
+use serde_json::Value;
 
 /// Bytes from which on a word is endless; more than any token has.
 pub(super) const LONG: usize = 512;
@@ -15,14 +17,13 @@ pub(super) const LONG: usize = 512;
 const ALIKE: [&str; 8] = ["a", "ab", " ", "\n", "0", "=", "é中", "qzxjkvb"];
 
 /// A vocabulary for endless words, made when it is needed first, which most processes never do.
-#[derive(Default)]
 pub(super) struct Endless(OnceLock<Option<Linear>>);
 
 /// What takes linear time.
 struct Linear {
     encoding: BytePairEncoding,
     /// Of the characters by which vocabularies write bytes.
-    bytes: Box<[u8]>,
+    bytes: Box<[Option<u8>]>,
 }
 
 /// Whether a text may have such words: whether it has a stretch of one kind of character that is as long.
@@ -53,10 +54,27 @@ fn kind(char: char) -> u8 {
     }
 }
 
+/// Whether the numbers of tokens are the order of their merges. More than one merge may make a token.
+pub(super) fn in_order(written: &Value, tokenizer: &tokenizers::Tokenizer) -> bool {
+    let merges = written.pointer("/model/merges").and_then(Value::as_array);
+    let made = |merge: &Value| match merge {
+        Value::String(pair) => tokenizer.token_to_id(&pair.replacen(' ', "", 1)),
+        Value::Array(pair) => tokenizer.token_to_id(&pair.iter().filter_map(Value::as_str).collect::<String>()),
+        _ => None,
+    };
+    merges.is_some_and(|merges| merges.iter().map(made).is_sorted_by(|a, b| a.is_some() && a <= b))
+}
+
 impl Endless {
+    /// One for a vocabulary whose numbers are the order of its merges, or for none.
+    pub(super) fn new(in_order: bool) -> Self {
+        Self(if in_order { OnceLock::new() } else { OnceLock::from(None) })
+    }
+
     /// The tokens of a text with such words; nothing where only others can say.
     pub(super) fn ids(&self, tokenizer: &Tokenizer, text: &str) -> Option<Vec<u32>> {
-        let linear = self.0.get_or_init(|| Linear::of(tokenizer)).as_ref()?;
+        let linear =
+            self.0.get_or_init(|| catch_unwind(AssertUnwindSafe(|| Linear::of(tokenizer))).ok().flatten()).as_ref()?;
         let mut words = tokenizer.build_pre_tokenized(text);
         tokenizer.pre_tokenizer()?.pre_tokenize(&mut words).ok()?;
         let mut ids = Vec::with_capacity(text.len() / 3);
@@ -90,8 +108,7 @@ impl Linear {
     fn agrees(&self, tokenizer: &Tokenizer) -> bool {
         let mut written = vec!['\0'; 256];
         (0_u32..).zip(&self.bytes).for_each(|(code, byte)| {
-            // The later of two is the one that is used: the first cannot be seen.
-            written[usize::from(*byte)] = char::from_u32(code).unwrap_or_default();
+            byte.iter().for_each(|byte| written[usize::from(*byte)] = char::from_u32(code).unwrap_or_default());
         });
         ALIKE.iter().all(|piece| {
             let word = piece.repeat(2 * LONG / piece.len());
@@ -110,13 +127,14 @@ impl Linear {
 
 /// What each character stands for by which vocabularies write bytes: itself where it can be seen, or one of those that follow
 /// the first 256, in order.
-fn spelling() -> Box<[u8]> {
-    let seen = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
-    (0..=u8::MAX).chain((0..=u8::MAX).filter(|byte| !seen(byte))).collect()
+fn spelling() -> Box<[Option<u8>]> {
+    let seen = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    let bytes = 0..=u8::MAX;
+    bytes.clone().map(|byte| seen(byte).then_some(byte)).chain(bytes.filter(|byte| !seen(*byte)).map(Some)).collect()
 }
 
-fn byte_of(bytes: &[u8], char: char) -> Option<u8> {
-    bytes.get(char as usize).copied()
+fn byte_of(bytes: &[Option<u8>], char: char) -> Option<u8> {
+    *bytes.get(char as usize)?
 }
 
 #[cfg(test)]

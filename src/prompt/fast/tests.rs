@@ -159,9 +159,13 @@ fn what_the_fast_library_cannot_do_stays_with_the_other() {
     for (path, value) in [("/model/dropout", json!(0.5)), ("/model/end_of_word_suffix", json!("</w>"))] {
         assert!(Fast::new(&part(path, value)).is_err(), "{path}");
     }
-    let lower = part("/normalizer", json!({"type": "Lowercase"}));
+}
+
+#[test]
+fn a_normalizer_that_changes_letters_is_done_as_the_library_does_it() {
+    let lower = with_parts(|written| written["normalizer"] = json!({"type": "Lowercase"}));
     let checked = Checked::new(lower.clone());
-    assert_eq!(checked.quicken(), Err("the fast library does not take it"));
+    assert_eq!(checked.quicken(), Ok(()));
     for text in ["Some Words", "THE END", "x"] {
         assert_eq!(checked.ids(text).unwrap(), lower.encode_fast(text, false).unwrap().get_ids());
     }

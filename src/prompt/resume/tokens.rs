@@ -3,8 +3,8 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
+use super::Secret;
 use super::cache::{PromptCache, Value};
-use super::name;
 use crate::block::{BlockHashes, Content, LocalHash, MediaTokens, Salt, SequenceHash, Windows, placeholders};
 use crate::worker::BlockSize;
 
@@ -22,7 +22,7 @@ pub struct Tokens {
 #[derive(Clone)]
 pub(super) struct Trail {
     cache: Arc<PromptCache>,
-    key: [u8; 32],
+    key: Secret,
     special: bool,
     points: Vec<(u128, usize)>,
 }
@@ -34,14 +34,14 @@ impl std::fmt::Debug for Trail {
 }
 
 impl Trail {
-    pub(super) fn new(cache: Arc<PromptCache>, key: [u8; 32], special: bool, points: Vec<(u128, usize)>) -> Self {
+    pub(super) fn new(cache: Arc<PromptCache>, key: Secret, special: bool, points: Vec<(u128, usize)>) -> Self {
         Self { cache, key, special, points }
     }
 
     /// The names of the points for the blocks of one kind.
     fn names(&self, seed: u64, block_size: BlockSize, windows: Windows) -> Vec<u128> {
         let flags = [u8::from(self.special), u8::from(windows == Windows::Eagle)];
-        let kind = name(&self.key, &[BLOCKS, &seed.to_le_bytes(), &block_size.0.get().to_le_bytes(), &flags]);
+        let kind = self.key.name(&[BLOCKS, &seed.to_le_bytes(), &block_size.0.get().to_le_bytes(), &flags]);
         self.points.iter().map(|(point, _)| point ^ kind).collect()
     }
 }
