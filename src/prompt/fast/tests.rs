@@ -201,7 +201,7 @@ proptest! {
     }
 
     #[test]
-    fn words_of_few_letters_have_the_tokens_that_the_library_gives_them(word in "[a-cA-B ]{0,300}", other in "(ab|a|er|re|ing){0,200}") {
+    fn words_of_few_letters_have_the_tokens_that_the_library_gives_them(word in "[a-cA-B ]{0,200}", other in "(ab|a|er|re|ing){0,80}") {
         assert_same(&word);
         assert_same(&other);
     }
