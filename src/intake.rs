@@ -12,6 +12,7 @@ pub mod engine_tokens;
 mod media;
 mod models;
 mod pace;
+mod queue;
 pub mod rewrite;
 mod sessions;
 mod shared;
@@ -19,7 +20,7 @@ mod wishes;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -30,6 +31,7 @@ use encoded::{Encoded, estimate};
 use engine_tokens::{Said, TokenSources};
 pub use models::{Model, Models, Named};
 use pace::Pace;
+use queue::Place;
 pub use rewrite::Rewrites;
 pub use sessions::SessionSigns;
 pub use shared::Shared;
@@ -465,23 +467,6 @@ fn reason(error: EncodeError) -> Reason {
             debug!(because = error.label(), "prompt refused");
             Reason::EncodeFailed
         }
-    }
-}
-
-/// A place in a bounded queue; given back by drop.
-struct Place<'a>(&'a AtomicUsize);
-
-impl<'a> Place<'a> {
-    fn take(queued: &'a AtomicUsize, most: usize) -> Option<Self> {
-        let before = queued.fetch_add(1, Ordering::Relaxed);
-        let place = Self(queued);
-        (before < most).then_some(place)
-    }
-}
-
-impl Drop for Place<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -36,8 +36,7 @@ pub(super) fn measure(rounds: usize, path: &Path) -> anyhow::Result<()> {
     for Point { curve, series, x, y } in &points {
         println!("{curve:<24} {series:<6} {x:>10.0} {y:>12.1} us");
     }
-    std::fs::write(path, serde_json::to_string_pretty(&points)? + "\n")?;
-    Ok(())
+    Ok(duel::write_json(&points, path)?)
 }
 
 /// Chats of more and more messages, new and with two more.

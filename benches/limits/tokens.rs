@@ -226,6 +226,8 @@ fn hostile(run: &mut Run) {
         ("random letters", letters),
         ("random bytes", String::from_utf8_lossy(&bytes).into_owned()),
         ("base64", base64),
+        ("symbols", "Ⓐ!".repeat(WORD / 4)),
+        ("letters with marks", "e\u{301}".repeat(WORD / 3)),
     ];
     if texts.iter().all(|(name, _)| !run.wants(&hostile_name(name)) && !run.wants(&worst_name(name))) {
         return;

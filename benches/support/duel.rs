@@ -85,9 +85,15 @@ impl Table {
 
     /// Writes the rows as a JSON array.
     pub fn write_json(&self, path: &Path) -> std::io::Result<()> {
-        let text = serde_json::to_string_pretty(&self.rows).map_err(std::io::Error::other)?;
-        std::fs::write(path, text + "\n")
+        write_json(&self.rows, path)
     }
+}
+
+/// Writes something as JSON, in folders that are made for it.
+pub fn write_json(what: &impl Serialize, path: &Path) -> std::io::Result<()> {
+    let text = serde_json::to_string_pretty(what).map_err(std::io::Error::other)?;
+    path.parent().map_or(Ok(()), std::fs::create_dir_all)?;
+    std::fs::write(path, text + "\n")
 }
 
 /// CPU time of this thread so far, in nanoseconds.

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use crate::bed::Side;
-use crate::duel::Table;
+use crate::duel::{self, Table};
 use crate::measure::{Sample, middle};
 use crate::sweeps::Case;
 
@@ -103,7 +103,6 @@ impl Report {
     pub(crate) fn write_json(&self, path: &Path) -> anyhow::Result<()> {
         let mut all: Vec<Value> = self.table.rows().iter().map(serde_json::to_value).collect::<Result<_, _>>()?;
         all.extend(self.points.iter().cloned());
-        std::fs::write(path, serde_json::to_string_pretty(&all)? + "\n")?;
-        Ok(())
+        Ok(duel::write_json(&all, path)?)
     }
 }

@@ -45,7 +45,7 @@ const TABLES: [(&str, &str, &str, &str); 4] = [
         "peer.json",
         "The router core beside dynamo-kv-router 1.6.1",
         "peer",
-        "cargo bench --manifest-path benches/peer/Cargo.toml -- --trace FILE.jsonl.gz --json target/results/peer.json",
+        "cargo bench --manifest-path benches/peer/Cargo.toml -- --trace FILE.jsonl.gz --json \"$PWD/target/results/peer.json\"",
     ),
     (
         "limits.json",

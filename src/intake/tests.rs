@@ -5,6 +5,7 @@ use crate::parity::Foretold;
 use crate::prompt;
 use crate::worker::BlockSize;
 use crate::worker::ModelName;
+use std::sync::atomic::Ordering;
 
 fn parts(models: Models, clients: ClientsConfig, limits: Limits) -> Parts {
     Parts {

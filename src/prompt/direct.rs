@@ -5,6 +5,7 @@
 
 mod compile;
 mod eval;
+mod operations;
 mod plan;
 mod value;
 

@@ -41,7 +41,7 @@ impl Fast {
         let made = alone::run(move || fastokens::Tokenizer::from_json(written));
         let tokenizer = made.and_then(Result::ok).ok_or("the fast library does not take it")?;
         if !alone::is_so() {
-            return Err("the fast library has threads or caches of its own");
+            return Err("the fast library has threads of its own");
         }
         Ok(Self { tokenizer, endless: Endless::new(in_order) })
     }

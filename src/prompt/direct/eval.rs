@@ -9,10 +9,10 @@ use minijinja::Value;
 use minijinja::value::{Kwargs, ValueKind};
 
 use super::GivenUp;
-use super::plan::{Comparison, For, Kind, Known, Macro, Method, Operation, Slot, Step, Term};
+use super::operations::{arithmetic, is, join, mapped, print, value_of};
+use super::plan::{Comparison, For, Known, Macro, Method, Slot, Step, Term};
 use super::value::{Counter, Val, of_message, of_part, position};
 use crate::prompt::conversation::Turn;
-use crate::prompt::python::DOUBT;
 use crate::prompt::template::Clock;
 use crate::prompt::{methods, python, template};
 
@@ -58,20 +58,24 @@ impl<'a> Run<'a> {
                 }
                 Step::Texts(terms) => {
                     for term in terms {
-                        let value = self.term(term)?;
-                        out.push_str(value.text().ok_or(GivenUp)?);
+                        match self.plain(term) {
+                            Some(text) => out.push_str(text),
+                            None => out.push_str(self.term(term)?.text().ok_or(GivenUp)?),
+                        }
                     }
                     Flow::On
                 }
                 Step::Joined(terms) => {
                     for term in terms {
-                        let value = self.term(term)?;
-                        join(&value, out)?;
+                        match self.plain(term) {
+                            Some(text) => out.push_str(text),
+                            None => join(&self.term(term)?, out)?,
+                        }
                     }
                     Flow::On
                 }
                 Step::If { test, then, otherwise } => {
-                    let chosen = if self.term(test)?.is_true()? { then } else { otherwise };
+                    let chosen = if self.is_true(test)? { then } else { otherwise };
                     self.steps(chosen, out)?
                 }
                 Step::For(node) => self.for_loop(node, out)?,
@@ -102,7 +106,7 @@ impl<'a> Run<'a> {
             // Which of them are there is only known by going through them.
             Val::Other(value) if value.kind() != ValueKind::Seq => return Err(GivenUp),
             _ if over.text().is_some() => return Err(GivenUp),
-            _ => over.len()?,
+            _ => u32::try_from(over.len()?).map_err(|_| GivenUp)?,
         };
         let before: Vec<Val<'a>> = node.own.iter().map(|slot| self.slots[slot.at()].clone()).collect();
         for index in 0..length {
@@ -111,7 +115,7 @@ impl<'a> Run<'a> {
                 self.slots[slot.at()] = value.clone();
             }
             self.slots[node.counter.at()] = Val::Counter(Counter { index, length, over: over.messages() });
-            self.slots[node.target.at()] = self.item(&over, index as i64)?;
+            self.slots[node.target.at()] = self.item(&over, i64::from(index))?;
             if self.steps(&node.body, out)? == Flow::Break {
                 // Whether the `else` of a loop counts that as an iteration, engines for templates disagree on.
                 if !node.otherwise.is_empty() {
@@ -194,7 +198,7 @@ impl<'a> Run<'a> {
                 _ => return Err(GivenUp),
             },
             Term::If(parts) => {
-                let test = self.term(&parts.0)?.is_true()?;
+                let test = self.is_true(&parts.0)?;
                 self.term(if test { &parts.1 } else { &parts.2 })?
             }
             Term::Filtered(over, filter) => {
@@ -222,10 +226,53 @@ impl<'a> Run<'a> {
         })
     }
 
+    /// Whether the value of a term counts as true: the same as of the value itself, which most tests need not make.
+    fn is_true(&mut self, term: &'a Term) -> Result<bool, GivenUp> {
+        match term {
+            Term::Not(term) => Ok(!self.is_true(term)?),
+            Term::And(pair) => Ok(self.is_true(&pair.0)? && self.is_true(&pair.1)?),
+            Term::Or(pair) => Ok(self.is_true(&pair.0)? || self.is_true(&pair.1)?),
+            Term::Compare(comparison, pair) => self.compared(*comparison, pair),
+            _ => self.term(term)?.is_true(),
+        }
+    }
+
+    fn compared(&mut self, comparison: Comparison, pair: &'a (Term, Term)) -> Result<bool, GivenUp> {
+        if let (Some(left), Some(right)) = (self.plain(&pair.0), self.plain(&pair.1)) {
+            match comparison {
+                Comparison::Eq => return Ok(left == right),
+                Comparison::Ne => return Ok(left != right),
+                _ => {}
+            }
+        }
+        let (left, right) = (self.term(&pair.0)?, self.term(&pair.1)?);
+        self.compare(comparison, &left, &right)
+    }
+
+    /// The text of a term, where it is one that lies there: of the template, or the role or the content of a message.
+    fn plain(&self, term: &'a Term) -> Option<&'a str> {
+        match term {
+            Term::Text(text) => Some(text),
+            Term::Var(slot) => match self.slots[slot.at()] {
+                Val::Text(text) => Some(text),
+                _ => None,
+            },
+            Term::Field(of, key) => {
+                let Term::Var(slot) = **of else { return None };
+                let Val::Message(number) = self.slots[slot.at()] else { return None };
+                match of_message(&self.turns[number], key) {
+                    Val::Text(text) => Some(text),
+                    _ => None,
+                }
+            }
+            _ => None,
+        }
+    }
+
     /// Terms that make one of others.
     fn operation(&mut self, term: &'a Term) -> Result<Val<'a>, GivenUp> {
         Ok(match term {
-            Term::Not(term) => Val::Bool(!self.term(term)?.is_true()?),
+            Term::Not(_) => Val::Bool(self.is_true(term)?),
             Term::And(pair) => {
                 let left = self.term(&pair.0)?;
                 if left.is_true()? { self.term(&pair.1)? } else { left }
@@ -234,10 +281,7 @@ impl<'a> Run<'a> {
                 let left = self.term(&pair.0)?;
                 if left.is_true()? { left } else { self.term(&pair.1)? }
             }
-            Term::Compare(comparison, pair) => {
-                let (left, right) = (self.term(&pair.0)?, self.term(&pair.1)?);
-                Val::Bool(self.compare(*comparison, &left, &right)?)
-            }
+            Term::Compare(comparison, pair) => Val::Bool(self.compared(*comparison, pair)?),
             Term::Arithmetic(operation, pair) => {
                 let (left, right) = (self.term(&pair.0)?, self.term(&pair.1)?);
                 arithmetic(*operation, &left, &right)?
@@ -269,11 +313,11 @@ impl<'a> Run<'a> {
             Val::Message(number) => of_message(&self.turns[*number], key),
             Val::Part(part) => of_part(part, key),
             Val::Counter(counter) => match key {
-                "index" => Val::Int(counter.index as i64 + 1),
-                "index0" => Val::Int(counter.index as i64),
+                "index" => Val::Int(i64::from(counter.index) + 1),
+                "index0" => Val::Int(i64::from(counter.index)),
                 "first" => Val::Bool(counter.index == 0),
                 "last" => Val::Bool(counter.index + 1 == counter.length),
-                "length" => Val::Int(counter.length as i64),
+                "length" => Val::Int(i64::from(counter.length)),
                 "previtem" => counter.beside(-1)?.map_or(Val::Undefined, Val::Message),
                 "nextitem" => counter.beside(1)?.map_or(Val::Undefined, Val::Message),
                 _ => return Err(GivenUp),
@@ -392,83 +436,5 @@ impl<'a> Run<'a> {
             },
             Method::Get => return Err(GivenUp),
         })
-    }
-}
-
-/// Writes a value as `{{ }}` does.
-fn print(value: &Val<'_>, out: &mut String) -> Result<(), GivenUp> {
-    let Val::Other(other) = value else { return join(value, out) };
-    let text = python::text(other);
-    if text.contains(DOUBT) {
-        return Err(GivenUp);
-    }
-    out.push_str(&text);
-    Ok(())
-}
-
-/// Writes a value as `~` does.
-fn join(value: &Val<'_>, out: &mut String) -> Result<(), GivenUp> {
-    match (value, value.text()) {
-        (_, Some(text)) => out.push_str(text),
-        (Val::Undefined, _) => {}
-        (Val::Int(number), _) => out.push_str(&number.to_string()),
-        _ => return Err(GivenUp),
-    }
-    Ok(())
-}
-
-/// A part of a text, borrowed where the text is.
-fn mapped<'a>(value: &Val<'a>, part: impl for<'t> Fn(&'t str) -> &'t str) -> Result<Val<'a>, GivenUp> {
-    match value {
-        Val::Text(text) => Ok(Val::Text(part(text))),
-        _ => value.text().map(|text| Val::owned(part(text))).ok_or(GivenUp),
-    }
-}
-
-fn arithmetic<'a>(operation: Operation, left: &Val<'a>, right: &Val<'a>) -> Result<Val<'a>, GivenUp> {
-    if let (Operation::Add, Some(left), Some(right)) = (operation, left.text(), right.text()) {
-        return Ok(Val::owned([left, right].concat()));
-    }
-    let (Val::Int(left), Val::Int(right)) = (left, right) else { return Err(GivenUp) };
-    let result = match operation {
-        Operation::Add => left.checked_add(*right),
-        Operation::Sub => left.checked_sub(*right),
-        // Of negative numbers Python and others differ.
-        Operation::Rem if *left >= 0 && *right > 0 => Some(left % right),
-        Operation::Rem => None,
-    };
-    result.map(Val::Int).ok_or(GivenUp)
-}
-
-fn is(value: &Val<'_>, kind: Kind) -> Result<bool, GivenUp> {
-    Ok(match kind {
-        Kind::Defined => !matches!(value, Val::Undefined),
-        Kind::Undefined => matches!(value, Val::Undefined),
-        Kind::None => matches!(value, Val::None),
-        Kind::Text => value.text().is_some(),
-        Kind::Mapping => match value {
-            Val::Message(_) | Val::Part(_) => true,
-            Val::Other(value) => value.kind() == ValueKind::Map,
-            Val::Space(_) | Val::Counter(_) => return Err(GivenUp),
-            _ => false,
-        },
-        Kind::Iterable => match value {
-            Val::Messages(_) | Val::Message(_) | Val::Parts(_) | Val::Part(_) | Val::List(_) => true,
-            Val::None | Val::Int(_) | Val::Bool(_) => false,
-            _ if value.text().is_some() => true,
-            _ => return Err(GivenUp),
-        },
-        Kind::True => matches!(value, Val::Bool(true)),
-        Kind::False => matches!(value, Val::Bool(false)),
-    })
-}
-
-/// A value as minijinja has it.
-fn value_of(value: &Val<'_>) -> Result<Value, GivenUp> {
-    match value {
-        Val::Other(value) => Ok(value.clone()),
-        Val::Int(number) => Ok(Value::from(*number)),
-        Val::Bool(flag) => Ok(Value::from(*flag)),
-        _ => value.text().map(Value::from).ok_or(GivenUp),
     }
 }

@@ -31,19 +31,19 @@ pub(super) enum Val<'a> {
     Other(Value),
 }
 
-/// Some of the messages.
+/// Some of the messages. In few bytes, as values are moved about all the time.
 #[derive(Clone, Copy)]
 pub(super) struct Messages {
-    from: usize,
-    to: usize,
+    from: u32,
+    to: u32,
     backwards: bool,
 }
 
 /// Where a loop is.
 #[derive(Clone, Copy)]
 pub(super) struct Counter {
-    pub(super) index: usize,
-    pub(super) length: usize,
+    pub(super) index: u32,
+    pub(super) length: u32,
     /// What it goes over, where that is messages.
     pub(super) over: Option<Messages>,
 }
@@ -52,20 +52,20 @@ impl Counter {
     /// The message so many places away from the one at hand.
     pub(super) fn beside(self, away: i64) -> Result<Option<usize>, GivenUp> {
         let over = self.over.ok_or(GivenUp)?;
-        let place = self.index as i64 + away;
+        let place = i64::from(self.index) + away;
         Ok(if place < 0 { None } else { over.at(place) })
     }
 }
 
 impl Messages {
     pub(super) fn len(self) -> usize {
-        self.to - self.from
+        (self.to - self.from) as usize
     }
 
     /// The number of a message, from behind where it is negative.
     pub(super) fn at(self, place: i64) -> Option<usize> {
         let place = position(place, self.len())?;
-        Some(if self.backwards { self.to - 1 - place } else { self.from + place })
+        Some(if self.backwards { self.to as usize - 1 - place } else { self.from as usize + place })
     }
 
     pub(super) fn reversed(self) -> Self {
@@ -81,7 +81,7 @@ impl Messages {
         let clamp = |place: i64| if place < 0 { (length + place).max(0) } else { place.min(length) };
         let start = clamp(start.unwrap_or(0));
         let stop = clamp(stop.unwrap_or(length)).max(start);
-        Ok(Self { from: self.from + start as usize, to: self.from + stop as usize, backwards: false })
+        Ok(Self { from: self.from + start as u32, to: self.from + stop as u32, backwards: false })
     }
 }
 
@@ -94,7 +94,7 @@ pub(super) fn position(index: i64, length: usize) -> Option<usize> {
 impl<'a> Val<'a> {
     /// All messages.
     pub(super) fn all(turns: &[Turn<'_>]) -> Self {
-        Self::Messages(Messages { from: 0, to: turns.len(), backwards: false })
+        Self::Messages(Messages { from: 0, to: turns.len() as u32, backwards: false })
     }
 
     pub(super) fn owned(text: impl AsRef<str>) -> Self {

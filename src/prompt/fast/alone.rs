@@ -17,11 +17,9 @@ pub(super) fn run<T: Send>(work: impl FnOnce() -> T + Send) -> Option<T> {
     })
 }
 
-/// Whether it does without threads and without a memory for texts, which knows nothing of whose texts are kept apart.
-#[expect(clippy::disallowed_methods, reason = "what the fast library reads itself")]
+/// Whether it found one core.
 pub(super) fn is_so() -> bool {
-    let caches = ["FASTOKENS_INPUT_CACHE", "FASTOKENS_SEGMENT_CACHE"];
-    fastokens::fanout::threads() <= 1 && caches.iter().all(|name| std::env::var_os(name).is_none())
+    fastokens::fanout::threads() <= 1
 }
 
 #[cfg(target_os = "linux")]

@@ -8,6 +8,8 @@ use std::sync::OnceLock;
 
 use bpe::byte_pair_encoding::{BytePairEncoding, find_hash_factor_for_dictionary};
 use fastokens::Tokenizer;
+use icu_properties::CodePointMapData;
+use icu_properties::props::{GeneralCategory, GeneralCategoryGroup};
 use serde_json::Value;
 
 /// Bytes from which on a word is endless; more than any token has.
@@ -38,19 +40,37 @@ fn is_of_one_kind(text: &str, piece: Range<usize>) -> bool {
         return false;
     }
     let piece = &text[text.ceil_char_boundary(piece.start)..text.floor_char_boundary(piece.end)];
-    let mut kinds = piece.chars().map(kind);
+    let mut common = ANY;
     // Most pieces end after the first word.
-    kinds.next().is_some_and(|first| kinds.all(|kind| kind == first))
+    piece.chars().all(|char| {
+        common &= kinds(char);
+        common != 0
+    })
 }
 
-/// What pre-tokenizers tell apart.
-fn kind(char: char) -> u8 {
+/// What pre-tokenizers tell apart, as bits.
+const LETTER: u8 = 1;
+const SPACE: u8 = 2;
+const NUMBER: u8 = 4;
+const OTHER: u8 = 8;
+const ANY: u8 = LETTER | SPACE | NUMBER | OTHER;
+
+/// What a character may be a part of. Marks go with letters or with the rest, as a pre-tokenizer likes.
+fn kinds(char: char) -> u8 {
     match char {
-        'a'..='z' | 'A'..='Z' => 0,
-        _ if char.is_whitespace() => 1,
-        _ if char.is_numeric() => 2,
-        _ if char.is_alphabetic() => 0,
-        _ => 3,
+        'a'..='z' | 'A'..='Z' => return LETTER,
+        '0'..='9' => return NUMBER,
+        _ if char.is_whitespace() => return SPACE,
+        _ if char.is_ascii() => return OTHER,
+        _ => {}
+    }
+    let category = CodePointMapData::<GeneralCategory>::new().get(char);
+    let is = |group: GeneralCategoryGroup| group.contains(category);
+    match category {
+        _ if is(GeneralCategoryGroup::Letter) => LETTER,
+        _ if is(GeneralCategoryGroup::Mark) => LETTER | OTHER,
+        _ if is(GeneralCategoryGroup::Number) => NUMBER,
+        _ => OTHER,
     }
 }
 
@@ -150,6 +170,11 @@ mod tests {
             ("=".repeat(2 * LONG), true),
             (" \u{3000}\t".repeat(LONG), true),
             ("!。".repeat(LONG), true),
+            ("Ⓐ!".repeat(LONG), true),
+            ("e\u{301}".repeat(LONG), true),
+            ("!\u{301}".repeat(LONG), true),
+            ("हिन्दी".repeat(LONG), true),
+            ("½٣Ⅷ".repeat(LONG), true),
             ("一句话，然后是另一句话。".repeat(LONG), false),
             ("a b".repeat(LONG), false),
             ("word ".repeat(4 * LONG), false),
