@@ -30,7 +30,7 @@ use tracing::{debug, warn};
 use encoded::{Encoded, estimate};
 use engine_tokens::{Said, TokenSources};
 pub use models::{Model, Models, Named};
-use pace::Pace;
+use pace::{Became, Pace};
 use queue::Place;
 pub use rewrite::Rewrites;
 pub use sessions::SessionSigns;
@@ -304,8 +304,9 @@ impl Intake {
             warn!("the tokenizer panicked; routing by load");
             Encoded::without(api, bytes.len(), Reason::EncodeFailed)
         });
-        if encoded.ours && bytes.len() > self.parts.limits.inline {
-            self.pace.note(bytes.len(), began.elapsed());
+        if bytes.len() > self.parts.limits.inline {
+            let became = if encoded.ours { Became::Tokens } else { Became::Other };
+            self.pace.note(became, bytes.len(), began.elapsed());
         }
         self.judged(told, encoded)
     }
