@@ -112,7 +112,10 @@ impl<'a> Run<'a> {
         for index in 0..length {
             self.count()?;
             for (slot, value) in node.own.iter().zip(&before) {
-                self.slots[slot.at()] = value.clone();
+                // Those two get another value at once.
+                if *slot != node.target && *slot != node.counter {
+                    self.slots[slot.at()] = value.clone();
+                }
             }
             self.slots[node.counter.at()] = Val::Counter(Counter { index, length, over: over.messages() });
             self.slots[node.target.at()] = self.item(&over, i64::from(index))?;
