@@ -1,7 +1,7 @@
 //! Byte pair encoding of most tokenizers, many times as fast as the library that the engines use, and the same to the token.
 //! It is a library too (`fastokens`), for ordinary texts; words without end, which cost it more the longer they are, go to one
-//! that takes time in proportion to their length (`bpe`). The engines' library remains the judge: by texts that are hard when
-//! a tokenizer is loaded, and by a sample of real ones for as long as it is used ([`checked`]).
+//! that takes time in proportion to their length (`bpe`). The engines' library remains the judge: by hard texts before it
+//! is used, and by a sample of real ones for as long as it is ([`checked`]).
 
 mod alone;
 mod checked;
