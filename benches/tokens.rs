@@ -1,19 +1,17 @@
 //! What the next turn of a long chat costs at the tokenizer, beside what the whole costs from the beginning, with our
 //! encoder and with the bare tokenizer library in the same run.
 
-use std::io::Read;
-use std::sync::Arc;
+#[expect(dead_code, reason = "shared by benches, none of which needs all of it")]
+#[path = "support/chats.rs"]
+mod chats;
 
+use chats::{body, encoder, library};
 use divan::{Bencher, black_box, counter::BytesCount};
-use serde_json::{Value, json};
-use tokenizers::Tokenizer;
 use warmroute::block::{BlockHashes, Salt, Windows};
-use warmroute::metrics::Metrics;
 use warmroute::openai::{self, Api, Request};
-use warmroute::prompt::{Config, Encoder, PromptCache, Rendered};
+use warmroute::prompt::{Encoder, Rendered};
 use warmroute::worker::BlockSize;
 
-const FILE: &str = "examples/models/qwen2.5/tokenizer.json.gz";
 const MESSAGES: usize = 50;
 const MESSAGE: usize = 2600;
 const BLOCK: BlockSize = BlockSize(std::num::NonZeroU32::new(16).expect("16 is not zero"));
@@ -22,34 +20,9 @@ fn main() {
     divan::main();
 }
 
-/// One thread, as many requests are encoded beside one another.
-fn encoder(cached: usize) -> Encoder {
-    let config = Config { tokenizer: FILE.into(), tokenizer_config: None, chat_template: None };
-    let encoder = Encoder::load(&config).expect("the shipped files");
-    let (encoder, resumes) = encoder.resuming(PromptCache::new(cached, Arc::new(Metrics::new())));
-    assert_eq!((resumes, encoder.quicken()), (Ok(()), Ok(())));
-    encoder
-}
-
-/// Prose and code, no two messages alike.
-fn message(number: usize) -> Value {
-    let pages = include_str!("../README.md").to_owned() + include_str!("../src/prompt/resume/cache.rs");
-    let words: Vec<&str> = pages.split_inclusive(' ').collect();
-    let mut content = format!("Message {number}: ");
-    let mut at = number * 7919;
-    while content.len() < MESSAGE {
-        content.push_str(words[at % words.len()]);
-        at += if at.is_multiple_of(11) { 137 } else { 1 };
-    }
-    let role = if number.is_multiple_of(2) { "user" } else { "assistant" };
-    json!({"role": role, "content": content})
-}
-
 /// A chat of so many messages.
 fn chat(messages: usize) -> Request {
-    let messages: Vec<Value> = (0..messages).map(message).collect();
-    let body = json!({"model": "m", "messages": messages}).to_string();
-    openai::parse(Api::ChatCompletions, body.as_bytes()).expect("a chat")
+    openai::parse(Api::ChatCompletions, &body(&chats::messages(0, messages, MESSAGE))).expect("a chat")
 }
 
 fn rendered<'r>(encoder: &Encoder, request: &'r Request) -> Rendered<'r> {
@@ -64,10 +37,7 @@ fn bytes(rendered: &Rendered<'_>) -> BytesCount {
 fn limit_tokenizers_library_whole_chat(bencher: Bencher<'_, '_>) {
     let (encoder, request) = (encoder(0), chat(MESSAGES));
     let rendered = rendered(&encoder, &request);
-    let mut plain = Vec::new();
-    let file = std::fs::File::open(FILE).expect("the shipped file");
-    flate2::read::GzDecoder::new(file).read_to_end(&mut plain).expect("the shipped file");
-    let tokenizer = Tokenizer::from_bytes(plain).expect("the shipped file");
+    let tokenizer = library();
     bencher.counter(bytes(&rendered)).bench(|| tokenizer.encode_fast(black_box(&*rendered.texts()[0]), false));
 }
 

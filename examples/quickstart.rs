@@ -26,6 +26,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use support::envoy;
 use support::replay::{self, Figures, Prediction, Sample};
+use support::signals::run_until_signal;
 use support::stack::{EngineSpec, MODEL, Programs, Stack};
 use support::workload::{Shape, Workload};
 use warmroute::audit::Totals;
@@ -128,11 +129,7 @@ fn be_warmroute(args: impl Iterator<Item = OsString>) -> anyhow::Result<ExitCode
 }
 
 fn quickstart(cli: &Cli) -> anyhow::Result<ExitCode> {
-    let runtime = tokio::runtime::Runtime::new()?;
-    let result = runtime.block_on(run_until_signal(cli));
-    // Dropping a runtime waits for blocking tasks without end, and an installation of Envoy may be one.
-    runtime.shutdown_timeout(Duration::from_secs(2));
-    match result {
+    match run_until_signal(run(cli)) {
         Err(error) if is_broken_pipe(&error) => Ok(ExitCode::from(141)),
         result => result,
     }
@@ -141,16 +138,6 @@ fn quickstart(cli: &Cli) -> anyhow::Result<ExitCode> {
 /// Whether nobody reads standard output any longer, as after `| head -1`: not worth a message.
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
-}
-
-async fn run_until_signal(cli: &Cli) -> anyhow::Result<ExitCode> {
-    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-    // Dropping the run ends its processes, whichever way it ends.
-    tokio::select! {
-        result = run(cli) => result.map(|()| ExitCode::SUCCESS),
-        _ = interrupt.recv() => Ok(ExitCode::from(130)),
-        _ = terminate.recv() => Ok(ExitCode::from(143)),
-    }
 }
 
 async fn run(cli: &Cli) -> anyhow::Result<()> {

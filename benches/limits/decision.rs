@@ -13,7 +13,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::Run;
 use super::bed::{BLOCK, Bed};
-use super::chats::{body, by_hand, encoder, library, messages};
+use super::chats::{body, by_hand, encoder, fast_library, messages};
 use super::duel::cpu;
 
 const RANKS: u32 = 64;
@@ -63,7 +63,7 @@ struct Pair {
 
 impl Pair {
     fn new() -> Self {
-        Self { bed: Bed::new(encoder(1 << 30), RANKS), library: library(), known: HashMap::new() }
+        Self { bed: Bed::new(encoder(1 << 30), RANKS), library: fast_library(), known: HashMap::new() }
     }
 
     /// A chat that nobody has seen, and then its next turn.

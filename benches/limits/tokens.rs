@@ -1,8 +1,6 @@
 //! From texts to tokens: documents that nobody sent before, the next turn of a chat, and words that are sent to harm.
 
-use std::io::Read;
 use std::path::Path;
-use std::sync::Arc;
 
 use bpe::byte_pair_encoding::{BytePairEncoding, find_hash_factor_for_dictionary};
 use rand::rngs::StdRng;
@@ -10,15 +8,14 @@ use rand::{RngExt, SeedableRng};
 use serde_json::{Value, json};
 use tokenizers::{ModelWrapper, Tokenizer};
 use warmroute::block::{Salt, Windows};
-use warmroute::metrics::Metrics;
 use warmroute::openai::{self, Api, Request};
-use warmroute::prompt::{Config, Encoder, PromptCache, Tokens};
+use warmroute::prompt::{Encoder, Tokens};
 use warmroute::worker::BlockSize;
 
 use super::Run;
+use super::chats::{encoder, library};
 use super::duel::cpu;
 
-const FILE: &str = "examples/models/qwen2.5/tokenizer.json.gz";
 /// Bytes of a document; some 32,000 tokens.
 const DOCUMENT: usize = 128 << 10;
 const MESSAGES: usize = 50;
@@ -37,20 +34,6 @@ pub(super) fn measure(run: &mut Run) {
     just_loaded(run, &documents, &library);
     next_turn(run, &documents);
     hostile(run);
-}
-
-fn library() -> Tokenizer {
-    let mut plain = Vec::new();
-    let file = std::fs::File::open(FILE).expect("the shipped file");
-    flate2::read::GzDecoder::new(file).read_to_end(&mut plain).expect("the shipped file");
-    Tokenizer::from_bytes(plain).expect("the shipped file")
-}
-
-fn encoder(cached: usize) -> Encoder {
-    let config = Config { tokenizer: FILE.into(), tokenizer_config: None, chat_template: None };
-    let encoder = Encoder::load(&config).expect("the shipped files");
-    assert_eq!(encoder.quicken(), Ok(()));
-    encoder.resuming(PromptCache::new(cached, Arc::new(Metrics::new()))).0
 }
 
 /// All texts of this repository, cut to documents of one length, no two alike, prose and code in turns.

@@ -1,23 +1,38 @@
 //! Chats as benches send them: prose and code of this repository, no two messages alike.
 
+use std::io::Read as _;
+
 use serde_json::{Value, json};
 use warmroute::prompt::{Config, Encoder, PromptCache};
 
-pub(crate) const FILE: &str = "examples/models/qwen2.5/tokenizer.json.gz";
+const FILE: &str = "examples/models/qwen2.5/tokenizer.json.gz";
 
-/// The encoder of the shipped model, which keeps so many bytes of what it has seen.
+/// The encoder of the shipped model, which keeps so many bytes of what it has seen. One thread, as many requests are encoded
+/// beside one another.
 pub(crate) fn encoder(cached: usize) -> Encoder {
     let config = Config { tokenizer: FILE.into(), tokenizer_config: None, chat_template: None };
     let encoder = Encoder::load(&config).expect("the shipped files");
     encoder.quicken().expect("one that the fast library takes");
-    encoder.resuming(PromptCache::new(cached, std::sync::Arc::default())).0
+    let (encoder, resumes) = encoder.resuming(PromptCache::new(cached, std::sync::Arc::default()));
+    assert_eq!(resumes, Ok(()));
+    encoder
+}
+
+fn written() -> impl std::io::Read {
+    flate2::read::GzDecoder::new(std::fs::File::open(FILE).expect("the shipped file"))
 }
 
 /// The tokenizer of the same model as the fast library has it.
-pub(crate) fn library() -> fastokens::Tokenizer {
-    let file = std::fs::File::open(FILE).expect("the shipped file");
-    let written = serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("the shipped file");
+pub(crate) fn fast_library() -> fastokens::Tokenizer {
+    let written = serde_json::from_reader(written()).expect("the shipped file");
     fastokens::Tokenizer::from_json(written).expect("a tokenizer that it takes")
+}
+
+/// The same as the engines' library has it.
+pub(crate) fn library() -> tokenizers::Tokenizer {
+    let mut plain = Vec::new();
+    written().read_to_end(&mut plain).expect("the shipped file");
+    tokenizers::Tokenizer::from_bytes(plain).expect("the shipped file")
 }
 
 /// Messages of some bytes each, beginning with a number that sets this chat apart from others.

@@ -34,10 +34,10 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Parser;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use tokio::signal::unix::{SignalKind, signal};
 
 use report::Report;
 use support::envoy;
+use support::signals::run_until_signal;
 use sweeps::{Extent, Sweep};
 
 /// Measures Envoy alone, with a bare external processor and with warmroute.
@@ -91,21 +91,7 @@ fn load(cli: &Cli) -> anyhow::Result<ExitCode> {
     // Ten thousand streams are as many open files, and children inherit the limit.
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
-    let runtime = tokio::runtime::Runtime::new()?;
-    let result = runtime.block_on(run_until_signal(cli));
-    // Dropping a runtime waits for blocking tasks without end, and an installation of Envoy may be one.
-    runtime.shutdown_timeout(Duration::from_secs(2));
-    result
-}
-
-async fn run_until_signal(cli: &Cli) -> anyhow::Result<ExitCode> {
-    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-    // Dropping the run ends its processes, whichever way it ends.
-    tokio::select! {
-        result = run(cli) => result.map(|()| ExitCode::SUCCESS),
-        _ = interrupt.recv() => Ok(ExitCode::from(130)),
-        _ = terminate.recv() => Ok(ExitCode::from(143)),
-    }
+    run_until_signal(run(cli))
 }
 
 async fn run(cli: &Cli) -> anyhow::Result<()> {

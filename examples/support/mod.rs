@@ -8,5 +8,6 @@ pub(crate) mod child;
 pub(crate) mod envoy;
 pub(crate) mod ports;
 pub(crate) mod replay;
+pub(crate) mod signals;
 pub(crate) mod stack;
 pub(crate) mod workload;

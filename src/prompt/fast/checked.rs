@@ -15,9 +15,6 @@ use super::{Fast, hard};
 /// Most bytes of a text that are compared at once; the library takes some ten milliseconds for them.
 const COMPARED: usize = 32 << 10;
 
-/// Why one that panicked is not used again.
-const BROKE_OFF: &str = "it broke off";
-
 /// A tokenizer and its judge.
 pub(in crate::prompt) struct Checked {
     library: Tokenizer,
@@ -54,8 +51,7 @@ impl Checked {
         let added = self.library.get_added_tokens_decoder();
         let added: Vec<&str> = added.values().map(|token| token.content.as_str()).collect();
         for text in hard::texts(&added) {
-            let ids = catch_unwind(AssertUnwindSafe(|| fast.ids(&text))).map_err(|_| BROKE_OFF)?;
-            if ids.is_some_and(|ids| self.differ(&text, &ids) == Some(true)) {
+            if tried(&fast, &text)?.is_some_and(|ids| self.differ(&text, &ids) == Some(true)) {
                 return Err("on hard texts it differs from the library");
             }
         }
@@ -84,11 +80,10 @@ impl Checked {
     /// The same as the fast one makes it, where it may.
     fn fast_ids(&self, text: &str) -> Option<Vec<u32>> {
         let fast = self.fast.get().filter(|_| self.because.get().is_none())?;
-        let ids = catch_unwind(AssertUnwindSafe(|| fast.ids(text)));
-        if ids.is_err() {
-            self.refuse(BROKE_OFF);
-        }
-        ids.ok().flatten()
+        tried(fast, text).unwrap_or_else(|because| {
+            self.refuse(because);
+            None
+        })
     }
 
     fn refuse(&self, because: &'static str) {
@@ -124,6 +119,11 @@ impl Checked {
         let known = catch_unwind(AssertUnwindSafe(|| self.library.encode_fast(text, false))).ok()?.ok()?;
         Some(ids != known.get_ids())
     }
+}
+
+/// What the fast one makes of a text; or why it is not used again, where it panics.
+fn tried(fast: &Fast, text: &str) -> Result<Option<Vec<u32>>, &'static str> {
+    catch_unwind(AssertUnwindSafe(|| fast.ids(text))).map_err(|_| "it broke off")
 }
 
 /// As much of a text as is compared, around a place in it.
