@@ -40,6 +40,8 @@ use crate::worker::Slot;
 
 /// Tries in an index. The number only has to be large against the number of busy threads.
 const SHARDS: usize = 64;
+/// Names that are on their way from memory while one is looked up.
+const AHEAD: usize = 16;
 
 /// Cached prefixes of all worker ranks.
 #[derive(Debug)]

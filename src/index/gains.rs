@@ -3,6 +3,9 @@
 
 use std::collections::VecDeque;
 
+use prefetch_index::prefetch_index;
+
+use super::AHEAD;
 use super::children::mix;
 use super::writer::Place;
 use crate::block::EngineHash;
@@ -50,52 +53,90 @@ impl Gains {
 
 /// Names that one half of the memory holds.
 const HALF: usize = if cfg!(test) { 1 << 10 } else { 1 << 16 };
-/// Its bits: eight for each name, three of them set, so that four of a hundred others are taken for one of them.
+/// Its bits: eight for each name, three of them set, so that five of a hundred others are taken for one of them.
 const BITS: usize = HALF * 8;
 const SET: u32 = 3;
-/// Bits in a line of the cache.
-const LINE: usize = 512;
+/// Words of one half in a line of the cache, which has as many of the other: one wait for memory tells both.
+const WORDS: usize = 4;
 
 /// Which names left lately: those for certain, and a few more.
 #[derive(Debug, Default)]
 pub(super) struct Left {
     /// Those that left last, and those before them; nothing before any did.
-    halves: [Vec<u64>; 2],
-    /// In the first half.
+    lines: Vec<Line>,
+    /// Which half of each line is of those that left last.
+    turn: usize,
+    /// In that half.
     count: usize,
-    /// The store after which the first half began.
+    /// The store after which it began.
     began: u64,
+    /// Whether there is anything in the other.
+    older: bool,
 }
+
+/// The bits of some names, in both halves.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(align(64))]
+struct Line([[u64; WORDS]; 2]);
 
 impl Left {
     /// A name left after a store. Where another is forgotten for its sake, the store up to which nothing is known now.
     pub(super) fn note(&mut self, name: EngineHash, number: u64) -> Option<u64> {
         let mut forgotten = None;
         if self.count == HALF {
-            self.halves.swap(0, 1);
             // One more: a request of the same number may have come before those that are forgotten.
-            forgotten = (!self.halves[0].is_empty()).then_some(self.began + 1);
-            self.halves[0].clear();
+            forgotten = self.older.then_some(self.began + 1);
+            (self.turn, self.older) = (1 - self.turn, true);
+            self.lines.iter_mut().for_each(|line| line.0[self.turn] = [0; WORDS]);
             (self.count, self.began) = (0, number);
         }
-        let half = &mut self.halves[0];
-        half.resize(BITS / 64, 0);
-        places(name).for_each(|bit| half[bit / 64] |= 1 << (bit % 64));
+        if self.lines.is_empty() {
+            self.lines.resize(BITS / (64 * WORDS), Line::default());
+        }
+        let (line, set) = place(name);
+        let half = &mut self.lines[line].0[self.turn];
+        half.iter_mut().zip(set).for_each(|(word, set)| *word |= set);
         self.count += 1;
         forgotten
     }
 
     pub(super) fn has(&self, name: EngineHash) -> bool {
-        let is_set = |half: &[u64], bit: usize| half.get(bit / 64).is_some_and(|word| word & (1 << (bit % 64)) != 0);
-        self.halves.iter().any(|half| places(name).all(|bit| is_set(half, bit)))
+        let (line, set) = place(name);
+        let in_half = |half: &[u64; WORDS]| half.iter().zip(set).fold(0, |no, (word, set)| no | (set & !word)) == 0;
+        self.lines.get(line).is_some_and(|line| line.0.iter().any(in_half))
+    }
+
+    /// The first name that left lately.
+    pub(super) fn first(&self, names: impl ExactSizeIterator<Item = EngineHash> + Clone) -> Option<usize> {
+        if self.lines.is_empty() {
+            return None;
+        }
+        let mut later = names.clone();
+        later.by_ref().take(AHEAD).for_each(|name| self.fetch(name));
+        names.into_iter().position(|name| {
+            later.next().into_iter().for_each(|name| self.fetch(name));
+            self.has(name)
+        })
+    }
+
+    /// Asks memory for what tells of a name.
+    pub(super) fn fetch(&self, name: EngineHash) {
+        prefetch_index(&self.lines, line(mix(name.0)));
     }
 }
 
-/// All within one line of the cache.
-fn places(name: EngineHash) -> impl Iterator<Item = usize> {
+/// The line of a name, and its bits there.
+fn place(name: EngineHash) -> (usize, [u64; WORDS]) {
     let mixed = mix(name.0);
-    let line = (mixed >> 40) as usize % (BITS / LINE) * LINE;
-    (0..SET).map(move |at| line + (mixed >> (9 * at)) as usize % LINE)
+    let mut set = [0; WORDS];
+    for bit in (0..SET).map(|at| (mixed >> (8 * at)) as usize % (64 * WORDS)) {
+        set[bit / 64] |= 1 << (bit % 64);
+    }
+    (line(mixed), set)
+}
+
+fn line(mixed: u64) -> usize {
+    (mixed >> 40) as usize % (BITS / (64 * WORDS))
 }
 
 #[cfg(test)]

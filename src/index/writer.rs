@@ -19,10 +19,9 @@ use std::sync::Arc;
 pub use certain::{Forgotten, Settled};
 use counted::Counted;
 use groups::{Groups, Lesson};
-use names::{At, BATCH, Named, Names};
+use names::{At, Named, Names};
 use waiting::Waiting;
 
-use super::PrefixIndex;
 use super::children::Mixed;
 use super::event::{GroupNeed, KvEvent, Outcome};
 use super::gains::Left;
@@ -30,6 +29,7 @@ use super::needs::Needs;
 use super::owners::{Layer, Layers};
 use super::seats::{Seat, Tally};
 use super::trie::BlockId;
+use super::{AHEAD, PrefixIndex};
 use crate::block::{EngineHash, LocalHash};
 use crate::tier::Tier;
 use crate::worker::Slot;
@@ -136,25 +136,26 @@ impl RankWriter {
     fn remove(&mut self, blocks: &[EngineHash], tier: Tier) -> Outcome {
         let mut scratch = std::mem::take(&mut self.scratch);
         let (mut outcome, mut evicted, mut copies) = (Outcome::Ok, Vec::new(), 0);
-        for some in blocks.chunks(BATCH) {
-            self.names.touch(some.iter().copied());
-            for &engine in some {
-                let Some((at, named)) = self.names.seek(engine).filter(|(_, named)| named.layers.has(tier)) else {
-                    if !self.remove_waiting(engine, tier) {
-                        outcome = Outcome::BlockNotFound;
-                    }
-                    continue;
-                };
-                copies += 1;
-                if !self.extra.is_empty() && take_extra(&mut self.extra, engine, tier) {
-                    continue;
-                }
-                if self.generation > 0 {
-                    evicted.push(self.counted_when_evicted(engine, tier));
-                }
-                self.note_left(engine, tier);
-                self.remove_last((engine, at, named), tier, &mut scratch);
+        blocks.iter().take(AHEAD).for_each(|engine| self.fetch(*engine));
+        for (number, &engine) in blocks.iter().enumerate() {
+            if let Some(later) = blocks.get(number + AHEAD) {
+                self.fetch(*later);
             }
+            let Some((at, named)) = self.names.seek(engine).filter(|(_, named)| named.layers.has(tier)) else {
+                if !self.remove_waiting(engine, tier) {
+                    outcome = Outcome::BlockNotFound;
+                }
+                continue;
+            };
+            copies += 1;
+            if !self.extra.is_empty() && take_extra(&mut self.extra, engine, tier) {
+                continue;
+            }
+            if self.generation > 0 {
+                evicted.push(self.counted_when_evicted(engine, tier));
+            }
+            self.note_left(engine, tier);
+            self.remove_last((engine, at, named), tier, &mut scratch);
         }
         self.tally.add_copies(-copies);
         self.names.shrink();
@@ -162,6 +163,12 @@ impl RankWriter {
         self.recycle(scratch);
         self.evicted(tier, &evicted);
         outcome
+    }
+
+    /// Asks memory for what a removal will read.
+    fn fetch(&self, engine: EngineHash) {
+        self.names.fetch(engine);
+        self.left.fetch(engine);
     }
 
     /// The last copy of a name in a tier is gone.

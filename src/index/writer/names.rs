@@ -1,34 +1,35 @@
 //! A writer's map from the engine's names to places. It is most of what an index takes of memory, and reading it is most of
 //! what a writer waits for. Names lie in the order in which they came, next to those they were stored with, because
 //! engines tell of them again in such rows. Where they lie is told by a table of small slots, seven to half a line of the
-//! cache: a name is in the first seven it belongs to that had room, and before a batch is looked up all of these are
-//! touched, so that memory answers for many at once. Beside the number of an entry a slot has a byte more of the name, so
-//! that an entry is hardly ever read in vain; the bytes of all seven are one word and are compared at once. Growing builds
-//! the table anew and moves no entry. What few names have beside a place is kept elsewhere.
+//! cache: a name is in the first seven it belongs to that had room, and while one is looked up those of the next are on
+//! their way from memory. Beside the number of an entry a slot has eleven bits more of the name, so that an entry is hardly
+//! ever read in vain; eight of these are bytes of one word and are compared at once. Growing builds the table anew and
+//! moves no entry. What few names have beside a place is kept elsewhere.
 
 mod log;
 
-use std::hint::black_box;
-
 use log::{Entry, Log};
+use prefetch_index::prefetch_index;
 
 use crate::block::EngineHash;
+use crate::index::AHEAD;
 use crate::index::owners::Layers;
 use crate::index::writer::Place;
 
 /// Names of one shelf at most: what the number in a slot can tell, and what is built anew at once.
-const SHELF: usize = if cfg!(test) { 200 } else { 1 << 20 };
+const SHELF: usize = if cfg!(test) { 200 } else { 1 << 19 };
 /// Slots that are looked at together.
 const WIDTH: usize = 7;
-/// A table is full when more than this share of the slots is in use.
-const FULL: (usize, usize) = (7, 8);
+/// A table is full when more than this share of the slots is in use. Where names come and go, those that found no room where
+/// they belong stay elsewhere, and who looks for a new name has to follow them: at seven eighths by tens of lines.
+const FULL: (usize, usize) = (3, 4);
 /// The lowest bit of each byte that tells of a slot, and the highest.
 const LOWEST: u64 = 0x0001_0101_0101_0101;
 const HIGHEST: u64 = LOWEST << 7;
 /// One who passed by.
 const PASSED: u64 = 1 << 56;
-/// Maps of so few names lie in the cache anyway.
-const FEW: usize = 1024;
+/// Bits of a number, of which no shelf has as many; in the others of its three bytes is more of the name.
+const NUMBER: u32 = 21;
 /// Names that are looked up at once.
 pub(super) const BATCH: usize = 64;
 
@@ -56,9 +57,13 @@ pub(super) struct Names {
     len: usize,
 }
 
+/// A line of the cache: who finds no room in one half takes the other, and waits for nothing more.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(align(64))]
+struct Line([Slots; 2]);
+
 /// Slots that names have in common.
 #[derive(Clone, Copy, Debug, Default)]
-#[repr(align(32))]
 struct Slots {
     /// A byte of the name for each slot, zero where there is none; in the highest byte how many names are behind these slots
     /// that belong to them or to others before, as far as a byte can tell: what it cannot stays until the table grows.
@@ -69,7 +74,7 @@ struct Slots {
 /// Names whose last bits are the same, once they are mixed.
 #[derive(Debug, Default)]
 struct Shelf {
-    table: Vec<Slots>,
+    table: Vec<Line>,
     log: Log,
 }
 
@@ -131,8 +136,14 @@ impl Names {
         let mut batch = [(EngineHash(0), 0); BATCH];
         let count = batch.iter_mut().zip(names).map(|(entry, name)| *entry = (name, mix(name.0))).count();
         let batch = &batch[..count];
-        self.touch_mixed(batch.iter().map(|(_, mixed)| *mixed));
-        into.extend(batch.iter().map_while(|&(name, mixed)| self.begin(name, mixed, layers)));
+        batch.iter().take(AHEAD).for_each(|(_, mixed)| self.fetch_mixed(*mixed));
+        for (at, &(name, mixed)) in batch.iter().enumerate() {
+            if let Some((_, mixed)) = batch.get(at + AHEAD) {
+                self.fetch_mixed(*mixed);
+            }
+            let Some(at) = self.begin(name, mixed, layers) else { return };
+            into.push(at);
+        }
     }
 
     /// The place of a name that was entered there.
@@ -162,18 +173,14 @@ impl Names {
         }
     }
 
-    /// Fetches where these names are, or would be.
-    pub(super) fn touch(&self, names: impl Iterator<Item = EngineHash>) {
-        self.touch_mixed(names.map(|name| mix(name.0)));
+    /// Asks memory for where a name is, or would be.
+    pub(super) fn fetch(&self, name: EngineHash) {
+        self.fetch_mixed(mix(name.0));
     }
 
-    fn touch_mixed(&self, mixed: impl Iterator<Item = u64>) {
-        if self.len > FEW {
-            let slots = mixed.map(|mixed| {
-                let table = &self.shelves[self.shelf_of(mixed)].table;
-                table[seat(mixed, table.len())].bytes
-            });
-            black_box(slots.fold(0, u64::wrapping_add));
+    fn fetch_mixed(&self, mixed: u64) {
+        if let Some(shelf) = self.shelves.get(self.shelf_of(mixed)) {
+            prefetch_index(&shelf.table, seat(mixed, shelf.table.len()) / 2);
         }
     }
 
@@ -207,17 +214,18 @@ impl Names {
 impl Shelf {
     /// The entry of a name, or the first place where a slot was free for it.
     fn find(&self, name: EngineHash, mixed: u64) -> Result<u32, Option<(usize, usize)>> {
-        let mut at = seat(mixed, self.table.len());
         let mut free = None;
         // Others may have passed by everywhere, once around: in small tables by chance, in others once enough were counted.
-        for _ in 0..self.table.len() {
-            let slots = &self.table[at];
+        for at in way(mixed, self.table.len()) {
+            let slots = self.slots(at);
             let mut alike = slots.with(byte(mixed));
             while alike != 0 {
                 let slot = slot_of(alike);
-                let number = slots.number(slot);
-                if slots.has(slot, byte(mixed)) && self.log.get(number).name == name.0 {
-                    return Ok(number);
+                if slots.may_be(slot, mixed) {
+                    let number = slots.number(slot);
+                    if self.log.get(number).name == name.0 {
+                        return Ok(number);
+                    }
                 }
                 alike &= alike - 1;
             }
@@ -227,7 +235,6 @@ impl Shelf {
             if slots.bytes < PASSED {
                 break;
             }
-            at = self.after(at);
         }
         Err(free)
     }
@@ -242,62 +249,55 @@ impl Shelf {
 
     /// Takes the first slot that is free, which may be known already. There is one, because no table is ever full.
     fn add(&mut self, number: u32, mixed: u64, free: Option<(usize, usize)>) {
-        let mut at = seat(mixed, self.table.len());
-        loop {
+        for at in way(mixed, self.table.len()) {
             let here = match free {
                 Some((free, slot)) => (free == at).then_some(slot),
-                None => Some(self.table[at].with(0)).filter(|free| *free != 0).map(slot_of),
+                None => Some(self.slots(at).with(0)).filter(|free| *free != 0).map(slot_of),
             };
+            let slots = self.slots_mut(at);
             if let Some(slot) = here {
-                self.table[at].bytes |= byte(mixed) << (8 * slot);
-                let [a, b, c, _] = number.to_le_bytes();
-                self.table[at].numbers[slot] = [a, b, c];
-                return;
+                return slots.enter(slot, number, mixed);
             }
-            self.table[at].pass();
-            at = self.after(at);
+            slots.pass();
         }
     }
 
     fn remove(&mut self, gone: u32) {
         let mixed = mix(self.log.get(gone).name);
         self.log.remove(gone);
-        let mut at = seat(mixed, self.table.len());
-        loop {
-            let slots = &mut self.table[at];
+        for at in way(mixed, self.table.len()) {
+            let slots = self.slots_mut(at);
             let mut alike = slots.with(byte(mixed));
             while alike != 0 {
                 let slot = slot_of(alike);
-                if slots.has(slot, byte(mixed)) && slots.number(slot) == gone {
+                if slots.may_be(slot, mixed) && slots.number(slot) == gone {
                     slots.bytes &= !(0xff << (8 * slot));
                     return;
                 }
                 alike &= alike - 1;
             }
             slots.unpass();
-            at = self.after(at);
         }
     }
 
     fn reserve(&mut self, more: usize) {
-        let least = (self.log.len() + more) * FULL.1 / (FULL.0 * WIDTH) + 1;
+        let least = (self.log.len() + more) * FULL.1 / (FULL.0 * 2 * WIDTH) + 1;
         if least <= self.table.len() {
             return;
         }
-        let length = least.max(self.table.len() * 3 / 2);
+        let length = least.max(self.table.len() * 2);
         self.table = Vec::new();
         self.table.reserve_exact(length);
         // Written now: memory that is read first costs two faults instead of one.
-        self.table.resize(length, Slots::default());
+        self.table.resize(length, Line::default());
         let log = std::mem::take(&mut self.log);
         let mut entries = log.iter().map(|(number, entry)| (number, mix(entry.name)));
-        let mut batch = [(0, 0); BATCH];
+        let mut batch = [(0, 0); AHEAD];
         loop {
             let count = batch.iter_mut().zip(entries.by_ref()).map(|(to, from)| *to = from).count();
-            let lines = batch[..count].iter().map(|(_, mixed)| self.table[seat(*mixed, length)].bytes);
-            black_box(lines.fold(0, u64::wrapping_add));
+            batch[..count].iter().for_each(|(_, mixed)| prefetch_index(&self.table, seat(*mixed, length) / 2));
             batch[..count].iter().for_each(|(number, mixed)| self.add(*number, *mixed, None));
-            if count < BATCH {
+            if count < AHEAD {
                 break;
             }
         }
@@ -305,8 +305,12 @@ impl Shelf {
         self.log = log;
     }
 
-    fn after(&self, at: usize) -> usize {
-        if at + 1 == self.table.len() { 0 } else { at + 1 }
+    fn slots(&self, at: usize) -> &Slots {
+        &self.table[at / 2].0[at % 2]
+    }
+
+    fn slots_mut(&mut self, at: usize) -> &mut Slots {
+        &mut self.table[at / 2].0[at % 2]
     }
 }
 
@@ -317,13 +321,25 @@ impl Slots {
         zero.wrapping_sub(LOWEST) & !zero & HIGHEST
     }
 
-    fn has(&self, slot: usize, byte: u64) -> bool {
-        self.bytes >> (8 * slot) & 0xff == byte
+    /// Whether a slot is that of a name, as far as it tells.
+    fn may_be(&self, slot: usize, mixed: u64) -> bool {
+        self.bytes >> (8 * slot) & 0xff == byte(mixed) && self.raw(slot) >> NUMBER == more(mixed)
     }
 
     fn number(&self, slot: usize) -> u32 {
+        self.raw(slot) & ((1 << NUMBER) - 1)
+    }
+
+    fn raw(&self, slot: usize) -> u32 {
         let [a, b, c] = self.numbers[slot];
         u32::from_le_bytes([a, b, c, 0])
+    }
+
+    fn enter(&mut self, slot: usize, number: u32, mixed: u64) {
+        debug_assert!(number < 1 << NUMBER, "a shelf with too many names");
+        self.bytes |= byte(mixed) << (8 * slot);
+        let [a, b, c, _] = (number | more(mixed) << NUMBER).to_le_bytes();
+        self.numbers[slot] = [a, b, c];
     }
 
     fn pass(&mut self) {
@@ -343,14 +359,32 @@ fn slot_of(bits: u64) -> usize {
     bits.trailing_zeros() as usize / 8
 }
 
-/// Where a name lies if there is room.
-fn seat(mixed: u64, slots: usize) -> usize {
-    (((mixed >> 32) * slots as u64) >> 32) as usize
+/// Which half of which line a name is in if there is room.
+fn seat(mixed: u64, lines: usize) -> usize {
+    (((mixed >> 32) * 2 * lines as u64) >> 32) as usize
+}
+
+/// Where it is otherwise, in this order: in the other half of the line, then anywhere else, and in what follows that. Who
+/// went to the next line at once would crowd where it is crowded.
+fn way(mixed: u64, lines: usize) -> impl Iterator<Item = usize> {
+    let first = seat(mixed, lines);
+    let elsewhere = move |at: usize| {
+        let second = seat(u64::from(mixed as u32).wrapping_mul(0x9e37_79b9_7f4a_7c15), lines);
+        let line = second / 2 + at / 2;
+        2 * if line < lines { line } else { line - lines } + (second ^ at) % 2
+    };
+    // A shelf that nothing was entered in has no table.
+    [first, first ^ 1].into_iter().take(2 * lines).chain((0..2 * lines).map(elsewhere))
 }
 
 /// What a slot tells of a name.
 fn byte(mixed: u64) -> u64 {
     (mixed >> 24 & 0xff).max(1)
+}
+
+/// What the number in a slot tells of it beside.
+fn more(mixed: u64) -> u32 {
+    (mixed >> 21) as u32 & 7
 }
 
 /// Spreads a name over all bits: some engines number their blocks.

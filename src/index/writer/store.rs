@@ -23,7 +23,7 @@ enum Gain {
 impl RankWriter {
     pub(super) fn store(&mut self, parent: Option<EngineHash>, blocks: &[StoredBlock], tier: Tier) -> Outcome {
         // Both are on their way from memory at once then.
-        self.names.touch(blocks.first().into_iter().map(|block| block.engine));
+        blocks.first().into_iter().for_each(|block| self.names.fetch(block.engine));
         match parent.map(|parent| (parent, self.names.get(parent))) {
             None => self.store_after(None, blocks, tier),
             Some((_, Some(named))) => self.store_after(Some(named.place), blocks, tier),
@@ -106,7 +106,7 @@ impl RankWriter {
             stored.iter().for_each(|block| self.count_now(block.engine, Layers::NONE));
         }
         if tier == Tier::Device {
-            let again = stored.iter().position(|block| self.left.has(block.engine));
+            let again = self.left.first(stored.iter().map(|block| block.engine));
             self.note_gain(again.map(|at| place(path[at])));
         }
         if lost.is_empty() { Outcome::Ok } else { Outcome::IndexFull }

@@ -65,8 +65,8 @@ fn a_name_costs_few_bytes_and_memory_is_given_back() {
     let mut all = Names::default();
     for name in 0..10_000u32 {
         all.set(EngineHash(u64::from(name)), named(name));
-        let slots: usize = all.shelves.iter().map(|shelf| shelf.table.len() * WIDTH).sum();
-        assert!(slots <= all.len() * 2 + 2 * WIDTH * all.shelves.len(), "{slots} slots for {}", all.len());
+        let slots: usize = all.shelves.iter().map(|shelf| shelf.table.len() * 2 * WIDTH).sum();
+        assert!(slots <= all.len() * 5 / 2 + 4 * WIDTH * all.shelves.len(), "{slots} slots for {}", all.len());
     }
     assert_eq!(size_of::<Entry>(), 14);
     for name in 0..9_990 {
@@ -107,4 +107,14 @@ fn a_name_that_is_not_there_is_looked_for_once_around_a_small_map() {
         (0..count).for_each(|number| all.set(next(), named(number)));
         assert!(!all.has(next()), "{count} names");
     }
+}
+
+#[test]
+fn where_nothing_was_entered_nothing_is_found() {
+    let mut all = Names::default();
+    all.divide(4);
+    (0..100).for_each(|name| {
+        all.fetch(EngineHash(name));
+        assert_eq!(all.get(EngineHash(name)), None);
+    });
 }
