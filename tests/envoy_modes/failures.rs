@@ -179,13 +179,9 @@ impl Gateway {
 
     /// Waits until one of Envoy's clusters has so many requests in flight.
     async fn wait_active(&self, cluster: &str, wanted: usize) {
-        let url = self.stack.standalone().admin_url(&format!("/stats?filter=cluster.{cluster}.upstream_rq_active"));
-        let mut page = String::new();
-        let reached = until(SOON, async || {
-            page = self.http.get(&url).send().await.unwrap().text().await.unwrap();
-            page.lines().any(|line| line == format!("cluster.{cluster}.upstream_rq_active: {wanted}"))
-        });
-        assert!(reached.await, "{page}, not {wanted}");
+        let what = format!("cluster.{cluster}.upstream_rq_active");
+        let reached = until(SOON, async || self.envoy_counts(&what).await == wanted as u64).await;
+        assert!(reached, "{} in flight, not {wanted}", self.envoy_counts(&what).await);
     }
 
     /// Every listener's requests are routed exactly, and nothing is booked after them.
