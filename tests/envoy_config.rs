@@ -615,7 +615,7 @@ async fn envoy_is_gone_when_its_owner_is_dropped_even_if_it_was_stopped() {
     let gateway = Gateway::start(&[]).await;
     let pid = gateway.envoy.pid();
     assert!(gateway.envoy.is_running() && process_exists(pid));
-    gateway.envoy.signal(rustix::process::Signal::STOP);
+    gateway.envoy.freeze();
     drop(gateway);
     assert!(!process_exists(pid));
 }

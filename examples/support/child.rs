@@ -87,13 +87,28 @@ impl Child {
         self.exit.status.lock().is_none()
     }
 
-    /// Sends a signal, for example [`Signal::STOP`] and [`Signal::CONT`]; does nothing once the process has ended.
+    /// Sends a signal; does nothing once the process has ended.
     pub(crate) fn signal(&self, signal: Signal) {
         let status = self.exit.status.lock();
         if status.is_none() {
             // Fails only for a process that is gone, which the lock rules out, or that took other rights.
             _ = kill_process(self.pid, signal);
         }
+    }
+
+    /// Stops the process where it is, until [`Child::thaw`], and returns when none of its threads runs any longer. A signal
+    /// alone is only on its way when it was sent: on a busy machine other threads work on until the one that takes it has a
+    /// turn.
+    pub(crate) fn freeze(&self) {
+        self.signal(Signal::STOP);
+        // The kernel tells the parent once the last thread has stopped. It fails where the process has ended.
+        let stopped = WaitIdOptions::STOPPED | WaitIdOptions::NOWAIT;
+        while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(self.pid), stopped) {}
+    }
+
+    /// Lets a frozen process go on.
+    pub(crate) fn thaw(&self) {
+        self.signal(Signal::CONT);
     }
 
     /// Asks the process to end.
@@ -124,8 +139,8 @@ impl Drop for Child {
             show_tail(self);
         }
         self.terminate();
-        // A stopped process would keep the request to itself.
-        self.signal(Signal::CONT);
+        // A frozen process would keep the request to itself.
+        self.thaw();
         if self.wait_exit(Instant::now() + GRACE).is_none() {
             self.kill9();
             self.wait_exit(Instant::now() + GRACE);

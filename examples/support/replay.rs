@@ -19,6 +19,10 @@ use super::workload::{Session, Workload};
 pub(crate) struct Sample {
     /// Why it counts as an error.
     pub(crate) error: Option<String>,
+    /// Whose system prompt it had.
+    pub(crate) group: usize,
+    /// When it was sent, from the start of the workload.
+    pub(crate) sent: Duration,
     pub(crate) ttft: Duration,
     /// Until the end of the answer.
     pub(crate) took: Duration,
@@ -38,6 +42,14 @@ pub(crate) struct Sample {
     pub(crate) answer: String,
 }
 
+impl Sample {
+    /// Whether the same engine had another request of the same group before its first token, while it had this one.
+    fn is_prefilled_beside(&self, other: &Self) -> bool {
+        let alike = self.group == other.group && self.engine == other.engine && !std::ptr::eq(self, other);
+        alike && self.sent < other.sent + other.ttft && other.sent < self.sent + self.ttft
+    }
+}
+
 /// Replays every session at its time and reports each finished request.
 pub(crate) async fn run(
     url: String,
@@ -52,13 +64,18 @@ pub(crate) async fn run(
         let (client, url, on_request) = (client.clone(), url.clone(), on_request.clone());
         sessions.spawn(async move {
             tokio::time::sleep(session.arrives.saturating_sub(began.elapsed())).await;
-            converse(&client, &url, &session, |sample| on_request(sample)).await
+            converse(&client, &url, (&session, began), |sample| on_request(sample)).await
         });
     }
     sessions.join_all().await.into_iter().flatten().collect()
 }
 
-async fn converse(client: &reqwest::Client, url: &str, session: &Session, on_request: impl Fn(&Sample)) -> Vec<Sample> {
+async fn converse(
+    client: &reqwest::Client,
+    url: &str,
+    (session, began): (&Session, Instant),
+    on_request: impl Fn(&Sample),
+) -> Vec<Sample> {
     let mut samples = Vec::new();
     let mut answers = Vec::new();
     for turn in &session.turns {
@@ -66,7 +83,8 @@ async fn converse(client: &reqwest::Client, url: &str, session: &Session, on_req
         let mut body = session.request(MODEL, &answers);
         body["stream"] = json!(true);
         body["stream_options"] = json!({"include_usage": true});
-        let sample = chat(client, url, &body).await;
+        let sent = began.elapsed();
+        let sample = Sample { group: session.group, sent, ..chat(client, url, &body).await };
         on_request(&sample);
         let failed = sample.error.is_some();
         answers.push(sample.answer.clone());
@@ -166,6 +184,9 @@ pub(crate) struct Prediction {
     pub(crate) exact: usize,
     /// Of the others: the engine delivered more, because a block was computed between the decision and the schedule.
     pub(crate) delivered_more: usize,
+    /// Of those: the engine prefilled another request of the same group at the same time. Which of two that begin alike
+    /// comes first is known to nobody when they are routed, and the second finds what the first has computed.
+    pub(crate) beside_another: usize,
     /// Of the others: the engine delivered less, because a block was evicted in between.
     pub(crate) delivered_less: usize,
     pub(crate) mean_abs_error_tokens: f64,
@@ -187,15 +208,52 @@ pub(crate) fn figures(samples: &[Sample]) -> Figures {
 }
 
 pub(crate) fn prediction(samples: &[Sample]) -> Prediction {
-    let pairs = samples.iter().filter(|sample| sample.error.is_none());
-    let errors: Vec<i64> =
-        pairs.filter_map(|sample| Some(sample.cached_tokens as i64 - sample.predicted_tokens? as i64)).collect();
+    let error = |sample: &Sample| Some(sample.cached_tokens as i64 - sample.predicted_tokens? as i64);
+    let good: Vec<&Sample> = samples.iter().filter(|sample| sample.error.is_none()).collect();
+    let errors: Vec<i64> = good.iter().filter_map(|sample| error(sample)).collect();
+    let more = good.iter().filter(|sample| error(sample).is_some_and(|error| error > 0));
     let sum: u64 = errors.iter().map(|error| error.unsigned_abs()).sum();
     Prediction {
         requests: errors.len(),
         exact: errors.iter().filter(|error| **error == 0).count(),
         delivered_more: errors.iter().filter(|error| **error > 0).count(),
+        beside_another: more.filter(|sample| good.iter().any(|other| sample.is_prefilled_beside(other))).count(),
         delivered_less: errors.iter().filter(|error| **error < 0).count(),
         mean_abs_error_tokens: if errors.is_empty() { 0.0 } else { sum as f64 / errors.len() as f64 },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sent and answered with the first token at these milliseconds.
+    fn sample(group: usize, engine: &str, (sent, first): (u64, u64), (predicted, cached): (u64, u64)) -> Sample {
+        Sample {
+            group,
+            engine: Some(engine.to_owned()),
+            sent: Duration::from_millis(sent),
+            ttft: Duration::from_millis(first - sent),
+            predicted_tokens: Some(predicted),
+            cached_tokens: cached,
+            ..Sample::default()
+        }
+    }
+
+    #[test]
+    fn only_what_was_computed_beside_one_that_begins_alike_could_not_be_foreseen() {
+        let other = sample(1, "a", (100, 200), (0, 0));
+        let beside = |sample: Sample| {
+            let told = prediction(&[other.clone(), sample]);
+            assert_eq!(told.exact + told.delivered_more + told.delivered_less, 2);
+            (told.delivered_more, told.beside_another)
+        };
+        assert_eq!(beside(sample(1, "a", (150, 300), (0, 16))), (1, 1), "behind it");
+        assert_eq!(beside(sample(1, "a", (50, 150), (0, 16))), (1, 1), "before it");
+        assert_eq!(beside(sample(1, "a", (201, 300), (0, 16))), (1, 0), "after its first token");
+        assert_eq!(beside(sample(1, "b", (150, 300), (0, 16))), (1, 0), "elsewhere");
+        assert_eq!(beside(sample(2, "a", (150, 300), (0, 16))), (1, 0), "of another group");
+        assert_eq!(beside(sample(1, "a", (150, 300), (16, 0))), (0, 0), "less than foreseen");
+        assert_eq!(beside(sample(1, "a", (150, 300), (16, 16))), (0, 0), "as foreseen");
     }
 }

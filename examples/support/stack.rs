@@ -10,7 +10,6 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::child::Child;
@@ -115,11 +114,14 @@ impl Engine {
         self.child.as_ref().map(Child::pid)
     }
 
-    /// Sends it a signal, if it runs.
-    pub(crate) fn signal(&self, signal: Signal) {
-        if let Some(child) = &self.child {
-            child.signal(signal);
-        }
+    /// Stops it where it is, if it runs.
+    pub(crate) fn freeze(&self) {
+        self.child.as_ref().inspect(|child| child.freeze());
+    }
+
+    /// Lets it go on.
+    pub(crate) fn thaw(&self) {
+        self.child.as_ref().inspect(|child| child.thaw());
     }
 
     /// Its entry in the workers file.

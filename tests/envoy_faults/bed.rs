@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use reqwest::Response;
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
@@ -168,12 +167,6 @@ impl Bed {
 
     async fn text(&self, url: &str) -> String {
         self.http.get(url).send().await.unwrap().text().await.unwrap()
-    }
-
-    /// Sends a signal to an engine.
-    pub(crate) fn signal_engine(&self, at: usize, signal: Signal) {
-        let pid = self.stack.engines[at].pid().unwrap();
-        kill_process(Pid::from_raw(pid.cast_signed()).unwrap(), signal).unwrap();
     }
 
     /// Tells an engine how to misbehave.

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use futures_util::future::join_all;
-use rustix::process::Signal;
 use serde_json::json;
 use tokio::io::AsyncWriteExt as _;
 
@@ -31,12 +30,12 @@ async fn a_client_that_leaves_during_its_upload_leaves_nothing_open() {
 #[tokio::test]
 async fn a_client_that_leaves_while_warmroute_holds_its_request_leaves_nothing_booked() {
     let bed = Bed::start(1, &[], Patience::Long).await;
-    bed.stack.router().unwrap().signal(Signal::STOP);
+    bed.stack.router().unwrap().freeze();
     let asking = bed.asking_many(8, "held", 5);
     bed.wait_held(8).await;
     asking.iter().for_each(tokio::task::JoinHandle::abort);
     bed.wait_held(0).await;
-    bed.stack.router().unwrap().signal(Signal::CONT);
+    bed.stack.router().unwrap().thaw();
     bed.quiet().await;
     bed.routed_again().await;
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
-use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -24,7 +24,7 @@ async fn fifteen_hundred_streams_at_once_are_all_answered_and_nothing_stays_book
     let bed = Bed::start(3, &[&many[..], &fast[..]].concat(), Patience::Long).await;
     // Frozen engines hold every request for as long as it takes to send them all.
     for at in 0..3 {
-        bed.signal_engine(at, Signal::STOP);
+        bed.stack.engines[at].freeze();
     }
     let asking = (0..1500).map(|at| bed.asking(stream(&format!("{at}"), 8))).collect();
     bed.wait_load("active_requests", 1500).await;
@@ -32,7 +32,7 @@ async fn fifteen_hundred_streams_at_once_are_all_answered_and_nothing_stays_book
     assert!(bed.load("active_blocks").await > 1500);
     assert!(bed.load("active_prefill_tokens").await > 1500);
     for at in 0..3 {
-        bed.signal_engine(at, Signal::CONT);
+        bed.stack.engines[at].thaw();
     }
     let answers = all(asking).await;
     let strays: Vec<_> = answers.iter().filter(|answer| answer.mode.as_deref() != Some("exact")).collect();

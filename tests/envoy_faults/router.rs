@@ -1,7 +1,6 @@
 //! warmroute killed or frozen, in every phase of a request.
 
 use futures_util::future::join_all;
-use rustix::process::Signal;
 
 use crate::bed::{Bed, Patience, SOON, all, chat, stream, whole};
 use crate::support::ports::until;
@@ -19,7 +18,7 @@ async fn down_and_up_again(bed: &mut Bed) {
 async fn no_request_is_lost_when_warmroute_is_killed_while_it_holds_them() {
     let mut bed = Bed::start(2, &[], Patience::Long).await;
     let warm = bed.ask(&chat("a warm prompt", 2)).await;
-    bed.stack.router().unwrap().signal(Signal::STOP);
+    bed.stack.router().unwrap().freeze();
     let asking = bed.asking_many(8, "held", 5);
     bed.wait_held(8).await;
     bed.stack.kill9_router();
@@ -79,14 +78,14 @@ async fn a_frozen_warmroute_delays_requests_by_the_message_timeout_and_loses_non
     let body = stream("running", 40);
     let mut running = bed.post(&body).send().await.unwrap();
     let first = running.chunk().await.unwrap().unwrap();
-    bed.stack.router().unwrap().signal(Signal::STOP);
+    bed.stack.router().unwrap().freeze();
     for answer in all(bed.asking_many(8, "frozen", 5)).await {
         assert_eq!(answer.mode, None);
     }
     let rest = running.bytes().await.unwrap();
     let text = [&first[..], &rest[..]].concat();
     assert_eq!(crate::bed::usage_of_stream(std::str::from_utf8(&text).unwrap())["completion_tokens"], 40);
-    bed.stack.router().unwrap().signal(Signal::CONT);
+    bed.stack.router().unwrap().thaw();
     bed.routed_again().await;
 }
 

@@ -12,6 +12,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 
 use crate::bed::SOON;
 
@@ -61,34 +62,120 @@ impl Got {
     }
 }
 
-/// A request over a connection of its own that is sent step by step.
+/// A request that is sent step by step: a body in chunks, trailers behind it, and then the answer.
+pub(crate) trait Steps: Sized {
+    /// For messages.
+    const VERSION: &str;
+    /// What Envoy counts of such requests, from which one can tell that it has read the trailers.
+    const COUNTER: &str;
+    async fn begin(port: u16) -> Self;
+    async fn chunk(&mut self, bytes: &[u8]);
+    async fn trailers(&mut self);
+    /// How far the counter goes by what was sent.
+    fn counts(&self) -> u64;
+    async fn answer(self) -> Got;
+}
+
+/// In HTTP/1.1, over a connection of its own.
 pub(crate) struct Http1 {
     pub(crate) stream: TcpStream,
+    written: u64,
 }
 
 impl Http1 {
     /// Connects and sends the head.
     pub(crate) async fn begin(port: u16, headers: &str) -> Self {
-        let mut stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+        let stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+        let mut client = Self { stream, written: 0 };
         let head = format!(
             "POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n\
              connection: close\r\n{headers}\r\n"
         );
-        stream.write_all(head.as_bytes()).await.unwrap();
-        Self { stream }
+        client.write(head.as_bytes()).await;
+        client
+    }
+
+    async fn write(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).await.unwrap();
+        self.written += bytes.len() as u64;
     }
 
     /// Sends a chunk of a body in chunks.
     pub(crate) async fn chunk(&mut self, bytes: &[u8]) {
-        self.stream.write_all(&[format!("{:x}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat()).await.unwrap();
+        self.write(&[format!("{:x}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat()).await;
     }
 
     /// Ends a body in chunks and reads the answer.
     pub(crate) async fn end(mut self) -> Got {
         self.stream.write_all(b"0\r\n\r\n").await.unwrap();
+        self.answer().await
+    }
+}
+
+impl Steps for Http1 {
+    const VERSION: &str = "HTTP/1.1";
+    const COUNTER: &str = "http.ingress.downstream_cx_rx_bytes_total";
+
+    async fn begin(port: u16) -> Self {
+        Self::begin(port, "transfer-encoding: chunked\r\ntrailer: x-checked\r\n").await
+    }
+
+    async fn chunk(&mut self, bytes: &[u8]) {
+        self.chunk(bytes).await;
+    }
+
+    async fn trailers(&mut self) {
+        self.write(b"0\r\nx-checked: yes\r\n\r\n").await;
+    }
+
+    fn counts(&self) -> u64 {
+        self.written
+    }
+
+    async fn answer(self) -> Got {
         let (mut reading, _writing) = self.stream.into_split();
         read(&mut reading, Vec::new()).await
     }
+}
+
+/// The same in HTTP/2.
+pub(crate) struct Http2 {
+    frames: mpsc::Sender<Frame<Bytes>>,
+    trailers: u64,
+    answer: JoinHandle<Got>,
+}
+
+impl Steps for Http2 {
+    const VERSION: &str = "HTTP/2";
+    const COUNTER: &str = "http2.trailers";
+
+    async fn begin(port: u16) -> Self {
+        let (frames, pieces) = mpsc::channel(16);
+        let body = reqwest::Body::wrap(Pieces { frames: pieces, length: None });
+        Self { frames, trailers: 0, answer: tokio::spawn(post2(port, false, body)) }
+    }
+
+    async fn chunk(&mut self, bytes: &[u8]) {
+        self.frames.send(Frame::data(Bytes::copy_from_slice(bytes))).await.unwrap();
+    }
+
+    async fn trailers(&mut self) {
+        self.frames.send(Frame::trailers(checked())).await.unwrap();
+        self.trailers += 1;
+    }
+
+    fn counts(&self) -> u64 {
+        self.trailers
+    }
+
+    async fn answer(self) -> Got {
+        drop(self.frames);
+        self.answer.await.unwrap()
+    }
+}
+
+fn checked() -> HeaderMap {
+    HeaderMap::from_iter([("x-checked".parse().unwrap(), HeaderValue::from_static("yes"))])
 }
 
 /// Sends a request in HTTP/1.1; fails where the answer takes too long.
@@ -197,8 +284,7 @@ fn pieces(body: &[u8], upload: Upload) -> reqwest::Body {
             }
         }
         if upload.trailers {
-            let trailers = HeaderMap::from_iter([("x-checked".parse().unwrap(), HeaderValue::from_static("yes"))]);
-            _ = send.send(Frame::trailers(trailers)).await;
+            _ = send.send(Frame::trailers(checked())).await;
         }
     });
     reqwest::Body::wrap(Pieces { frames, length })
@@ -206,13 +292,17 @@ fn pieces(body: &[u8], upload: Upload) -> reqwest::Body {
 
 /// The same in HTTP/2.
 pub(crate) async fn http2(port: u16, body: &[u8], upload: Upload) -> Got {
+    post2(port, upload.expect, pieces(body, upload)).await
+}
+
+async fn post2(port: u16, expect: bool, body: reqwest::Body) -> Got {
     let client = warmroute::tls::client().timeout(SOON).http2_prior_knowledge().build().unwrap();
     let mut request = client.post(format!("http://127.0.0.1:{port}/v1/chat/completions"));
     request = request.header("content-type", "application/json");
-    if upload.expect {
+    if expect {
         request = request.header("expect", "100-continue");
     }
-    let response = request.body(pieces(body, upload)).send().await.unwrap();
+    let response = request.body(body).send().await.unwrap();
     assert_eq!(response.version(), reqwest::Version::HTTP_2);
     take(response).await
 }

@@ -2,7 +2,6 @@
 
 use futures_util::future::join_all;
 use reqwest::Response;
-use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::bed::{SOON, chat, engine, stream};
@@ -180,13 +179,9 @@ impl Gateway {
 
     /// Waits until one of Envoy's clusters has so many requests in flight.
     async fn wait_active(&self, cluster: &str, wanted: usize) {
-        let url = self.stack.standalone().admin_url(&format!("/stats?filter=cluster.{cluster}.upstream_rq_active"));
-        let mut page = String::new();
-        let reached = until(SOON, async || {
-            page = self.http.get(&url).send().await.unwrap().text().await.unwrap();
-            page.lines().any(|line| line == format!("cluster.{cluster}.upstream_rq_active: {wanted}"))
-        });
-        assert!(reached.await, "{page}, not {wanted}");
+        let what = format!("cluster.{cluster}.upstream_rq_active");
+        let reached = until(SOON, async || self.envoy_counts(&what).await == wanted as u64).await;
+        assert!(reached, "{} in flight, not {wanted}", self.envoy_counts(&what).await);
     }
 
     /// Every listener's requests are routed exactly, and nothing is booked after them.
@@ -201,18 +196,6 @@ impl Gateway {
         });
         join_all(served).await;
         self.quiet().await;
-    }
-
-    /// Stops warmroute where it is; every thread of it, which takes a moment.
-    async fn freeze(&self) {
-        let router = self.stack.router().unwrap();
-        router.signal(Signal::STOP);
-        let tasks = format!("/proc/{}/task", router.pid());
-        let stopped = |task: std::io::Result<std::fs::DirEntry>| {
-            let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
-            stat.rsplit(") ").next().unwrap().starts_with('T')
-        };
-        assert!(until(SOON, async || std::fs::read_dir(&tasks).unwrap().all(stopped)).await, "it runs on");
     }
 
     async fn kill_and_restart(&mut self, seen: impl AsyncFnOnce(&Gateway) -> Vec<String>) -> Vec<String> {
@@ -240,7 +223,7 @@ async fn hold_tokens(gateway: &Gateway, hold: bool) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn killed_with_requests_in_hand() {
     let mut gateway = gateway().await;
-    gateway.freeze().await;
+    gateway.stack.router().unwrap().freeze();
     let asked: Vec<_> = (0..ROWS.len())
         .map(|at| {
             let request = gateway.http.post(gateway.at(at, "/v1/chat/completions")).json(&chat("held"));
@@ -295,9 +278,9 @@ async fn killed_in_the_middle_of_streams_and_down() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frozen() {
     let gateway = gateway().await;
-    gateway.freeze().await;
+    gateway.stack.router().unwrap().freeze();
     let seen = gateway.outcomes(ROWS.len(), &chat("frozen")).await;
-    gateway.stack.router().unwrap().signal(Signal::CONT);
+    gateway.stack.router().unwrap().thaw();
     assert_rows("frozen", &seen, |row| row.frozen);
     gateway.well_again().await;
 }

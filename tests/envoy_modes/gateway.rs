@@ -84,6 +84,15 @@ impl Gateway {
         Self { bed, ports }
     }
 
+    /// One of Envoy's counters and gauges.
+    pub(crate) async fn envoy_counts(&self, what: &str) -> u64 {
+        let url = self.stack.standalone().admin_url(&format!("/stats?filter=^{what}$"));
+        let page = self.http.get(&url).send().await.unwrap().text().await.unwrap();
+        // Some are not there before they count.
+        let Some(told) = page.trim().strip_prefix(what) else { return 0 };
+        told.trim_start_matches(": ").parse().unwrap()
+    }
+
     /// A URL at one of the listeners.
     pub(crate) fn at(&self, listener: usize, path: &str) -> String {
         format!("http://127.0.0.1:{}{path}", self.ports[listener])

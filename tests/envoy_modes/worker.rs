@@ -1,6 +1,8 @@
 //! A worker that takes any body and tells what it received, under the model that the body names.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use axum::Json;
 use axum::Router;
@@ -8,6 +10,7 @@ use axum::body::{Body, Bytes};
 use axum::extract::Request;
 use axum::http::HeaderName;
 use axum::response::{IntoResponse, Response};
+use futures_util::StreamExt as _;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::task::AbortHandle;
@@ -22,6 +25,8 @@ pub(crate) const PIECES: &str = "x-answer-in-pieces-of";
 /// It ends by drop.
 pub(crate) struct Worker {
     pub(crate) address: SocketAddr,
+    /// Bytes of bodies that have arrived.
+    arrived: Arc<AtomicUsize>,
     task: AbortHandle,
 }
 
@@ -33,9 +38,16 @@ impl Worker {
     pub(crate) async fn at(address: &str) -> Self {
         let listener = TcpListener::bind(address).await.unwrap();
         let address = listener.local_addr().unwrap();
-        let app = Router::new().fallback(move |request| answer(address, request));
+        let arrived = Arc::new(AtomicUsize::new(0));
+        let counted = arrived.clone();
+        let app = Router::new().fallback(move |request| answer(address, counted.clone(), request));
         let task = tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
-        Self { address, task }
+        Self { address, arrived, task }
+    }
+
+    /// Bytes of bodies that have arrived, of all requests.
+    pub(crate) fn arrived(&self) -> usize {
+        self.arrived.load(Ordering::SeqCst)
     }
 
     /// An engine that publishes for it, so that what comes here is routed exactly.
@@ -50,12 +62,16 @@ impl Drop for Worker {
     }
 }
 
-async fn answer(address: SocketAddr, request: Request) -> Response {
+async fn answer(address: SocketAddr, arrived: Arc<AtomicUsize>, request: Request) -> Response {
     let (head, body) = request.into_parts();
     let text = |(name, value): (&HeaderName, &axum::http::HeaderValue)| json!([name.as_str(), value.to_str().unwrap()]);
     let headers: Vec<Value> = head.headers.iter().map(text).collect();
-    let body = axum::body::to_bytes(body, usize::MAX).await;
-    let Ok(body) = body else { return axum::http::StatusCode::BAD_REQUEST.into_response() };
+    let (mut pieces, mut body) = (body.into_data_stream(), Vec::new());
+    while let Some(piece) = pieces.next().await {
+        let Ok(piece) = piece else { return axum::http::StatusCode::BAD_REQUEST.into_response() };
+        body.extend_from_slice(&piece);
+        arrived.fetch_add(piece.len(), Ordering::SeqCst);
+    }
     let parsed: Value = serde_json::from_slice(&body).unwrap_or_default();
     let received = json!({
         "id": "answer-1", "object": "chat.completion", "model": parsed["model"], "method": head.method.as_str(),

@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 
 use futures_util::StreamExt as _;
-use rustix::process::Signal;
 use serde_json::{Value, json};
 use warmroute::ext_proc::contract::Contract;
 
@@ -254,10 +253,10 @@ async fn outlives_warmroute(way: Way) {
     let ask = async || paced(&deployment).send().await.unwrap().status().as_u16();
     assert!(until(PATIENCE, async || ask().await == 200).await);
     let open = begin(paced(&deployment), &workers).await;
-    deployment.router().unwrap().signal(Signal::STOP);
+    deployment.router().unwrap().freeze();
     assert_eq!(is_whole(open, &workers).await, way.survives, "frozen while an answer streams");
     assert_eq!(ask().await, way.away, "warmroute is frozen");
-    deployment.router().unwrap().signal(Signal::CONT);
+    deployment.router().unwrap().thaw();
     assert!(until(PATIENCE, async || ask().await == 200).await);
     outlives_a_restart(way, deployment, &workers).await;
 }

@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt as _, stream as streams};
-use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::bed::{Answer, Bed, SOON, chat, essay, patient, stream, text};
@@ -121,12 +120,12 @@ async fn a_client_that_leaves_has_the_prefill_aborted() {
     let at_work = async || bed.engine_sum(&PREFILL, "vllm:num_requests_running").await == 1.0;
     assert!(until(SOON, at_work).await, "the copy has arrived");
     // Who decodes cannot tell the other any more.
-    DECODE.iter().for_each(|id| bed.engine(*id).signal(Signal::STOP));
+    DECODE.iter().for_each(|id| bed.engine(*id).freeze());
     asking.abort();
     bed.shows("the engine is told", |page| page.sum("prefill_aborts_total", &[("outcome", "told")]) == 1.0).await;
     let aborted = async || bed.engine_sum(&PREFILL, "engine_sim:aborted_total").await == 1.0;
     assert!(until(SOON, aborted).await);
-    DECODE.iter().for_each(|id| bed.engine(*id).signal(Signal::CONT));
+    DECODE.iter().for_each(|id| bed.engine(*id).thaw());
     bed.quiet().await;
     let idle = async || bed.engines("vllm:num_requests_running").await == 0.0;
     assert!(until(SOON, idle).await, "nobody works for nobody");
