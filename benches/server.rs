@@ -43,6 +43,7 @@ use clap::Parser;
 
 use bed::{Bed, Setting, Side};
 use duel::Table;
+use goals::CHAT;
 use measure::Sample;
 use sweeps::{Case, Extent, UNKNOWN};
 
@@ -52,7 +53,7 @@ struct Cli {
     /// Rounds, in each of which both servers have their turn
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Another build of warmroute than this one, with its first arguments
+    /// Another build of warmroute than the shipped one, with its first arguments
     #[arg(long, num_args = 1.., value_name = "PROGRAM")]
     warmroute: Vec<OsString>,
     /// Write the rows as JSON
@@ -85,19 +86,21 @@ fn main() -> ExitCode {
 
 async fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     let dir = tempfile::Builder::new().prefix("warmroute-server-").tempdir()?;
-    let ours = cli.warmroute.clone();
+    // As it is shipped, with its own allocator.
+    let shipped = || vec![env!("CARGO_BIN_EXE_warmroute").into()];
+    let ours = if cli.warmroute.is_empty() { shipped() } else { cli.warmroute.clone() };
     let setting = Setting { workers: 8, watch: false, threads: 1, ours: ours.clone() };
     let (rounds, turn) = (cli.rounds, Duration::from_secs(2));
     let extent = Extent { rounds, turn, requests: 2_000, short: false, threads: 1, seed: 7, by_load: false, ours };
     let mut table = Table::default();
 
     let bed = Bed::start(&setting, &dir.path().join("requests")).await?;
-    for (name, bytes) in [("1 KB", 1_000), ("32 KB", 32_000)] {
-        let alone =
-            Case { model: UNKNOWN, ..Case::of(format!("server CPU per request, {name}, by load"), (bytes, false), 16) };
-        let warm = Case::of(format!("server CPU per request, {name}, warm prompt"), (bytes, true), 16);
-        let cold = Case::of(format!("server CPU per request, {name}, new prompt"), (bytes, false), 16);
-        for (case, goal) in [(alone, Some(REQUEST)), (warm, Some(REQUEST)), (cold, None)] {
+    for (name, bytes, goal) in
+        [("1 KB", 1_000, Some(REQUEST)), ("32 KB", 32_000, Some(REQUEST)), ("220 KB", CHAT, None)]
+    {
+        let case = |prompt, warm| Case::of(format!("server CPU per request, {name}, {prompt}"), (bytes, warm), 16);
+        let alone = Case { model: UNKNOWN, ..case("by load", false) };
+        for (case, goal) in [(alone, goal), (case("warm prompt", true), goal), (case("new prompt", false), None)] {
             if wanted(cli, &case) {
                 enter(&mut table, (&bed, &extent), case, goal, |sample| sample.cpu_server).await?;
             }

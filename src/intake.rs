@@ -1,11 +1,12 @@
 //! From a request as somebody brings it (Envoy, an API client, an operator with a file) to a question for the router:
-//! parse, render, tokenise, hash, and what the client wishes. Quick prompts are encoded where they arrive; others on the
-//! blocking pool behind a bounded queue, with a deadline. Every failure on the way is one step down the ladder with
+//! parse, render, tokenise, hash, and what the client wishes. Quick prompts are encoded where they arrive; others on
+//! threads for that behind a bounded queue, with a deadline. Every failure on the way is one step down the ladder with
 //! its reason, and never an error for the client.
 
 mod agreed;
 mod beginning;
 pub mod config;
+mod crew;
 mod direct;
 mod encoded;
 pub mod engine_tokens;
@@ -86,7 +87,7 @@ pub enum Body {
 pub struct Limits {
     /// Bodies up to this size are encoded on the caller's own thread.
     pub inline: usize,
-    /// Bodies that may wait for the blocking pool.
+    /// Bodies that may wait for the threads that encode.
     pub queue: usize,
     /// How long an encoding may take.
     pub deadline: Duration,
@@ -165,8 +166,7 @@ impl Intake {
     /// A way in.
     pub fn new(parts: Parts) -> Arc<Self> {
         // One encoder per core: more would only share the cores, and delay the async threads beside them.
-        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        let encoders = Arc::new(Semaphore::new(cores));
+        let encoders = Arc::new(Semaphore::new(crew::size()));
         Arc::new(Self { parts, encoders, queued: AtomicUsize::new(0), pace: Pace::default() })
     }
 
@@ -278,10 +278,10 @@ impl Intake {
         encoded
     }
 
-    /// Encodes on the blocking pool; `None` when the queue is full.
+    /// Encodes on a thread for that; `None` when the queue is full.
     async fn encode_queued(self: &Arc<Self>, api: Api, told: Told, shown: Shown) -> Option<Encoded> {
         let _place = Place::take(&self.queued, self.parts.limits.queue)?;
-        // The semaphore is never closed, and a lost task is a panic already turned into an error.
+        // The semaphore is never closed, and what is lost is a panic already turned into an error.
         let permit = self.encoders.clone().acquire_owned().await.ok()?;
         let intake = self.clone();
         let encode = move || {
@@ -289,7 +289,7 @@ impl Intake {
             let _permit = permit;
             intake.encode_now(api, &told, &shown)
         };
-        tokio::task::spawn_blocking(encode).await.ok()
+        crew::run(encode).await
     }
 
     fn encode_now(&self, api: Api, told: &Told, shown: &Shown) -> Encoded {

@@ -37,6 +37,10 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// an attack and ends the connection, with every other exchange on it.
 const RESETS: usize = 100_000;
 
+/// Bytes of a frame that Envoy may send. With the 16 KiB that are usual a long body comes in dozens of pieces, each of which
+/// is read, framed and handed over for itself.
+const FRAME: u32 = 256 << 10;
+
 /// Most calls at a time on one connection of a caller that is not Envoy.
 const MOST_STREAMS: u32 = 4096;
 
@@ -110,6 +114,7 @@ impl GrpcListener {
         let server = Server::builder()
             .http2_max_header_list_size(self.header_list)
             .max_concurrent_streams(self.streams)
+            .max_frame_size(Some(FRAME))
             .http2_max_pending_accept_reset_streams(Some(RESETS))
             .http2_max_local_error_reset_streams(Some(RESETS));
         match self.socket {

@@ -337,7 +337,7 @@ impl Intake {
             let _permit = permit;
             question(&intake, &model, &body)
         };
-        tokio::task::spawn_blocking(prepare).await.map_err(|_| "client")
+        super::crew::run(prepare).await.ok_or("client")
     }
 
     /// Takes what the engine said for the prompt; false where it said nothing of use.

@@ -1,15 +1,16 @@
-//! How quickly bodies become prompts at present. Handing one to the blocking pool costs two changes of threads, more than
-//! most bodies are worth once their beginning is known or the tokenizer is a quick one; but a body that takes long would keep
-//! a thread from all other exchanges. So what is expected to be quick is done where it arrives. Where bodies are tokenised, only
-//! these say anything about the next one: what cannot be read, or is not for us to read, takes hardly any time.
+//! How quickly bodies become prompts at present. Handing one to another thread and its prompt back costs two changes of
+//! threads, and the caches of two cores, which is much of what a body takes once its beginning is known or the tokenizer is a
+//! quick one; but a body that takes long would keep a thread from all other exchanges. So what is expected to be quick is done
+//! where it arrives. Where bodies are tokenised, only these say anything about the next one: what cannot be read, or is not for
+//! us to read, takes hardly any time.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// What is done where it arrives takes about so long at most.
-const QUICK: Duration = Duration::from_micros(250);
+const QUICK: Duration = Duration::from_millis(1);
 /// Longer bodies never are, should the next one be unlike all before it.
-const MOST: usize = 64 << 10;
+const MOST: usize = 256 << 10;
 /// How much of a longer time is believed at once, and of a shorter one: a part in so many. Who was slow must show for a while
 /// that it no longer is.
 const SLOWER: i64 = 8;
@@ -81,7 +82,7 @@ mod tests {
     fn what_was_quick_is_expected_to_be_so_in_proportion_to_its_length() {
         let pace = Pace::default();
         pace.note(Became::Tokens, 10_000, Duration::from_micros(100));
-        let cases = [(10_000, true), (25_000, true), (25_001, false), (MOST + 1, false)];
+        let cases = [(10_000, true), (100_000, true), (100_001, false), (MOST + 1, false)];
         for (bytes, expected) in cases {
             assert_eq!(pace.takes_little(bytes), expected, "{bytes}");
         }
@@ -93,12 +94,12 @@ mod tests {
     #[test]
     fn one_slow_body_is_remembered_for_many_quick_ones() {
         let pace = Pace::default();
-        pace.note(Became::Tokens, 10_000, Duration::from_micros(100));
-        pace.note(Became::Tokens, 10_000, Duration::from_millis(10));
-        assert!(!pace.takes_little(10_000));
+        pace.note(Became::Tokens, 40_000, Duration::from_micros(400));
+        pace.note(Became::Tokens, 40_000, Duration::from_millis(40));
+        assert!(!pace.takes_little(40_000));
         let quick = (0..).take_while(|_| {
-            pace.note(Became::Tokens, 10_000, Duration::from_micros(100));
-            !pace.takes_little(10_000)
+            pace.note(Became::Tokens, 40_000, Duration::from_micros(400));
+            !pace.takes_little(40_000)
         });
         let quick = quick.count();
         assert!((50..200).contains(&quick), "{quick}");

@@ -6,6 +6,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 
 use parking_lot::Mutex;
 use tokenizers::Tokenizer;
@@ -15,6 +16,9 @@ use super::{Fast, hard};
 /// Most bytes of a text that are compared at once; the library takes some ten milliseconds for them.
 const COMPARED: usize = 32 << 10;
 
+/// Why a fast one is not used that panicked.
+const BROKE_OFF: &str = "it broke off";
+
 /// A tokenizer and its judge.
 pub(in crate::prompt) struct Checked {
     library: Tokenizer,
@@ -22,9 +26,9 @@ pub(in crate::prompt) struct Checked {
     fast: OnceLock<Fast>,
     /// Why the library does it for good.
     because: OnceLock<&'static str>,
-    /// Whether a piece of the next text is to be compared, and that piece.
+    /// Whether a piece of the next text is to be compared, and that piece with its tokens by the fast one.
     wanted: AtomicBool,
-    sample: Mutex<Option<String>>,
+    sample: Mutex<Option<(String, Vec<u32>)>>,
 }
 
 impl Checked {
@@ -37,7 +41,11 @@ impl Checked {
     /// Has the fast one from now on, where its parts are known and the hard texts have the same tokens; or why not.
     pub(in crate::prompt) fn quicken(&self) -> Result<(), &'static str> {
         if self.fast.get().is_none() && self.because.get().is_none() {
-            match Fast::new(&self.library).and_then(|fast| self.agreed(fast)) {
+            // On a thread of its own, with which goes what the fast one keeps for each.
+            let made = thread::scope(|scope| {
+                scope.spawn(|| Fast::new(&self.library).and_then(|fast| self.agreed(fast))).join()
+            });
+            match made.unwrap_or(Err(BROKE_OFF)) {
                 // Another one that came before is as good.
                 Ok(fast) => drop(self.fast.set(fast)),
                 Err(because) => self.refuse(because),
@@ -91,27 +99,24 @@ impl Checked {
         let _ = self.because.set(because);
     }
 
-    /// Keeps a piece of a text where one is wanted.
+    /// Keeps a piece of a text where one is wanted. Its tokens are made here and not where they are compared, because the
+    /// fast one keeps many megabytes for each thread that asks it.
     fn offer(&self, text: &str) {
         if self.wanted.load(Ordering::Relaxed) && self.wanted.swap(false, Ordering::Relaxed) {
-            *self.sample.lock() = Some(piece(text, rand::random_range(0..=text.len())).to_owned());
+            let piece = piece(text, rand::random_range(0..=text.len()));
+            *self.sample.lock() = self.fast_ids(piece).map(|ids| (piece.to_owned(), ids));
         }
     }
 
     /// Compares what was kept since the last time, if anything was, and lets another piece be kept; whether they differ.
     pub(in crate::prompt) fn compare(&self) -> Option<bool> {
         let sample = self.sample.lock().take();
-        let differs = sample.and_then(|text| self.differs(&text));
+        let differs = sample.and_then(|(text, ids)| self.differ(&text, &ids));
         if differs == Some(true) {
             self.refuse("on a request it differed from the library");
         }
         self.wanted.store(self.because.get().is_none(), Ordering::Relaxed);
         differs
-    }
-
-    /// Whether both give a text different tokens; nothing where one gives none.
-    fn differs(&self, text: &str) -> Option<bool> {
-        self.differ(text, &self.fast_ids(text)?)
     }
 
     /// Whether the library gives a text other tokens than these.
@@ -123,7 +128,7 @@ impl Checked {
 
 /// What the fast one makes of a text; or why it is not used again, where it panics.
 fn tried(fast: &Fast, text: &str) -> Result<Option<Vec<u32>>, &'static str> {
-    catch_unwind(AssertUnwindSafe(|| fast.ids(text))).map_err(|_| "it broke off")
+    catch_unwind(AssertUnwindSafe(|| fast.ids(text))).map_err(|_| BROKE_OFF)
 }
 
 /// As much of a text as is compared, around a place in it.
