@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 
 use anyhow::Context as _;
 use clap::Parser;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 use tokio::signal::unix::{SignalKind, signal};
 
 #[derive(Debug, Parser)]
@@ -26,7 +26,7 @@ struct Cli {
 async fn main() -> anyhow::Result<()> {
     tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_writer(std::io::stderr).init();
     let cli = Cli::parse();
-    let listener = TcpListener::bind(cli.listen).await.with_context(|| format!("cannot listen on {}", cli.listen))?;
+    let listener = listen(cli.listen).with_context(|| format!("cannot listen on {}", cli.listen))?;
     let mut terminate = signal(SignalKind::terminate())?;
     tokio::select! {
         ended = engine::run(cli.engine, listener) => ended,
@@ -34,6 +34,15 @@ async fn main() -> anyhow::Result<()> {
         interrupted = tokio::signal::ctrl_c() => Ok(interrupted?),
         () = stdin_eof(), if cli.exit_on_stdin_eof => Ok(()),
     }
+}
+
+/// As the engines' servers do, with room for many connections that are not taken yet: of 128, which is what `bind` asks for, a
+/// burst of clients to an engine that stands still loses most, and each of them tries again only after seconds.
+fn listen(at: SocketAddr) -> std::io::Result<TcpListener> {
+    let socket = if at.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    socket.set_reuseaddr(true)?;
+    socket.bind(at)?;
+    socket.listen(2048)
 }
 
 /// Reads on a thread of its own: tokio's would keep the runtime from ending while a read is blocked.
