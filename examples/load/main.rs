@@ -40,6 +40,10 @@ use support::envoy;
 use support::signals::run_until_signal;
 use sweeps::{Extent, Sweep};
 
+/// That of the binary: warmroute runs here as it is shipped, and the bare server beside it.
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
 /// Measures Envoy alone, with a bare external processor and with warmroute.
 #[derive(Debug, Parser)]
 struct Cli {
