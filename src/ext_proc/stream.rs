@@ -12,7 +12,7 @@ use tonic::Streaming;
 use super::exchange::{Effect, Exchange, Inbound, Start};
 use super::first_tokens::Awaited;
 use super::held::Share;
-use super::message::Incoming;
+use super::message::{Incoming, Message};
 use super::pipeline::Routed;
 use super::record::Record;
 use super::reject;
@@ -45,6 +45,8 @@ pub(super) struct Stream {
     /// By which name other filters know the exchange.
     name: Option<String>,
     retries: Option<Listening>,
+    /// Whether the prefill of the try under way failed, so that whoever decodes was told to end.
+    aborted: bool,
     held: Share,
     /// When the request's body has to be there.
     deadline: Instant,
@@ -80,6 +82,7 @@ impl Stream {
             first_token,
             name,
             retries: None,
+            aborted: false,
             held: kept.held.share(),
             deadline: Instant::now() + live.upload,
             live,
@@ -113,8 +116,10 @@ impl Stream {
                     self.held.set(self.exchange.held(), usize::MAX);
                     done
                 }
-                Ok(Event::Turn(turn)) if self.record.turned(&turn) => self.give_up(&mut early).await,
-                Ok(Event::Turn(_)) => Ok(()),
+                Ok(Event::Turn(turn)) => {
+                    self.aborted = matches!(turn, Turn::Failed(_));
+                    if self.record.turned(&turn) { self.give_up(&mut early).await } else { Ok(()) }
+                }
                 Ok(Event::Try(again)) => match self.try_again(*again).await {
                     true => Ok(()),
                     false => self.give_up(&mut early).await,
@@ -158,6 +163,13 @@ impl Stream {
         }
         self.exchange.hear(incoming.told);
         let Some(message) = incoming.message else { return Ok(()) };
+        // Envoy has no try left, and the engine says no more than that we told it to end.
+        if let Message::ResponseHeaders { head, .. } = &message
+            && self.aborted
+            && head.status >= 500
+        {
+            return self.give_up(early).await;
+        }
         let effects = self.exchange.on_message(message);
         self.carry_out(effects, early).await?;
         if self.held.set(self.exchange.held(), self.live.held) {
@@ -202,6 +214,7 @@ impl Stream {
     async fn try_again(&mut self, Try { head, to, body, answer }: Try) -> bool {
         let prefills = self.live.pipeline.prefills();
         let retried = Retried { to, path: head.path.clone(), headers: prefills.headers(&head), body };
+        self.aborted = false;
         let again = self.record.tried_again(self.live.pipeline.entrance(), retried).await;
         let goes_on = !matches!(again, Again::GivenUp);
         // Where the try is over by now, so is what was begun for it.
