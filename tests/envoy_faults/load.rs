@@ -62,7 +62,8 @@ async fn the_prefill_of_a_stream_ends_with_its_first_token_and_its_blocks_with_i
     bed.quiet().await;
 }
 
-/// An engine of which the test says when it answers: headers at once, the body when told.
+/// An engine of which the test says when it answers a chat: headers at once, the body when told. What else
+/// warmroute asks an engine (its tokens, its version) is not here: it would be told in place of the chat.
 async fn told_engine(content_type: &'static str) -> (std::net::SocketAddr, Arc<Notify>) {
     let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -75,7 +76,7 @@ async fn told_engine(content_type: &'static str) -> (std::net::SocketAddr, Arc<N
         });
         ([("content-type", content_type)], Body::from_stream(rest))
     };
-    let routes = axum::Router::new().fallback(answer);
+    let routes = axum::Router::new().route("/v1/chat/completions", axum::routing::post(answer));
     tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
     (address, told)
 }
