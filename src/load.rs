@@ -2,7 +2,6 @@
 //! `Reservation`, and ends when it is dropped, so that no path through the program can forget to release it. Costing and
 //! booking happen under one lock: two requests at the same instant cannot both see the same idle worker.
 
-use std::cell::Cell;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,18 +9,20 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, RwLock};
 use serde::Serialize;
 
-use crate::block::SequenceHash;
 use crate::worker::{Slot, WorkerRank};
 
 pub mod duration;
 pub mod ledger;
 
-mod blocks;
 mod prefill;
 mod reservation;
+mod sequences;
 mod table;
+mod tree;
+mod weight;
 
 pub use reservation::Reservation;
+pub use sequences::Sequences;
 
 use reservation::Part;
 use table::Table;
@@ -73,8 +74,8 @@ pub struct Booking {
     pub slot: Slot,
     /// Who is meant. If the slot belongs to somebody else by then, nothing is booked.
     pub rank: WorkerRank,
-    /// Complete blocks of the prompt.
-    pub sequences: Arc<[SequenceHash]>,
+    /// Complete blocks of its prompts.
+    pub sequences: Sequences,
     /// Length of the prompt.
     pub prompt_tokens: u64,
     /// How much of it is expected to be cached.
@@ -105,11 +106,18 @@ pub struct LoadTracker {
 type Hear = Arc<dyn Fn() + Send + Sync>;
 
 /// The load at one instant; nothing is booked or released while it is read.
+#[derive(Clone, Copy)]
 pub struct LoadView<'a> {
     table: &'a Table,
     now: Instant,
-    /// The last answer of `additional_blocks`, as a first guess for the next slot.
-    near: Cell<usize>,
+}
+
+/// Which blocks of a request would have to be added to those of the live requests, by slot.
+#[derive(Clone, Debug, Default)]
+pub struct Additional {
+    blocks: u64,
+    /// How many of them a slot holds; beyond the last nobody holds any.
+    held: Vec<u32>,
 }
 
 impl LoadTracker {
@@ -194,7 +202,7 @@ impl fmt::Debug for LoadTracker {
 
 impl<'a> LoadView<'a> {
     fn new(table: &'a Table, now: Instant) -> Self {
-        Self { table, now, near: Cell::new(0) }
+        Self { table, now }
     }
 
     /// The instant at which the load is read.
@@ -208,18 +216,23 @@ impl<'a> LoadView<'a> {
         self.table.load(slot, rank, self.now)
     }
 
-    /// Whether live requests hold no block of any prompt on this slot.
-    #[inline]
-    pub fn is_idle(&self, slot: Slot) -> bool {
-        self.table.is_idle(slot)
+    /// What of the blocks of a request is not already held by live requests, on all slots at once.
+    pub fn additional(&self, sequences: &Sequences) -> Additional {
+        Additional { blocks: sequences.blocks() as u64, held: self.table.held(sequences) }
+    }
+}
+
+impl Additional {
+    /// So many on every slot, because nobody shares them.
+    pub fn everywhere(blocks: u64) -> Self {
+        Self { blocks, held: Vec::new() }
     }
 
-    /// Blocks of one prompt, in order, that are not already held by live requests on this slot. Where a request has several
-    /// prompts, each is asked for by itself.
-    pub fn additional_blocks(&self, slot: Slot, sequences: &[SequenceHash]) -> u64 {
-        let matched = self.table.matched(slot, sequences, self.near.get());
-        self.near.set(matched);
-        (sequences.len() - matched) as u64
+    /// How many blocks on this slot.
+    #[inline]
+    pub fn of(&self, slot: Slot) -> u64 {
+        let held = self.held.get(slot.at()).map_or(0, |held| u64::from(*held));
+        self.blocks.saturating_sub(held)
     }
 }
 

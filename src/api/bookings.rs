@@ -58,7 +58,7 @@ impl Added {
     fn of(booking: &Booking) -> Self {
         let uncached = booking.prompt_tokens.saturating_sub(booking.cached_tokens);
         let prefill_tokens = if booking.track_prefill { uncached } else { 0 };
-        Self { rank: booking.rank, prefill_tokens, prompt_blocks: booking.sequences.len() as u64 }
+        Self { rank: booking.rank, prefill_tokens, prompt_blocks: booking.sequences.blocks() as u64 }
     }
 }
 

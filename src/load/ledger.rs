@@ -155,7 +155,7 @@ impl<B: Beside> Ledger<B> {
     /// Books. The same once more, an answer having been lost, is a sign of life and changes nothing. A later attempt takes
     /// the place of an earlier one.
     pub fn add(&mut self, attempt: Attempt<'_>, bookings: Vec<Booking>) -> Result<Change, Refused> {
-        let blocks = bookings.iter().map(|booking| booking.sequences.len()).sum();
+        let blocks = bookings.iter().map(|booking| booking.sequences.blocks()).sum();
         if self.is_known(attempt, bookings.iter(), blocks)? {
             return Ok(Change::None);
         }
@@ -379,7 +379,7 @@ impl<B> Entry<B> {
 }
 
 fn blocks_of(reservation: &Reservation) -> usize {
-    reservation.bookings().map(|booking| booking.sequences.len()).sum()
+    reservation.bookings().map(|booking| booking.sequences.blocks()).sum()
 }
 
 fn is_silent(heard: Instant, now: Instant, rules: &Rules) -> bool {

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::blocks::Weight;
 use super::table::{Share, Table};
+use super::weight::Weight;
 use super::{Booking, LoadTracker, LoadView};
 use crate::worker::{Slot, WorkerRank};
 

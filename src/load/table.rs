@@ -2,16 +2,19 @@
 
 use std::time::Instant;
 
-use super::blocks::{Blocks, Outputs, Weight};
 use super::prefill::{Prefills, Ticket};
+use super::sequences::Sequences;
+use super::tree::{Change, Leaf, Tree};
+use super::weight::{Outputs, Weight};
 use super::{Booking, Load, Part, RankLoad, Until};
-use crate::block::SequenceHash;
 use crate::worker::{Slot, WorkerRank};
 
 /// All rows.
 #[derive(Debug, Default)]
 pub(super) struct Table {
     rows: Vec<Option<Row>>,
+    /// The prompts of all rows.
+    prompts: Tree,
     terms: u64,
 }
 
@@ -23,9 +26,8 @@ struct Row {
     term: u64,
     requests: u64,
     prefills: Prefills,
-    prompts: Blocks,
-    /// Of the blocks of all answers.
-    outputs: u128,
+    /// Of the blocks of all prompts, and of all answers.
+    weight: u64,
 }
 
 /// What a booking holds in a row.
@@ -33,6 +35,8 @@ struct Row {
 pub(super) struct Share {
     term: u64,
     prefill: Option<Ticket>,
+    /// Where the prompts end that it holds.
+    leaves: Vec<Leaf>,
     /// Whether the first token was seen: then there is nothing left to prefill, wherever the booking goes.
     begun: bool,
     outputs: Outputs,
@@ -43,12 +47,18 @@ impl Table {
         if self.rows.len() <= slot.at() {
             self.rows.resize_with(slot.at() + 1, || None);
         }
+        let was_open = self.close(slot);
         self.terms += 1;
-        self.rows[slot.at()].replace(Row::new(rank, self.terms)).is_some()
+        self.rows[slot.at()] = Some(Row::new(rank, self.terms));
+        was_open
     }
 
     pub(super) fn close(&mut self, slot: Slot) -> bool {
-        self.rows.get_mut(slot.at()).and_then(Option::take).is_some()
+        let closed = self.rows.get_mut(slot.at()).and_then(Option::take);
+        if closed.as_ref().is_some_and(|row| row.requests > 0) {
+            self.prompts.forget(slot);
+        }
+        closed.is_some()
     }
 
     #[inline(always)]
@@ -56,26 +66,9 @@ impl Table {
         self.row(slot).filter(|row| row.rank == rank).map(|row| row.load(now))
     }
 
-    /// Whether no block of a prompt is held on a slot.
-    #[inline]
-    pub(super) fn is_idle(&self, slot: Slot) -> bool {
-        self.row(slot).is_none_or(|row| row.prompts.is_empty())
-    }
-
-    /// Leading blocks of a prompt that are held on a slot. `near` is a guess, usually the answer for another slot: the
-    /// prompts that workers have in common end at the same block, and then two look-ups do.
-    pub(super) fn matched(&self, slot: Slot, sequences: &[SequenceHash], near: usize) -> usize {
-        let Some(row) = self.row(slot) else { return 0 };
-        let held = |sequence: &SequenceHash| row.prompts.holds(sequence);
-        let (before, after) = sequences.split_at(near.min(sequences.len()));
-        // A sequence hash names all blocks before it, so who holds one holds those as well: the end can be searched for.
-        if before.last().is_some_and(|last| !held(last)) {
-            before.partition_point(held)
-        } else if after.first().is_some_and(held) {
-            before.len() + after.partition_point(held)
-        } else {
-            before.len()
-        }
+    /// How many of these blocks each slot holds, by slot, as far as anybody holds any.
+    pub(super) fn held(&self, sequences: &Sequences) -> Vec<u32> {
+        self.prompts.held(sequences.prompts())
     }
 
     /// A share for each, or nothing at all.
@@ -84,8 +77,14 @@ impl Table {
         if !bookings.iter().all(there) {
             return None;
         }
-        let row = |booking: &Booking| Some(self.rows.get_mut(booking.slot.at())?.as_mut()?.book(booking, now));
-        bookings.iter().map(row).collect()
+        bookings.iter().map(|booking| self.share(booking, now)).collect()
+    }
+
+    fn share(&mut self, booking: &Booking, now: Instant) -> Option<Share> {
+        let row = self.rows.get_mut(booking.slot.at())?.as_mut()?;
+        let prefill = row.prefills.begin(booking.prefill_tokens(), booking.prefill_time, now);
+        let leaves = row.hold(&mut self.prompts, booking);
+        Some(Share { term: row.term, prefill, leaves, begun: false, outputs: Outputs::default() })
     }
 
     pub(super) fn counts(&self, part: &Part) -> bool {
@@ -99,18 +98,18 @@ impl Table {
         }
         let Some(share) = &mut part.share else { return false };
         share.begun = true;
-        self.row_of(&part.booking, share).is_some_and(|row| row.end_prefill(share, now))
+        row_of(&mut self.rows, &part.booking, share).is_some_and(|row| row.end_prefill(share, now))
     }
 
     pub(super) fn output_block(&mut self, part: &mut Part, weight: Option<Weight>) -> bool {
         let Some(share) = part.share.as_mut().filter(|_| part.booking.until == Until::End) else { return false };
-        let Some(row) = self.row_of(&part.booking, share) else { return false };
+        let Some(row) = row_of(&mut self.rows, &part.booking, share) else { return false };
         let before = row.blocks();
-        row.outputs -= share.outputs.weight();
+        row.weight -= share.outputs.weight();
         share.outputs.add(weight);
-        row.outputs += share.outputs.weight();
+        row.weight += share.outputs.weight();
         if let Some(weight) = weight {
-            row.prompts.fade(&part.booking.sequences, weight);
+            row.take(self.prompts.fade(&share.leaves, part.booking.slot, weight));
         }
         row.blocks() < before
     }
@@ -128,7 +127,7 @@ impl Table {
             && let Some(row) = self.rows.get_mut(booking.slot.at()).and_then(Option::as_mut)
             && row.rank == booking.rank
         {
-            part.share = Some(row.take_over(&booking, share, now));
+            part.share = Some(row.take_over(&mut self.prompts, &booking, share, now));
             part.booking = booking;
         }
         relieved
@@ -136,10 +135,12 @@ impl Table {
 
     /// Takes what a share holds out of its row. What was generated stays written in the share.
     fn leave(&mut self, booking: &Booking, share: &mut Share, now: Instant) -> bool {
-        let Some(row) = self.row_of(booking, share) else { return false };
+        let Some(row) = row_of(&mut self.rows, booking, share) else { return false };
         row.end_prefill(share, now);
-        row.prompts.remove(&booking.sequences);
-        row.outputs -= share.outputs.weight();
+        for leaf in share.leaves.drain(..) {
+            row.take(self.prompts.remove(leaf, booking.slot));
+        }
+        row.weight -= share.outputs.weight();
         row.requests -= 1;
         true
     }
@@ -157,20 +158,20 @@ impl Table {
     fn row(&self, slot: Slot) -> Option<&Row> {
         self.rows.get(slot.at())?.as_ref()
     }
+}
 
-    /// The row that a booking was made in, if it is still there.
-    fn row_of(&mut self, booking: &Booking, share: &Share) -> Option<&mut Row> {
-        self.rows.get_mut(booking.slot.at())?.as_mut().filter(|row| row.term == share.term)
-    }
+/// The row that a booking was made in, if it is still there.
+fn row_of<'r>(rows: &'r mut [Option<Row>], booking: &Booking, share: &Share) -> Option<&'r mut Row> {
+    rows.get_mut(booking.slot.at())?.as_mut().filter(|row| row.term == share.term)
 }
 
 impl Row {
     fn new(rank: WorkerRank, term: u64) -> Self {
-        Self { rank, term, requests: 0, prefills: Prefills::default(), prompts: Blocks::default(), outputs: 0 }
+        Self { rank, term, requests: 0, prefills: Prefills::default(), weight: 0 }
     }
 
     fn blocks(&self) -> u64 {
-        Weight::blocks(self.prompts.weight() + self.outputs)
+        Weight::blocks(self.weight)
     }
 
     /// Inlined, because a result that is handed over in memory is waited for, by each candidate of a decision.
@@ -183,29 +184,32 @@ impl Row {
         }
     }
 
-    fn book(&mut self, booking: &Booking, now: Instant) -> Share {
-        let prefill = self.prefills.begin(booking.prefill_tokens(), booking.prefill_time, now);
-        self.hold(booking);
-        Share { term: self.term, prefill, begun: false, outputs: Outputs::default() }
-    }
-
     /// Books what another row has just let go of.
-    fn take_over(&mut self, booking: &Booking, from: Share, now: Instant) -> Share {
+    fn take_over(&mut self, prompts: &mut Tree, booking: &Booking, from: Share, now: Instant) -> Share {
         let prefill = match from.begun {
             true => None,
             false => self.prefills.begin(booking.prefill_tokens(), booking.prefill_time, now),
         };
-        self.hold(booking);
-        self.outputs += from.outputs.weight();
+        let leaves = self.hold(prompts, booking);
+        self.weight += from.outputs.weight();
         if let Some(weight) = from.outputs.weight_of_each() {
-            self.prompts.fade(&booking.sequences, weight);
+            self.take(prompts.fade(&leaves, booking.slot, weight));
         }
-        Share { term: self.term, prefill, ..from }
+        Share { term: self.term, prefill, leaves, ..from }
     }
 
-    fn hold(&mut self, booking: &Booking) {
-        self.prompts.add(&booking.sequences);
+    fn hold(&mut self, prompts: &mut Tree, booking: &Booking) -> Vec<Leaf> {
         self.requests += 1;
+        let hold = |prompt| {
+            let (leaf, change) = prompts.add(prompt, booking.slot);
+            self.take(change);
+            leaf
+        };
+        booking.sequences.prompts().iter().filter_map(hold).collect()
+    }
+
+    fn take(&mut self, change: Change) {
+        self.weight = self.weight + change.more - change.less;
     }
 
     fn end_prefill(&mut self, share: &mut Share, now: Instant) -> bool {

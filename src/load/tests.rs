@@ -1,6 +1,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
+use crate::block::SequenceHash;
 use crate::worker::{DpRank, WorkerId};
 
 mod replay;
@@ -98,7 +99,7 @@ fn nothing_is_booked_where_the_slot_is_closed_or_somebody_elses() {
         assert_eq!(view.load(Slot(1), rank(2)), None);
         assert_eq!(view.load(Slot(7), rank(1)), None);
         assert_eq!(view.load(Slot(1), rank(1)), Some(Load::default()));
-        assert_eq!(view.additional_blocks(Slot(7), &[SequenceHash(1)]), 1);
+        assert_eq!(view.additional(&Sequences::from_iter([SequenceHash(1)])).of(Slot(7)), 1);
         Err("no")
     });
     assert_eq!(refused.map(|_| ()), Err("no"));

@@ -152,10 +152,8 @@ impl Router {
             overloaded: self.overload.peek(&members, view.now(), |member| occupancy(view, member)),
             unwell: self.health.unwell(view.now()),
         };
-        let load = |member: &&Member| {
-            let load = view.load(member.slot, member.rank)?;
-            Some((load, prepared.blocks.additional(view, member)))
-        };
+        let additional = prepared.blocks.additional(view, true);
+        let load = |member: &&Member| Some((view.load(member.slot, member.rank)?, additional.of(member.slot)));
         let loads = members.iter().map(load).collect();
         let kinds = Kinds::of(members.iter().map(|member| &*member.worker));
         let pools = Pools::among((&members, kinds), &prepared.request, &prepared.settings, standings.clone());

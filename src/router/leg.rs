@@ -14,7 +14,7 @@ use crate::admission::Gate;
 use crate::block::SequenceHash;
 use crate::disagg::{Bypass, Facts};
 use crate::fleet::Member;
-use crate::load::{Booking, LoadView, Until};
+use crate::load::{Additional, Booking, LoadView, Sequences, Until};
 use crate::schedule::{self, Candidate, Choice, Question, Weights, preference};
 use crate::worker::{Role, Worker};
 
@@ -177,6 +177,7 @@ impl<'f> Decision<'_, 'f> {
     fn candidates(&self, view: &LoadView<'_>, pool: Arc<Pool<'f>>, phase: Phase) -> Candidates<'f> {
         let most = pool.members.len();
         let (mut members, mut candidates) = (Vec::with_capacity(most), Vec::with_capacity(most));
+        let additional = self.additional(view, phase);
         for &member in &pool.members {
             // A slot that is somebody else's by now is left out.
             let Some(load) = view.load(member.slot, member.rank) else { continue };
@@ -187,22 +188,19 @@ impl<'f> Decision<'_, 'f> {
                 overlap: self.prepared.overlap(member),
                 trust_credit: self.prepared.trust_credit(member),
                 load,
-                additional_blocks: self.additional(view, member, phase),
+                additional_blocks: additional.of(member.slot),
                 preference: preference(&pool.constraints, &member.worker),
             });
         }
         Candidates { pool, members, candidates }
     }
 
-    /// Blocks that a member would have to add to those of its live requests.
-    fn additional(&self, view: &LoadView<'_>, member: &Member, phase: Phase) -> u64 {
+    /// Blocks that whoever does the phase would have to add to those of its live requests. What comes by transfer is the
+    /// request's own.
+    fn additional(&self, view: &LoadView<'_>, phase: Phase) -> Additional {
+        let is_shared = phase != Phase::Decode && self.prepared.reuse;
         let blocks = &self.prepared.blocks;
-        match phase != Phase::Decode && self.prepared.reuse {
-            _ if !self.tracks(phase) => 0,
-            true => blocks.additional(view, member),
-            // What comes by transfer is the request's own, and so is everything where nothing is taken to be shared.
-            false => blocks.complete,
-        }
+        if self.tracks(phase) { blocks.additional(view, is_shared) } else { Additional::default() }
     }
 
     fn is_busy(&self, seen: &Candidates<'_>) -> bool {
@@ -306,19 +304,19 @@ impl<'f> Legs<'f> {
         let blocks = &prepared.blocks;
         let decode = || {
             let sequences = match (settings.tracking.active_blocks, self.is_together() && prepared.reuse) {
-                (false, _) => Arc::new([]),
+                (false, _) => Sequences::none(),
                 (true, true) => blocks.sequences.clone(),
-                (true, false) => unshared(blocks.complete as usize),
+                (true, false) => unshared(blocks.complete as usize).into(),
             };
             self.booking(&self.decode, prepared, sequences, self.is_together())
         };
         let decode = (self.now != Now::Prefill).then(decode);
-        let prefill = self.prefill.as_ref().map(|leg| self.booking(leg, prepared, Arc::new([]), true));
+        let prefill = self.prefill.as_ref().map(|leg| self.booking(leg, prepared, Sequences::none(), true));
         let prefill = prefill.map(|booking| Booking { until: Until::FirstToken, ..booking });
         decode.into_iter().chain(prefill).collect()
     }
 
-    fn booking(&self, leg: &Leg<'_>, prepared: &Prepared, sequences: Arc<[SequenceHash]>, prefills: bool) -> Booking {
+    fn booking(&self, leg: &Leg<'_>, prepared: &Prepared, sequences: Sequences, prefills: bool) -> Booking {
         let member = leg.member();
         Booking {
             slot: member.slot,

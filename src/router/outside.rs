@@ -1,8 +1,6 @@
 //! For callers who route themselves or only want to look: what every worker rank holds of a prompt and would be busy with,
 //! and the booking of a request that somebody else has sent somewhere. By the same arithmetic as a decision of ours.
 
-use std::sync::Arc;
-
 use super::pools::serving;
 use super::prepared::Prepared;
 use super::question::RouteRequest;
@@ -11,7 +9,7 @@ use crate::block::tracking::unshared;
 use crate::fleet::Member;
 use crate::health::{Change, Outcome, Probe};
 use crate::index::TierBlocks;
-use crate::load::{Booking, Load, LoadView, Until};
+use crate::load::{Additional, Booking, Load, Sequences, Until};
 use crate::predict::Lease;
 use crate::schedule::{Candidate, Cost, Question, costs, preference};
 use crate::worker::{Role, WorkerId, WorkerRank};
@@ -72,7 +70,19 @@ impl Router {
             ..Question::new(prepared.request.prompt.tokens(), block_size)
         };
         let candidates: Vec<_> = self.load.look(|view| {
-            let candidate = |member: &&Member| self.candidate(&prepared, view, member);
+            let additional = match tracks {
+                true => prepared.blocks.additional(view, prepared.reuse),
+                false => Additional::default(),
+            };
+            let candidate = |member: &&Member| Candidate {
+                slot: member.slot,
+                rank: member.rank,
+                overlap: prepared.overlap(member),
+                trust_credit: prepared.trust_credit(member),
+                load: view.load(member.slot, member.rank).unwrap_or_default(),
+                additional_blocks: additional.of(member.slot),
+                preference: preference(&prepared.request.constraints, &member.worker),
+            };
             members.iter().map(candidate).collect()
         });
         let costs = costs(&question, &candidates, &prepared.weights);
@@ -95,9 +105,9 @@ impl Router {
         let prefills_only = member.worker.role == Role::Prefill;
         let blocks = &prepared.blocks;
         let sequences = match (prefills_only || !prepared.settings.tracking.active_blocks, prepared.reuse) {
-            (true, _) => Arc::new([]) as Arc<[_]>,
+            (true, _) => Sequences::none(),
             (false, true) => blocks.sequences.clone(),
-            (false, false) => unshared(blocks.complete as usize, &mut *self.random.lock()),
+            (false, false) => unshared(blocks.complete as usize, &mut *self.random.lock()).into(),
         };
         let mut booking = Booking {
             slot: member.slot,
@@ -126,23 +136,6 @@ impl Router {
     pub fn heard(&self, workers: &[WorkerId], mut probes: Vec<Probe>, status: u16) -> Vec<(WorkerId, Change)> {
         let (now, outcome) = (self.load.now(), Outcome::of_status(status));
         workers.iter().filter_map(|worker| self.verdict(*worker, outcome, &mut probes, now)).collect()
-    }
-
-    fn candidate(&self, prepared: &Prepared, view: &LoadView<'_>, member: &Member) -> Candidate {
-        let tracks = prepared.settings.tracking.active_blocks;
-        let additional = || match prepared.reuse {
-            true => prepared.blocks.additional(view, member),
-            false => prepared.blocks.complete,
-        };
-        Candidate {
-            slot: member.slot,
-            rank: member.rank,
-            overlap: prepared.overlap(member),
-            trust_credit: prepared.trust_credit(member),
-            load: view.load(member.slot, member.rank).unwrap_or_default(),
-            additional_blocks: if tracks { additional() } else { 0 },
-            preference: preference(&prepared.request.constraints, &member.worker),
-        }
     }
 }
 

@@ -2,9 +2,7 @@
 //! under which names the load will count the prompt's blocks. It can wait for its turn in this form, and be looked up
 //! again when it waited long.
 
-use std::collections::{BTreeSet, HashSet};
-use std::iter;
-use std::ops::Range;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,17 +16,13 @@ use super::sources::Trusted;
 use crate::block::{BlockHashes, SequenceHash};
 use crate::fleet::{Fleet, Member};
 use crate::index::{Overlaps, TierBlocks};
-use crate::load::LoadView;
+use crate::load::{Additional, LoadView, Sequences};
 use crate::schedule::Weights;
 use crate::trust::{Because, Standing, Trust};
 use crate::worker::{BlockSize, Role, Slot, WorkerId};
 
 /// Tables of overlaps that are kept to be used again.
 const MOST_SCRATCH: usize = 64;
-
-/// Prompts of one request whose blocks are looked for among the live requests' blocks. That happens for every candidate
-/// while nobody else can book; the blocks of further prompts count as new.
-pub(super) const MOST_SEARCHED: usize = 256;
 
 /// Tables of overlaps, used again and again.
 #[derive(Clone, Debug, Default)]
@@ -236,11 +230,8 @@ impl Drop for Prepared {
 /// The complete blocks of a request.
 #[derive(Clone, Debug)]
 pub(super) struct Blocks {
-    /// Each once, however many of the prompts begin with it.
-    pub(super) sequences: Arc<[SequenceHash]>,
-    /// Which of them follow one another: what each prompt adds to those before it. Only within such a stretch does
-    /// whoever holds a block hold all before it.
-    stretches: Vec<Range<usize>>,
+    /// Their names.
+    pub(super) sequences: Sequences,
     /// How many the prompts have together.
     pub(super) complete: u64,
 }
@@ -253,30 +244,11 @@ impl Blocks {
             None => request.prompt.blocks().iter().map(BlockHashes::shared_sequences).collect(),
         };
         let complete = prompts.iter().map(|prompt| prompt.len() as u64).sum();
-        if let [only] = &prompts[..] {
-            return Self { sequences: only.clone(), stretches: iter::once(0..only.len()).collect(), complete };
-        }
-        let mut seen = HashSet::new();
-        let mut sequences = Vec::new();
-        let mut stretches = Vec::new();
-        for prompt in &prompts {
-            let start = sequences.len();
-            sequences.extend(prompt.iter().copied().filter(|sequence| seen.insert(*sequence)));
-            if sequences.len() > start {
-                stretches.push(start..sequences.len());
-            }
-        }
-        Self { sequences: sequences.into(), stretches, complete }
+        Self { sequences: Sequences::of(prompts), complete }
     }
 
-    /// Blocks that a member would have to add to those of its live requests.
-    #[inline]
-    pub(super) fn additional(&self, view: &LoadView<'_>, member: &Member) -> u64 {
-        if view.is_idle(member.slot) {
-            return self.sequences.len() as u64;
-        }
-        let of_stretch = |stretch: &Range<usize>| view.additional_blocks(member.slot, &self.sequences[stretch.clone()]);
-        let (searched, others) = self.stretches.split_at(self.stretches.len().min(MOST_SEARCHED));
-        searched.iter().map(of_stretch).sum::<u64>() + others.iter().map(|stretch| stretch.len() as u64).sum::<u64>()
+    /// What of them live requests do not hold already; all of them where nothing is taken to be shared.
+    pub(super) fn additional(&self, view: &LoadView<'_>, is_shared: bool) -> Additional {
+        if is_shared { view.additional(&self.sequences) } else { Additional::everywhere(self.complete) }
     }
 }

@@ -11,7 +11,7 @@ use warmroute::block::{BlockHashes, LocalHash, SequenceHash};
 use warmroute::discovery::{self, ServedModel};
 use warmroute::fleet::{Fleet, Member};
 use warmroute::load::ledger::{Attempt, Change, Ledger, PeerChange, PeerEvent, Peers, Refused, Rules};
-use warmroute::load::{Booking, LoadTracker, LoadView, RankLoad, Until};
+use warmroute::load::{Booking, LoadTracker, LoadView, RankLoad, Sequences, Until};
 use warmroute::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
 
 use super::frame::{Check, Deviation, Report, run_cases};
@@ -255,7 +255,7 @@ impl Bench {
         Booking {
             slot: self.fleet.slot(rank(on)).unwrap_or(Slot(u32::MAX)),
             rank: rank(on),
-            sequences: chained(blocks.unwrap_or(&[])).into(),
+            sequences: chained(blocks.unwrap_or(&[])).into_iter().collect(),
             prompt_tokens: tokens,
             cached_tokens: 0,
             track_prefill: true,
@@ -357,11 +357,12 @@ impl Bench {
     }
 
     fn project(&self, query: &[u64]) -> Value {
-        let query = chained(query);
+        let query = Sequences::from_iter(chained(query));
         let project = |view: &LoadView<'_>| {
+            let additional = view.additional(&query);
             let row = |member: &Member| {
                 let load = view.load(member.slot, member.rank).unwrap();
-                let additional = view.additional_blocks(member.slot, &query);
+                let additional = additional.of(member.slot);
                 Projection {
                     worker_id: member.rank.worker.0,
                     dp_rank: member.rank.rank.0,

@@ -189,7 +189,7 @@ impl Naive {
 
     fn additional(&self, prompt: &[u64]) -> u64 {
         let held = self.held();
-        (prompt.len() - prompt.iter().take_while(|block| held.contains(block)).count()) as u64
+        prompt.iter().filter(|block| !held.contains(block)).count() as u64
     }
 }
 
@@ -202,13 +202,31 @@ fn chained(locals: &[u64]) -> Vec<u64> {
     locals.iter().scan(0, step).collect()
 }
 
-/// What is read of the three slots, for one more prompt.
-fn read(tracker: &Arc<LoadTracker>, prompt: &[u64]) -> [(Load, u64); 3] {
-    let hashes: Vec<_> = prompt.iter().copied().map(SequenceHash).collect();
+/// The prompts of a request: one, or two that begin alike.
+fn sequences(locals: &[u64], fork: usize) -> Sequences {
+    let hashes = |locals: &[u64]| chained(locals).into_iter().map(SequenceHash).collect();
+    match fork.checked_sub(3) {
+        Some(at) if at < locals.len() => Sequences::of(vec![
+            hashes(locals),
+            hashes(&[&locals[..at], &locals[at..].iter().map(|local| (local + 1) % 3).collect::<Vec<_>>()].concat()),
+        ]),
+        _ => Sequences::of(vec![hashes(locals)]),
+    }
+}
+
+/// Each block of a request once.
+fn distinct(sequences: &Sequences) -> Vec<u64> {
+    let blocks: BTreeSet<_> = sequences.prompts().iter().flat_map(|prompt| prompt.iter()).collect();
+    blocks.into_iter().map(|block| block.0).collect()
+}
+
+/// What is read of the three slots, for one more request.
+fn read(tracker: &Arc<LoadTracker>, sequences: &Sequences) -> [(Load, u64); 3] {
     let looked = tracker.book_with(|view| {
+        let additional = view.additional(sequences);
         let row = |slot: u32| {
             let load = view.load(Slot(slot), rank(u64::from(slot))).unwrap();
-            (load, view.additional_blocks(Slot(slot), &hashes))
+            (load, additional.of(Slot(slot)))
         };
         Err::<Vec<Booking>, _>([row(0), row(1), row(2)])
     });
@@ -232,7 +250,7 @@ proptest! {
 
     #[test]
     fn the_load_is_that_of_the_log(
-        script in vec((0..15u8, 0..3u32, vec(0..3u64, 0..7), 0..100u64, any::<u16>()), 1..40),
+        script in vec((0..15u8, 0..3u32, vec(0..3u64, 0..7), 0..100u64, any::<u16>(), 0..10usize), 1..40),
     ) {
         let now = Arc::new(Mutex::new(Instant::now()));
         let (start, clock) = (*now.lock(), now.clone());
@@ -240,15 +258,17 @@ proptest! {
         (0..3).for_each(|slot| tracker.open(Slot(slot), rank(u64::from(slot))));
         let mut gone = BTreeSet::new();
         let (mut log, mut live) = (Vec::new(), BTreeMap::<usize, (Reservation, Asked)>::new());
-        for (id, (kind, slot, locals, tokens, pick)) in script.into_iter().enumerate() {
+        for (id, (kind, slot, locals, tokens, pick, fork)) in script.into_iter().enumerate() {
             let at = (*now.lock() - start).as_millis() as u64;
-            let prompt = chained(&locals);
+            let sequences = sequences(&locals, fork);
+            let prompt = distinct(&sequences);
             let picked = live.keys().copied().nth(usize::from(pick) % live.len().max(1));
             match (kind, picked) {
                 (0..4, _) => {
                     let millis = millis(pick);
                     let prefill_time = millis.map(Duration::from_millis);
-                    let booking = Booking { prefill_time, ..booking(slot, u64::from(slot), &prompt, tokens) };
+                    let sequences = sequences.clone();
+                    let booking = Booking { prefill_time, sequences, ..booking(slot, u64::from(slot), &[], tokens) };
                     let (outputs, parts, counts) = (Vec::new(), None, true);
                     let asked = Asked { slot, prompt: prompt.clone(), tokens, begun: false, outputs, parts, counts };
                     live.insert(id, (book(&tracker, booking), asked));
@@ -309,7 +329,7 @@ proptest! {
                 _ => {}
             }
             let at = (*now.lock() - start).as_millis() as u64;
-            let read = read(&tracker, &prompt);
+            let read = read(&tracker, &sequences);
             for slot in 0..3 {
                 let naive = Naive::of(&log, slot);
                 prop_assert_eq!(read[slot as usize], (naive.load(at), naive.additional(&prompt)), "{:?}", log);
