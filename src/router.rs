@@ -324,9 +324,6 @@ impl Router {
         let Ranking { fallbacks, scores } = Ranking::of(&prepared.settings, leg, standings);
         let (member, members) = (leg.member(), &leg.members);
         let (mode, reason) = self.mode(prepared, member, members);
-        let cached = |member: &&Member| prepared.cached_tokens(member, true);
-        let (best_cached_tokens, sum) =
-            members.iter().map(cached).fold((0, 0), |(best, sum), tokens| (tokens.max(best), sum + tokens));
         let phases = match (&legs.prefill, legs.bypass, &prepared.request.step) {
             (Some(leg), ..) => Phases::Remote(Box::new(Prefill {
                 to: destination(leg.member()),
@@ -352,9 +349,9 @@ impl Router {
             prompt_blocks: prepared.request.prompt.blocks().iter().map(|hashes| hashes.len() as u64).sum(),
             overlap: prepared.overlap(member),
             trust: prepared.standing(member).trust,
-            predicted_cached_tokens: cached(&member),
-            best_cached_tokens,
-            chance_cached_tokens: sum / (members.len() as u64).max(1),
+            predicted_cached_tokens: prepared.cached_tokens(member, true),
+            best_cached_tokens: leg.cached.best,
+            chance_cached_tokens: leg.cached.sum / (members.len() as u64).max(1),
             reusable_tokens: prepared.reusable_tokens(),
             candidates: members.len(),
             choice: leg.choice.clone(),

@@ -25,7 +25,7 @@ pub use weights::Weights;
 
 use crate::index::TierBlocks;
 use crate::load::Load;
-use crate::worker::{BlockSize, Role, Slot, WorkerRank};
+use crate::worker::{BlockSize, Role};
 
 /// What is asked, the same for all candidates.
 #[derive(Clone, Debug, PartialEq)]
@@ -71,13 +71,9 @@ impl Question {
     }
 }
 
-/// One worker rank that may be chosen.
+/// One worker rank that may be chosen; who it is says its place among the others.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
-    /// Its slot.
-    pub slot: Slot,
-    /// Its name.
-    pub rank: WorkerRank,
     /// What it has cached of the prompt.
     pub overlap: TierBlocks,
     /// What is left of the credit for it: 1 where its event source is exact.
@@ -116,22 +112,21 @@ pub struct Choice {
 /// Chooses. `None` only when there is no candidate.
 pub fn choose(question: &Question, candidates: &[Candidate], weights: &Weights, rng: &mut impl Rng) -> Option<Choice> {
     let scale = Scale::new(question, candidates, weights);
-    let (index, ties) = if weights.router_temperature > 0.0 {
-        (sample(candidates, &scale, weights.router_temperature, rng)?, 1)
+    let Found { index, ties, most_cached } = if weights.router_temperature > 0.0 {
+        sample(candidates, &scale, weights.router_temperature, rng)?
     } else {
         cheapest(candidates, &scale, rng)?
     };
     let chosen = &candidates[index];
     let block_size = question.block_size.tokens() as u64;
-    let raw_cached_tokens = |candidate: &Candidate| u64::from(candidate.overlap.total()) * block_size;
     let required_blocks = question.required_blocks();
     Some(Choice {
         index,
         cost: scale.cost(chosen),
         ties,
         cached_tokens: scale.cached_tokens(chosen),
-        raw_cached_tokens: raw_cached_tokens(chosen),
-        best_raw_cached_tokens: candidates.iter().map(raw_cached_tokens).max()?,
+        raw_cached_tokens: u64::from(chosen.overlap.total()) * block_size,
+        best_raw_cached_tokens: u64::from(most_cached) * block_size,
         effective_overlap_blocks: scale.effective(chosen),
         required_blocks,
         potential_decode_blocks: question.decode_blocks(chosen),
@@ -144,30 +139,46 @@ pub fn costs(question: &Question, candidates: &[Candidate], weights: &Weights) -
     candidates.iter().map(|candidate| scale.cost(candidate)).collect()
 }
 
+/// Whom a choice found.
+struct Found {
+    index: usize,
+    ties: usize,
+    /// Blocks, the most that any candidate has.
+    most_cached: u32,
+}
+
 /// The smallest cost and how many share it. Among equals each is kept with the same chance, without remembering them.
-fn cheapest(candidates: &[Candidate], scale: &Scale<'_>, rng: &mut impl Rng) -> Option<(usize, usize)> {
-    let mut best: Option<(usize, f64, usize)> = None;
+fn cheapest(candidates: &[Candidate], scale: &Scale<'_>, rng: &mut impl Rng) -> Option<Found> {
+    let (mut found, mut least) = (None, f64::INFINITY);
+    let mut most_cached = 0;
     for (index, candidate) in candidates.iter().enumerate() {
-        if best.is_some_and(|(_, least, _)| scale.is_dearer(candidate, least)) {
-            continue;
-        }
-        let total = scale.total(candidate);
-        best = Some(match best {
-            None => (index, total, 1),
-            Some((_, least, _)) if total < least => (index, total, 1),
-            Some((kept, least, ties)) if total == least => {
-                let ties = ties + 1;
-                (if rng.random_range(0..ties) == 0 { index } else { kept }, least, ties)
+        let total = match scale.plain_total(candidate) {
+            Some(total) => total,
+            None => {
+                most_cached = most_cached.max(candidate.overlap.total());
+                if scale.is_dearer(candidate, least) {
+                    continue;
+                }
+                scale.total(candidate)
             }
-            Some(kept) => kept,
+        };
+        found = Some(match found {
+            None => (index, 1),
+            Some(_) if total < least => (index, 1),
+            Some((kept, ties)) if total == least => {
+                let ties = ties + 1;
+                (if rng.random_range(0..ties) == 0 { index } else { kept }, ties)
+            }
+            Some(_) => continue,
         });
+        least = total;
     }
-    best.map(|(index, _, ties)| (index, ties))
+    found.map(|(index, ties)| Found { index, ties, most_cached })
 }
 
 /// Draws with probability proportional to `exp(-(cost - least) / (range * temperature))`. Dividing by the range makes the
 /// temperature free of the scale of the costs.
-fn sample(candidates: &[Candidate], scale: &Scale<'_>, temperature: f64, rng: &mut impl Rng) -> Option<usize> {
+fn sample(candidates: &[Candidate], scale: &Scale<'_>, temperature: f64, rng: &mut impl Rng) -> Option<Found> {
     let mut costs: Vec<f64> = candidates.iter().map(|candidate| scale.total(candidate)).collect();
     let bounds = |costs: &[f64]| {
         costs.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &cost| (low.min(cost), high.max(cost)))
@@ -188,7 +199,8 @@ fn sample(candidates: &[Candidate], scale: &Scale<'_>, temperature: f64, rng: &m
         cumulative += likelihood(cost) / sum;
         cumulative >= draw
     });
-    hit.or(candidates.len().checked_sub(1))
+    let most_cached = candidates.iter().map(|candidate| candidate.overlap.total()).max()?;
+    hit.or(candidates.len().checked_sub(1)).map(|index| Found { index, ties: 1, most_cached })
 }
 
 #[cfg(test)]

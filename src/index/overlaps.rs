@@ -123,11 +123,12 @@ impl Overlaps {
         Self::default()
     }
 
-    /// What a slot has cached; zero if it was not found.
+    /// What a slot has cached; zero if it was not found, as it is with most.
+    #[inline]
     pub fn get(&self, slot: Slot) -> TierBlocks {
         match self.seat(slot) {
-            Some(seat) if has(&self.walked, seat) => self.at(seat),
-            Some(_) => TierBlocks::default(),
+            Some(seat) if !has(&self.walked, seat) => TierBlocks::default(),
+            Some(seat) => self.at(seat),
             None => self.beside.get(slot.at()).copied().unwrap_or_default(),
         }
     }

@@ -5,14 +5,15 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Prefills in the order of their arrival.
+/// Prefills in the order of their arrival. Whether there are any is what is read first, and of every rank.
 #[derive(Debug, Default)]
+#[repr(C)]
 pub(super) struct Prefills {
+    /// Of all of them, at the beginning.
+    tokens: u64,
     entries: VecDeque<Entry>,
     /// Since when the anchor, the first of them, is being computed.
     since: Option<Instant>,
-    /// Of all of them, at the beginning.
-    tokens: u64,
     /// How many have no estimate.
     unestimated: usize,
     tickets: u64,
@@ -64,6 +65,9 @@ impl Prefills {
     /// Tokens that are still to be computed.
     #[inline]
     pub(super) fn remaining(&self, now: Instant) -> u64 {
+        if self.tokens == 0 {
+            return 0;
+        }
         let Some((anchor, since)) = self.entries.front().zip(self.since) else { return 0 };
         let Some(time) = anchor.time else { return self.tokens };
         let done = done(anchor.tokens, now.saturating_duration_since(since), time);

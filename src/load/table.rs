@@ -18,16 +18,17 @@ pub(super) struct Table {
     terms: u64,
 }
 
-/// One open slot.
+/// One open slot. What a decision reads of each of them comes first, in one line of the cache: there may be thousands.
 #[derive(Debug)]
+#[repr(C, align(64))]
 struct Row {
     rank: WorkerRank,
-    /// Unlike every other term of every slot: tells a booking whether the row it was made in is still there.
-    term: u64,
     requests: u64,
-    prefills: Prefills,
     /// Of the blocks of all prompts, and of all answers.
     weight: u64,
+    prefills: Prefills,
+    /// Unlike every other term of every slot: tells a booking whether the row it was made in is still there.
+    term: u64,
 }
 
 /// What a booking holds in a row.

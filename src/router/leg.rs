@@ -14,6 +14,7 @@ use crate::admission::Gate;
 use crate::block::SequenceHash;
 use crate::disagg::{Bypass, Facts};
 use crate::fleet::Member;
+use crate::index::TierBlocks;
 use crate::load::{Additional, Booking, LoadView, Sequences, Until};
 use crate::schedule::{self, Candidate, Choice, Question, Weights, preference};
 use crate::worker::{Role, Worker};
@@ -27,7 +28,17 @@ pub(super) struct Leg<'f> {
     /// Whose slot was still theirs, in the order of the candidates.
     pub(super) members: Vec<&'f Member>,
     pub(super) candidates: Vec<Candidate>,
+    pub(super) cached: Cached,
     pub(super) choice: Choice,
+}
+
+/// Prompt tokens that the candidates have cached, as they would report them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Cached {
+    /// The most that one has.
+    pub(super) best: u64,
+    /// All together.
+    pub(super) sum: u64,
 }
 
 /// The pool of one phase with the load of each member, in the same order.
@@ -35,6 +46,7 @@ struct Candidates<'f> {
     pool: Arc<Pool<'f>>,
     members: Vec<&'f Member>,
     candidates: Vec<Candidate>,
+    cached: Cached,
 }
 
 impl<'f> Leg<'f> {
@@ -177,22 +189,25 @@ impl<'f> Decision<'_, 'f> {
     fn candidates(&self, view: &LoadView<'_>, pool: Arc<Pool<'f>>, phase: Phase) -> Candidates<'f> {
         let most = pool.members.len();
         let (mut members, mut candidates) = (Vec::with_capacity(most), Vec::with_capacity(most));
-        let additional = self.additional(view, phase);
+        let (additional, mut cached) = (self.additional(view, phase), Cached::default());
         for &member in &pool.members {
             // A slot that is somebody else's by now is left out.
             let Some(load) = view.load(member.slot, member.rank) else { continue };
             members.push(member);
+            let (overlap, trust_credit) = self.prepared.overlap_and_credit(member);
+            if overlap != TierBlocks::default() {
+                let tokens = self.prepared.cached_tokens(member, true);
+                cached = Cached { best: cached.best.max(tokens), sum: cached.sum + tokens };
+            }
             candidates.push(Candidate {
-                slot: member.slot,
-                rank: member.rank,
-                overlap: self.prepared.overlap(member),
-                trust_credit: self.prepared.trust_credit(member),
+                overlap,
+                trust_credit,
                 load,
                 additional_blocks: additional.of(member.slot),
                 preference: preference(&pool.constraints, &member.worker),
             });
         }
-        Candidates { pool, members, candidates }
+        Candidates { pool, members, candidates, cached }
     }
 
     /// Blocks that whoever does the phase would have to add to those of its live requests. What comes by transfer is the
@@ -216,11 +231,11 @@ impl<'f> Decision<'_, 'f> {
     }
 
     fn leg(&self, seen: Candidates<'f>, phase: Phase, rng: &mut impl Rng) -> Result<Leg<'f>, Undecided> {
-        let Candidates { pool, members, candidates } = seen;
+        let Candidates { pool, members, candidates, cached } = seen;
         let (question, weights) = (self.question(&pool, phase, self.tracks(phase)), self.weights(phase));
         let choice = schedule::choose(&question, &candidates, &weights, rng)
             .ok_or_else(|| Undecided::Refused(RouteError::NoCandidate.under(&pool.constraints)))?;
-        Ok(Leg { pool, question, weights, members, candidates, choice })
+        Ok(Leg { pool, question, weights, members, candidates, cached, choice })
     }
 
     fn question(&self, pool: &Pool<'_>, phase: Phase, tracks: bool) -> Question {

@@ -74,14 +74,15 @@ impl Router {
                 true => prepared.blocks.additional(view, prepared.reuse),
                 false => Additional::default(),
             };
-            let candidate = |member: &&Member| Candidate {
-                slot: member.slot,
-                rank: member.rank,
-                overlap: prepared.overlap(member),
-                trust_credit: prepared.trust_credit(member),
-                load: view.load(member.slot, member.rank).unwrap_or_default(),
-                additional_blocks: additional.of(member.slot),
-                preference: preference(&prepared.request.constraints, &member.worker),
+            let candidate = |member: &&Member| {
+                let (overlap, trust_credit) = prepared.overlap_and_credit(member);
+                Candidate {
+                    overlap,
+                    trust_credit,
+                    load: view.load(member.slot, member.rank).unwrap_or_default(),
+                    additional_blocks: additional.of(member.slot),
+                    preference: preference(&prepared.request.constraints, &member.worker),
+                }
             };
             members.iter().map(candidate).collect()
         });

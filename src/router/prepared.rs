@@ -93,9 +93,15 @@ pub(super) struct Counting {
 }
 
 /// Whether a slot holds anything of any prompt. Most do not, and then nothing else has to be found out about them.
-#[inline]
+#[inline(always)]
 fn holds_any(prompts: &[Looked], slot: Slot) -> bool {
-    prompts.iter().any(|looked| looked.table.get(slot).total() > 0)
+    // A loop, because `any` becomes a call, and this is asked of every candidate of every decision.
+    for looked in prompts {
+        if looked.table.get(slot).total() > 0 {
+            return true;
+        }
+    }
+    false
 }
 
 /// Cached prompt tokens on a slot.
@@ -116,12 +122,10 @@ impl Prepared {
     }
 
     /// What a member has cached, all prompts together.
-    #[inline(always)]
     pub(super) fn overlap(&self, member: &Member) -> TierBlocks {
-        if holds_any(&self.overlaps, member.slot) { self.held(member) } else { TierBlocks::default() }
+        self.overlap_and_credit(member).0
     }
 
-    #[inline(always)]
     fn held(&self, member: &Member) -> TierBlocks {
         if self.differs(member) {
             return TierBlocks::default();
@@ -158,10 +162,13 @@ impl Prepared {
         standing.trust == Trust::Absent && !matches!(standing.because, None | Some(Because::NoSource))
     }
 
-    /// What is left of the credit for what a member has cached.
-    #[inline]
-    pub(super) fn trust_credit(&self, member: &Member) -> f64 {
-        if holds_any(&self.overlaps, member.slot) { self.settings.trust.credit(self.standing(member)) } else { 1.0 }
+    /// What a member has cached, and what is left of the credit for it.
+    #[inline(always)]
+    pub(super) fn overlap_and_credit(&self, member: &Member) -> (TierBlocks, f64) {
+        match holds_any(&self.overlaps, member.slot) {
+            true => (self.held(member), self.settings.trust.credit(self.standing(member))),
+            false => (TierBlocks::default(), 1.0),
+        }
     }
 
     /// Why nothing is known of anybody's cache.

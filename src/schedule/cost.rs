@@ -97,13 +97,21 @@ impl<'a> Scale<'a> {
     /// The total alone. Not a number counts as infinitely dear, so that it is never chosen over a number.
     #[inline(always)]
     pub(super) fn total(&self, candidate: &Candidate) -> f64 {
-        if self.plain && candidate.overlap == TierBlocks::default() && candidate.preference == 0.0 {
-            let tokens = candidate.load.active_prefill_tokens.saturating_add(self.question.prompt_tokens);
-            let prefill = if self.question.track_prefill { self.in_blocks(tokens) } else { 0.0 };
-            return self.weights.prefill_load_scale * prefill + self.busy(candidate) + self.request_cost(candidate);
+        self.plain_total(candidate).unwrap_or_else(|| {
+            let total = self.cost(candidate).total;
+            if total.is_nan() { f64::INFINITY } else { total }
+        })
+    }
+
+    /// The total of a candidate that gets no credit for anything, as most do.
+    #[inline(always)]
+    pub(super) fn plain_total(&self, candidate: &Candidate) -> Option<f64> {
+        if !self.plain || candidate.overlap != TierBlocks::default() || candidate.preference != 0.0 {
+            return None;
         }
-        let total = self.cost(candidate).total;
-        if total.is_nan() { f64::INFINITY } else { total }
+        let tokens = candidate.load.active_prefill_tokens.saturating_add(self.question.prompt_tokens);
+        let prefill = if self.question.track_prefill { self.in_blocks(tokens) } else { 0.0 };
+        Some(self.weights.prefill_load_scale * prefill + self.busy(candidate) + self.request_cost(candidate))
     }
 
     /// All terms. Inlined, so that what only wants the total computes no more than that.

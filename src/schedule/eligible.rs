@@ -163,7 +163,13 @@ pub fn verdicts<'c>(
 }
 
 /// Sum of the weights of the preferred taints that a worker carries.
+#[inline]
 pub fn preference(constraints: &Constraints, worker: &Worker) -> f64 {
+    // Hardly a request prefers anything; then nobody needs to be asked what he carries.
+    if constraints.preferred_taints.is_empty() { 0.0 } else { preferred(constraints, worker) }
+}
+
+fn preferred(constraints: &Constraints, worker: &Worker) -> f64 {
     let carried = constraints.preferred_taints.iter().filter(|(taint, _)| worker.carries(taint));
     // Not `sum`, which is -0 for nothing.
     carried.fold(0.0, |sum, (_, weight)| sum + weight)

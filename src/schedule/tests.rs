@@ -2,15 +2,12 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 
 use super::*;
-use crate::worker::{DpRank, WorkerId};
 
 mod oracle;
 
-fn candidate(slot: u32) -> Candidate {
+fn candidate() -> Candidate {
     Candidate {
         trust_credit: 1.0,
-        slot: Slot(slot),
-        rank: WorkerRank { worker: WorkerId(u64::from(slot)), rank: DpRank(0) },
         overlap: TierBlocks::default(),
         load: Load::default(),
         additional_blocks: 4,
@@ -33,11 +30,8 @@ fn counts(candidates: &[Candidate], weights: &Weights, draws: usize) -> Vec<usiz
 }
 
 fn with_requests(requests: [u64; 4]) -> Vec<Candidate> {
-    let loaded = |(slot, active_requests): (usize, u64)| Candidate {
-        load: Load { active_requests, ..Load::default() },
-        ..candidate(slot as u32)
-    };
-    requests.into_iter().enumerate().map(loaded).collect()
+    let loaded = |active_requests| Candidate { load: Load { active_requests, ..Load::default() }, ..candidate() };
+    requests.into_iter().map(loaded).collect()
 }
 
 #[test]
@@ -61,7 +55,7 @@ fn next_to_no_temperature_takes_the_cheapest() {
 #[test]
 fn a_prompt_of_any_length_has_a_cost() {
     let question = Question::new(u64::MAX, BlockSize::new(1).unwrap());
-    let mut candidate = candidate(0);
+    let mut candidate = candidate();
     candidate.load.active_prefill_tokens = 100;
     candidate.overlap.device = 10;
     let choice = choose(&question, &[candidate], &Weights::default(), &mut StdRng::seed_from_u64(1)).unwrap();
@@ -70,7 +64,7 @@ fn a_prompt_of_any_length_has_a_cost() {
 
 #[test]
 fn exact_ties_are_shared_evenly() {
-    let mut candidates: Vec<_> = (0..4).map(candidate).collect();
+    let mut candidates = vec![candidate(); 4];
     candidates[1].additional_blocks = 5;
     let counts = counts(&candidates, &Weights::default(), 3000);
     assert_eq!(counts[1], 0);
@@ -96,7 +90,7 @@ fn a_temperature_samples_by_relative_cost_and_ignores_the_scale() {
 
 #[test]
 fn a_temperature_over_equal_costs_is_uniform() {
-    let candidates: Vec<_> = (0..4).map(candidate).collect();
+    let candidates = vec![candidate(); 4];
     let weights = Weights { router_temperature: 0.5, ..Weights::default() };
     let counts = counts(&candidates, &weights, 4000);
     assert!(counts.iter().all(|count| (850..1150).contains(count)), "{counts:?}");
@@ -120,7 +114,7 @@ fn the_terms_of_a_cost_add_up_to_its_total() {
         overlap: TierBlocks { device: 1, host: 1, disk: 1, external: 0 },
         load: Load { active_blocks: 7, active_prefill_tokens: 160, active_requests: 3 },
         preference: 0.5,
-        ..candidate(0)
+        ..candidate()
     }];
     let choice = choose(&question, &candidates, &weights, &mut StdRng::seed_from_u64(1)).unwrap();
     let cost = choice.cost;
@@ -166,9 +160,9 @@ fn an_unknown_weight_is_refused_and_a_missing_one_is_the_default() {
 fn a_preference_changes_nothing_where_nothing_costs() {
     let mut question = question();
     question.track_prefill = false;
-    let idle = |slot, preference| Candidate { additional_blocks: 0, preference, ..candidate(slot) };
+    let idle = |preference| Candidate { additional_blocks: 0, preference, ..candidate() };
     let choice =
-        choose(&question, &[idle(0, 0.0), idle(1, 1.0)], &Weights::default(), &mut StdRng::seed_from_u64(1)).unwrap();
+        choose(&question, &[idle(0.0), idle(1.0)], &Weights::default(), &mut StdRng::seed_from_u64(1)).unwrap();
     assert_eq!((choice.cost.total, choice.ties), (0.0, 2));
 }
 
@@ -177,8 +171,8 @@ fn a_decode_choice_ends_at_zero_so_that_all_who_hold_the_whole_prompt_are_alike(
     let mut question = question();
     question.track_prefill = false;
     question.role = Role::Decode;
-    let holds = |slot, device| Candidate { overlap: TierBlocks { device, ..TierBlocks::default() }, ..candidate(slot) };
-    let candidates = [holds(0, 4), holds(1, 9), holds(2, 3)];
+    let holds = |device| Candidate { overlap: TierBlocks { device, ..TierBlocks::default() }, ..candidate() };
+    let candidates = [holds(4), holds(9), holds(3)];
     let choice = choose(&question, &candidates, &Weights::default(), &mut StdRng::seed_from_u64(1)).unwrap();
     assert_eq!((choice.cost.total, choice.ties), (0.0, 2));
     let none = Weights { overlap_score_credit: 0.0, ..Weights::default() };

@@ -238,14 +238,16 @@ impl Case {
         })
     }
 
+    fn candidates(&self, members: &[&Member]) -> Vec<Candidate> {
+        members.iter().map(|member| self.candidate(member)).collect()
+    }
+
     fn candidate(&self, member: &Member) -> Candidate {
         let case = self.workers.iter().find(|case| WorkerId(case.worker_id) == member.rank.worker).unwrap();
         let DpRank(dp_rank) = member.rank.rank;
         let load = case.loads.iter().find(|load| load.dp_rank == dp_rank);
         Candidate {
             trust_credit: 1.0,
-            slot: member.slot,
-            rank: member.rank,
             overlap: case.overlap_of(dp_rank),
             load: load.map_or(Load::default(), |load| Load {
                 active_blocks: load.active_decode_blocks,
@@ -271,12 +273,12 @@ fn in_words_of_the_reference(why: Ineligible) -> String {
     }
 }
 
-fn check_costs(case: &Case, candidates: &[Candidate]) {
+fn check_costs(case: &Case, members: &[&Member]) {
     let mut rng = StdRng::seed_from_u64(1);
     for expected in case.computed.final_cost_full_precision.iter().flatten() {
         let name = (WorkerId(expected.worker_id), DpRank(expected.dp_rank));
-        let alone = candidates.iter().find(|one| (one.rank.worker, one.rank.rank) == name).unwrap();
-        let choice = choose(&case.question(), std::slice::from_ref(alone), &case.weights(), &mut rng).unwrap();
+        let alone = members.iter().find(|one| (one.rank.worker, one.rank.rank) == name).unwrap();
+        let choice = choose(&case.question(), &[case.candidate(alone)], &case.weights(), &mut rng).unwrap();
         let near = (choice.cost.total - expected.cost).abs() <= 1e-12 * expected.cost.abs().max(1.0);
         assert!(near, "{}: {} against {}", case.description, choice.cost.total, expected.cost);
     }
@@ -304,27 +306,27 @@ fn check_overlaps(case: &Case) {
 }
 
 /// The cost of every candidate among the others, but for taints.
-fn check_logits(case: &Case, candidates: &[Candidate]) {
-    let costs = costs(&case.question(), candidates, &case.weights());
-    let named =
-        |logit: &&Logit, one: &Candidate| (logit.worker_id, logit.dp_rank) == (one.rank.worker.0, one.rank.rank.0);
+fn check_logits(case: &Case, members: &[&Member]) {
+    let costs = costs(&case.question(), &case.candidates(members), &case.weights());
+    let named = |logit: &&Logit, one: &Member| (logit.worker_id, logit.dp_rank) == (one.rank.worker.0, one.rank.rank.0);
     let logits = case.computed.base_logit_3dp.as_deref().unwrap_or_default();
-    assert_eq!(logits.len(), candidates.len());
-    for (candidate, cost) in candidates.iter().zip(costs) {
-        let logit = logits.iter().find(|logit| named(logit, candidate)).unwrap();
+    assert_eq!(logits.len(), members.len());
+    for (member, cost) in members.iter().zip(costs) {
+        let logit = logits.iter().find(|logit| named(logit, member)).unwrap();
         let ours = cost.prefill_cost + cost.decode_cost + cost.request_cost;
         assert!((ours - logit.logit).abs() <= 0.000_501, "{ours} against {}", logit.logit);
     }
 }
 
-fn check_choice(case: &Case, candidates: &[Candidate]) {
+fn check_choice(case: &Case, members: &[&Member]) {
     let name = &case.description;
     let (question, weights) = (case.question(), case.weights());
+    let candidates = case.candidates(members);
     let mut rng = StdRng::seed_from_u64(2);
     let mut seen = BTreeSet::new();
     for _ in 0..300 {
-        let choice = choose(&question, candidates, &weights, &mut rng).unwrap();
-        let rank = candidates[choice.index].rank;
+        let choice = choose(&question, &candidates, &weights, &mut rng).unwrap();
+        let rank = members[choice.index].rank;
         seen.insert((rank.worker.0, rank.rank.0));
         if weights.router_temperature == 0.0 {
             assert_eq!(Some(choice.ties > 1), case.result.tie, "{name}");
@@ -349,15 +351,13 @@ pub(crate) fn run(text: &str) -> Report {
 
 fn check(case: &Case) {
     let fleet = case.fleet();
-    let everybody: Vec<_> = fleet.members().map(|member| case.candidate(member)).collect();
     check_overlaps(case);
-    check_costs(case, &everybody);
+    check_costs(case, &fleet.members().collect::<Vec<_>>());
     match case.eligible(&fleet) {
         Ok(members) => {
             assert_eq!(case.result.error, None);
-            let candidates: Vec<_> = members.into_iter().map(|member| case.candidate(member)).collect();
-            check_logits(case, &candidates);
-            check_choice(case, &candidates);
+            check_logits(case, &members);
+            check_choice(case, &members);
         }
         Err(why) => {
             assert_eq!(Some(in_words_of_the_reference(why).as_str()), case.result.error.as_deref());

@@ -14,7 +14,6 @@ use rand::rngs::SmallRng;
 use warmroute::index::TierBlocks;
 use warmroute::load::Load;
 use warmroute::schedule::{Candidate, Question, Weights, choose};
-use warmroute::worker::{DpRank, Slot, WorkerId, WorkerRank};
 
 use crate::Bench;
 use crate::duel::{Table, cpu};
@@ -84,7 +83,7 @@ fn duel(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
     // The peer looks up what is known of each worker, so what is known is put together here as well.
     let mut ours = || {
         candidates.clear();
-        candidates.extend((0..).zip(std::hint::black_box(&known)).map(|(rank, facts)| candidate(rank, facts)));
+        candidates.extend(std::hint::black_box(&known).iter().map(candidate));
         choose(std::hint::black_box(&question), &candidates, &weights, &mut random)
     };
 
@@ -110,17 +109,9 @@ fn duel(bench: &Bench, table: &mut Table, row: Goal, ranks: u32) {
     table.duel(row, bench.args.rounds() * 3, theirs, ours);
 }
 
-fn candidate(rank: u32, facts: &Facts) -> Candidate {
+fn candidate(facts: &Facts) -> Candidate {
     let Facts { overlap, load, additional } = *facts;
-    Candidate {
-        slot: Slot(rank),
-        rank: WorkerRank { worker: WorkerId(u64::from(rank)), rank: DpRank(0) },
-        overlap,
-        trust_credit: 1.0,
-        load,
-        additional_blocks: additional,
-        preference: 0.0,
-    }
+    Candidate { overlap, trust_credit: 1.0, load, additional_blocks: additional, preference: 0.0 }
 }
 
 fn config(weights: &Weights) -> KvRouterConfig {

@@ -47,7 +47,7 @@ impl<'f> Telling<'_, 'f> {
         let mut judged = self.judge(&leg.pool.constraints);
         let block_size = leg.question.block_size.tokens() as f64;
         for judged in &mut judged {
-            match leg.candidates.iter().position(|candidate| candidate.rank == judged.rank) {
+            match leg.members.iter().position(|member| member.rank == judged.rank) {
                 Some(at) => {
                     let candidate = &leg.candidates[at];
                     judged.overlap = candidate.overlap;
@@ -67,7 +67,7 @@ impl<'f> Telling<'_, 'f> {
             role: leg.question.role,
             taken,
             winner: Some(leg.member().rank),
-            runner_up: runner_up.map(|at| leg.candidates[at].rank),
+            runner_up: runner_up.map(|at| leg.members[at].rank),
             margin: runner_up.map(|at| costs[at].total - costs[winner].total),
             ties: leg.choice.ties,
             judged,

@@ -37,7 +37,7 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
     let preference = prop_oneof![4 => Just(0.0), 1 => Just(0.5), 1 => -2.0..2.0];
     let load = (few(4), few(64), few(3));
     vec((overlap, load, few(4), preference, prop_oneof![Just(1.0), Just(0.5), Just(0.0)]), 0..12).prop_map(|facts| {
-        let candidate = |(slot, (overlap, load, additional_blocks, preference, trust_credit)): (usize, _)| {
+        let candidate = |(overlap, load, additional_blocks, preference, trust_credit)| {
             let (device, host, disk, external) = overlap;
             let (active_blocks, active_prefill_tokens, active_requests) = load;
             Candidate {
@@ -46,10 +46,9 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
                 additional_blocks,
                 preference,
                 trust_credit,
-                ..super::candidate(slot as u32)
             }
         };
-        facts.into_iter().enumerate().map(candidate).collect()
+        facts.into_iter().map(candidate).collect()
     })
 }
 
