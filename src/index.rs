@@ -20,9 +20,10 @@ mod trie;
 mod writer;
 
 use std::collections::HashSet;
+use std::hint;
 use std::sync::Arc;
 
-use parking_lot::RwLock;
+use parking_lot::{RwLock, RwLockReadGuard};
 use serde::Serialize;
 
 pub use event::{GroupNeed, KvEvent, Outcome, StoredBlock};
@@ -99,6 +100,20 @@ pub struct BlockCounts {
     pub waiting: u64,
 }
 
+/// How often a reader looks again before it sleeps: some 20 us, in which a writer is done with nearly any event. To be
+/// woken takes longer, and costs the writer as much.
+const LOOKS: usize = 1_000;
+
+fn read(shard: &RwLock<Trie>) -> RwLockReadGuard<'_, Trie> {
+    for _ in 0..LOOKS {
+        if let Some(trie) = shard.try_read() {
+            return trie;
+        }
+        hint::spin_loop();
+    }
+    shard.read()
+}
+
 impl PrefixIndex {
     /// An index that holds nothing.
     pub fn new() -> Arc<Self> {
@@ -120,7 +135,7 @@ impl PrefixIndex {
     pub fn overlaps(&self, hashes: &BlockHashes, into: &mut Overlaps) {
         into.clear();
         let Some(&first) = hashes.locals().first() else { return };
-        let trie = self.shards[shard_of(first)].read();
+        let trie = read(&self.shards[shard_of(first)]);
         trie.walk(hashes.locals(), into);
         // Under the lock of the trie: a seat is given to another rank only after its traces have left all tries.
         let seats = self.seats.read();
@@ -137,7 +152,7 @@ impl PrefixIndex {
     pub fn leading(&self, hashes: &BlockHashes, slot: Slot, scratch: &mut Overlaps) -> usize {
         scratch.clear();
         let Some(&first) = hashes.locals().first() else { return 0 };
-        let trie = self.shards[shard_of(first)].read();
+        let trie = read(&self.shards[shard_of(first)]);
         trie.walk(hashes.locals(), scratch);
         scratch.settle(self.seats.read().plan());
         scratch.get(slot).total() as usize

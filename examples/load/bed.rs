@@ -10,6 +10,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::answers;
+use crate::meter::Cpu;
 use crate::support::child::Child;
 use crate::support::envoy;
 use crate::support::ports::{self, FreePort, Ready};
@@ -21,6 +22,9 @@ pub(crate) const AS_BARE: &str = "as-bare";
 pub(crate) const AS_WARMROUTE: &str = "as-warmroute";
 
 const START: Duration = Duration::from_secs(60);
+
+/// A server rests that did hardly anything for so long.
+const LOOK: Duration = Duration::from_millis(500);
 
 /// Who is asked on a way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -128,7 +132,24 @@ async fn way(side: Side, setting: &Setting, first: SocketAddr, dir: &Path) -> an
         config = envoy::round_robin(&config)?;
     }
     stack.start_wide_envoy(&config, setting.threads).await?;
-    Ok(Way { side, stack, bare })
+    let way = Way { side, stack, bare };
+    if let Some(server) = way.server() {
+        rests(server).await?;
+    }
+    Ok(way)
+}
+
+/// Waits until a server has made ready what it makes beside its first requests; that is nobody's share of a request.
+async fn rests(server: u32) -> anyhow::Result<()> {
+    let deadline = tokio::time::Instant::now() + START;
+    while tokio::time::Instant::now() < deadline {
+        let before = Cpu::of(server);
+        tokio::time::sleep(LOOK).await;
+        if Cpu::of(server).micros_since(&before) < LOOK.as_micros() as f64 / 20.0 {
+            return Ok(());
+        }
+    }
+    anyhow::bail!("process {server} has not come to rest")
 }
 
 /// The defaults, but that engines without a model are not asked what they are.

@@ -30,9 +30,6 @@ const HIGHEST: u64 = LOWEST << 7;
 const PASSED: u64 = 1 << 56;
 /// Bits of a number, of which no shelf has as many; in the others of its three bytes is more of the name.
 const NUMBER: u32 = 21;
-/// Names that are looked up at once.
-pub(super) const BATCH: usize = 64;
-
 /// What a name stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Named {
@@ -125,25 +122,16 @@ impl Names {
     /// are appended. Room must have been made for them.
     pub(super) fn begin_all(
         &mut self,
-        names: impl ExactSizeIterator<Item = EngineHash>,
+        names: impl Iterator<Item = EngineHash> + Clone,
         layers: Layers,
         into: &mut Vec<At>,
     ) {
-        if names.len() < 8 {
-            into.extend(names.map_while(|name| self.begin(name, mix(name.0), layers)));
-            return;
-        }
-        let mut batch = [(EngineHash(0), 0); BATCH];
-        let count = batch.iter_mut().zip(names).map(|(entry, name)| *entry = (name, mix(name.0))).count();
-        let batch = &batch[..count];
-        batch.iter().take(AHEAD).for_each(|(_, mixed)| self.fetch_mixed(*mixed));
-        for (at, &(name, mixed)) in batch.iter().enumerate() {
-            if let Some((_, mixed)) = batch.get(at + AHEAD) {
-                self.fetch_mixed(*mixed);
-            }
-            let Some(at) = self.begin(name, mixed, layers) else { return };
-            into.push(at);
-        }
+        let mut later = names.clone();
+        later.by_ref().take(AHEAD).for_each(|name| self.fetch(name));
+        into.extend(names.map_while(|name| {
+            later.next().into_iter().for_each(|name| self.fetch(name));
+            self.begin(name, mix(name.0), layers)
+        }));
     }
 
     /// The place of a name that was entered there.

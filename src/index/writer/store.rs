@@ -1,7 +1,6 @@
 //! Store events: from a parent and a run of blocks to names with places.
 
 use super::counted::Counted;
-use super::names::BATCH;
 use super::waiting::Apart;
 use super::{Named, Place, RankWriter, Scratch};
 use crate::block::EngineHash;
@@ -53,15 +52,12 @@ impl RankWriter {
 
     /// Enters names that are to get their places, if all of them are new.
     fn begin(&mut self, blocks: &[StoredBlock], tier: Tier, scratch: &mut Scratch) -> bool {
-        for some in blocks.chunks(BATCH) {
-            let before = scratch.begun.len();
-            self.names.begin_all(some.iter().map(|block| block.engine), Layers::one(tier), &mut scratch.begun);
-            if scratch.begun.len() < before + some.len() {
-                self.undo(&blocks[..scratch.begun.len()]);
-                return false;
-            }
+        self.names.begin_all(blocks.iter().map(|block| block.engine), Layers::one(tier), &mut scratch.begun);
+        let all_new = scratch.begun.len() == blocks.len();
+        if !all_new {
+            self.undo(&blocks[..scratch.begun.len()]);
         }
-        true
+        all_new
     }
 
     /// Takes back names that have no place yet.
