@@ -25,6 +25,11 @@ use std::path::PathBuf;
 use clap::Parser;
 use duel::Table;
 
+/// As the binary has it: a warm decision takes memory of some hundred kilobytes for a moment, and other allocators get it from
+/// the system each time.
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
 #[derive(Parser)]
 struct Options {
     /// Writes the rows there as JSON.
