@@ -10,6 +10,7 @@ pub mod dump;
 pub mod event;
 mod extents;
 mod gains;
+mod marks;
 mod needs;
 mod overlaps;
 mod owners;
@@ -136,7 +137,7 @@ impl PrefixIndex {
         into.clear();
         let Some(&first) = hashes.locals().first() else { return };
         let trie = read(&self.shards[shard_of(first)]);
-        trie.walk(hashes.locals(), into);
+        trie.walk(hashes, into);
         // Under the lock of the trie: a seat is given to another rank only after its traces have left all tries.
         let seats = self.seats.read();
         let plan = seats.plan();
@@ -153,7 +154,7 @@ impl PrefixIndex {
         scratch.clear();
         let Some(&first) = hashes.locals().first() else { return 0 };
         let trie = read(&self.shards[shard_of(first)]);
-        trie.walk(hashes.locals(), scratch);
+        trie.walk(hashes, scratch);
         scratch.settle(self.seats.read().plan());
         scratch.get(slot).total() as usize
     }

@@ -2,7 +2,8 @@
 //! kept per block is its local hash and the run it is in. Stretches that became free are lists through their own memory,
 //! joined with free neighbours at once, and used before the arena grows; it grows by chunks, so nothing is ever moved.
 
-use crate::block::LocalHash;
+use super::marks::{APART, Marks};
+use crate::block::{LocalHash, SequenceHash};
 
 /// Positions in a chunk. A stretch lies within one.
 pub(super) const CHUNK: usize = if cfg!(test) { 1 << 7 } else { 1 << 13 };
@@ -37,6 +38,20 @@ impl Stretch {
 struct Chunk {
     locals: Vec<LocalHash>,
     homes: Vec<u32>,
+    marks: Marks,
+}
+
+/// What is left of a prompt that is looked for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asked<'a> {
+    pub(super) locals: &'a [LocalHash],
+    pub(super) names: &'a [SequenceHash],
+}
+
+impl Asked<'_> {
+    pub(super) fn skip(self, blocks: usize) -> Self {
+        Self { locals: &self.locals[blocks..], names: &self.names[blocks..] }
+    }
 }
 
 /// The positions of a trie.
@@ -73,6 +88,24 @@ impl Arena {
         &self.chunks[chunk].locals[at..at + stretch.len as usize]
     }
 
+    /// How many blocks of a stretch are the next of a prompt that agrees with all before it.
+    pub(super) fn agreed(&self, stretch: Stretch, asked: Asked<'_>) -> usize {
+        let (chunk, at) = place(stretch.first);
+        let Chunk { locals, marks, .. } = &self.chunks[chunk];
+        let len = asked.locals.len().min(stretch.len as usize);
+        let (ours, theirs) = (&locals[at..at + len], &asked.locals[..len]);
+        let mut agreed = marks.known(at, &asked.names[..len]);
+        while agreed < len {
+            let to = len.min((at + agreed) / APART * APART + APART - at);
+            agreed += common(&ours[agreed..to], &theirs[agreed..to]);
+            if agreed < to {
+                break;
+            }
+            marks.leave(at + agreed - 1, asked.names[agreed - 1]);
+        }
+        agreed
+    }
+
     /// The run of the block at a position.
     pub(super) fn home(&self, at: u32) -> Option<u32> {
         let (chunk, at) = place(at);
@@ -88,7 +121,9 @@ impl Arena {
 
     pub(super) fn write(&mut self, first: u32, locals: &[LocalHash]) {
         let (chunk, at) = place(first);
-        self.chunks[chunk].locals[at..at + locals.len()].copy_from_slice(locals);
+        let chunk = &mut self.chunks[chunk];
+        chunk.locals[at..at + locals.len()].copy_from_slice(locals);
+        chunk.marks.forget(at..at + locals.len());
     }
 
     /// A stretch of at most so many positions, and not of fewer than some unless the rest is in pieces; `None` when all
@@ -277,17 +312,35 @@ impl Chunk {
         }
         self.locals.resize(len, LocalHash(0));
         self.homes.resize(len, NOWHERE);
+        self.marks.fit(len);
     }
 
     /// Ends earlier, and gives memory back where most of it is not needed any more.
     fn cut(&mut self, len: usize) {
         self.locals.truncate(len);
         self.homes.truncate(len);
+        self.marks.fit(len);
         if self.homes.capacity() > 64.max(4 * len) {
             self.locals.shrink_to(2 * len);
             self.homes.shrink_to(2 * len);
         }
     }
+}
+
+/// Hashes that are compared in one step: two lines of the cache, so that many are on their way from memory at once.
+const STEP: usize = 16;
+
+/// Length of the common beginning. Agreement is the usual case, so a difference is only looked for where one is.
+pub(super) fn common(run: &[LocalHash], prompt: &[LocalHash]) -> usize {
+    let (ours, theirs) = (run.chunks_exact(STEP), prompt.chunks_exact(STEP));
+    let same = ours.zip(theirs).take_while(|(ours, theirs)| is_same(ours, theirs)).count() * STEP;
+    let rest = run[same..].iter().zip(&prompt[same..]);
+    same + rest.take(STEP).take_while(|(a, b)| a == b).count()
+}
+
+/// Without a branch for each hash.
+fn is_same(ours: &[LocalHash], theirs: &[LocalHash]) -> bool {
+    ours.iter().zip(theirs).fold(0, |difference, (a, b)| difference | (a.0 ^ b.0)) == 0
 }
 
 fn place(at: u32) -> (usize, usize) {

@@ -8,14 +8,14 @@ mod change;
 
 use std::ops::Range;
 
-use super::arena::{Arena, Stretch};
+use super::arena::{Arena, Asked, Stretch, common};
 use super::children::Children;
 use super::extents::Extents;
 use super::overlaps::Overlaps;
 use super::owners::{Layer, Layers, Owners};
 use super::seats::Seat;
 use super::slab::Slab;
-use crate::block::LocalHash;
+use crate::block::{BlockHashes, LocalHash};
 
 /// Longest run. Bounds what one split or join changes while readers wait.
 const LONGEST_RUN: usize = 4096;
@@ -95,16 +95,16 @@ impl Trie {
     }
 
     /// Follows a prompt and reports the owners of what is found, as long as any owner holds all of it.
-    pub(super) fn walk(&self, locals: &[LocalHash], into: &mut Overlaps) {
-        let mut rest = locals;
+    pub(super) fn walk(&self, prompt: &BlockHashes, into: &mut Overlaps) {
+        let mut rest = Asked { locals: prompt.locals(), names: prompt.sequences() };
         let mut children = &self.roots;
-        while let Some(run) = rest.first().and_then(|first| children.get(*first)) {
+        while let Some(run) = rest.locals.first().and_then(|first| children.get(*first)) {
             let run = &self.runs[run];
-            let matched = self.common(run, rest);
+            let matched = self.agreed(run, rest);
             if !into.advance(run.start, matched as u32, &run.owners) || matched < run.blocks.len() as usize {
                 return;
             }
-            rest = &rest[matched..];
+            rest = rest.skip(matched);
             children = &run.children;
         }
     }
@@ -199,6 +199,19 @@ impl Trie {
         Some((&self.runs[run], self.depth(run, block)?))
     }
 
+    /// The same by the marks of those who asked before, and leaves some.
+    fn agreed(&self, run: &Run, asked: Asked<'_>) -> usize {
+        let mut agreed = 0;
+        for stretch in run.blocks.iter() {
+            let here = self.arena.agreed(stretch, asked.skip(agreed));
+            agreed += here;
+            if here < stretch.len as usize {
+                break;
+            }
+        }
+        agreed
+    }
+
     /// Length of the common beginning.
     fn common(&self, run: &Run, prompt: &[LocalHash]) -> usize {
         let (head, more) = run.blocks.parts();
@@ -235,22 +248,6 @@ impl Trie {
         }
         matched
     }
-}
-
-/// Hashes that are compared in one step: two lines of the cache, so that many are on their way from memory at once.
-const STEP: usize = 16;
-
-/// Length of the common beginning. Agreement is the usual case, so a difference is only looked for where one is.
-fn common(run: &[LocalHash], prompt: &[LocalHash]) -> usize {
-    let (ours, theirs) = (run.chunks_exact(STEP), prompt.chunks_exact(STEP));
-    let same = ours.zip(theirs).take_while(|(ours, theirs)| is_same(ours, theirs)).count() * STEP;
-    let rest = run[same..].iter().zip(&prompt[same..]);
-    same + rest.take(STEP).take_while(|(a, b)| a == b).count()
-}
-
-/// Without a branch for each hash.
-fn is_same(ours: &[LocalHash], theirs: &[LocalHash]) -> bool {
-    ours.iter().zip(theirs).fold(0, |difference, (a, b)| difference | (a.0 ^ b.0)) == 0
 }
 
 #[cfg(test)]
