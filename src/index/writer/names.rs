@@ -30,6 +30,7 @@ const HIGHEST: u64 = LOWEST << 7;
 const PASSED: u64 = 1 << 56;
 /// Bits of a number, of which no shelf has as many; in the others of its three bytes is more of the name.
 const NUMBER: u32 = 21;
+
 /// What a name stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Named {
