@@ -45,7 +45,12 @@ pub struct Admin {
     pub config: Arc<ArcSwap<Value>>,
     /// From a body to a question, for explanations.
     pub way_in: explain::WayIn,
+    /// The Envoys that are told of the fleet.
+    pub envoys: Page,
 }
+
+/// What a page shows, asked for anew each time.
+pub type Page = Arc<dyn Fn() -> Value + Send + Sync>;
 
 /// The pages.
 pub fn routes(admin: Admin) -> Routes {
@@ -55,6 +60,7 @@ pub fn routes(admin: Admin) -> Routes {
         .route("/metrics", get(metrics))
         .route("/debug/config", get(|State(admin): State<Admin>| async move { Json(admin.config.load_full()) }))
         .route("/debug/fleet", get(fleet::page))
+        .route("/debug/envoys", get(|State(admin): State<Admin>| async move { Json((admin.envoys)()) }))
         .route(
             "/debug/index",
             get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().index().stats())) }),

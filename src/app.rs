@@ -1,6 +1,8 @@
 //! Composition root: it alone knows every part. [`App::start`] builds the parts from the configuration and binds the
 //! sockets; [`App::run_until`] serves until told to stop, and then drains.
 
+mod announcer;
+mod background;
 mod cut;
 mod drain;
 mod encoders;
@@ -24,11 +26,10 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use arc_swap::ArcSwap;
-use tokio::sync::{mpsc, watch};
+use serde_json::{Value, json};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -40,28 +41,25 @@ use crate::admin::{self, Admin};
 use crate::api::{self, Api, Feed};
 use crate::audit::Audit;
 use crate::config::Config;
-use crate::engine_sessions::EngineSessions;
 use crate::entrance::Entrance;
 use crate::ext_proc::service::Kept;
 use crate::ext_proc::wire::ExtProc;
 use crate::intake::Intake;
-use crate::kv_events::SharedResync;
 use crate::lifecycle::{Readiness, supervise};
 use crate::metrics::{Metrics, PoolLabels};
 use crate::router::Router;
 use crate::telemetry::LogFilter;
-use crate::tls::{Pace, Secrets};
+use crate::tls::Secrets;
+use crate::xds::{Discovery, Envoys};
 use gateway::Gateway;
 use health::Health;
-use keeper::Keeper;
 use reload::Next;
 use sockets::{GrpcListener, Sockets};
 use swap::Swap;
 use unix::Place;
-use workers::Wanted;
 
 pub use learn::learned;
-pub use offline::{Offline, model, workers};
+pub use offline::{Offline, listed, model, workers};
 pub use reload::{ConfigFile, ReadConfig, Reloaded, Reloader};
 
 /// gRPC message overhead on top of a body: headers, attributes, metadata.
@@ -82,6 +80,8 @@ pub struct App {
     pub ext_proc_socket: Option<PathBuf>,
     /// Where gRPC health listens for itself.
     pub health_address: Option<SocketAddr>,
+    /// Where Envoys are told of the fleet, if not beside ext_proc.
+    pub xds_address: Option<SocketAddr>,
     /// Certificates, keys and tokens; [`Secrets::reload`] reads them again at once.
     pub secrets: Secrets,
     /// Whether it came as was foreseen.
@@ -111,12 +111,6 @@ pub struct App {
     background: JoinSet<()>,
 }
 
-/// How often what has grown old is looked for.
-const SWEEP: Duration = Duration::from_millis(100);
-
-/// How long engines may take at the end to close the sessions that we opened.
-const FAREWELL: Duration = Duration::from_secs(2);
-
 impl App {
     /// Builds everything, binds the sockets and starts the background tasks.
     pub async fn start(config: Config) -> anyhow::Result<Self> {
@@ -135,19 +129,14 @@ impl App {
         let loading = app.readiness.wait_for(LOADING);
         let way_in = WayIn::new(config.limits.body.bytes());
         app.serve_health(&sockets, &config).await?;
-        let pages = Admin {
-            entrance: entrance.clone(),
-            audit: app.audit.clone(),
-            metrics: metrics.clone(),
-            readiness: app.readiness.clone(),
-            config: app.reloader.shown(),
-            way_in: way_in.clone(),
-        };
+        let envoys = parts::envoys(&config, &metrics);
+        let pages = app.shown(&entrance, &way_in, envoys.clone());
         let listener = sockets.bind_admin(&config.admin).await?;
         app.admin_address = listener.address;
         app.pages.spawn(listener.serve(admin::routes(pages), app.leave.clone()));
         let feed = Arc::new(Feed::default());
-        app.feed(&config, &entrance, feed.clone(), metrics.clone());
+        app.feed(&config, &entrance, feed.clone(), envoys.clone());
+        let discovery = app.discovery(&sockets, &config, envoys).await?;
         app.keep_time(&entrance, &metrics);
         app.tell_engines(&config, &entrance, &metrics)?;
         let models = app.reloader.load_models().await?;
@@ -178,6 +167,7 @@ impl App {
         let service = app.ext_proc(&config, intake, entrance, &metrics)?;
         for listener in grpc {
             let routes = Routes::new(app.health.service()).add_service(service.clone());
+            let routes = discovery.iter().fold(routes, |routes, discovery| discovery.beside(routes));
             app.servers.spawn(listener.serve(routes, app.closing.clone(), app.cut.clone()));
         }
         drop(loading);
@@ -208,6 +198,7 @@ impl App {
             ext_proc_address: None,
             ext_proc_socket: None,
             health_address: None,
+            xds_address: None,
             secrets: Secrets::default(),
             audit,
             place: None,
@@ -254,6 +245,7 @@ impl App {
             unix = ?self.ext_proc_socket,
             health = ?self.health_address,
             api = ?self.api_address,
+            xds = ?self.xds_address,
             "listening"
         );
         tokio::select! {
@@ -302,6 +294,39 @@ impl App {
         self.health_address = listener.address();
         self.pages.spawn(listener.serve(Routes::new(self.own_health.service()), self.leave.clone(), self.cut.clone()));
         Ok(())
+    }
+
+    /// What the pages show.
+    fn shown(&self, entrance: &Arc<Entrance>, way_in: &WayIn, envoys: Option<Arc<Envoys>>) -> Admin {
+        let listeners = move || envoys.as_ref().map_or(Value::Null, |envoys| json!(envoys.listeners()));
+        Admin {
+            entrance: entrance.clone(),
+            audit: self.audit.clone(),
+            metrics: self.reloader.metrics.clone(),
+            readiness: self.readiness.clone(),
+            config: self.reloader.shown(),
+            way_in: way_in.clone(),
+            envoys: Arc::new(listeners),
+        }
+    }
+
+    /// What tells Envoys of the fleet, where it is to stand beside ext_proc. At an address of its own it is there at once, so
+    /// that Envoys know the workers while we still load.
+    async fn discovery(
+        &mut self,
+        sockets: &Sockets,
+        config: &Config,
+        envoys: Option<Arc<Envoys>>,
+    ) -> anyhow::Result<Option<Discovery>> {
+        let settings = config.envoy.as_ref().and_then(|envoy| envoy.xds.as_ref());
+        let (Some(settings), Some(envoys)) = (settings, envoys) else { return Ok(None) };
+        let discovery = Discovery::new(envoys, self.closing.clone());
+        let Some(address) = settings.listen else { return Ok(Some(discovery)) };
+        let listener = sockets.bind_xds(address, settings.tls.as_ref()).await?;
+        self.xds_address = listener.address();
+        let routes = discovery.beside(Routes::new(self.health.service()));
+        self.servers.spawn(listener.serve(routes, self.closing.clone(), self.cut.clone()));
+        Ok(None)
     }
 
     /// Lets the ways in beside ext_proc follow the configuration.
@@ -370,125 +395,11 @@ impl App {
         });
         Ok(())
     }
-
-    /// Reads certificates and tokens again when their files change, and with the configuration.
-    fn follow_secrets(&mut self, metrics: &Arc<Metrics>) {
-        let (secrets, read_again) = (self.secrets.clone(), self.secrets.clone());
-        self.reloader.part("secrets", move |_| {
-            let secrets = read_again.clone();
-            Ok(Box::new(move || secrets.reload()))
-        });
-        let (metrics, stop) = (metrics.clone(), self.stop.clone());
-        self.background.spawn(async move {
-            supervise("secrets", &metrics, stop, || {
-                let secrets = secrets.clone();
-                async move { match secrets.follow(Pace::default()).await {} }
-            })
-            .await;
-        });
-    }
-
-    /// Starts what feeds the fleet.
-    fn feed(&mut self, config: &Config, entrance: &Arc<Entrance>, feed: Arc<Feed>, metrics: Arc<Metrics>) {
-        let (desired, sets) = mpsc::unbounded_channel();
-        let (said, heard) = watch::channel(if config.learn.enabled { Arc::default() } else { learn::off() });
-        let (entering, resync) = (entrance.clone(), SharedResync::default());
-        resync.set(config.index_trust.resync);
-        let parts =
-            keeper::Parts { entrance: entering, feed, metrics: metrics.clone(), said: heard, resync: resync.clone() };
-        let keeper = Keeper::new(config, parts, self.readiness.clone());
-        self.learn(config, entrance.router(), said);
-        self.background.spawn(keeper.run(sets, self.stop.clone()));
-        let (wants, wanted) = watch::channel(Wanted::from(config));
-        self.reloader.part("workers", move |next| {
-            let (wants, next) = (wants.clone(), Wanted::from(&*next.config));
-            Ok(Box::new(move || {
-                wants.send_if_modified(|wanted| {
-                    let news = *wanted != next;
-                    *wanted = next;
-                    news
-                });
-            }))
-        });
-        let router = entrance.router().clone();
-        self.reloader.part("router", move |next| {
-            let (router, settings, resync) = (router.clone(), next.config.router_settings(), resync.clone());
-            Ok(Box::new(move || {
-                resync.set(settings.trust.resync);
-                router.set_settings(settings);
-            }))
-        });
-        let stop = self.stop.clone();
-        self.background.spawn(async move {
-            let follow = || workers::follow(wanted.clone(), desired.clone(), metrics.clone());
-            supervise("workers", &metrics, stop, follow).await;
-        });
-    }
-
-    /// Starts what has to happen from time to time.
-    fn keep_time(&mut self, entrance: &Arc<Entrance>, metrics: &Arc<Metrics>) {
-        let metrics_of_sweep = metrics.clone();
-        let (waiting, metrics, stop) = (entrance.clone(), metrics.clone(), self.stop.clone());
-        self.background.spawn(async move {
-            supervise("admission", &metrics, stop, || {
-                let waiting = waiting.clone();
-                async move {
-                    waiting.admission().run().await;
-                    Ok(())
-                }
-            })
-            .await;
-        });
-        let (entrance, audit, stop) = (entrance.clone(), self.audit.clone(), self.stop.clone());
-        self.background.spawn(async move {
-            supervise("sweep", &metrics_of_sweep, stop, || sweep(entrance.clone(), audit.clone())).await;
-        });
-    }
-
-    /// Starts what tells engines of sessions, if they are to be told.
-    fn tell_engines(
-        &mut self,
-        config: &Config,
-        entrance: &Arc<Entrance>,
-        metrics: &Arc<Metrics>,
-    ) -> anyhow::Result<()> {
-        let engine = config.sessions.as_ref().and_then(|sessions| sessions.engine.clone());
-        let (Some(engine), Some(sessions)) = (engine, entrance.sessions()) else { return Ok(()) };
-        let engines = EngineSessions::new(engine, sessions.clone(), entrance.router().clone(), metrics.clone())?;
-        let (metrics, stop) = (metrics.clone(), self.stop.clone());
-        self.background.spawn(async move {
-            supervise("engine_sessions", &metrics, stop, || {
-                let engines = engines.clone();
-                async move {
-                    engines.run().await;
-                    Ok(())
-                }
-            })
-            .await;
-            // Our sessions end with us, and the next of us would open them anew.
-            engines.close_all(FAREWELL).await;
-        });
-        Ok(())
-    }
 }
 
 /// Most bytes that a message with a body may have.
 fn most_bytes(config: &Config) -> usize {
     config.limits.body.bytes().saturating_add(MESSAGE_OVERHEAD)
-}
-
-/// Lets what has grown old expire, for ever.
-async fn sweep(entrance: Arc<Entrance>, audit: Arc<Audit>) -> anyhow::Result<()> {
-    let mut tick = tokio::time::interval(SWEEP);
-    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    loop {
-        tick.tick().await;
-        entrance.router().predictions().expire();
-        audit.look(std::time::Instant::now());
-        if let Some(sessions) = entrance.sessions() {
-            sessions.expire();
-        }
-    }
 }
 
 #[cfg(test)]

@@ -26,6 +26,7 @@ use crate::admission::config::QueueConfig;
 use crate::api::ApiConfig;
 use crate::disagg::Disaggregation;
 use crate::discovery::config::{DiscoveryConfig, WorkerConfig};
+use crate::discovery::dns::DnsConfig;
 use crate::discovery::{self, ServedModel};
 use crate::engine_client::config::EnginesConfig;
 use crate::ext_proc::config::{FailureConfig, GatewayConfig, LimitsConfig, ListenConfig, Observe, ResponseConfig};
@@ -80,6 +81,9 @@ pub struct Config {
     /// The workers, where there is no such file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workers: Option<Vec<WorkerConfig>>,
+    /// Names that stand for the workers, where these are not listed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub dns: Vec<DnsConfig>,
     /// The coefficients of the cost.
     #[serde(default)]
     pub schedule: Weights,
@@ -146,7 +150,7 @@ pub struct Config {
     /// How the workers file is followed.
     #[serde(default)]
     pub discovery: DiscoveryConfig,
-    /// The endpoint file we write for Envoy, if any.
+    /// How Envoy is told who the workers are, if it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub envoy: Option<EnvoyConfig>,
     /// What is agreed with the gateway.
@@ -173,6 +177,8 @@ pub enum WorkerSource {
     File(PathBuf),
     /// A fixed list.
     Fixed(Vec<Worker>),
+    /// Names to ask for.
+    Dns(Vec<DnsConfig>),
 }
 
 impl Config {
@@ -243,6 +249,7 @@ impl Config {
     pub fn worker_source(&self) -> WorkerSource {
         match &self.workers_file {
             Some(file) => WorkerSource::File(file.clone()),
+            None if !self.dns.is_empty() => WorkerSource::Dns(self.dns.clone()),
             // A loaded configuration has passed the same resolution, so nothing is lost here.
             None => WorkerSource::Fixed(self.fixed_workers().unwrap_or_default()),
         }
@@ -252,13 +259,25 @@ impl Config {
         discovery::resolve(self.workers.as_deref().unwrap_or_default(), &self.served_models())
     }
 
+    /// Workers as they would be found where they are not listed, one of each kind.
+    pub fn typical_workers(&self) -> Vec<Worker> {
+        let samples: Vec<WorkerConfig> = self.dns.iter().map(DnsConfig::sample).collect();
+        samples
+            .iter()
+            .filter_map(|sample| discovery::resolve(std::slice::from_ref(sample), &self.served_models()).ok())
+            .flatten()
+            .collect()
+    }
+
     fn resolve(&mut self, folder: &Path) {
         for model in &mut self.models {
             model.resolve(folder);
         }
-        let files = [self.workers_file.as_mut(), self.envoy.as_mut().map(|envoy| &mut envoy.endpoints_file)];
-        for file in files.into_iter().flatten() {
+        if let Some(file) = &mut self.workers_file {
             *file = folder.join(&*file);
+        }
+        if let Some(envoy) = &mut self.envoy {
+            envoy.resolve(folder);
         }
         self.listen.resolve(folder);
         self.admin.resolve(folder);

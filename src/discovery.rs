@@ -2,9 +2,12 @@
 //! the fleet in use is the fleet's business. Text becomes workers in pure functions, files are followed in [`file`].
 
 pub mod config;
+pub mod dns;
 pub mod file;
 mod labels;
 mod resolve;
+mod standing;
+pub mod template;
 pub mod zmq;
 
 use std::path::Path;
@@ -13,6 +16,7 @@ use crate::settings::{ConfigError, Document, Value};
 use crate::worker::{BlockSize, ModelName, Worker};
 
 pub use resolve::resolve;
+pub use standing::Standing;
 
 /// What discovery needs to know of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]

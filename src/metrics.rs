@@ -2,250 +2,18 @@
 //! root makes one [`Metrics`] and hands it to whoever measures. Names here carry the prefix `warmroute_` on the page,
 //! counters the suffix `_total`.
 
+mod labels;
+
 use std::sync::Mutex;
 
-use prometheus_client::encoding::{EncodeLabelSet, text};
+use prometheus_client::encoding::text;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets, linear_buckets};
 use prometheus_client::registry::{Metric, Registry};
 
-use crate::tier::Tier;
-use crate::worker::{ModelName, WorkerRank};
-
-/// One label: the model as the engines serve it.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct ModelLabel {
-    /// Model name; `unknown` where no served model was named.
-    pub model: String,
-}
-
-impl From<&ModelName> for ModelLabel {
-    fn from(model: &ModelName) -> Self {
-        Self { model: model.as_str().to_owned() }
-    }
-}
-
-/// Model and step of the degradation ladder.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct RequestLabels {
-    /// Model name.
-    pub model: String,
-    /// `exact`, `partial`, `approximate`, `load_only` or `passthrough`; `query` where only a choice was asked for, `rejected` by us.
-    pub mode: &'static str,
-}
-
-/// One label that names a case out of a fixed list.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct ReasonLabel {
-    /// Why.
-    pub reason: &'static str,
-}
-
-/// One label that names how something ended.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct OutcomeLabel {
-    /// How it ended.
-    pub outcome: &'static str,
-}
-
-/// Which workers do which phase of a request.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct PhasesLabel {
-    /// `aggregated`, `remote_prefill`, or why there was no remote prefill although prefill workers were there.
-    pub phases: &'static str,
-}
-
-/// Class of requests that wait.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct ClassLabel {
-    /// Its name.
-    pub class: String,
-}
-
-/// Class of requests that wait, and what became of some of them.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct ClassOutcomeLabels {
-    /// Its name.
-    pub class: String,
-    /// `waited`, `over_requests`, `over_prompt_tokens`, `over_cached_tokens`, `expired`, `left`.
-    pub outcome: &'static str,
-}
-
-/// Model, and what became of some of its answers.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct ModelOutcomeLabels {
-    /// Model name.
-    pub model: String,
-    /// What became of them.
-    pub outcome: &'static str,
-}
-
-impl ModelOutcomeLabels {
-    /// The labels of a model.
-    pub fn new(model: &ModelName, outcome: &'static str) -> Self {
-        Self { model: model.as_str().to_owned(), outcome }
-    }
-}
-
-/// Model, and which of its tokens.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct ModelTokensLabels {
-    /// Model name.
-    pub model: String,
-    /// Which tokens.
-    pub kind: &'static str,
-}
-
-/// Model, and why.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct CauseLabels {
-    /// Model name.
-    pub model: String,
-    /// Why.
-    pub cause: &'static str,
-}
-
-impl CauseLabels {
-    /// The labels of a model.
-    pub fn new(model: &str, cause: &'static str) -> Self {
-        Self { model: model.to_owned(), cause }
-    }
-}
-
-/// Model and role of workers.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct ModelRoleLabels {
-    /// Model name.
-    pub model: String,
-    /// `aggregated`, `prefill`, `decode`.
-    pub role: String,
-}
-
-/// Stage of a decision.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct StageLabel {
-    /// `parse`, `render`, `tokenize`, `hash`, `index`, `choose`, `total`.
-    pub stage: &'static str,
-}
-
-/// Kind of KV event and what became of it.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct EventLabels {
-    /// `stored`, `removed`, `cleared`, `ignored`.
-    pub kind: &'static str,
-    /// `ok`, `parent_block_not_found`, `block_not_found`, `duplicate_store`, or `filtered_` and the reason.
-    pub outcome: &'static str,
-}
-
-/// A call to the service and what became of it.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct CallLabels {
-    /// Its name in the protocol.
-    pub call: &'static str,
-    /// `OK`, or the gRPC status.
-    pub code: &'static str,
-}
-
-/// A worker rank.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct RankLabels {
-    /// Instance id.
-    pub worker_id: u64,
-    /// Data-parallel rank.
-    pub dp_rank: u32,
-}
-
-impl From<WorkerRank> for RankLabels {
-    fn from(rank: WorkerRank) -> Self {
-        Self { worker_id: rank.worker.0, dp_rank: rank.rank.0 }
-    }
-}
-
-/// A worker rank and a tier of its cache.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct RankTierLabels {
-    /// Instance id.
-    pub worker_id: u64,
-    /// Data-parallel rank.
-    pub dp_rank: u32,
-    /// Storage tier.
-    pub tier: &'static str,
-}
-
-impl RankTierLabels {
-    /// The labels of one tier of a worker rank.
-    pub fn new(rank: WorkerRank, tier: Tier) -> Self {
-        Self { worker_id: rank.worker.0, dp_rank: rank.rank.0, tier: tier.as_str() }
-    }
-}
-
-/// A worker rank and how far its event source can be believed.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct RankTrustLabels {
-    /// Instance id.
-    pub worker_id: u64,
-    /// Data-parallel rank.
-    pub dp_rank: u32,
-    /// `exact`, `incomplete`, `catching_up`, `stale`, `absent`.
-    pub trust: &'static str,
-}
-
-impl RankTrustLabels {
-    /// The labels of one state of a worker rank's source.
-    pub fn new(rank: WorkerRank, trust: &'static str) -> Self {
-        Self { worker_id: rank.worker.0, dp_rank: rank.rank.0, trust }
-    }
-}
-
-/// One label: a setting by its name in the configuration.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct SettingLabel {
-    /// Its name.
-    pub setting: &'static str,
-}
-
-/// A call to an engine about one of its sessions.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct EngineSessionLabels {
-    /// `open`, `close`.
-    pub call: &'static str,
-    /// `ok`, `timeout`, `unreachable`, `connection`, `status`, `overflow`.
-    pub outcome: &'static str,
-}
-
-/// Which pool of workers this is.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct PoolLabels {
-    /// Its name.
-    pub name: String,
-    /// The namespace it is in.
-    pub namespace: String,
-}
-
-/// One of our listeners.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct ListenerLabel {
-    /// `ext_proc`, `ext_proc_unix`, `api`, `admin`, `health`.
-    pub listener: &'static str,
-}
-
-/// One of our listeners, and how something there ended.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct ListenerOutcomeLabels {
-    /// `ext_proc`, `api`, `admin`.
-    pub listener: &'static str,
-    /// How it ended.
-    pub outcome: &'static str,
-}
-
-/// A background task.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct TaskLabel {
-    /// Its name.
-    pub task: String,
-}
+pub use labels::*;
 
 /// A family of histograms; the constructor is a plain function pointer so that the type can be named.
 pub type Histograms<L> = Family<L, Histogram, fn() -> Histogram>;
@@ -407,8 +175,20 @@ metrics! {
     workers_file_valid: Gauge = Gauge::default();
     /// Reads of the workers file, by outcome: applied, unchanged, invalid
     workers_file_reloads: Family<OutcomeLabel, Counter> = Family::default();
+    /// 1 while what a source of workers said last is in use, 0 while an older fleet is kept
+    discovery_up: Family<SourceLabel, Gauge> = Family::default();
+    /// When a source of workers last said what can be used
+    discovery_success_timestamp_seconds: Family<SourceLabel, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
     /// Writes of Envoy's endpoint file, by outcome: written, failed
     endpoint_file_writes: Family<OutcomeLabel, Counter> = Family::default();
+    /// Number of the endpoints that Envoys are told by xDS; grows with every change
+    xds_generation: Gauge = Gauge::default();
+    /// xDS streams that are open
+    xds_streams: Gauge = Gauge::default();
+    /// Endpoints told by xDS, by outcome: sent, accepted, refused
+    xds_updates: Family<OutcomeLabel, Counter> = Family::default();
+    /// From a change of the endpoints until an Envoy says that it has it
+    xds_acceptance_seconds: Histogram = Histogram::new(exponential_buckets(0.0005, 2.0, 14));
     /// KV events by kind and outcome
     kv_events: Family<EventLabels, Counter> = Family::default();
     /// Event batches by outcome: applied, stale, undecodable, malformed_frames, other_rank

@@ -17,3 +17,5 @@ mod openmetrics;
 mod probe;
 #[path = "envoy_ways/ways.rs"]
 mod ways;
+#[path = "envoy_ways/xds.rs"]
+mod xds;

@@ -5,7 +5,9 @@
 #![allow(dead_code, reason = "each test and example uses its own part of it")]
 
 pub(crate) mod child;
+pub(crate) mod debian;
 pub(crate) mod envoy;
+pub(crate) mod installed;
 pub(crate) mod ports;
 pub(crate) mod replay;
 pub(crate) mod signals;

@@ -1,5 +1,5 @@
 //! Keeps the running parts in step with the fleet: every desired set of workers becomes one diff, and of that diff event
-//! sources are stopped and started, load rows opened and closed, and Envoy's endpoint file written. New members are
+//! sources are stopped and started, load rows opened and closed, and Envoy is told. New members are
 //! opened before they are published and old ones closed after, so that no request can choose a rank without a row.
 
 use std::collections::{HashMap, HashSet};
@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use super::announcer::Announcer;
 use super::learn::{Asked, Said};
 use super::workers::{AllGiven, Desired, Media};
 use crate::api::Feed;
@@ -26,13 +27,9 @@ use crate::predict::{EffectivePolicy, RankPrediction};
 use crate::router::{AllLearned, Router};
 use crate::trust::{Because, Standing};
 use crate::worker::{ModelName, Slot, Worker, WorkerId, WorkerRank};
-use crate::xds::config::EnvoyConfig;
-use crate::xds::eds_file;
 
 /// How often it is looked whether sources are silent.
 const LOOK: Duration = Duration::from_secs(1);
-/// How long Envoy may take to read a new list of workers; measured were 4 ms.
-const ENVOY_READS: Duration = Duration::from_millis(100);
 
 pub(super) struct Keeper {
     router: Arc<Router>,
@@ -45,7 +42,7 @@ pub(super) struct Keeper {
     /// The initial workers that were not asked for their settings yet.
     unasked: Option<Unasked>,
     sources_deadline: Instant,
-    envoy: Option<EnvoyConfig>,
+    announcer: Announcer,
     media: Arc<Media>,
     said: watch::Receiver<Arc<Said>>,
     /// What was said when the last set was made.
@@ -65,6 +62,8 @@ pub(super) struct Parts {
     pub(super) said: watch::Receiver<Arc<Said>>,
     /// What becomes of blocks when batches are lost.
     pub(super) resync: SharedResync,
+    /// Who tells Envoy.
+    pub(super) announcer: Announcer,
 }
 
 /// Initial workers whose event sources may still be learned.
@@ -82,7 +81,7 @@ struct Source {
 
 impl Keeper {
     pub(super) fn new(config: &Config, parts: Parts, readiness: Readiness) -> Self {
-        let Parts { entrance, feed, metrics, said, resync } = parts;
+        let Parts { entrance, feed, metrics, said, resync, announcer } = parts;
         let least = config.readiness.min_initial_workers as usize;
         let guard = readiness.wait_for(format!("initial workers: at least {least}"));
         Self {
@@ -94,7 +93,7 @@ impl Keeper {
             initial_workers: Some((least, guard)),
             unasked: None,
             sources_deadline: Instant::now() + config.readiness.event_sources_deadline.get(),
-            envoy: config.envoy.clone(),
+            announcer,
             media: Arc::default(),
             said,
             heard: Arc::default(),
@@ -126,7 +125,7 @@ impl Keeper {
             self.read_media(desired.media).await;
             self.given = desired.given;
             let workers = self.complete(desired.workers);
-            if self.envoy.is_some()
+            if self.announcer.tells()
                 && let Some(rest) = without_leavers(&self.router.fleet(), &workers)
             {
                 self.apply(rest).await;
@@ -190,15 +189,16 @@ impl Keeper {
             self.start_source(member);
         }
         self.refit(&before, &change.kept_changed);
-        if !before.is_empty() && !change.added.is_empty() && self.envoy.is_some() {
+        if !before.is_empty() && !change.added.is_empty() && self.announcer.tells() {
             // Envoy sends to nobody it has not heard of. So it hears of newcomers while they are not yet chosen; those
             // who leave stay in the list until nobody chooses them any more.
-            self.write_endpoints(before.workers().chain(fleet.workers()));
-            tokio::time::sleep(ENVOY_READS).await;
+            let told = self.announcer.tell(before.workers().chain(fleet.workers()));
+            self.announcer.heard(told).await;
         }
         self.router.publish(fleet.clone());
         self.feed.publish(&fleet);
-        self.write_endpoints(fleet.workers());
+        // Nobody is chosen who is not among those that Envoy has; that it still has others does no harm.
+        let _told = self.announcer.tell(fleet.workers());
         for member in &change.removed {
             self.router.load().close(member.slot);
             self.router.predictions().close(member);
@@ -246,16 +246,6 @@ impl Keeper {
             if !self.router.predictions().stats().any(|found| by_time(&found)) {
                 self.router.predictions().open(member);
             }
-        }
-    }
-
-    fn write_endpoints<'w>(&self, workers: impl Iterator<Item = &'w Arc<Worker>>) {
-        let Some(envoy) = &self.envoy else { return };
-        let written = eds_file::render(workers.map(AsRef::as_ref), &envoy.cluster)
-            .map_err(anyhow::Error::from)
-            .and_then(|page| Ok(eds_file::write(&envoy.endpoints_file, &page, &self.metrics)?));
-        if let Err(error) = written {
-            warn!(file = %envoy.endpoints_file.display(), %error, "Envoy's endpoint file cannot be written");
         }
     }
 

@@ -32,7 +32,7 @@ impl Offline {
         let router = entrance.router();
         let client = EngineClient::new(&config.engines)?;
         let intake = parts::intake(config, models, &client, router, &metrics)?;
-        let change = router.fleet().reconcile(workers(config)?);
+        let change = router.fleet().reconcile(workers(config).await?);
         for member in &change.added {
             router.load().open(member.slot, member.rank);
             router.predictions().open(member);
@@ -49,11 +49,20 @@ pub async fn model(config: &Config, model: &ModelConfig) -> anyhow::Result<Optio
     Ok(models.find(None).map(|named| named.model))
 }
 
-/// The configured workers, as they are listed now.
-pub fn workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
+/// The workers, as they are listed or found now.
+pub async fn workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
+    match config.worker_source() {
+        WorkerSource::Dns(names) => discovery::dns::look(&names, &config.served_models()).await,
+        WorkerSource::Fixed(_) | WorkerSource::File(_) => listed(config),
+    }
+}
+
+/// The workers as they are listed now, without asking anybody: of those that are found, one of each kind.
+pub fn listed(config: &Config) -> anyhow::Result<Vec<Worker>> {
     let path = match config.worker_source() {
         WorkerSource::Fixed(workers) => return Ok(workers),
         WorkerSource::File(path) => path,
+        WorkerSource::Dns(_) => return Ok(config.typical_workers()),
     };
     let bytes = std::fs::read(&path).with_context(|| format!("the workers file {} cannot be read", path.display()))?;
     discovery::parse(&path, &bytes, &config.served_models()).map_err(|mistakes| {

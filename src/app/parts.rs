@@ -19,6 +19,7 @@ use crate::predict::Predictor;
 use crate::router::{Predictions, Router};
 use crate::sessions::Sessions;
 use crate::shared_cache::HttpSharedCache;
+use crate::xds::Envoys;
 
 /// The way to a router with an empty fleet. `seed` makes the choice between ties repeatable.
 pub(super) fn entrance(config: &Config, seed: u64) -> Arc<Entrance> {
@@ -47,6 +48,12 @@ pub(super) fn entrance(config: &Config, seed: u64) -> Arc<Entrance> {
         wait: sessions.wait.get(),
     });
     Entrance::new(router, admission, affinities, config.queue.deadline.get())
+}
+
+/// Those who are told of the fleet by xDS, if anybody is.
+pub(super) fn envoys(config: &Config, metrics: &Arc<Metrics>) -> Option<Arc<Envoys>> {
+    let envoy = config.envoy.as_ref().filter(|envoy| envoy.xds.is_some())?;
+    Some(Envoys::new(envoy.clusters(), metrics.clone()))
 }
 
 /// The way from a body to a question.

@@ -178,6 +178,12 @@ impl Sockets {
         Ok(self.grpc(Socket::Tcp(door, address), Some(MOST_STREAMS)))
     }
 
+    /// Binds where Envoys are told of the fleet.
+    pub(super) async fn bind_xds(&self, address: SocketAddr, tls: Option<&TlsConfig>) -> anyhow::Result<GrpcListener> {
+        let (door, address) = self.tcp("xds", address, tls, Protocol::Grpc).await?;
+        Ok(self.grpc(Socket::Tcp(door, address), Some(MOST_STREAMS)))
+    }
+
     /// Binds where operators reach us.
     pub(super) async fn bind_admin(&self, admin: &AdminConfig) -> anyhow::Result<AdminListener> {
         let token = admin.token_file.clone().map(|file| Token::load(file, self.metrics.clone()));

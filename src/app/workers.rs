@@ -1,5 +1,5 @@
-//! Where the fleet comes from, and from where after a reload: a list that only a reload changes, or a file that is
-//! followed.
+//! Where the fleet comes from, and from where after a reload: a list that only a reload changes, a file that is followed, or
+//! names that are asked for.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -68,13 +68,17 @@ pub(super) async fn follow(
     loop {
         let now = wanted.borrow_and_update().clone();
         tokio::select! {
-            never = tell(now, &desired, &metrics) => match never {},
+            never = tell(now, &desired, &metrics) => match never? {},
             changed = wanted.changed() => changed?,
         }
     }
 }
 
-async fn tell(wanted: Wanted, desired: &mpsc::UnboundedSender<Desired>, metrics: &Arc<Metrics>) -> Infallible {
+async fn tell(
+    wanted: Wanted,
+    desired: &mpsc::UnboundedSender<Desired>,
+    metrics: &Arc<Metrics>,
+) -> anyhow::Result<Infallible> {
     let (media, given) = (wanted.media, wanted.given);
     // Where the keeper is gone everything ends.
     let send = |workers| _ = desired.send(Desired { workers, media: media.clone(), given: given.clone() });
@@ -85,7 +89,8 @@ async fn tell(wanted: Wanted, desired: &mpsc::UnboundedSender<Desired>, metrics:
         }
         WorkerSource::File(path) => {
             let file = WorkersFile { path, models: wanted.models, follow: wanted.follow };
-            discovery::file::watch(file, metrics.clone(), send).await
+            Ok(discovery::file::watch(file, metrics.clone(), send).await)
         }
+        WorkerSource::Dns(names) => discovery::dns::watch(names, wanted.models, metrics.clone(), send).await,
     }
 }

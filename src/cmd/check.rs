@@ -11,7 +11,7 @@ pub fn run(path: &Path, out: &mut impl Write, err: &mut impl Write) -> anyhow::R
     match load(path, err)? {
         Some(config) => {
             out.write_all(config.to_yaml()?.as_bytes())?;
-            for advice in config.advice(&app::workers(&config)?) {
+            for advice in config.advice(&app::listed(&config)?) {
                 writeln!(err, "warning: {advice}")?;
             }
             Ok(0)

@@ -43,7 +43,7 @@ pub fn run(args: &DoctorArgs, out: &mut impl Write, err: &mut impl Write) -> any
 }
 
 async fn examine(config: &Config, args: &DoctorArgs) -> anyhow::Result<Vec<Finding>> {
-    let workers = app::workers(config)?;
+    let workers = app::workers(config).await?;
     let mut findings = vec![host::configuration(&args.config.display().to_string(), config, &workers)];
     findings.extend(config.advice(&workers).into_iter().map(host::advice));
     let mut models = HashMap::new();

@@ -23,7 +23,7 @@ pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
     let log = telemetry::start(&config.log);
     telemetry::hide_panics();
     // A list that cannot be read is told of where it is followed.
-    for advice in config.advice(&app::workers(&config).unwrap_or_default()) {
+    for advice in config.advice(&app::listed(&config).unwrap_or_default()) {
         warn!(of = advice.subject, mend = advice.mend, "{}", advice.seen);
     }
     let path = args.config.clone();

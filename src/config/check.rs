@@ -5,6 +5,8 @@ use std::net::SocketAddr;
 
 use super::model::missing;
 use super::{Config, ModelConfig};
+use crate::discovery;
+use crate::discovery::dns::DnsConfig;
 use crate::settings::{Problem, Step};
 use crate::worker::Role;
 
@@ -36,7 +38,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("clients", config.clients.problems()),
         ("rewrites", rewrites(config)),
         ("gateway", config.gateway.problems()),
-        ("envoy", config.envoy.as_ref().map(|envoy| envoy.problems()).unwrap_or_default()),
+        ("envoy", envoy(config)),
     ];
     let mut problems: Vec<_> = sections
         .into_iter()
@@ -49,6 +51,11 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
     problems.extend(workers(config));
     problems.extend(files(config));
     problems
+}
+
+fn envoy(config: &Config) -> Vec<Problem> {
+    let models: Vec<_> = config.models.iter().map(|model| model.name.clone()).collect();
+    config.envoy.as_ref().map(|envoy| envoy.problems(&models)).unwrap_or_default()
 }
 
 fn weights(config: &Config) -> Option<Problem> {
@@ -156,24 +163,24 @@ fn without_use(config: &Config) -> Vec<Problem> {
 }
 
 fn addresses(config: &Config) -> Vec<Problem> {
-    let api = config.api.as_ref().map(|api| api.listen);
-    let (admin, envoy) = (Some(config.admin.listen), config.listen.tcp);
-    let health = config.listen.health;
-    let (of_admin, of_api, of_health) = (["admin", "listen"], ["api", "listen"], ["listen", "health"]);
-    let pairs = [
-        (of_admin, admin, "listen.tcp", envoy),
-        (of_api, api, "listen.tcp", envoy),
-        (of_api, api, "admin.listen", admin),
-        (of_health, health, "listen.tcp", envoy),
-        (of_health, health, "admin.listen", admin),
-        (of_health, health, "api.listen", api),
+    let xds = config.envoy.as_ref().and_then(|envoy| envoy.xds.as_ref());
+    let listeners: [(&[&'static str], Option<SocketAddr>); 5] = [
+        (&["listen", "tcp"], config.listen.tcp),
+        (&["admin", "listen"], Some(config.admin.listen)),
+        (&["api", "listen"], config.api.as_ref().map(|api| api.listen)),
+        (&["listen", "health"], config.listen.health),
+        (&["envoy", "xds", "listen"], xds.and_then(|xds| xds.listen)),
     ];
-    let taken = |(key, listen, by, other): ([&'static str; 2], Option<SocketAddr>, &str, Option<SocketAddr>)| {
-        let (listen, other) = listen.zip(other).filter(|(listen, other)| collide(*listen, *other))?;
+    let taken = |(at, (key, listen)): (usize, &(&[&'static str], Option<SocketAddr>))| {
+        let listen = (*listen)?;
+        let collides = |(by, other): &(&[&str], Option<SocketAddr>)| {
+            Some((by.join("."), other.filter(|other| collide(listen, *other))?))
+        };
+        let (by, other) = listeners[..at].iter().find_map(collides)?;
         let text = format!("{listen} is taken by `{by}` ({other}) already; choose another port");
-        Some(Problem::at(key.map(Step::from), text))
+        Some(Problem::at(key.iter().copied().map(Step::from), text))
     };
-    pairs.into_iter().filter_map(taken).collect()
+    listeners.iter().enumerate().filter_map(taken).collect()
 }
 
 /// Whether two listeners would fight for a port. Port 0 asks the system for a free one.
@@ -213,19 +220,25 @@ fn models(models: &[ModelConfig]) -> Vec<Problem> {
 
 fn workers(config: &Config) -> Vec<Problem> {
     let mut problems = Vec::new();
-    match (&config.workers_file, &config.workers) {
-        (Some(_), Some(_)) => {
-            let text = "`workers` and `workers_file` are both given; keep one";
-            problems.push(Problem::of("workers", text));
+    let sources = [
+        ("workers", config.workers.is_some()),
+        ("workers_file", config.workers_file.is_some()),
+        ("dns", !config.dns.is_empty()),
+    ];
+    let given: Vec<&str> = sources.into_iter().filter(|(_, is_given)| *is_given).map(|(key, _)| key).collect();
+    match (&given[..], &config.workers) {
+        ([], _) => {
+            let text = "there are no workers; list them under `workers`, name a `workers_file`, or say under `dns` what they are called";
+            problems.push(Problem::at([], text));
         }
-        (None, None) => {
-            problems.push(Problem::at([], "there are no workers; list them under `workers` or name a `workers_file`"));
+        ([first, second, ..], _) => {
+            problems.push(Problem::of(first, format!("`{first}` and `{second}` are both given; keep one")));
         }
-        (None, Some(list)) if list.is_empty() => {
+        (_, Some(list)) if list.is_empty() => {
             problems
                 .push(Problem::of("workers", "the list is empty; list at least one worker or name a `workers_file`"));
         }
-        (None, Some(list)) if list.len() < config.readiness.min_initial_workers as usize => {
+        (_, Some(list)) if list.len() < config.readiness.min_initial_workers as usize => {
             let text = format!(
                 "readiness waits for {} workers but the list has {}, so it would never come; lower this or list more",
                 config.readiness.min_initial_workers,
@@ -241,7 +254,24 @@ fn workers(config: &Config) -> Vec<Problem> {
     }
     let found = config.fixed_workers().err().unwrap_or_default();
     problems.extend(found.into_iter().map(|problem| problem.within("workers")));
+    problems.extend(names(config));
     problems
+}
+
+/// Mistakes of discovery by DNS: those of each name, and those that every worker found by it would have.
+fn names(config: &Config) -> Vec<Problem> {
+    let models = config.served_models();
+    let of_name = |(at, name): (usize, &DnsConfig)| {
+        let mut problems = name.problems();
+        let found = discovery::resolve(&[name.sample()], &models).err().unwrap_or_default();
+        problems.extend(found.into_iter().map(|mut problem| {
+            // Its number in the list of one.
+            problem.trail.remove(0);
+            problem.within("worker")
+        }));
+        problems.into_iter().map(move |problem| problem.within(at).within("dns"))
+    };
+    config.dns.iter().enumerate().flat_map(of_name).collect()
 }
 
 fn files(config: &Config) -> Vec<Problem> {
@@ -250,7 +280,7 @@ fn files(config: &Config) -> Vec<Problem> {
         if !file.is_file() {
             problems.push(Problem::of("workers_file", missing(file)));
         }
-        if config.envoy.as_ref().is_some_and(|envoy| envoy.endpoints_file == *file) {
+        if config.envoy.as_ref().is_some_and(|envoy| envoy.endpoints_file.as_ref() == Some(file)) {
             let text = "this is the `workers_file`, which would be overwritten; choose another name";
             problems.push(Problem::at([Step::from("envoy"), "endpoints_file".into()], text));
         }

@@ -1,15 +1,14 @@
 //! Envoy's endpoint file: an EDS `DiscoveryResponse` in YAML. Envoy looks at it only when a file is *renamed* into the
-//! watched folder, so a write in place would never be seen; and it takes an endpoint once per address, so ids that share
-//! an address become a list. Ids are text: a number would never match, and 2^64 does not fit Envoy's numbers.
+//! watched folder, so a write in place would never be seen.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Write};
 use std::path::Path;
 
 use serde::{Serialize, Serializer};
 
+use super::hosts::{Labels, hosts};
 use crate::metrics::{Metrics, OutcomeLabel};
-use crate::worker::{Endpoint, Worker};
+use crate::worker::Worker;
 
 #[derive(Serialize)]
 struct DiscoveryResponse<'a> {
@@ -62,25 +61,26 @@ struct Metadata {
 #[derive(Serialize)]
 struct FilterMetadata {
     #[serde(rename = "envoy.lb")]
-    lb: Labels,
+    lb: Lb,
 }
 
-/// What a subset may be made of; several values are matched one by one with `list_as_any`.
-#[derive(Default, Serialize)]
-struct Labels {
-    #[serde(serialize_with = "one_or_list")]
-    worker_id: BTreeSet<String>,
-    #[serde(serialize_with = "one_or_list")]
-    role: BTreeSet<String>,
-    /// Whether anybody there takes new requests.
-    #[serde(skip)]
-    open: bool,
+/// The labels by name, each one value or a list.
+struct Lb(Labels);
+
+impl Serialize for Lb {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.named().map(|(name, values)| (name, OneOrList(values))))
+    }
 }
 
-fn one_or_list<S: Serializer>(values: &BTreeSet<String>, serializer: S) -> Result<S::Ok, S::Error> {
-    match values.first() {
-        Some(only) if values.len() == 1 => only.serialize(serializer),
-        _ => values.serialize(serializer),
+struct OneOrList(Vec<String>);
+
+impl Serialize for OneOrList {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match &self.0[..] {
+            [only] => only.serialize(serializer),
+            values => values.serialize(serializer),
+        }
     }
 }
 
@@ -89,21 +89,14 @@ pub fn render<'w>(
     workers: impl IntoIterator<Item = &'w Worker>,
     cluster: &str,
 ) -> Result<String, serde_saphyr::SerializeError> {
-    let mut endpoints: BTreeMap<Endpoint, Labels> = BTreeMap::new();
-    for worker in workers {
-        let labels = endpoints.entry(worker.endpoint).or_default();
-        labels.worker_id.insert(worker.id.to_string());
-        labels.role.insert(worker.role.to_string());
-        labels.open |= !worker.draining;
-    }
-    let lb_endpoints = endpoints.into_iter().map(|(endpoint, lb)| LbEndpoint {
+    let lb_endpoints = hosts(workers).into_iter().map(|(endpoint, labels)| LbEndpoint {
         endpoint: EnvoyEndpoint {
             address: Address {
                 socket_address: SocketAddress { address: endpoint.0.ip().to_string(), port_value: endpoint.0.port() },
             },
         },
-        health_status: (!lb.open).then_some("DRAINING"),
-        metadata: Metadata { filter_metadata: FilterMetadata { lb } },
+        health_status: (!labels.open).then_some("DRAINING"),
+        metadata: Metadata { filter_metadata: FilterMetadata { lb: Lb(labels) } },
     });
     let response = DiscoveryResponse {
         resources: [ClusterLoadAssignment {

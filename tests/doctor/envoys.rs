@@ -3,21 +3,46 @@
 
 use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::{StreamExt as _, stream};
 use serde_json::{Value, json};
+use tokio::net::UnixListener;
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tonic::service::Routes;
+use tonic::transport::Server;
 use warmroute::cmd::doctor::envoy::dump::Dump;
 use warmroute::cmd::doctor::envoy::examine;
 use warmroute::cmd::doctor::envoy::expected::Expected;
 use warmroute::cmd::doctor::finding::{Finding, Level};
 use warmroute::config::{Config, WorkerSource};
+use warmroute::metrics::Metrics;
+use warmroute::worker::Worker;
+use warmroute::xds::config::EnvoyConfig;
+use warmroute::xds::{Discovery, Envoys};
 
 use crate::support::envoy::{self, Standalone};
-use crate::support::ports::FreePort;
+use crate::support::ports::{FreePort, until};
 
 /// Workers need not be there for what is looked at here.
 fn workers() -> [SocketAddr; 3] {
     [18_001, 18_002, 18_003].map(|port| SocketAddr::from(([127, 0, 0, 1], port)))
+}
+
+/// What warmroute tells Envoys of the workers, until it is dropped.
+fn tell(envoy: &EnvoyConfig, workers: &[Worker], config: &Config) -> (Arc<Envoys>, DropGuard) {
+    let envoys = Envoys::new(envoy.clusters(), Arc::new(Metrics::new()));
+    envoys.publish(workers);
+    let closing = CancellationToken::new();
+    let routes = Discovery::new(envoys.clone(), closing.clone()).beside(Routes::default());
+    let socket = UnixListener::bind(config.listen.unix.as_ref().unwrap()).unwrap();
+    let closed = closing.clone().cancelled_owned();
+    let served =
+        Server::builder().add_routes(routes).serve_with_incoming_shutdown(UnixListenerStream::new(socket), closed);
+    tokio::spawn(served);
+    (envoys, closing.drop_guard())
 }
 
 /// Both sides of one deployment, as they are before they start.
@@ -44,6 +69,9 @@ impl Sides {
         if text.contains("eds_workers.yaml") {
             ours["envoy"] = json!({"endpoints_file": place.endpoint_file()});
         }
+        if name == "xds" {
+            ours["envoy"] = json!({"xds": {}});
+        }
         if let Some(by) = name.strip_prefix("disaggregated-") {
             ours["models"][0]["prefill"] = json!({"by": by});
             for (worker, role) in
@@ -61,13 +89,21 @@ impl Sides {
 
     /// Starts Envoy, and looks at what it says that it does.
     async fn examine(&self, dir: &Path) -> Vec<Finding> {
+        let config = Config::parse(&dir.join("warmroute.yaml"), self.ours.to_string().as_bytes()).unwrap();
+        let WorkerSource::Fixed(workers) = config.worker_source() else { panic!("another source") };
+        let telling =
+            config.envoy.as_ref().filter(|envoy| envoy.xds.is_some()).map(|envoy| tell(envoy, &workers, &config));
         let envoy = envoy::start(&self.envoy.to_string(), dir, 1).await.unwrap();
         let address = std::fs::read_to_string(dir.join("envoy-admin")).unwrap();
         let page = format!("http://{address}/config_dump?include_eds");
+        if let Some((envoys, _)) = &telling
+            && self.envoy.to_string().contains("DELTA_GRPC")
+        {
+            let has = async || envoys.listeners().iter().any(|listener| listener.generation.is_some());
+            assert!(until(Duration::from_secs(60), has).await, "{:?}", envoys.listeners());
+        }
         let page = reqwest::get(page).await.unwrap().text().await.unwrap();
-        drop(envoy);
-        let config = Config::parse(&dir.join("warmroute.yaml"), self.ours.to_string().as_bytes()).unwrap();
-        let WorkerSource::Fixed(workers) = config.worker_source() else { panic!("another source") };
+        drop((envoy, telling));
         examine(&Dump::read(&page).unwrap(), &Expected::new(&config, &workers))
     }
 
@@ -551,6 +587,21 @@ fn routes() -> Vec<Fault> {
             },
             &[(Error, "envoy.endpoints_file")],
             "write `watched_directory: {path: /tmp/",
+        ),
+        of(
+            "xds",
+            standalone(
+                "a cluster that we do not tell of",
+                |sides| sides.cluster("workers")["eds_cluster_config"]["service_name"] = json!("engines"),
+                &[(Error, "envoy.xds"), (Error, "envoy.endpoints")],
+                "`envoy: {cluster: engines}`",
+            ),
+        ),
+        standalone(
+            "nobody listens",
+            |sides| sides.ours["envoy"]["xds"] = json!({}),
+            &[(Warning, "envoy.xds")],
+            "DELTA_GRPC",
         ),
         standalone(
             "a worker that Envoy does not know",

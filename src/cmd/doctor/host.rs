@@ -18,6 +18,7 @@ pub fn configuration(file: &str, config: &Config, workers: &[Worker]) -> Finding
             "no workers are listed: every request goes where Envoy sends it",
             match &config.workers_file {
                 Some(file) => format!("list the engines in {}", file.display()),
+                None if !config.dns.is_empty() => "look whether the names under `dns` stand for anybody".to_owned(),
                 None => "list the engines under `workers`".to_owned(),
             },
         );

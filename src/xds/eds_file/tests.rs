@@ -32,6 +32,7 @@ fn the_file_has_one_endpoint_per_address_with_text_ids() {
             - '1'
             - '1001'
             role: 'aggregated'
+            rank: '0'
     - endpoint:
         address:
           socket_address:
@@ -42,6 +43,7 @@ fn the_file_has_one_endpoint_per_address_with_text_ids() {
           envoy.lb:
             worker_id: '18446744073709551615'
             role: 'prefill'
+            rank: '0'
     - endpoint:
         address:
           socket_address:
@@ -52,6 +54,7 @@ fn the_file_has_one_endpoint_per_address_with_text_ids() {
           envoy.lb:
             worker_id: '7'
             role: 'decode'
+            rank: '0'
 "#;
     assert_eq!(render(&fleet, "workers").unwrap(), expected);
 }

@@ -89,7 +89,8 @@ fn reader(site: &Site<'_>, cluster: &Cluster, told: bool) -> Finding {
 /// Whom Envoy chooses among by itself: where these are the workers of a role, as we write it, somebody must have it.
 fn alone(site: &Site<'_>) -> Vec<Finding> {
     let workers = &site.expected.workers;
-    if site.expected.endpoints_file.is_none() || workers.is_empty() {
+    let we_write = site.expected.endpoints_file.is_some() || site.expected.xds.is_some();
+    if !we_write || workers.is_empty() {
         return Vec::new();
     }
     let of_cluster = |cluster: &Cluster| {
@@ -153,6 +154,9 @@ fn known(site: &Site<'_>) -> Option<Finding> {
             "start warmroute, which writes {}; where it runs, look in its log why it does not, and whether Envoy may read the file",
             file.display()
         ),
+        None if site.expected.xds.is_some() => {
+            "start warmroute, which tells them; where it runs, look at its /debug/envoys whether this Envoy listens".to_owned()
+        }
         None => "write them into the cluster, or have us do it: `envoy: {endpoints_file: .., cluster: ..}` in our configuration"
             .to_owned(),
     };

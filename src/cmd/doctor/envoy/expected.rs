@@ -51,6 +51,8 @@ pub struct Expected {
     pub reserved: Vec<String>,
     /// The file that we write for Envoy, and the cluster it is for.
     pub endpoints_file: Option<(PathBuf, String)>,
+    /// What we tell as an xDS server, if we are one.
+    pub xds: Option<XdsServer>,
     /// The workers that may get requests.
     pub workers: Vec<Worker>,
 }
@@ -67,6 +69,32 @@ const PINS: [&str; 9] = [
     "x-dynamo-dp-rank",
     "x-dynamo-prefill-dp-rank",
 ];
+
+/// Us as an xDS server.
+#[derive(Clone, Debug)]
+pub struct XdsServer {
+    /// Its own address; none: beside ext_proc.
+    pub listen: Option<SocketAddr>,
+    /// The clusters that we know, first that of all workers.
+    pub clusters: Vec<String>,
+}
+
+impl XdsServer {
+    /// Whether we tell it there, as far as an address can tell.
+    pub fn is_at(&self, expected: &Expected, address: &Address) -> bool {
+        match (self.listen, address) {
+            (None, _) => expected.is_ours(address),
+            (Some(listen), Address::Socket(_, port)) => is_at(listen, *port, address),
+            (Some(_), Address::Pipe(_)) => false,
+        }
+    }
+}
+
+/// Whether an address is one that we listen at; a name may be anybody's.
+fn is_at(ours: SocketAddr, port: u16, address: &Address) -> bool {
+    let named = address.numeric();
+    port == ours.port() && named.is_none_or(|named| ours.ip().is_unspecified() || named.ip() == ours.ip())
+}
 
 impl Expected {
     /// Reads our configuration.
@@ -92,7 +120,14 @@ impl Expected {
             headers: names(&mut contract.names()),
             endpoint_headers: names(&mut contract.endpoint_names()),
             reserved,
-            endpoints_file: config.envoy.as_ref().map(|envoy| (envoy.endpoints_file.clone(), envoy.cluster.clone())),
+            endpoints_file: config
+                .envoy
+                .as_ref()
+                .and_then(|envoy| Some((envoy.endpoints_file.clone()?, envoy.cluster.clone()))),
+            xds: config.envoy.as_ref().and_then(|envoy| {
+                let listen = envoy.xds.as_ref()?.listen;
+                Some(XdsServer { listen, clusters: envoy.clusters().into_iter().map(|cluster| cluster.name).collect() })
+            }),
             workers: workers.iter().filter(|worker| !worker.draining).cloned().collect(),
         }
     }
@@ -101,10 +136,7 @@ impl Expected {
     pub fn is_ours(&self, address: &Address) -> bool {
         match (address, self.tcp, &self.unix) {
             (Address::Pipe(path), _, Some(unix)) => unix.as_os_str() == path.as_str(),
-            (Address::Socket(_, port), Some(ours), _) => {
-                let named = address.numeric();
-                *port == ours.port() && named.is_none_or(|named| ours.ip().is_unspecified() || named.ip() == ours.ip())
-            }
+            (Address::Socket(_, port), Some(ours), _) => is_at(ours, *port, address),
             _ => false,
         }
     }

@@ -354,6 +354,15 @@ pub(super) struct Eds {
 pub(super) struct ConfigSource {
     pub(super) path: Option<String>,
     pub(super) path_config_source: Option<PathSource>,
+    pub(super) api_config_source: Option<ApiSource>,
+    pub(super) ads: Option<Value>,
+}
+
+/// A server.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct ApiSource {
+    pub(super) grpc_services: Vec<Grpc>,
 }
 
 /// A file.

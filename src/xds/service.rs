@@ -1,0 +1,223 @@
+//! The discovery service that Envoy calls: the endpoints of clusters, for themselves or within the aggregated service, each in
+//! both variants of the protocol. A stream has no task of its own: it is what the connection polls, and ends by drop.
+
+use std::pin::Pin;
+use std::sync::Arc;
+
+use envoy_types::pb::envoy::service::discovery::v3::aggregated_discovery_service_server::{
+    AggregatedDiscoveryService, AggregatedDiscoveryServiceServer,
+};
+use envoy_types::pb::envoy::service::discovery::v3::{
+    DeltaDiscoveryRequest, DeltaDiscoveryResponse, DiscoveryRequest, DiscoveryResponse,
+};
+use envoy_types::pb::envoy::service::endpoint::v3::endpoint_discovery_service_server::{
+    EndpointDiscoveryService, EndpointDiscoveryServiceServer,
+};
+use futures_util::{Stream, stream};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+use tonic::{Request, Response, Status, Streaming};
+use tracing::{info, warn};
+
+use super::assignments::Assignments;
+use super::envoys::{Envoys, Seat};
+use super::subscription::{Subscription, Word};
+use super::variant::{Delta, Received, StateOfTheWorld, Variant, is_ours};
+
+/// The services over the same Envoys.
+#[derive(Clone)]
+pub struct Discovery {
+    envoys: Arc<Envoys>,
+    /// Ends the streams, which else would never end.
+    closing: CancellationToken,
+}
+
+type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+impl Discovery {
+    /// Tells Envoys until `closing`.
+    pub fn new(envoys: Arc<Envoys>, closing: CancellationToken) -> Self {
+        Self { envoys, closing }
+    }
+
+    /// Adds the services to those of a listener.
+    pub fn beside(&self, routes: Routes) -> Routes {
+        routes
+            .add_service(AggregatedDiscoveryServiceServer::new(self.clone()))
+            .add_service(EndpointDiscoveryServiceServer::new(self.clone()))
+    }
+
+    fn converse<V: Variant>(&self, requests: Streaming<V::Request>) -> Response<Answers<V::Response>> {
+        let conversation = Conversation::<V> {
+            requests,
+            news: self.envoys.follow(),
+            subscription: Subscription::default(),
+            seat: self.envoys.join(V::NAME),
+            closing: self.closing.clone(),
+            strange: Vec::new(),
+        };
+        let answers = stream::unfold(conversation, |mut conversation| async {
+            let answer = conversation.next().await?;
+            Some((Ok(answer), conversation))
+        });
+        Response::new(Box::pin(answers))
+    }
+}
+
+/// One stream.
+struct Conversation<V: Variant> {
+    requests: Streaming<V::Request>,
+    news: watch::Receiver<Option<Arc<Assignments>>>,
+    subscription: Subscription,
+    seat: Seat,
+    closing: CancellationToken,
+    /// What was asked for that we know nothing of.
+    strange: Vec<String>,
+}
+
+impl<V: Variant> Conversation<V> {
+    /// The next answer; `None` where the stream has ended.
+    async fn next(&mut self) -> Option<V::Response> {
+        loop {
+            if let Some(answer) = self.owed() {
+                return Some(answer);
+            }
+            tokio::select! {
+                () = self.closing.cancelled() => return None,
+                request = self.requests.message() => match request {
+                    Ok(Some(request)) => self.hear(V::heard(request)),
+                    // How it ended is of no interest: Envoy comes back, and says what it has.
+                    Ok(None) | Err(_) => return None,
+                },
+                changed = self.news.changed() => changed.ok()?,
+            }
+        }
+    }
+
+    fn owed(&mut self) -> Option<V::Response> {
+        let now = self.news.borrow_and_update().clone()?;
+        let answer = self.subscription.next(&now, V::TELLS_ABSENT).map(|news| V::said(news, now.version));
+        if answer.is_some() {
+            self.seat.envoys().count("sent");
+        } else if self.subscription.wants_something() && self.subscription.is_settled(&now) {
+            let before = self.seat.tell(|listener| listener.generation.replace(now.generation));
+            if before.is_some_and(|before| before < now.generation) {
+                self.seat.envoys().accepted(now.since);
+            }
+        }
+        answer
+    }
+
+    fn hear(&mut self, received: Received) {
+        let Received { node, type_url, heard } = received;
+        if let Some(node) = node {
+            self.seat.tell(|listener| (listener.node, listener.node_cluster) = (node.id, node.cluster));
+        }
+        if !is_ours(&type_url) {
+            return self.wonder(type_url);
+        }
+        match self.subscription.hear(heard) {
+            Word::Asks | Word::Stale => {}
+            Word::Accepts => {
+                self.seat.envoys().count("accepted");
+                self.seat.tell(|listener| listener.refused = None);
+            }
+            Word::Refuses(reason) => self.refused(reason),
+        }
+        self.note_clusters();
+    }
+
+    /// Envoy goes on with what it has; there is nothing that could be told otherwise before the fleet changes.
+    fn refused(&self, reason: String) {
+        self.seat.envoys().count("refused");
+        self.seat.tell(|listener| {
+            warn!(
+                node = listener.node,
+                reason, "an Envoy cannot use the endpoints that it was told; it keeps those it has"
+            );
+            listener.refused = Some(reason);
+        });
+    }
+
+    fn note_clusters(&mut self) {
+        let clusters: Vec<String> = self.subscription.names().map(str::to_owned).collect();
+        let now = self.news.borrow().clone();
+        let is_unknown =
+            |name: &&String| *name != "*" && now.as_ref().is_some_and(|now| !now.clusters.contains_key(*name));
+        let unknown: Vec<String> = clusters.iter().filter(is_unknown).cloned().collect();
+        self.seat.tell(|listener| {
+            let news = listener.clusters != clusters;
+            if news && !unknown.is_empty() {
+                warn!(
+                    node = listener.node,
+                    clusters = unknown.join(", "),
+                    "an Envoy asks for clusters that we do not know"
+                );
+            } else if news {
+                info!(node = listener.node, clusters = clusters.join(", "), "an Envoy asks for endpoints");
+            }
+            (listener.clusters, listener.unknown) = (clusters, unknown);
+        });
+    }
+
+    /// Somebody else has to tell Envoy of these; it goes on without after its `initial_fetch_timeout`.
+    fn wonder(&mut self, type_url: String) {
+        if !self.strange.contains(&type_url) {
+            self.seat.tell(|listener| {
+                warn!(
+                    node = listener.node,
+                    type_url, "an Envoy asks for something else than endpoints, which we do not have"
+                );
+            });
+            self.strange.push(type_url);
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl AggregatedDiscoveryService for Discovery {
+    type StreamAggregatedResourcesStream = Answers<DiscoveryResponse>;
+    type DeltaAggregatedResourcesStream = Answers<DeltaDiscoveryResponse>;
+
+    async fn stream_aggregated_resources(
+        &self,
+        request: Request<Streaming<DiscoveryRequest>>,
+    ) -> Result<Response<Self::StreamAggregatedResourcesStream>, Status> {
+        Ok(self.converse::<StateOfTheWorld>(request.into_inner()))
+    }
+
+    async fn delta_aggregated_resources(
+        &self,
+        request: Request<Streaming<DeltaDiscoveryRequest>>,
+    ) -> Result<Response<Self::DeltaAggregatedResourcesStream>, Status> {
+        Ok(self.converse::<Delta>(request.into_inner()))
+    }
+}
+
+#[tonic::async_trait]
+impl EndpointDiscoveryService for Discovery {
+    type StreamEndpointsStream = Answers<DiscoveryResponse>;
+    type DeltaEndpointsStream = Answers<DeltaDiscoveryResponse>;
+
+    async fn stream_endpoints(
+        &self,
+        request: Request<Streaming<DiscoveryRequest>>,
+    ) -> Result<Response<Self::StreamEndpointsStream>, Status> {
+        Ok(self.converse::<StateOfTheWorld>(request.into_inner()))
+    }
+
+    async fn delta_endpoints(
+        &self,
+        request: Request<Streaming<DeltaDiscoveryRequest>>,
+    ) -> Result<Response<Self::DeltaEndpointsStream>, Status> {
+        Ok(self.converse::<Delta>(request.into_inner()))
+    }
+
+    async fn fetch_endpoints(
+        &self,
+        _request: Request<DiscoveryRequest>,
+    ) -> Result<Response<DiscoveryResponse>, Status> {
+        Err(Status::unimplemented("endpoints are told by streams; set `api_type: GRPC` or `DELTA_GRPC`"))
+    }
+}
