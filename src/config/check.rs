@@ -164,23 +164,22 @@ fn without_use(config: &Config) -> Vec<Problem> {
 
 fn addresses(config: &Config) -> Vec<Problem> {
     let xds = config.envoy.as_ref().and_then(|envoy| envoy.xds.as_ref());
-    let listeners: [(&[&'static str], Option<SocketAddr>); 5] = [
+    let listeners: [(&[&str], Option<SocketAddr>); 5] = [
         (&["listen", "tcp"], config.listen.tcp),
         (&["admin", "listen"], Some(config.admin.listen)),
         (&["api", "listen"], config.api.as_ref().map(|api| api.listen)),
         (&["listen", "health"], config.listen.health),
         (&["envoy", "xds", "listen"], xds.and_then(|xds| xds.listen)),
     ];
-    let taken = |(at, (key, listen)): (usize, &(&[&'static str], Option<SocketAddr>))| {
-        let listen = (*listen)?;
-        let collides = |(by, other): &(&[&str], Option<SocketAddr>)| {
-            Some((by.join("."), other.filter(|other| collide(listen, *other))?))
-        };
-        let (by, other) = listeners[..at].iter().find_map(collides)?;
-        let text = format!("{listen} is taken by `{by}` ({other}) already; choose another port");
-        Some(Problem::at(key.iter().copied().map(Step::from), text))
-    };
-    listeners.iter().enumerate().filter_map(taken).collect()
+    let given: Vec<(&[&str], SocketAddr)> = listeners.into_iter().filter_map(|(key, at)| Some((key, at?))).collect();
+    let mut problems = Vec::new();
+    for (nth, (key, listen)) in given.iter().enumerate() {
+        for (by, other) in given[..nth].iter().filter(|(_, other)| collide(*listen, *other)) {
+            let text = format!("{listen} is taken by `{}` ({other}) already; choose another port", by.join("."));
+            problems.push(Problem::at(key.iter().copied().map(Step::from), text));
+        }
+    }
+    problems
 }
 
 /// Whether two listeners would fight for a port. Port 0 asks the system for a free one.
