@@ -27,6 +27,7 @@ use crate::api::ApiConfig;
 use crate::disagg::Disaggregation;
 use crate::discovery::config::{DiscoveryConfig, WorkerConfig};
 use crate::discovery::dns::DnsConfig;
+use crate::discovery::kubernetes::{KubernetesConfig, PodsConfig};
 use crate::discovery::{self, ServedModel};
 use crate::engine_client::config::EnginesConfig;
 use crate::ext_proc::config::{FailureConfig, GatewayConfig, LimitsConfig, ListenConfig, Observe, ResponseConfig};
@@ -84,6 +85,9 @@ pub struct Config {
     /// Names that stand for the workers, where these are not listed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub dns: Vec<DnsConfig>,
+    /// Pods that are the workers, where these are not listed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kubernetes: Option<KubernetesConfig>,
     /// The coefficients of the cost.
     #[serde(default)]
     pub schedule: Weights,
@@ -179,6 +183,8 @@ pub enum WorkerSource {
     Fixed(Vec<Worker>),
     /// Names to ask for.
     Dns(Vec<DnsConfig>),
+    /// Pods to listen for.
+    Kubernetes(KubernetesConfig),
 }
 
 impl Config {
@@ -247,11 +253,12 @@ impl Config {
 
     /// Where the fleet comes from.
     pub fn worker_source(&self) -> WorkerSource {
-        match &self.workers_file {
-            Some(file) => WorkerSource::File(file.clone()),
-            None if !self.dns.is_empty() => WorkerSource::Dns(self.dns.clone()),
+        match (&self.workers_file, &self.kubernetes) {
+            (Some(file), _) => WorkerSource::File(file.clone()),
+            (None, Some(kubernetes)) => WorkerSource::Kubernetes(kubernetes.clone()),
+            (None, None) if !self.dns.is_empty() => WorkerSource::Dns(self.dns.clone()),
             // A loaded configuration has passed the same resolution, so nothing is lost here.
-            None => WorkerSource::Fixed(self.fixed_workers().unwrap_or_default()),
+            (None, None) => WorkerSource::Fixed(self.fixed_workers().unwrap_or_default()),
         }
     }
 
@@ -261,12 +268,10 @@ impl Config {
 
     /// Workers as they would be found where they are not listed, one of each kind.
     pub fn typical_workers(&self) -> Vec<Worker> {
-        let samples: Vec<WorkerConfig> = self.dns.iter().map(DnsConfig::sample).collect();
-        samples
-            .iter()
-            .filter_map(|sample| discovery::resolve(std::slice::from_ref(sample), &self.served_models()).ok())
-            .flatten()
-            .collect()
+        let pods = self.kubernetes.iter().flat_map(|kubernetes| kubernetes.pools.iter().map(PodsConfig::sample));
+        let samples = self.dns.iter().map(DnsConfig::sample).chain(pods);
+        // One by one, because all samples have the same address.
+        samples.flat_map(|sample| discovery::resolve_each(vec![sample], &self.served_models()).0).collect()
     }
 
     fn resolve(&mut self, folder: &Path) {
@@ -278,6 +283,9 @@ impl Config {
         }
         if let Some(envoy) = &mut self.envoy {
             envoy.resolve(folder);
+        }
+        if let Some(file) = self.kubernetes.as_mut().and_then(|kubernetes| kubernetes.kubeconfig.as_mut()) {
+            *file = folder.join(&*file);
         }
         self.listen.resolve(folder);
         self.admin.resolve(folder);

@@ -4,6 +4,8 @@
 pub mod config;
 pub mod dns;
 pub mod file;
+mod found;
+pub mod kubernetes;
 mod labels;
 mod resolve;
 mod standing;
@@ -15,7 +17,7 @@ use std::path::Path;
 use crate::settings::{ConfigError, Document, Value};
 use crate::worker::{BlockSize, ModelName, Worker};
 
-pub use resolve::resolve;
+pub use resolve::{resolve, resolve_each};
 pub use standing::Standing;
 
 /// What discovery needs to know of a model.

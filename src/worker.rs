@@ -253,6 +253,9 @@ impl Bootstrap {
 pub struct Worker {
     /// Identity.
     pub id: WorkerId,
+    /// What its operators call it; only shown.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
     /// Where Envoy sends.
     pub endpoint: Endpoint,
     /// What it serves.
@@ -294,6 +297,7 @@ impl Worker {
     pub fn new(id: WorkerId, endpoint: Endpoint, model: ModelName, block_size: BlockSize) -> Self {
         Self {
             id,
+            name: None,
             endpoint,
             model,
             role: Role::Aggregated,

@@ -53,6 +53,7 @@ pub async fn model(config: &Config, model: &ModelConfig) -> anyhow::Result<Optio
 pub async fn workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
     match config.worker_source() {
         WorkerSource::Dns(names) => discovery::dns::look(&names, &config.served_models()).await,
+        WorkerSource::Kubernetes(pools) => discovery::kubernetes::look(&pools, &config.served_models()).await,
         WorkerSource::Fixed(_) | WorkerSource::File(_) => listed(config),
     }
 }
@@ -62,7 +63,7 @@ pub fn listed(config: &Config) -> anyhow::Result<Vec<Worker>> {
     let path = match config.worker_source() {
         WorkerSource::Fixed(workers) => return Ok(workers),
         WorkerSource::File(path) => path,
-        WorkerSource::Dns(_) => return Ok(config.typical_workers()),
+        WorkerSource::Dns(_) | WorkerSource::Kubernetes(_) => return Ok(config.typical_workers()),
     };
     let bytes = std::fs::read(&path).with_context(|| format!("the workers file {} cannot be read", path.display()))?;
     discovery::parse(&path, &bytes, &config.served_models()).map_err(|mistakes| {

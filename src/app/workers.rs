@@ -1,5 +1,5 @@
-//! Where the fleet comes from, and from where after a reload: a list that only a reload changes, a file that is followed, or
-//! names that are asked for.
+//! Where the fleet comes from, and from where after a reload: a list that only a reload changes, a file that is followed,
+//! names that are asked for, or pods.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -90,6 +90,9 @@ async fn tell(
         WorkerSource::File(path) => {
             let file = WorkersFile { path, models: wanted.models, follow: wanted.follow };
             Ok(discovery::file::watch(file, metrics.clone(), send).await)
+        }
+        WorkerSource::Kubernetes(pools) => {
+            discovery::kubernetes::watch(pools, wanted.models, metrics.clone(), send).await
         }
         WorkerSource::Dns(names) => discovery::dns::watch(names, wanted.models, metrics.clone(), send).await,
     }

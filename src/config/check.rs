@@ -6,7 +6,9 @@ use std::net::SocketAddr;
 use super::model::missing;
 use super::{Config, ModelConfig};
 use crate::discovery;
+use crate::discovery::config::WorkerConfig;
 use crate::discovery::dns::DnsConfig;
+use crate::discovery::kubernetes::PodsConfig;
 use crate::settings::{Problem, Step};
 use crate::worker::Role;
 
@@ -223,11 +225,12 @@ fn workers(config: &Config) -> Vec<Problem> {
         ("workers", config.workers.is_some()),
         ("workers_file", config.workers_file.is_some()),
         ("dns", !config.dns.is_empty()),
+        ("kubernetes", config.kubernetes.is_some()),
     ];
     let given: Vec<&str> = sources.into_iter().filter(|(_, is_given)| *is_given).map(|(key, _)| key).collect();
     match (&given[..], &config.workers) {
         ([], _) => {
-            let text = "there are no workers; list them under `workers`, name a `workers_file`, or say under `dns` what they are called";
+            let text = "there are no workers; list them under `workers`, name a `workers_file`, or say under `dns` or `kubernetes` how they are found";
             problems.push(Problem::at([], text));
         }
         ([first, second, ..], _) => {
@@ -253,24 +256,34 @@ fn workers(config: &Config) -> Vec<Problem> {
     }
     let found = config.fixed_workers().err().unwrap_or_default();
     problems.extend(found.into_iter().map(|problem| problem.within("workers")));
-    problems.extend(names(config));
+    problems.extend(finders(config));
     problems
 }
 
-/// Mistakes of discovery by DNS: those of each name, and those that every worker found by it would have.
-fn names(config: &Config) -> Vec<Problem> {
+/// Mistakes of finding workers: those of each source, and those that every worker found by it would have.
+fn finders(config: &Config) -> Vec<Problem> {
     let models = config.served_models();
-    let of_name = |(at, name): (usize, &DnsConfig)| {
-        let mut problems = name.problems();
-        let found = discovery::resolve(&[name.sample()], &models).err().unwrap_or_default();
-        problems.extend(found.into_iter().map(|mut problem| {
+    let of_sample = |sample: &WorkerConfig| {
+        let found = discovery::resolve(std::slice::from_ref(sample), &models).err().unwrap_or_default();
+        let within = |mut problem: Problem| {
             // Its number in the list of one.
             problem.trail.remove(0);
             problem.within("worker")
-        }));
-        problems.into_iter().map(move |problem| problem.within(at).within("dns"))
+        };
+        found.into_iter().map(within).collect::<Vec<_>>()
     };
-    config.dns.iter().enumerate().flat_map(of_name).collect()
+    let of_name = |(at, name): (usize, &DnsConfig)| {
+        let problems = name.problems().into_iter().chain(of_sample(&name.sample()));
+        problems.map(move |problem| problem.within(at).within("dns")).collect::<Vec<_>>()
+    };
+    let mut problems: Vec<Problem> = config.dns.iter().enumerate().flat_map(of_name).collect();
+    let Some(kubernetes) = &config.kubernetes else { return problems };
+    let of_pool = |(at, pool): (usize, &PodsConfig)| {
+        of_sample(&pool.sample()).into_iter().map(move |problem| problem.within(at).within("pools")).collect::<Vec<_>>()
+    };
+    let pools = kubernetes.pools.iter().enumerate().flat_map(of_pool);
+    problems.extend(kubernetes.problems().into_iter().chain(pools).map(|problem| problem.within("kubernetes")));
+    problems
 }
 
 fn files(config: &Config) -> Vec<Problem> {

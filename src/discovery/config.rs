@@ -15,6 +15,9 @@ use crate::worker::{Attach, BlockSize, Bootstrap, Endpoint, ModelName, Role, Wor
 pub struct WorkerConfig {
     /// Instance id.
     pub id: WorkerId,
+    /// What its operators call it; only shown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
     /// `ip:port` Envoy sends to.
     pub endpoint: Endpoint,
     /// What it serves; may be left out where only one model is configured.

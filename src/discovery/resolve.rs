@@ -28,7 +28,35 @@ pub fn resolve(list: &[WorkerConfig], models: &[ServedModel]) -> Result<Vec<Work
     if problems.is_empty() { Ok(workers) } else { Err(problems) }
 }
 
+/// The workers of those entries that have no mistake, and the mistakes of the others. For entries that nobody wrote: one that is
+/// wrong is no reason to do without the rest.
+pub fn resolve_each(mut list: Vec<WorkerConfig>, models: &[ServedModel]) -> (Vec<Worker>, Vec<String>) {
+    let mut mistakes = Vec::new();
+    loop {
+        let problems = match resolve(&list, models) {
+            Ok(workers) => return (workers, mistakes),
+            Err(problems) => problems,
+        };
+        let mut wrong = vec![false; list.len()];
+        for problem in problems {
+            // Every problem is one of an entry; if not, nobody would be left to blame.
+            let at = match problem.trail.first() {
+                Some(Step::At(at)) => *at,
+                _ => 0,
+            };
+            wrong[at] = true;
+            mistakes.push(format!("{}: {}", list[at].title(), problem.text));
+        }
+        let mut wrong = wrong.into_iter();
+        list.retain(|_| !wrong.next().unwrap_or_default());
+    }
+}
+
 impl WorkerConfig {
+    fn title(&self) -> String {
+        self.name.clone().unwrap_or_else(|| format!("the worker at {}", self.endpoint))
+    }
+
     /// Writes down what is left out and follows from the models.
     pub fn fill(&mut self, models: &[ServedModel]) {
         if let (None, [only]) = (&self.model, models) {
@@ -64,6 +92,7 @@ fn worker(config: &WorkerConfig, models: &[ServedModel]) -> Result<Worker, Vec<P
     match (model, ranks) {
         (Some(model), Some(ranks)) if problems.is_empty() => Ok(Worker {
             id: config.id,
+            name: config.name.clone(),
             endpoint: config.endpoint,
             model: model.name.clone(),
             role: config.role,

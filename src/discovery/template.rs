@@ -69,6 +69,7 @@ impl TemplateConfig {
         let size = if rank.is_some() { None } else { self.ranks };
         WorkerConfig {
             id,
+            name: None,
             endpoint: Endpoint(address),
             model: self.model.clone(),
             role: self.role,

@@ -19,6 +19,9 @@ pub fn configuration(file: &str, config: &Config, workers: &[Worker]) -> Finding
             match &config.workers_file {
                 Some(file) => format!("list the engines in {}", file.display()),
                 None if !config.dns.is_empty() => "look whether the names under `dns` stand for anybody".to_owned(),
+                None if config.kubernetes.is_some() => {
+                    "look whether pods of the pools are ready, and whether we may list them (`kubectl auth can-i list pods`)".to_owned()
+                }
                 None => "list the engines under `workers`".to_owned(),
             },
         );

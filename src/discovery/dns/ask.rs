@@ -13,12 +13,11 @@ use hickory_resolver::net::NetError;
 use hickory_resolver::net::runtime::TokioRuntimeProvider;
 use hickory_resolver::proto::rr::{RData, RecordType};
 use tokio::time::Instant;
-use tracing::info;
 
 use super::{Answer, Answers, DnsConfig, Question};
-use crate::discovery::{ServedModel, Standing, resolve};
+use crate::discovery::found::Found;
+use crate::discovery::{ServedModel, Standing, resolve_each};
 use crate::metrics::Metrics;
-use crate::settings::Problem;
 use crate::worker::Worker;
 
 /// Asks for ever and reports each new fleet, the first one with the first answer.
@@ -33,7 +32,7 @@ pub async fn watch(
     let mut standings: Vec<Standing> =
         names.iter().map(|name| Standing::new(format!("dns {}", name.name), &metrics)).collect();
     let mut dues = vec![Instant::now(); names.len()];
-    let mut in_use: Option<Vec<Worker>> = None;
+    let mut found = Found::new("dns", models);
     loop {
         let now = Instant::now();
         for (at, name) in names.iter().enumerate().filter(|(at, _)| dues[*at] <= now) {
@@ -48,18 +47,7 @@ pub async fn watch(
         }
         answers.keep(&names);
         if answers.has_any() {
-            match resolve(&answers.workers(&names), &models) {
-                Ok(workers) if in_use.as_ref() == Some(&workers) => {}
-                Ok(workers) => {
-                    info!(workers = workers.len(), "workers found by DNS");
-                    in_use = Some(workers.clone());
-                    on_fleet(workers);
-                }
-                Err(problems) => {
-                    let problems = sentence(problems);
-                    standings.iter_mut().for_each(|standing| standing.bad(&problems));
-                }
-            }
+            found.take(answers.workers(&names)).into_iter().for_each(&mut on_fleet);
         }
         tokio::time::sleep_until(dues.iter().min().copied().unwrap_or(now)).await;
     }
@@ -72,11 +60,7 @@ pub async fn look(names: &[DnsConfig], models: &[ServedModel]) -> anyhow::Result
     for name in names {
         resolvers.ask_all(name, &mut answers).await.map_err(anyhow::Error::msg)?;
     }
-    resolve(&answers.workers(names), models).map_err(|problems| anyhow::anyhow!("{}", sentence(problems)))
-}
-
-fn sentence(problems: Vec<Problem>) -> String {
-    problems.into_iter().map(|problem| problem.text).collect::<Vec<_>>().join("; ")
+    Ok(resolve_each(answers.workers(names), models).0)
 }
 
 /// Who is asked, by address; `None`: whom the system asks.

@@ -1,0 +1,139 @@
+//! From pods to workers: each port of each pod is one. Pure, so that what a pod has to look like is tested without a cluster.
+
+use std::collections::{BTreeMap, HashSet};
+use std::net::{IpAddr, SocketAddr};
+use std::num::NonZeroU16;
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::config::LabelsConfig;
+use super::objects::Pod;
+use crate::discovery::config::WorkerConfig;
+use crate::discovery::template::TemplateConfig;
+use crate::worker::{Role, WorkerId};
+
+/// Where Kubernetes says by labels that a pod stands, and what the place is called here.
+const PLACES: [(&str, &str); 2] =
+    [("topology.kubernetes.io/zone", "zone"), ("topology.kubernetes.io/region", "region")];
+
+/// What pods of a pool have in common.
+pub(super) struct Likeness<'a> {
+    /// In the order of their ranks.
+    pub(super) ports: &'a [NonZeroU16],
+    pub(super) template: &'a TemplateConfig,
+    pub(super) labels: &'a LabelsConfig,
+}
+
+/// How far a pod takes requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Takes {
+    All,
+    /// What it has goes on.
+    NoMore,
+    None,
+}
+
+/// The workers of some pods, and what is odd with those that are not. `used` are the pods that were workers before; they stay
+/// while they go on with what they have.
+pub(super) fn workers(
+    pods: &BTreeMap<String, Pod>,
+    like: &Likeness<'_>,
+    used: &mut HashSet<String>,
+) -> (Vec<WorkerConfig>, Vec<String>) {
+    used.retain(|uid| pods.contains_key(uid));
+    let (mut found, mut odd) = (Vec::new(), Vec::new());
+    for (uid, pod) in pods {
+        let takes = takes(pod, used.contains(uid));
+        let Some(address) = pod.status.as_ref().and_then(|status| status.pod_ip).filter(|_| takes != Takes::None)
+        else {
+            used.remove(uid);
+            continue;
+        };
+        match of_pod((uid, pod), address, like) {
+            Ok(workers) => {
+                used.insert(uid.clone());
+                found.extend(
+                    workers.into_iter().map(|worker| WorkerConfig { draining: takes == Takes::NoMore, ..worker }),
+                );
+            }
+            Err(reason) => odd.push(format!("pod {}: {reason}", name(pod))),
+        }
+    }
+    (found, odd)
+}
+
+fn takes(pod: &Pod, is_used: bool) -> Takes {
+    let Some(status) = &pod.status else { return Takes::None };
+    let is_ready = status.conditions.iter().any(|condition| condition.kind == "Ready" && condition.status == "True");
+    let ends = pod.metadata.deletion_timestamp.is_some();
+    match (status.phase.as_str(), is_ready && !ends) {
+        ("Running", true) => Takes::All,
+        ("Running", false) if is_used => Takes::NoMore,
+        _ => Takes::None,
+    }
+}
+
+fn name(pod: &Pod) -> String {
+    let part = |part: &Option<String>| part.clone().unwrap_or_default();
+    format!("{}/{}", part(&pod.metadata.namespace), part(&pod.metadata.name))
+}
+
+fn of_pod((uid, pod): (&str, &Pod), address: IpAddr, like: &Likeness<'_>) -> Result<Vec<WorkerConfig>, String> {
+    let label = |name: &str| pod.metadata.labels.as_ref()?.get(name).map(String::as_str);
+    let role = label(&like.labels.role).map(role).transpose()?;
+    let ids = label(&like.labels.worker_id).map(|ids| told_ids(ids, like.ports.len())).transpose()?;
+    let annotations = pod.metadata.annotations.as_ref();
+    let active = annotations.and_then(|all| all.get(&like.labels.active_ports)).map(|list| ports(list)).transpose()?;
+    let mut workers = Vec::new();
+    for (rank, port) in (0u32..).zip(like.ports) {
+        if active.as_ref().is_some_and(|active| !active.contains(port)) {
+            continue;
+        }
+        let id = ids.as_ref().map_or_else(|| worker_id(uid, *port), |ids| ids[rank as usize]);
+        let rank = (like.ports.len() > 1).then_some(rank);
+        let mut worker = like.template.worker(id, SocketAddr::new(address.to_canonical(), port.get()), rank);
+        worker.name = Some(name(pod));
+        worker.role = role.unwrap_or(worker.role);
+        worker.taints.extend(label(&like.labels.engine).map(|engine| format!("engine={engine}")));
+        let places = PLACES.into_iter().filter_map(|(place, domain)| Some((domain, label(place)?)));
+        let node = pod.spec.node_name.as_deref().map(|node| ("node", node));
+        for (domain, value) in places.chain(node) {
+            worker.topology.entry(domain.to_owned()).or_insert_with(|| value.to_owned());
+        }
+        workers.push(worker);
+    }
+    Ok(workers)
+}
+
+fn role(label: &str) -> Result<Role, String> {
+    match label {
+        "prefill" => Ok(Role::Prefill),
+        "decode" => Ok(Role::Decode),
+        "both" | "prefill-decode" | "aggregated" => Ok(Role::Aggregated),
+        other => Err(format!("its role `{other}` is none of prefill, decode and both, so it gets no requests")),
+    }
+}
+
+fn told_ids(text: &str, ports: usize) -> Result<Vec<WorkerId>, String> {
+    let ids: Result<Vec<WorkerId>, _> = text.split('.').map(|id| id.parse().map(WorkerId)).collect();
+    match ids {
+        Ok(ids) if ids.len() == ports => Ok(ids),
+        Ok(ids) => Err(format!("its label tells {} ids, and it has {ports} ports; give one id for each", ids.len())),
+        Err(_) => Err(format!("its label tells the id `{text}`, which is no number")),
+    }
+}
+
+fn ports(list: &str) -> Result<Vec<NonZeroU16>, String> {
+    let port =
+        |port: &str| port.trim().parse().map_err(|_| format!("its annotation says that `{list}` are its active ports"));
+    list.split(',').filter(|port| !port.trim().is_empty()).map(port).collect()
+}
+
+/// Who a pod's port is: of the pod's uid, which no other pod ever has, and the port. The same after a restart of ours and on every
+/// replica; another when the pod is another. Below 2^53, so that no reader of JSON changes it.
+pub fn worker_id(uid: &str, port: NonZeroU16) -> WorkerId {
+    WorkerId(xxh3_64(format!("{uid}/{port}").as_bytes()) >> 11)
+}
+
+#[cfg(test)]
+mod tests;

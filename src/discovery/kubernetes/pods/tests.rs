@@ -1,0 +1,141 @@
+use serde_json::{Value, json};
+
+use super::*;
+
+fn pod(uid: &str, change: impl FnOnce(&mut Value)) -> (String, Pod) {
+    let mut object = json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": format!("vllm-{uid}"), "namespace": "inference", "uid": uid, "labels": {"app": "vllm"}},
+        "spec": {"nodeName": "node-1", "containers": [{"name": "engine"}]},
+        "status": {
+            "phase": "Running",
+            "podIP": "10.0.0.1",
+            "podIPs": [{"ip": "10.0.0.1"}],
+            "conditions": [{"type": "Initialized", "status": "True"}, {"type": "Ready", "status": "True"}],
+        },
+    });
+    change(&mut object);
+    (uid.to_owned(), serde_json::from_value(object).unwrap())
+}
+
+fn found(pods: &[(String, Pod)], ports: &[u16], used: &mut HashSet<String>) -> (Vec<WorkerConfig>, Vec<String>) {
+    let ports: Vec<_> = ports.iter().map(|port| NonZeroU16::new(*port).unwrap()).collect();
+    let template =
+        TemplateConfig { topology: [("zone".to_owned(), "of the template".to_owned())].into(), ..Default::default() };
+    let labels = LabelsConfig::default();
+    workers(&pods.iter().cloned().collect(), &Likeness { ports: &ports, template: &template, labels: &labels }, used)
+}
+
+fn alone(change: impl FnOnce(&mut Value)) -> (Vec<WorkerConfig>, Vec<String>) {
+    found(&[pod("a", change)], &[8000], &mut HashSet::new())
+}
+
+#[test]
+fn a_ready_pod_is_a_worker_with_its_place() {
+    let (workers, odd) = alone(|pod| {
+        pod["metadata"]["labels"]["topology.kubernetes.io/region"] = json!("eu");
+        pod["metadata"]["labels"]["topology.kubernetes.io/zone"] = json!("eu-1");
+        pod["metadata"]["labels"]["llm-d.ai/engine-type"] = json!("vllm");
+    });
+    let [worker] = &workers[..] else { panic!("{workers:?}") };
+    assert_eq!((worker.endpoint.to_string().as_str(), worker.role), ("10.0.0.1:8000", Role::Aggregated));
+    assert_eq!(worker.name.as_deref(), Some("inference/vllm-a"));
+    let places = [("node", "node-1"), ("region", "eu"), ("zone", "of the template")];
+    assert_eq!(worker.topology, places.map(|(domain, value)| (domain.to_owned(), value.to_owned())).into());
+    assert_eq!(worker.taints, ["engine=vllm".to_owned()].into());
+    assert!(!worker.draining && odd.is_empty());
+}
+
+#[test]
+fn only_pods_that_run_and_are_ready_become_workers() {
+    let changes: [fn(&mut Value); 6] = [
+        |pod| pod["status"]["conditions"][1]["status"] = json!("False"),
+        |pod| pod["status"]["conditions"] = json!([]),
+        |pod| pod["status"]["phase"] = json!("Pending"),
+        |pod| pod["metadata"]["deletionTimestamp"] = json!("2026-11-22T10:00:00Z"),
+        |pod| pod["status"]["podIP"] = Value::Null,
+        |pod| pod["status"] = Value::Null,
+    ];
+    for change in changes {
+        assert_eq!(alone(change), (Vec::new(), Vec::new()));
+    }
+}
+
+/// What it has goes on, so its cache and its requests are not forgotten while it still runs.
+#[test]
+fn a_pod_that_was_a_worker_drains_while_it_runs() {
+    let changes: [(fn(&mut Value), bool); 4] = [
+        (|pod| pod["status"]["conditions"][1]["status"] = json!("False"), true),
+        (|pod| pod["metadata"]["deletionTimestamp"] = json!("2026-11-22T10:00:00Z"), true),
+        (|pod| pod["status"]["phase"] = json!("Succeeded"), false),
+        (|pod| pod["status"]["podIP"] = Value::Null, false),
+    ];
+    for (change, stays) in changes {
+        let mut used = HashSet::new();
+        assert_eq!(found(&[pod("a", |_| {})], &[8000], &mut used).0.len(), 1);
+        let (workers, _) = found(&[pod("a", change)], &[8000], &mut used);
+        assert_eq!(
+            workers.iter().map(|worker| worker.draining).collect::<Vec<_>>(),
+            if stays { vec![true] } else { vec![] }
+        );
+        // Another pod of that name never was one.
+        assert_eq!(found(&[pod("b", change)], &[8000], &mut used).0, []);
+        assert!(used.is_empty());
+    }
+}
+
+#[test]
+fn each_port_is_the_worker_of_one_rank_and_an_annotation_leaves_some_out() {
+    let list = |workers: &[WorkerConfig]| -> Vec<(u16, u32)> {
+        workers.iter().map(|worker| (worker.endpoint.0.port(), worker.data_parallel.start)).collect()
+    };
+    let mut used = HashSet::new();
+    let (workers, _) = found(&[pod("a", |_| {})], &[8000, 8001, 8002], &mut used);
+    assert_eq!(list(&workers), [(8000, 0), (8001, 1), (8002, 2)]);
+    let ids: HashSet<_> = workers.iter().map(|worker| worker.id).collect();
+    assert_eq!(ids.len(), 3);
+    let some = |pod: &mut Value| pod["metadata"]["annotations"] = json!({"llm-d.ai/active-ports": "8002, 8000"});
+    let (workers, odd) = found(&[pod("a", some)], &[8000, 8001, 8002], &mut used);
+    assert_eq!((list(&workers), odd), (vec![(8000, 0), (8002, 2)], vec![]));
+    let wrong = |pod: &mut Value| pod["metadata"]["annotations"] = json!({"llm-d.ai/active-ports": "all"});
+    let (workers, odd) = found(&[pod("a", wrong)], &[8000, 8001], &mut used);
+    assert!(workers.is_empty() && odd[0].contains("inference/vllm-a") && odd[0].contains("`all`"), "{odd:?}");
+}
+
+#[test]
+fn labels_tell_the_role_and_the_instance_id() {
+    let cases = [
+        ("prefill", Some(Role::Prefill)),
+        ("decode", Some(Role::Decode)),
+        ("both", Some(Role::Aggregated)),
+        ("encode", None),
+    ];
+    for (label, role) in cases {
+        let (workers, odd) = alone(|pod| pod["metadata"]["labels"]["llm-d.ai/role"] = json!(label));
+        assert_eq!(workers.first().map(|worker| worker.role), role);
+        assert_eq!(odd.len(), usize::from(role.is_none()), "{odd:?}");
+    }
+    let told =
+        |ids: &'static str| move |pod: &mut Value| pod["metadata"]["labels"]["warmroute.dev/worker-id"] = json!(ids);
+    let ids = |workers: &[WorkerConfig]| workers.iter().map(|worker| worker.id.0).collect::<Vec<_>>();
+    assert_eq!(ids(&alone(told("18446744073709551615")).0), [u64::MAX]);
+    assert_eq!(ids(&found(&[pod("a", told("7.9"))], &[1, 2], &mut HashSet::new()).0), [7, 9]);
+    for wrong in ["seven", "7.8", ""] {
+        let (workers, odd) = alone(told(wrong));
+        assert!(workers.is_empty() && odd.len() == 1, "{wrong}: {workers:?}");
+    }
+}
+
+#[test]
+fn an_id_is_the_pods_own() {
+    let port = |port| NonZeroU16::new(port).unwrap();
+    let uid = "6f1c1f5e-9a53-4d2a-8a51-0f3b1f6f7c11";
+    // What other replicas and later versions make of it must be the same.
+    assert_eq!(worker_id(uid, port(8000)), WorkerId(PINNED));
+    assert_ne!(worker_id(uid, port(8000)), worker_id(uid, port(8001)));
+    assert_ne!(worker_id(uid, port(8000)), worker_id("another", port(8000)));
+    assert!(worker_id(uid, port(8000)).0 < 1 << 53);
+}
+
+const PINNED: u64 = 7_322_531_667_002_998;

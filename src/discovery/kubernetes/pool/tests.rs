@@ -1,0 +1,60 @@
+use serde_json::json;
+
+use super::*;
+
+fn pod(uid: &str) -> Pod {
+    let status = json!({
+        "phase": "Running", "podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}],
+    });
+    let object = json!({"metadata": {"uid": uid, "name": uid}, "spec": {}, "status": status});
+    serde_json::from_value(object).unwrap()
+}
+
+fn names(pods: &mut Pods) -> Option<Vec<String>> {
+    let config: PodsConfig = serde_saphyr::from_str("{selector: {app: vllm}, ports: [8000]}").unwrap();
+    let membership = Membership::configured(&config).unwrap();
+    let (workers, _) = pods.workers(&membership, &config, &LabelsConfig::default())?;
+    Some(workers.into_iter().filter_map(|worker| worker.name).collect())
+}
+
+#[test]
+fn a_list_counts_when_it_is_whole_and_changes_count_at_once() {
+    let mut pods = Pods::default();
+    assert!(!pods.take(Event::Init) && !pods.take(Event::InitApply(pod("a"))));
+    assert_eq!(names(&mut pods), None);
+    assert!(!pods.take(Event::InitApply(pod("b"))) && pods.take(Event::InitDone));
+    assert_eq!(names(&mut pods).unwrap(), ["/a", "/b"]);
+    assert!(pods.take(Event::Apply(pod("c"))) && pods.take(Event::Delete(pod("a"))));
+    assert!(!pods.take(Event::Delete(pod("a"))));
+    assert_eq!(names(&mut pods).unwrap(), ["/b", "/c"]);
+    // Read anew, as after 410: the old ones hold until then.
+    pods.take(Event::Init);
+    pods.take(Event::InitApply(pod("d")));
+    assert_eq!(names(&mut pods).unwrap(), ["/b", "/c"]);
+    pods.take(Event::InitDone);
+    assert_eq!(names(&mut pods).unwrap(), ["/d"]);
+    pods.forget();
+    assert_eq!(names(&mut pods).unwrap(), [""; 0]);
+}
+
+#[test]
+fn an_inference_pool_tells_selector_and_ports() {
+    let object = json!({
+        "apiVersion": "inference.networking.k8s.io/v1", "kind": "InferencePool",
+        "metadata": {"name": "p", "namespace": "n"},
+        "spec": {
+            "selector": {"matchLabels": {"app": "vllm", "tier": "gold"}},
+            "targetPorts": [{"number": 8000}, {"number": 8001}],
+            "appProtocol": "kubernetes.io/h2c",
+            "endpointPickerRef": {"name": "warmroute", "port": {"number": 9002}},
+        },
+        "status": {"parents": []},
+    });
+    let pool: InferencePool = serde_json::from_value(object.clone()).unwrap();
+    let membership = Membership::of(&pool).unwrap();
+    assert_eq!(membership.label_selector(), "app=vllm,tier=gold");
+    assert_eq!(membership.ports.iter().map(|port| port.get()).collect::<Vec<_>>(), [8000, 8001]);
+    let mut all = object;
+    all["spec"]["selector"] = json!({"matchLabels": {}});
+    assert_eq!(Membership::of(&serde_json::from_value(all).unwrap()), None);
+}

@@ -1,0 +1,186 @@
+//! The whole way under a steady load: the API server, warmroute, a real Envoy that is told by xDS, and engines.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::deployment::{Deployment, PATIENCE, essay, fast, telling};
+use crate::server::{ApiServer, TOKEN};
+use crate::support::ports::until;
+use crate::support::stack::MODEL;
+use crate::{pod, pool, ready};
+
+/// How long the API server is away.
+const AWAY: Duration = Duration::from_secs(30);
+
+/// Requests without end, until it is dropped.
+struct Load {
+    stop: Arc<AtomicBool>,
+    answered: Arc<AtomicUsize>,
+    failed: Arc<parking_lot::Mutex<Vec<String>>>,
+    tasks: Vec<tokio::task::JoinHandle<()>>,
+}
+
+impl Load {
+    fn start(deployment: &Deployment, clients: usize) -> Self {
+        let mut load =
+            Self { stop: Arc::default(), answered: Arc::default(), failed: Arc::default(), tasks: Vec::new() };
+        for client in 0..clients {
+            let (http, url) = (deployment.http.clone(), deployment.url("/v1/completions"));
+            let (stop, answered, failed) = (load.stop.clone(), load.answered.clone(), load.failed.clone());
+            load.tasks.push(tokio::spawn(async move {
+                for turn in 0.. {
+                    if stop.load(Ordering::Relaxed) {
+                        return;
+                    }
+                    let body = json!({"model": MODEL, "prompt": essay(client * 1_000 + turn % 50), "max_tokens": 4});
+                    let answer = async { http.post(&url).json(&body).send().await?.error_for_status()?.bytes().await };
+                    match answer.await {
+                        Ok(_) => _ = answered.fetch_add(1, Ordering::Relaxed),
+                        Err(error) => failed.lock().push(format!("{error:?}")),
+                    }
+                }
+            }));
+        }
+        load
+    }
+
+    /// Waits for more answers, and that none is an error.
+    async fn goes_on(&self) {
+        let before = self.answered.load(Ordering::Relaxed);
+        let more = until(PATIENCE, async || self.answered.load(Ordering::Relaxed) > before + 20).await;
+        assert!(more && self.failed.lock().is_empty(), "{:?}", self.failed.lock());
+    }
+
+    async fn end(self) -> usize {
+        self.stop.store(true, Ordering::Relaxed);
+        for task in self.tasks {
+            task.await.unwrap();
+        }
+        assert_eq!(self.failed.lock()[..], [""; 0]);
+        self.answered.load(Ordering::Relaxed)
+    }
+}
+
+struct Site {
+    deployment: Deployment,
+    server: ApiServer,
+    load: Option<Load>,
+}
+
+impl Site {
+    fn port(&self, engine: usize) -> u16 {
+        self.deployment.engines[engine].address.port()
+    }
+
+    /// Waits until warmroute has these engines, and Envoy the same; and that nobody noticed.
+    async fn serves(&self, engines: &[usize]) {
+        let wanted: BTreeSet<String> =
+            engines.iter().map(|engine| format!("127.0.0.1:{}", self.port(*engine))).collect();
+        let fleet = async || -> BTreeSet<String> {
+            let page = self.deployment.debug("fleet").await.unwrap();
+            let members = page["members"].as_array().unwrap().iter();
+            let open = members.filter(|member| member["worker"]["draining"] != true);
+            open.map(|member| member["worker"]["endpoint"].as_str().unwrap().to_owned()).collect()
+        };
+        let found = until(PATIENCE, async || fleet().await == wanted).await;
+        assert!(found, "{:?}, not {wanted:?}\n{}", fleet().await, self.deployment.router_log());
+        let known = until(PATIENCE, async || self.endpoints().await == wanted).await;
+        assert!(known, "Envoy has {:?}, not {wanted:?}", self.endpoints().await);
+        if let Some(load) = &self.load {
+            load.goes_on().await;
+        }
+    }
+
+    /// Envoy's hosts that take requests.
+    async fn endpoints(&self) -> BTreeSet<String> {
+        let url = self.deployment.standalone().admin_url("/clusters?format=json");
+        let page: Value = self.deployment.http.get(url).send().await.unwrap().json().await.unwrap();
+        let workers = page["cluster_statuses"].as_array().unwrap().iter().find(|status| status["name"] == "workers");
+        let hosts = workers.into_iter().flat_map(|status| status["host_statuses"].as_array().into_iter().flatten());
+        let open = hosts.filter(|host| host["health_status"]["eds_health_status"] == "HEALTHY");
+        open.map(|host| &host["address"]["socket_address"])
+            .map(|at| format!("{}:{}", at["address"].as_str().unwrap(), at["port_value"]))
+            .collect()
+    }
+}
+
+fn engine_pod(name: &str) -> Value {
+    pod(name, "127.0.0.1", json!({"app": name}))
+}
+
+async fn site() -> Site {
+    let mut deployment = Deployment::engines(&[fast(1), fast(2), fast(3), fast(4)]).await;
+    let server = ApiServer::start().await;
+    for (name, engine) in [("a", 0), ("b", 1), ("c", 2)] {
+        let port = deployment.engines[engine].address.port();
+        server.put("inferencepools", pool(name, json!({"app": name}), &[port]));
+    }
+    server.put("pods", engine_pod("a"));
+    server.put("pods", engine_pod("b"));
+    let kubeconfig = deployment.run_dir.join("kubeconfig");
+    std::fs::write(&kubeconfig, server.kubeconfig(TOKEN).to_string()).unwrap();
+    let of = |name: &str| json!({"name": name, "worker": {"model": MODEL}});
+    let own = telling(json!({
+        "workers_file": null,
+        "envoy": {"xds": {}},
+        "kubernetes": {"kubeconfig": kubeconfig, "silence": "5s", "pools": [of("a"), of("b"), of("c")]},
+    }));
+    deployment.start_router(&own).await.unwrap();
+    let config = deployment.standalone().config_of("xds", &[]).unwrap();
+    deployment.start_envoy(&config.replace(" message_timeout: 1s", " message_timeout: 30s")).await.unwrap();
+    Site { deployment, server, load: None }
+}
+
+/// Pods appear, become ready, change ports, are relabelled, terminate; a pool changes its selector; the API server is away, and
+/// comes back without knowing what was before.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_steady_load_notices_nothing() {
+    let mut site = site().await;
+    site.serves(&[0, 1]).await;
+    site.load = Some(Load::start(&site.deployment, 6));
+    let mut c = engine_pod("c");
+    ready(&mut c, false);
+    site.server.put("pods", c);
+    site.serves(&[0, 1]).await;
+    site.server.change("pods", "c", |pod| ready(pod, true));
+    site.serves(&[0, 1, 2]).await;
+    // Another port.
+    let other = site.port(3);
+    site.server.change("inferencepools", "b", |pool| pool["spec"]["targetPorts"] = json!([{"number": other}]));
+    site.serves(&[0, 3, 2]).await;
+    // Out of its pool, and the pool follows it.
+    site.server.change("pods", "c", |pod| pod["metadata"]["labels"] = json!({"app": "elsewhere"}));
+    site.serves(&[0, 3]).await;
+    site.server
+        .change("inferencepools", "c", |pool| pool["spec"]["selector"]["matchLabels"] = json!({"app": "elsewhere"}));
+    site.serves(&[0, 3, 2]).await;
+    // It ends in order.
+    site.server.change("pods", "a", |pod| pod["metadata"]["deletionTimestamp"] = json!("2026-11-22T10:00:00Z"));
+    site.serves(&[3, 2]).await;
+    site.deployment.metrics_show("the one that drains is still there", |page| page.sum("workers", &[]) == 3.0).await;
+    site.server.delete("pods", "a");
+    site.deployment.metrics_show("it has left", |page| page.sum("workers", &[]) == 2.0).await;
+    // Nobody tells anything, and much happens.
+    site.server.stop().await;
+    let away = tokio::time::sleep(AWAY);
+    site.server.put("pods", engine_pod("a2"));
+    site.server.change("pods", "a2", |pod| pod["metadata"]["labels"] = json!({"app": "a"}));
+    site.server.change("pods", "c", |pod| ready(pod, false));
+    site.server.compact();
+    let gone = |page: &crate::openmetrics::Page| page.sum("discovery_up", &[]) == 0.0;
+    site.deployment.metrics_show("that nobody tells anything is shown", gone).await;
+    site.serves(&[3, 2]).await;
+    away.await;
+    site.serves(&[3, 2]).await;
+    site.server.resume().await;
+    site.serves(&[3, 0]).await;
+    site.deployment.metrics_show("it is told again", |page| page.sum("discovery_up", &[]) == 3.0).await;
+    let answered = site.load.take().unwrap().end().await;
+    assert!(answered > 500, "{answered}");
+    site.deployment.idle().await;
+    assert_eq!(site.server.violations(), [""; 0]);
+}
