@@ -65,7 +65,8 @@ fn only_pods_that_run_and_are_ready_become_workers() {
 /// What it has goes on, so its cache and its requests are not forgotten while it still runs.
 #[test]
 fn a_pod_that_was_a_worker_drains_while_it_runs() {
-    let changes: [(fn(&mut Value), bool); 4] = [
+    type Case = (fn(&mut Value), bool);
+    let changes: [Case; 4] = [
         (|pod| pod["status"]["conditions"][1]["status"] = json!("False"), true),
         (|pod| pod["metadata"]["deletionTimestamp"] = json!("2026-11-22T10:00:00Z"), true),
         (|pod| pod["status"]["phase"] = json!("Succeeded"), false),
