@@ -33,7 +33,7 @@ use server::{ApiServer, TOKEN};
 use support::ports::until;
 
 /// A pod that is ready.
-fn pod(name: &str, ip: &str, labels: Value) -> Value {
+fn pod(name: &str, ip: &str, labels: &Value) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod",
         "metadata": {"name": name, "namespace": "inference", "uid": format!("uid-of-{name}"), "labels": labels},
@@ -45,7 +45,7 @@ fn pod(name: &str, ip: &str, labels: Value) -> Value {
     })
 }
 
-fn pool(name: &str, labels: Value, ports: &[u16]) -> Value {
+fn pool(name: &str, labels: &Value, ports: &[u16]) -> Value {
     let ports: Vec<Value> = ports.iter().map(|port| json!({"number": port})).collect();
     json!({
         "apiVersion": "inference.networking.k8s.io/v1", "kind": "InferencePool",
@@ -73,11 +73,11 @@ impl Drop for Follows {
 }
 
 impl Follows {
-    fn start(server: &ApiServer, pools: Value) -> Self {
+    fn start(server: &ApiServer, pools: &Value) -> Self {
         Self::start_as(server, pools, TOKEN)
     }
 
-    fn start_as(server: &ApiServer, pools: Value, token: &str) -> Self {
+    fn start_as(server: &ApiServer, pools: &Value, token: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let kubeconfig = dir.path().join("config");
         std::fs::write(&kubeconfig, server.kubeconfig(token).to_string()).unwrap();
@@ -124,17 +124,17 @@ impl Follows {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn pods_come_change_and_go() {
     let server = ApiServer::start().await;
-    server.put("inferencepools", pool("p", json!({"app": "vllm"}), &[8000]));
-    server.put("pods", pod("a", "10.0.0.1", json!({"app": "vllm"})));
-    server.put("pods", pod("other", "10.0.0.9", json!({"app": "other"})));
-    let follows = Follows::start(&server, json!([{"name": "p"}]));
+    server.put("inferencepools", pool("p", &json!({"app": "vllm"}), &[8000]));
+    server.put("pods", pod("a", "10.0.0.1", &json!({"app": "vllm"})));
+    server.put("pods", pod("other", "10.0.0.9", &json!({"app": "other"})));
+    let follows = Follows::start(&server, &json!([{"name": "p"}]));
     follows.is(&["a 10.0.0.1:8000"]).await;
     follows.up_is("kubernetes p", 1).await;
     // One that is not ready yet, and is.
-    let mut b = pod("b", "10.0.0.2", json!({"app": "vllm", "llm-d.ai/role": "decode"}));
+    let mut b = pod("b", "10.0.0.2", &json!({"app": "vllm", "llm-d.ai/role": "decode"}));
     ready(&mut b, false);
     server.put("pods", b);
-    server.put("pods", pod("c", "2001:db8::3", json!({"app": "vllm"})));
+    server.put("pods", pod("c", "2001:db8::3", &json!({"app": "vllm"})));
     follows.is(&["a 10.0.0.1:8000", "c [2001:db8::3]:8000"]).await;
     server.change("pods", "b", |pod| ready(pod, true));
     follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000", "c [2001:db8::3]:8000"]).await;
@@ -162,10 +162,10 @@ async fn pods_come_change_and_go() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_pool_changes_its_ports_and_its_selector_and_leaves() {
     let server = ApiServer::start().await;
-    server.put("inferencepools", pool("p", json!({"app": "vllm"}), &[8000]));
-    server.put("pods", pod("a", "10.0.0.1", json!({"app": "vllm"})));
-    server.put("pods", pod("b", "10.0.0.2", json!({"app": "sglang"})));
-    let follows = Follows::start(&server, json!([{"name": "p", "worker": {"kv_events": {"port": 5557}}}]));
+    server.put("inferencepools", pool("p", &json!({"app": "vllm"}), &[8000]));
+    server.put("pods", pod("a", "10.0.0.1", &json!({"app": "vllm"})));
+    server.put("pods", pod("b", "10.0.0.2", &json!({"app": "sglang"})));
+    let follows = Follows::start(&server, &json!([{"name": "p", "worker": {"kv_events": {"port": 5557}}}]));
     follows.is(&["a 10.0.0.1:8000"]).await;
     let ids = follows.ids();
     server.change("inferencepools", "p", |pool| {
@@ -185,7 +185,7 @@ async fn a_pool_changes_its_ports_and_its_selector_and_leaves() {
     server.delete("inferencepools", "p");
     follows.is(&[]).await;
     follows.up_is("kubernetes p", 0).await;
-    server.put("inferencepools", pool("p", json!({"app": "vllm"}), &[8001]));
+    server.put("inferencepools", pool("p", &json!({"app": "vllm"}), &[8001]));
     follows.is(&["a 10.0.0.1:8001"]).await;
     follows.up_is("kubernetes p", 1).await;
     assert_eq!(server.violations(), [""; 0]);
@@ -194,15 +194,15 @@ async fn a_pool_changes_its_ports_and_its_selector_and_leaves() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_api_server_that_is_away_changes_nothing_and_comes_back_with_410() {
     let mut server = ApiServer::start().await;
-    server.put("pods", pod("a", "10.0.0.1", json!({"app": "vllm"})));
-    server.put("pods", pod("b", "10.0.0.2", json!({"app": "vllm"})));
-    let follows = Follows::start(&server, json!([{"selector": {"app": "vllm"}, "ports": [8000]}]));
+    server.put("pods", pod("a", "10.0.0.1", &json!({"app": "vllm"})));
+    server.put("pods", pod("b", "10.0.0.2", &json!({"app": "vllm"})));
+    let follows = Follows::start(&server, &json!([{"selector": {"app": "vllm"}, "ports": [8000]}]));
     follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"]).await;
     let ids = follows.ids();
     server.stop().await;
     follows.up_is("kubernetes app=vllm", 0).await;
     server.delete("pods", "a");
-    server.put("pods", pod("c", "10.0.0.3", json!({"app": "vllm"})));
+    server.put("pods", pod("c", "10.0.0.3", &json!({"app": "vllm"})));
     server.compact();
     assert_eq!(follows.fleet().unwrap().len(), 2, "the last good fleet");
     let lists = server.lists();
@@ -213,7 +213,7 @@ async fn an_api_server_that_is_away_changes_nothing_and_comes_back_with_410() {
     assert_eq!(follows.ids()["10.0.0.2:8000"], ids["10.0.0.2:8000"]);
     // The same while the server is there.
     server.compact();
-    server.put("pods", pod("d", "10.0.0.4", json!({"app": "vllm"})));
+    server.put("pods", pod("d", "10.0.0.4", &json!({"app": "vllm"})));
     follows.is(&["b 10.0.0.2:8000", "c 10.0.0.3:8000", "d 10.0.0.4:8000"]).await;
     assert_eq!(server.violations(), [""; 0]);
 }
@@ -221,14 +221,14 @@ async fn an_api_server_that_is_away_changes_nothing_and_comes_back_with_410() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_watch_that_has_died_in_silence_is_begun_anew() {
     let server = ApiServer::start().await;
-    server.put("pods", pod("a", "10.0.0.1", json!({"app": "vllm"})));
-    let follows = Follows::start(&server, json!([{"selector": {"app": "vllm"}, "ports": [8000]}]));
+    server.put("pods", pod("a", "10.0.0.1", &json!({"app": "vllm"})));
+    let follows = Follows::start(&server, &json!([{"selector": {"app": "vllm"}, "ports": [8000]}]));
     follows.is(&["a 10.0.0.1:8000"]).await;
     // What the list did not tell, a watch has to: so there is one.
-    server.put("pods", pod("b", "10.0.0.2", json!({"app": "vllm"})));
+    server.put("pods", pod("b", "10.0.0.2", &json!({"app": "vllm"})));
     follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"]).await;
     server.kill_watches();
-    server.put("pods", pod("c", "10.0.0.3", json!({"app": "vllm"})));
+    server.put("pods", pod("c", "10.0.0.3", &json!({"app": "vllm"})));
     follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000", "c 10.0.0.3:8000"]).await;
 }
 
@@ -237,10 +237,10 @@ async fn what_is_missing_or_forbidden_is_waited_for() {
     let server = ApiServer::start().await;
     server.uninstall("inferencepools", true);
     server.forbid("pods", true);
-    server.put("pods", pod("a", "10.0.0.1", json!({"app": "vllm"})));
-    server.put("pods", pod("b", "10.0.0.2", json!({"app": "sglang"})));
+    server.put("pods", pod("a", "10.0.0.1", &json!({"app": "vllm"})));
+    server.put("pods", pod("b", "10.0.0.2", &json!({"app": "sglang"})));
     let pools = json!([{"name": "p"}, {"selector": {"app": "sglang"}, "ports": [9000]}]);
-    let follows = Follows::start(&server, pools);
+    let follows = Follows::start(&server, &pools);
     follows.up_is("kubernetes p", 0).await;
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert_eq!(follows.fleet(), None);
@@ -248,10 +248,11 @@ async fn what_is_missing_or_forbidden_is_waited_for() {
     // One pool is no reason to wait for the other.
     follows.is(&["b 10.0.0.2:9000"]).await;
     server.uninstall("inferencepools", false);
-    server.put("inferencepools", pool("p", json!({"app": "vllm"}), &[8000]));
+    server.put("inferencepools", pool("p", &json!({"app": "vllm"}), &[8000]));
     follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:9000"]).await;
     assert_eq!(server.violations(), [""; 0]);
-    let stranger = Follows::start_as(&server, json!([{"selector": {"app": "vllm"}, "ports": [8000]}]), "another-token");
+    let stranger =
+        Follows::start_as(&server, &json!([{"selector": {"app": "vllm"}, "ports": [8000]}]), "another-token");
     tokio::time::sleep(Duration::from_millis(500)).await;
     assert_eq!(stranger.fleet(), None);
 }
@@ -261,12 +262,12 @@ async fn a_thousand_pods_are_read_page_by_page_and_an_odd_one_harms_no_other() {
     let server = ApiServer::start().await;
     for number in 0..1_203 {
         let ip = format!("10.0.{}.{}", number / 250, number % 250 + 1);
-        server.put("pods", pod(&format!("pod-{number:04}"), &ip, json!({"app": "vllm"})));
+        server.put("pods", pod(&format!("pod-{number:04}"), &ip, &json!({"app": "vllm"})));
     }
     // An address that another has already, and a role that nobody knows.
-    server.put("pods", pod("zz-twin", "10.0.0.1", json!({"app": "vllm"})));
-    server.put("pods", pod("zz-odd", "10.9.9.9", json!({"app": "vllm", "llm-d.ai/role": "encode"})));
-    let follows = Follows::start(&server, json!([{"selector": {"app": "vllm"}, "ports": [8000]}]));
+    server.put("pods", pod("zz-twin", "10.0.0.1", &json!({"app": "vllm"})));
+    server.put("pods", pod("zz-odd", "10.9.9.9", &json!({"app": "vllm", "llm-d.ai/role": "encode"})));
+    let follows = Follows::start(&server, &json!([{"selector": {"app": "vllm"}, "ports": [8000]}]));
     let count = || follows.fleet().map_or(0, |fleet| fleet.len());
     assert!(until(PATIENCE, async || count() == 1_203).await, "{}", count());
     assert!(server.lists() >= 3, "pages");

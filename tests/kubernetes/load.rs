@@ -109,7 +109,7 @@ impl Site {
 }
 
 fn engine_pod(name: &str) -> Value {
-    pod(name, "127.0.0.1", json!({"app": name}))
+    pod(name, "127.0.0.1", &json!({"app": name}))
 }
 
 async fn site() -> Site {
@@ -117,7 +117,7 @@ async fn site() -> Site {
     let server = ApiServer::start().await;
     for (name, engine) in [("a", 0), ("b", 1), ("c", 2)] {
         let port = deployment.engines[engine].address.port();
-        server.put("inferencepools", pool(name, json!({"app": name}), &[port]));
+        server.put("inferencepools", pool(name, &json!({"app": name}), &[port]));
     }
     server.put("pods", engine_pod("a"));
     server.put("pods", engine_pod("b"));
