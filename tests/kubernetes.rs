@@ -160,6 +160,18 @@ async fn pods_come_change_and_go() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_workers_of_dynamo_are_known_by_their_own_ids() {
+    let server = ApiServer::start().await;
+    server.put("inferencepools", pool("p", &json!({"app": "vllm"}), &[8000]));
+    server.put("pods", pod("vllm-worker-0", "10.0.0.1", &json!({"app": "vllm"})));
+    server.put("pods", pod("told", "10.0.0.2", &json!({"app": "vllm", "warmroute.dev/worker-id": "7"})));
+    let follows = Follows::start(&server, &json!([{"name": "p", "ids": "dynamo"}]));
+    follows.is(&["told 10.0.0.2:8000", "vllm-worker-0 10.0.0.1:8000"]).await;
+    assert_eq!(follows.ids()["10.0.0.1:8000"], 3_637_812_819_037_538);
+    assert_eq!(follows.ids()["10.0.0.2:8000"], 7);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_pool_changes_its_ports_and_its_selector_and_leaves() {
     let server = ApiServer::start().await;
     server.put("inferencepools", pool("p", &json!({"app": "vllm"}), &[8000]));

@@ -8,6 +8,6 @@ mod pods;
 mod pool;
 mod watch;
 
-pub use config::{KubernetesConfig, LabelsConfig, PodsConfig};
-pub use pods::worker_id;
+pub use config::{Ids, KubernetesConfig, LabelsConfig, PodsConfig};
+pub use pods::{dynamo_id, worker_id};
 pub use watch::{look, watch};

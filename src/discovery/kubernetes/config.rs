@@ -55,9 +55,23 @@ pub struct PodsConfig {
     /// Namespace of the pods and of the InferencePool; ours where left out.
     #[serde(default)]
     pub namespace: Option<String>,
+    /// What the instance ids are made of, where no label tells them.
+    #[serde(default)]
+    pub ids: Ids,
     /// What the workers are like.
     #[serde(default)]
     pub worker: TemplateConfig,
+}
+
+/// What the instance ids of pods are made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ids {
+    /// The pod's uid and the port: each port of each pod has its own, which no other ever gets.
+    #[default]
+    PodUid,
+    /// The pod's name, as the workers of Dynamo make theirs where Kubernetes is how they are found. One id for a pod.
+    Dynamo,
 }
 
 /// Names of labels and annotations.
@@ -121,6 +135,9 @@ impl PodsConfig {
         let repeated = self.ports.iter().enumerate().any(|(at, port)| self.ports[..at].contains(port));
         if repeated {
             refuse("ports", "a port is given twice; each is a worker of its own");
+        }
+        if self.ports.len() > 1 && self.ids == Ids::Dynamo {
+            refuse("ids", "Dynamo has one id for a pod, and each of several ports is a worker of its own; give one port");
         }
         if self.ports.len() > 1 && self.worker.ranks.is_some() {
             let text = "with several ports each is one rank; leave this out, or give the one port that all ranks share";

@@ -1,12 +1,13 @@
 //! From pods to workers: each port of each pod is one. Pure, so that what a pod has to look like is tested without a cluster.
 
 use std::collections::{BTreeMap, HashSet};
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU16;
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::config::LabelsConfig;
+use super::config::{Ids, LabelsConfig};
 use super::objects::Pod;
 use crate::discovery::config::WorkerConfig;
 use crate::discovery::template::TemplateConfig;
@@ -22,6 +23,7 @@ pub(super) struct Likeness<'a> {
     pub(super) ports: &'a [NonZeroU16],
     pub(super) template: &'a TemplateConfig,
     pub(super) labels: &'a LabelsConfig,
+    pub(super) ids: Ids,
 }
 
 /// How far a pod takes requests.
@@ -81,7 +83,10 @@ fn name(pod: &Pod) -> String {
 fn of_pod((uid, pod): (&str, &Pod), address: IpAddr, like: &Likeness<'_>) -> Result<Vec<WorkerConfig>, String> {
     let label = |name: &str| pod.metadata.labels.as_ref()?.get(name).map(String::as_str);
     let role = label(&like.labels.role).map(role).transpose()?;
-    let ids = label(&like.labels.worker_id).map(|ids| told_ids(ids, like.ports.len())).transpose()?;
+    let ids = match label(&like.labels.worker_id) {
+        Some(ids) => told_ids(ids, like.ports.len())?,
+        None => made_ids((uid, pod), like)?,
+    };
     let annotations = pod.metadata.annotations.as_ref();
     let active = annotations.and_then(|all| all.get(&like.labels.active_ports)).map(|list| ports(list)).transpose()?;
     let mut workers = Vec::new();
@@ -89,7 +94,7 @@ fn of_pod((uid, pod): (&str, &Pod), address: IpAddr, like: &Likeness<'_>) -> Res
         if active.as_ref().is_some_and(|active| !active.contains(port)) {
             continue;
         }
-        let id = ids.as_ref().map_or_else(|| worker_id(uid, *port), |ids| ids[rank as usize]);
+        let id = ids[rank as usize];
         let rank = (like.ports.len() > 1).then_some(rank);
         let mut worker = like.template.worker(id, SocketAddr::new(address.to_canonical(), port.get()), rank);
         worker.name = Some(name(pod));
@@ -123,6 +128,14 @@ fn told_ids(text: &str, ports: usize) -> Result<Vec<WorkerId>, String> {
     }
 }
 
+fn made_ids((uid, pod): (&str, &Pod), like: &Likeness<'_>) -> Result<Vec<WorkerId>, String> {
+    match (like.ids, like.ports.len()) {
+        (Ids::PodUid, _) => Ok(like.ports.iter().map(|port| worker_id(uid, *port)).collect()),
+        (Ids::Dynamo, 0 | 1) => Ok(vec![dynamo_id(pod.metadata.name.as_deref().unwrap_or_default())]),
+        (Ids::Dynamo, ports) => Err(format!("Dynamo has one id for a pod, and it has {ports} ports")),
+    }
+}
+
 fn ports(list: &str) -> Result<Vec<NonZeroU16>, String> {
     let port =
         |port: &str| port.trim().parse().map_err(|_| format!("its annotation says that `{list}` are its active ports"));
@@ -133,6 +146,14 @@ fn ports(list: &str) -> Result<Vec<NonZeroU16>, String> {
 /// replica; another when the pod is another. Below 2^53, so that no reader of JSON changes it.
 pub fn worker_id(uid: &str, port: NonZeroU16) -> WorkerId {
     WorkerId(xxh3_64(format!("{uid}/{port}").as_bytes()) >> 11)
+}
+
+/// Who a worker of Dynamo is that is found by Kubernetes: of the pod's name, by the hash that the standard library has by default,
+/// which Dynamo takes, too, and as far as readers of JSON leave it as it is.
+pub fn dynamo_id(name: &str) -> WorkerId {
+    let mut hasher = DefaultHasher::new();
+    name.hash(&mut hasher);
+    WorkerId(hasher.finish() & 0x001F_FFFF_FFFF_FFFF)
 }
 
 #[cfg(test)]

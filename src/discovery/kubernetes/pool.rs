@@ -82,7 +82,7 @@ impl Pods {
         pool: &PodsConfig,
         labels: &LabelsConfig,
     ) -> Option<(Vec<WorkerConfig>, Vec<String>)> {
-        let like = Likeness { ports: &membership.ports, template: &pool.worker, labels };
+        let like = Likeness { ports: &membership.ports, template: &pool.worker, labels, ids: pool.ids };
         self.is_known.then(|| pods::workers(&self.known, &like, &mut self.used))
     }
 }

@@ -20,11 +20,21 @@ fn pod(uid: &str, change: impl FnOnce(&mut Value)) -> (String, Pod) {
 }
 
 fn found(pods: &[(String, Pod)], ports: &[u16], used: &mut HashSet<String>) -> (Vec<WorkerConfig>, Vec<String>) {
+    found_as(pods, ports, used, Ids::PodUid)
+}
+
+fn found_as(
+    pods: &[(String, Pod)],
+    ports: &[u16],
+    used: &mut HashSet<String>,
+    ids: Ids,
+) -> (Vec<WorkerConfig>, Vec<String>) {
     let ports: Vec<_> = ports.iter().map(|port| NonZeroU16::new(*port).unwrap()).collect();
     let template =
         TemplateConfig { topology: [("zone".to_owned(), "of the template".to_owned())].into(), ..Default::default() };
     let labels = LabelsConfig::default();
-    workers(&pods.iter().cloned().collect(), &Likeness { ports: &ports, template: &template, labels: &labels }, used)
+    let like = Likeness { ports: &ports, template: &template, labels: &labels, ids };
+    workers(&pods.iter().cloned().collect(), &like, used)
 }
 
 fn alone(change: impl FnOnce(&mut Value)) -> (Vec<WorkerConfig>, Vec<String>) {
@@ -137,6 +147,25 @@ fn an_id_is_the_pods_own() {
     assert_ne!(worker_id(uid, port(8000)), worker_id(uid, port(8001)));
     assert_ne!(worker_id(uid, port(8000)), worker_id("another", port(8000)));
     assert!(worker_id(uid, port(8000)).0 < 1 << 53);
+}
+
+/// The numbers are of another implementation of SipHash-1-3 with keys of 0, over the name and a byte of ones.
+#[test]
+fn the_ids_of_dynamo_are_made_of_names_unless_a_label_tells_them() {
+    for (name, id) in [
+        ("a", 7_688_582_637_611_507),
+        ("vllm-worker-0", 3_637_812_819_037_538),
+        ("trtllm-decode-6d9f7c5b8-x2k4q", 2_906_008_963_344_362),
+    ] {
+        assert_eq!(dynamo_id(name), WorkerId(id));
+        let named = |pod: &mut Value| pod["metadata"]["name"] = json!(name);
+        let (workers, odd) = found_as(&[pod("u", named)], &[8000], &mut HashSet::new(), Ids::Dynamo);
+        assert_eq!((workers[0].id, odd), (WorkerId(id), vec![]));
+    }
+    let told = |pod: &mut Value| pod["metadata"]["labels"]["warmroute.dev/worker-id"] = json!("7");
+    assert_eq!(found_as(&[pod("u", told)], &[8000], &mut HashSet::new(), Ids::Dynamo).0[0].id, WorkerId(7));
+    let (workers, odd) = found_as(&[pod("u", |_| {})], &[8000, 8001], &mut HashSet::new(), Ids::Dynamo);
+    assert!(workers.is_empty() && odd[0].contains("it has 2 ports"), "{odd:?}");
 }
 
 const PINNED: u64 = 7_322_531_667_002_998;
