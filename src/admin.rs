@@ -47,6 +47,8 @@ pub struct Admin {
     pub way_in: explain::WayIn,
     /// The Envoys that are told of the fleet.
     pub envoys: Page,
+    /// What a cluster says of requests.
+    pub cluster: Page,
 }
 
 /// What a page shows, asked for anew each time.
@@ -61,6 +63,7 @@ pub fn routes(admin: Admin) -> Routes {
         .route("/debug/config", get(|State(admin): State<Admin>| async move { Json(admin.config.load_full()) }))
         .route("/debug/fleet", get(fleet::page))
         .route("/debug/envoys", get(|State(admin): State<Admin>| async move { Json((admin.envoys)()) }))
+        .route("/debug/cluster", get(|State(admin): State<Admin>| async move { Json((admin.cluster)()) }))
         .route(
             "/debug/index",
             get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().index().stats())) }),

@@ -44,7 +44,7 @@ use crate::config::Config;
 use crate::entrance::Entrance;
 use crate::ext_proc::service::Kept;
 use crate::ext_proc::wire::ExtProc;
-use crate::intake::Intake;
+use crate::intake::{Intake, Models};
 use crate::lifecycle::{Readiness, supervise};
 use crate::metrics::{Metrics, PoolLabels};
 use crate::router::Router;
@@ -149,7 +149,7 @@ impl App {
         app.ext_proc_address = grpc.iter().find_map(GrpcListener::address);
         app.ext_proc_socket = grpc.iter().find_map(GrpcListener::path);
         app.place = grpc.iter().find_map(GrpcListener::place);
-        let intake = parts::intake(&config, models, &app.reloader.client(), entrance.router(), &metrics)?;
+        let intake = app.intake(&config, models, entrance.router())?;
         entrance.router().parity().configure(intake.standings());
         way_in.intake.store(Some(intake.clone()));
         let parts = api::Parts {
@@ -172,6 +172,11 @@ impl App {
         }
         drop(loading);
         Ok(app)
+    }
+
+    fn intake(&self, config: &Config, models: Models, router: &Arc<Router>) -> anyhow::Result<Arc<Intake>> {
+        let Reloader { cluster, metrics, .. } = &*self.reloader;
+        parts::intake(config, models, &self.reloader.client(), router, cluster, metrics)
     }
 
     fn judge_tokens(&mut self, config: &Config, router: &Arc<Router>) {
@@ -298,6 +303,7 @@ impl App {
 
     /// What the pages show.
     fn shown(&self, entrance: &Arc<Entrance>, way_in: &WayIn, envoys: Option<Arc<Envoys>>) -> Admin {
+        let cluster = self.reloader.cluster.clone();
         let listeners = move || envoys.as_ref().map_or(Value::Null, |envoys| json!(envoys.listeners()));
         Admin {
             entrance: entrance.clone(),
@@ -307,6 +313,7 @@ impl App {
             config: self.reloader.shown(),
             way_in: way_in.clone(),
             envoys: Arc::new(listeners),
+            cluster: Arc::new(move || cluster.load().shown.clone()),
         }
     }
 

@@ -32,6 +32,7 @@ use crate::discovery::{self, ServedModel};
 use crate::engine_client::config::EnginesConfig;
 use crate::ext_proc::config::{FailureConfig, GatewayConfig, LimitsConfig, ListenConfig, Observe, ResponseConfig};
 use crate::intake::config::ClientsConfig;
+use crate::intake::confine::ConfineConfig;
 use crate::intake::rewrite::RewritesConfig;
 use crate::lifecycle::config::{DrainConfig, ReadinessConfig, ReloadConfig};
 use crate::openai::paths::PathsConfig;
@@ -136,6 +137,9 @@ pub struct Config {
     /// What clients may say about routing.
     #[serde(default)]
     pub clients: ClientsConfig,
+    /// Which requests are for the workers of one pool only.
+    #[serde(default)]
+    pub confine: ConfineConfig,
     /// Which requests are sent to another model than they name.
     #[serde(default)]
     pub rewrites: RewritesConfig,

@@ -341,6 +341,7 @@ fn lane(request: &RouteRequest) -> Lane {
     request.model.hash(&mut hasher);
     constraints.pin.map(|pin| pin.worker).hash(&mut hasher);
     constraints.allowed.hash(&mut hasher);
+    constraints.pool.hash(&mut hasher);
     constraints.endpoints.hash(&mut hasher);
     constraints.required_taints.hash(&mut hasher);
     request.prefill_pin.map(|pin| (pin.worker, pin.rank)).hash(&mut hasher);

@@ -5,7 +5,9 @@
 
 mod agreed;
 mod beginning;
+mod cluster;
 pub mod config;
+pub mod confine;
 mod crew;
 mod direct;
 mod encoded;
@@ -28,12 +30,13 @@ use bytes::Bytes;
 use tokio::sync::Semaphore;
 use tracing::{debug, warn};
 
+pub use cluster::{Cluster, SharedCluster};
 use encoded::{Encoded, estimate};
 use engine_tokens::{Said, TokenSources};
 pub use models::{Model, Models, Named};
 use pace::{Became, Pace};
 use queue::Place;
-pub use rewrite::Rewrites;
+pub use rewrite::{AskedModel, Rewrites};
 pub use sessions::SessionSigns;
 pub use shared::Shared;
 pub use wishes::{Headers, Wishes};
@@ -47,6 +50,7 @@ use crate::prompt::{EncodeError, Encoder, Tokens};
 use crate::router::{Prompt, Reason, RouteRequest};
 use crate::worker::ModelName;
 use config::ClientsConfig;
+use confine::ConfineConfig;
 
 /// How much of a body there is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -122,6 +126,10 @@ pub struct Parts {
     pub paths: Paths,
     /// Whom we believe.
     pub clients: ClientsConfig,
+    /// Which requests are for one pool only.
+    pub confine: ConfineConfig,
+    /// What a cluster says of requests.
+    pub cluster: SharedCluster,
     /// How much work is taken on at once.
     pub limits: Limits,
     /// Under which names the load counts blocks.
@@ -185,8 +193,29 @@ impl Intake {
         self.api(path, headers).is_some_and(Api::wants_body)
     }
 
+    /// What a cluster says of requests now.
+    pub fn cluster(&self) -> Arc<Cluster> {
+        self.parts.cluster.load_full()
+    }
+
+    /// The pool that a request is for, where it is for one.
+    pub fn pool_of(&self, path: &str, headers: Headers<'_>) -> Option<Arc<str>> {
+        self.parts.confine.pool_of(path, headers)
+    }
+
     /// Reads a request.
     pub async fn take(self: &Arc<Self>, path: &str, headers: Headers<'_>, body: &Body) -> Taken {
+        self.take_for(self.pool_of(path, headers), path, headers, body).await
+    }
+
+    /// Reads a request of which it is known which pool it is for.
+    pub async fn take_for(
+        self: &Arc<Self>,
+        pool: Option<Arc<str>>,
+        path: &str,
+        headers: Headers<'_>,
+        body: &Body,
+    ) -> Taken {
         let api = self.api(path, headers);
         let encoded = match api {
             Some(api) => {
@@ -196,7 +225,7 @@ impl Intake {
             }
             None => Encoded::unread(0, Reason::NotInference),
         };
-        let mut taken = Taken { api, ..self.taken(encoded, headers) };
+        let mut taken = Taken { api, ..self.taken(encoded, headers, pool) };
         if let Some(shared) = &self.parts.shared {
             shared.look_up(&mut taken.request).await;
         }
@@ -213,10 +242,10 @@ impl Intake {
             }
             None => Encoded::unread(0, Reason::NotInference),
         };
-        Taken { api, ..self.taken(encoded, headers) }
+        Taken { api, ..self.taken(encoded, headers, self.pool_of(path, headers)) }
     }
 
-    fn taken(&self, encoded: Encoded, headers: Headers<'_>) -> Taken {
+    fn taken(&self, encoded: Encoded, headers: Headers<'_>, pool: Option<Arc<str>>) -> Taken {
         let mut request = RouteRequest::new(encoded.model, encoded.prompt);
         let mut query = false;
         if self.parts.clients.trusted {
@@ -228,12 +257,24 @@ impl Intake {
             request.expected_output_tokens = wishes.expected_output_tokens;
             request.priority = wishes.priority;
         }
+        if request.priority.strict == 0 {
+            request.priority.strict = self.objective(headers, pool.as_deref()).unwrap_or(0);
+        }
+        request.constraints.pool = pool;
         request.constraints.adapter = encoded.adapter;
         request.tracked = encoded.tracked;
         request.foretold = encoded.foretold;
         let session = self.parts.sessions.as_ref().and_then(|signs| signs.read(headers, encoded.session));
         let Encoded { asked_model, tokens, times, unreadable, .. } = encoded;
         Taken { request, api: None, asked_model, unreadable, session, query, tokens, times }
+    }
+
+    /// The priority of the objective that a request names. Only those that the cluster has can be named, so anybody may.
+    fn objective(&self, headers: Headers<'_>, pool: Option<&str>) -> Option<i64> {
+        let cluster = self.parts.cluster.load();
+        let names = self.parts.clients.objective_headers.iter().filter(|_| cluster.has_objectives());
+        let name = names.filter_map(|header| headers(header)).next()?;
+        cluster.priority(name.trim(), pool)
     }
 
     fn told(&self, headers: Headers<'_>) -> Told {

@@ -292,7 +292,20 @@ pub fn topology_taint(domain: &str, value: &str) -> String {
     format!("{TOPOLOGY_TAINT}{domain}={value}")
 }
 
+/// What a taint begins with that says of which pool a worker is: `pool=<name>`.
+const POOL_TAINT: &str = "pool=";
+
+/// The taint of who is of a pool.
+pub fn pool_taint(pool: &str) -> String {
+    format!("{POOL_TAINT}{pool}")
+}
+
 impl Worker {
+    /// Whether it is of a pool.
+    pub fn is_of(&self, pool: &str) -> bool {
+        self.taints.iter().any(|taint| taint.strip_prefix(POOL_TAINT) == Some(pool))
+    }
+
     /// A worker of one rank that does both phases, of which nothing else is known.
     pub fn new(id: WorkerId, endpoint: Endpoint, model: ModelName, block_size: BlockSize) -> Self {
         Self {

@@ -48,6 +48,8 @@ impl Bed {
             models,
             paths: Paths::new(&PathsConfig::default()),
             clients: ClientsConfig::default(),
+            confine: Default::default(),
+            cluster: Default::default(),
             limits: Limits { inline: usize::MAX, queue: 1, deadline: Duration::from_secs(10) },
             tracking: TrackingHash::Public,
             sessions: None,

@@ -37,7 +37,7 @@ impl Policy {
 /// Where a request stands among those of its class; the smallest goes first.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
-    pub(super) strict_priority: u32,
+    pub(super) strict_priority: i64,
     pub(super) due: Option<Instant>,
     pub(super) score: f64,
     /// Counts all that ever waited, so that no two places are equal.

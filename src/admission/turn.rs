@@ -25,7 +25,7 @@ pub struct Turn {
     /// Which workers it competes for.
     pub lane: Lane,
     /// More goes first, whatever the policy says.
-    pub strict_priority: u32,
+    pub strict_priority: i64,
     /// How far the policy lets it jump; negative is 0.
     pub priority_jump: f64,
     /// When it is due; those with a due time go first.

@@ -188,7 +188,7 @@ fn read_priority(priority: pb::Priority) -> Result<Priority, Fault> {
     if !(jump.is_finite() && jump >= 0.0) {
         return Err(Fault::argument(format!("the priority jump is {jump}; give seconds, 0 or more")));
     }
-    Ok(Priority { strict, jump, class: Some(class).filter(|class| !class.is_empty()) })
+    Ok(Priority { strict: strict.into(), jump, class: Some(class).filter(|class| !class.is_empty()) })
 }
 
 fn override_weights(overrides: &mut Overrides, set: &pb::Overrides) {

@@ -88,9 +88,9 @@ impl App {
                 router.set_settings(settings);
             }))
         });
-        let stop = self.stop.clone();
+        let (cluster, stop) = (self.reloader.cluster.clone(), self.stop.clone());
         self.background.spawn(async move {
-            let follow = || workers::follow(wanted.clone(), desired.clone(), metrics.clone());
+            let follow = || workers::follow(wanted.clone(), desired.clone(), cluster.clone(), metrics.clone());
             supervise("workers", &metrics, stop, follow).await;
         });
     }

@@ -11,7 +11,7 @@ use crate::config::{Config, ModelConfig, WorkerSource};
 use crate::discovery;
 use crate::engine_client::EngineClient;
 use crate::entrance::Entrance;
-use crate::intake::{Intake, Model};
+use crate::intake::{Intake, Model, SharedCluster};
 use crate::metrics::Metrics;
 use crate::worker::Worker;
 
@@ -31,7 +31,7 @@ impl Offline {
         let entrance = parts::entrance(config, rand::random());
         let router = entrance.router();
         let client = EngineClient::new(&config.engines)?;
-        let intake = parts::intake(config, models, &client, router, &metrics)?;
+        let intake = parts::intake(config, models, &client, router, &SharedCluster::default(), &metrics)?;
         let change = router.fleet().reconcile(workers(config).await?);
         for member in &change.added {
             router.load().open(member.slot, member.rank);

@@ -11,7 +11,7 @@ use crate::entrance::{Affinities, Affinity, Entrance};
 use crate::index::PrefixIndex;
 use crate::intake::engine_tokens::config::EngineTokensConfig;
 use crate::intake::engine_tokens::{EngineTokens, TokenSource, TokenSources};
-use crate::intake::{self, Intake, Limits, Models, SessionSigns, Shared};
+use crate::intake::{self, Intake, Limits, Models, SessionSigns, Shared, SharedCluster};
 use crate::load::LoadTracker;
 use crate::metrics::Metrics;
 use crate::openai::Paths;
@@ -62,6 +62,7 @@ pub(super) fn intake(
     models: Models,
     client: &EngineClient,
     router: &Arc<Router>,
+    cluster: &SharedCluster,
     metrics: &Arc<Metrics>,
 ) -> anyhow::Result<Arc<Intake>> {
     let shared = config.shared_cache.as_ref().map(HttpSharedCache::new).transpose()?;
@@ -77,6 +78,8 @@ pub(super) fn intake(
         models,
         paths: Paths::new(&config.paths),
         clients: config.clients.clone(),
+        confine: config.confine.clone(),
+        cluster: cluster.clone(),
         limits: Limits {
             inline: config.limits.tokenize_inline.bytes(),
             queue: config.limits.tokenize_queue as usize,

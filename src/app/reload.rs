@@ -15,7 +15,7 @@ use super::parts;
 use super::subjects::{self, Subjects};
 use crate::config::{Adopted, Config};
 use crate::engine_client::{EngineClient, EngineError};
-use crate::intake::Intake;
+use crate::intake::{Intake, SharedCluster};
 use crate::lifecycle::follow::FileWatch;
 use crate::metrics::{Metrics, OutcomeLabel};
 use crate::prompt::Encoder;
@@ -66,6 +66,8 @@ pub enum Reloaded {
 pub struct Reloader {
     pub(super) metrics: Arc<Metrics>,
     router: Arc<Router>,
+    /// What a cluster says of requests, which no reload changes.
+    pub(super) cluster: SharedCluster,
     encoders: Encoders,
     client: ArcSwap<EngineClient>,
     subjects: ArcSwap<Subjects>,
@@ -87,6 +89,7 @@ impl Reloader {
         Ok(Self {
             metrics,
             router,
+            cluster: SharedCluster::default(),
             encoders,
             client,
             subjects: ArcSwap::default(),
@@ -189,8 +192,9 @@ impl Reloader {
 
     async fn next(&self, config: &Arc<Config>, loaded: &Loaded) -> anyhow::Result<Next> {
         let client = self.client.load().renewed(&config.engines).context("engines cannot be changed")?;
+        let models = loaded.models.clone();
         Ok(Next {
-            intake: parts::intake(config, loaded.models.clone(), &client, &self.router, &self.metrics)?,
+            intake: parts::intake(config, models, &client, &self.router, &self.cluster, &self.metrics)?,
             subjects: Arc::new(subjects::load(config, &loaded.models, &self.subjects.load()).await?),
             config: config.clone(),
             client,

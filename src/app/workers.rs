@@ -9,7 +9,10 @@ use tokio::sync::{mpsc, watch};
 
 use crate::config::{Config, ModelConfig, WorkerSource};
 use crate::discovery::config::DiscoveryConfig;
+use crate::discovery::kubernetes::{self, Rules};
 use crate::discovery::{self, ServedModel, file::WorkersFile};
+use crate::intake::rewrite::{RewriteRule, RewriteTarget};
+use crate::intake::{Cluster, SharedCluster};
 use crate::kv_events::MediaTokens;
 use crate::learned::Given;
 use crate::metrics::Metrics;
@@ -63,12 +66,13 @@ impl From<&Config> for Wanted {
 pub(super) async fn follow(
     mut wanted: watch::Receiver<Wanted>,
     desired: mpsc::UnboundedSender<Desired>,
+    cluster: SharedCluster,
     metrics: Arc<Metrics>,
 ) -> anyhow::Result<()> {
     loop {
         let now = wanted.borrow_and_update().clone();
         tokio::select! {
-            never = tell(now, &desired, &metrics) => match never? {},
+            never = tell(now, &desired, &cluster, &metrics) => match never? {},
             changed = wanted.changed() => changed?,
         }
     }
@@ -77,8 +81,12 @@ pub(super) async fn follow(
 async fn tell(
     wanted: Wanted,
     desired: &mpsc::UnboundedSender<Desired>,
+    cluster: &SharedCluster,
     metrics: &Arc<Metrics>,
 ) -> anyhow::Result<Infallible> {
+    if !matches!(wanted.source, WorkerSource::Kubernetes(_)) {
+        cluster.store(Arc::default());
+    }
     let (media, given) = (wanted.media, wanted.given);
     // Where the keeper is gone everything ends.
     let send = |workers| _ = desired.send(Desired { workers, media: media.clone(), given: given.clone() });
@@ -92,8 +100,25 @@ async fn tell(
             Ok(discovery::file::watch(file, metrics.clone(), send).await)
         }
         WorkerSource::Kubernetes(pools) => {
-            discovery::kubernetes::watch(pools, wanted.models, metrics.clone(), send).await
+            let rules = kubernetes::watch_rules(&pools, |rules| cluster.store(Arc::new(said(rules))));
+            tokio::select! {
+                never = kubernetes::watch(pools.clone(), wanted.models, metrics.clone(), send) => never,
+                never = rules => never,
+            }
         }
         WorkerSource::Dns(names) => discovery::dns::watch(names, wanted.models, metrics.clone(), send).await,
     }
+}
+
+/// What the objects beside InferencePools say, as the way in takes it.
+fn said(rules: Rules) -> Cluster {
+    let shown = serde_json::to_value(&rules).unwrap_or_default();
+    let name = |name: String| ModelName::from(name.as_str());
+    let target = |(model, weight)| RewriteTarget { model: name(model), weight };
+    let objectives = rules.objectives.into_iter().map(|objective| (objective.pool, objective.name, objective.priority));
+    let rewrites = rules.rewrites.into_iter().map(|rule| {
+        let (models, to) = (rule.models.into_iter().map(name), rule.to.into_iter().map(target));
+        (rule.pool, RewriteRule { models: models.collect(), to: to.collect() })
+    });
+    Cluster::new(objectives, rewrites).shown_as(shown)
 }

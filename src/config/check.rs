@@ -38,6 +38,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("self_test", config.self_test.problems()),
         ("paths", config.paths.problems()),
         ("clients", config.clients.problems()),
+        ("confine", config.confine.problems()),
         ("rewrites", rewrites(config)),
         ("gateway", config.gateway.problems()),
         ("envoy", envoy(config)),

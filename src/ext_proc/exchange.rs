@@ -56,6 +56,8 @@ pub struct Inbound {
     pub body: Body,
     /// The only endpoints that will do.
     pub subset: Option<Subset>,
+    /// The only pool whose workers will do, where the gateway says so.
+    pub pool: Option<String>,
 }
 
 /// The answer to [`Effect::Route`]: where to, and what else changes on the way.
@@ -127,12 +129,13 @@ struct Context {
     start: Start,
     modes: Modes,
     subset: Option<Subset>,
+    pool: Option<String>,
     directions: Option<Directions>,
 }
 
 impl Context {
     fn inbound(&self, head: RequestHead, body: Body) -> Effect {
-        Effect::Route(Inbound { head, body, subset: self.subset.clone() })
+        Effect::Route(Inbound { head, body, subset: self.subset.clone(), pool: self.pool.clone() })
     }
 }
 
@@ -141,7 +144,7 @@ impl Exchange {
     pub fn new(options: Arc<Options>, start: Start) -> Self {
         let modes = options.assumed;
         Self {
-            context: Context { options, start, modes, subset: None, directions: None },
+            context: Context { options, start, modes, subset: None, pool: None, directions: None },
             request: RequestSide::Start,
             response: ResponseSide::Waiting,
         }
@@ -159,6 +162,9 @@ impl Exchange {
     pub fn hear(&mut self, told: Told) {
         if told.subset.is_some() {
             self.context.subset = told.subset;
+        }
+        if told.pool.is_some() {
+            self.context.pool = told.pool;
         }
     }
 

@@ -17,6 +17,8 @@ pub const SUBSET_HINT: &str = "envoy.lb.subset_hint";
 pub const OURS: &str = "warmroute";
 /// Key of the exchange in our namespace.
 pub const EXCHANGE: &str = "exchange";
+/// Key of the pool that a request is for, in our namespace.
+const POOL: &str = "pool";
 
 const SUBSET: &str = "x-gateway-destination-endpoint-subset";
 /// Key of the endpoint that served.
@@ -27,6 +29,8 @@ pub const SERVED: &str = "x-gateway-destination-endpoint-served";
 pub struct Told {
     /// The only endpoints that will do.
     pub subset: Option<Subset>,
+    /// The only pool whose workers will do.
+    pub pool: Option<String>,
     /// Who served, as the gateway wrote it.
     pub served: Option<String>,
     /// Which of our exchanges it belongs to.
@@ -42,6 +46,7 @@ impl Told {
         let find = |namespace: &str, key: &str| metadata.filter_metadata.get(namespace)?.fields.get(key);
         Self {
             subset: find(SUBSET_HINT, SUBSET).map(subset),
+            pool: find(OURS, POOL).and_then(text),
             served: find(LB, SERVED).and_then(text),
             exchange: find(OURS, EXCHANGE).and_then(text),
             to: None,
@@ -68,5 +73,26 @@ fn text(value: &Value) -> Option<String> {
     match &value.kind {
         Some(Kind::StringValue(text)) if !text.is_empty() => Some(text.clone()),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use envoy_types::pb::google::protobuf::Struct;
+
+    use super::*;
+
+    #[test]
+    fn the_pool_is_a_text_of_our_namespace() {
+        let told = |namespace: &str, kind: Kind| {
+            let fields = [(POOL.to_owned(), Value { kind: Some(kind) })].into();
+            let filter_metadata = [(namespace.to_owned(), Struct { fields })].into();
+            Told::read(Some(&Metadata { filter_metadata, ..Metadata::default() })).pool
+        };
+        let text = |text: &str| Kind::StringValue(text.to_owned());
+        assert_eq!(told(OURS, text("ns/p")).as_deref(), Some("ns/p"));
+        for (namespace, kind) in [(LB, text("p")), (OURS, text("")), (OURS, Kind::BoolValue(true))] {
+            assert_eq!(told(namespace, kind), None);
+        }
     }
 }

@@ -15,7 +15,7 @@ use super::headers::{self, RequestHead};
 use super::mutation::Immediate;
 use super::reject::{self, Refused};
 use crate::entrance::{Admitted, Entrance, Refusal};
-use crate::intake::{Body, Intake, Rewrites, Taken};
+use crate::intake::{AskedModel, Body, Intake, Rewrites, Taken};
 use crate::metrics::{Metrics, ModelLabel, ReasonLabel, RequestLabels};
 use crate::openai;
 use crate::prefill::Called;
@@ -100,10 +100,11 @@ impl Pipeline {
     /// Finds the workers for one request. Where it has to wait, `told` hears once how long at most.
     pub async fn route(&self, mut inbound: Inbound, told: impl FnOnce(Duration)) -> Routed {
         let started = Instant::now();
-        let edit = self.rewrite(&mut inbound);
-        let Inbound { head, mut body, subset } = inbound;
+        let pool = self.pool_of(&mut inbound);
+        let edit = self.rewrite(&mut inbound, pool.as_deref());
+        let Inbound { head, mut body, subset, .. } = inbound;
         let header = |name: &str| head.get(name);
-        let mut taken = self.intake.take(&head.path, &header, &body).await;
+        let mut taken = self.intake.take_for(pool, &head.path, &header, &body).await;
         taken.request.constraints.endpoints = self.selected(&head).or(subset);
         let model = label(&taken);
         let edit = match self.prefills.clean(&taken, &mut body) {
@@ -197,12 +198,19 @@ impl Pipeline {
         }
     }
 
+    /// The pool that a request is for: by the gateway's word, or else by its own looks.
+    fn pool_of(&self, inbound: &mut Inbound) -> Option<Arc<str>> {
+        let told = inbound.pool.take().map(Arc::from);
+        told.or_else(|| self.intake.pool_of(&inbound.head.path, &|name: &str| inbound.head.get(name)))
+    }
+
     /// Gives the model another name, if there is a rule for it, before anything else looks at the body.
-    fn rewrite(&self, inbound: &mut Inbound) -> Option<Edit> {
+    fn rewrite(&self, inbound: &mut Inbound, pool: Option<&str>) -> Option<Edit> {
         let Policy { rewrites, rewrite_headers, .. } = &self.policy;
         let Body::Whole(body) = &inbound.body else { return None };
         let header = rewrite_headers.iter().find_map(|name| inbound.head.get(name)).map(Cow::into_owned);
-        if rewrites.is_empty() && header.is_none() {
+        let cluster = self.intake.cluster();
+        if rewrites.is_empty() && cluster.rewrites().is_empty() && header.is_none() {
             return None;
         }
         let asked = openai::model_of(body);
@@ -211,7 +219,8 @@ impl Pipeline {
         if too_long(&asked) || too_long(&header) {
             return None;
         }
-        let target = rewrites.choose(asked.as_deref(), header.as_deref(), rand::random())?.to_owned();
+        let model = AskedModel { name: asked.as_deref(), header: header.as_deref(), pool };
+        let target = rewrites.choose(cluster.rewrites(), model, rand::random())?.to_owned();
         // What is no object of JSON has no model; the engine says so.
         let edited: bytes::Bytes = openai::edit::set_model(body, &target)?.into();
         self.metrics.rewritten_models.inc();

@@ -2,10 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::settings::Problem;
+use crate::settings::{Problem, Step};
 
 /// `clients:`: what clients may say about routing.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ClientsConfig {
     /// Clients may pin workers, set priorities, weights and taints, and ask for the choice alone, by headers and by
@@ -13,6 +13,15 @@ pub struct ClientsConfig {
     pub trusted: bool,
     /// Header whose value separates the caches of tenants, where the engines read it as well, as Dynamo's front ends do.
     pub tenant_header: Option<String>,
+    /// Headers that may name an InferenceObjective, whose priority the request has; the first that is there counts.
+    pub objective_headers: Vec<String>,
+}
+
+impl Default for ClientsConfig {
+    fn default() -> Self {
+        let objective = ["x-llm-d-inference-objective", "x-gateway-inference-objective"];
+        Self { trusted: false, tenant_header: None, objective_headers: objective.map(str::to_owned).to_vec() }
+    }
 }
 
 impl ClientsConfig {
@@ -23,6 +32,13 @@ impl ClientsConfig {
         };
         let name = self.tenant_header.as_ref().filter(bad);
         let text = |name: &String| format!("`{name}` is not the name of a header; write for example x-tenant-id");
-        name.map(|name| Problem::of("tenant_header", text(name))).into_iter().collect()
+        let of_tenant = name.map(|name| Problem::of("tenant_header", text(name)));
+        let objectives = self.objective_headers.iter().enumerate().filter(|(_, name)| bad(name));
+        let place = |at: usize| [Step::from("objective_headers"), at.into()];
+        let of_objectives = objectives.map(|(at, name)| {
+            let text = format!("`{name}` is not the name of a header; write for example x-gateway-inference-objective");
+            Problem::at(place(at), text)
+        });
+        of_tenant.into_iter().chain(of_objectives).collect()
     }
 }

@@ -2,6 +2,7 @@
 //! for names that outlive the models behind them. Pure: the caller rolls the dice.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -44,22 +45,45 @@ pub struct RewriteTarget {
 /// The rules in use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rewrites {
-    rules: Vec<RewriteRule>,
+    rules: Vec<PoolRule>,
+}
+
+/// A rule, and of which pool it is; of none: for every request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct PoolRule {
+    pool: Option<Arc<str>>,
+    rule: RewriteRule,
+}
+
+/// What a request says of the model it asks for.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AskedModel<'a> {
+    /// As its body names it.
+    pub name: Option<&'a str>,
+    /// What a header says, where one may.
+    pub header: Option<&'a str>,
+    /// The pool it is for, where it is for one.
+    pub pool: Option<&'a str>,
 }
 
 impl From<&RewritesConfig> for Rewrites {
     fn from(config: &RewritesConfig) -> Self {
-        Self { rules: config.rules.clone() }
+        Self { rules: config.rules.iter().map(|rule| PoolRule { pool: None, rule: rule.clone() }).collect() }
     }
 }
 
 impl Rewrites {
-    /// The model a request is sent to in place of `asked`; `None`: it stays as it is. `header` is what a header says, where
-    /// one may, and `random` is from 0 up to but without 1.
-    pub fn choose<'a>(&'a self, asked: Option<&'a str>, header: Option<&'a str>, random: f64) -> Option<&'a str> {
-        let header = header.map(str::trim).filter(|name| !name.is_empty());
-        let chosen = header.or_else(|| self.rule(asked)?.target(random))?;
-        (Some(chosen) != asked).then_some(chosen)
+    /// Rules of pools, in their order. A request that is for no pool may meet the rules of all.
+    pub fn of_pools(rules: impl IntoIterator<Item = (Arc<str>, RewriteRule)>) -> Self {
+        Self { rules: rules.into_iter().map(|(pool, rule)| PoolRule { pool: Some(pool), rule }).collect() }
+    }
+
+    /// The model a request is sent to in place of the one it asks for; `None`: it stays as it is. `later` are further rules,
+    /// which come after these, and `random` is from 0 up to but without 1.
+    pub fn choose<'a>(&'a self, later: &'a Self, asked: AskedModel<'a>, random: f64) -> Option<&'a str> {
+        let header = asked.header.map(str::trim).filter(|name| !name.is_empty());
+        let chosen = header.or_else(|| self.rule(later, asked)?.target(random))?;
+        (Some(chosen) != asked.name).then_some(chosen)
     }
 
     /// Whether nothing is ever rewritten by a rule.
@@ -67,16 +91,20 @@ impl Rewrites {
         self.rules.is_empty()
     }
 
-    fn rule(&self, asked: Option<&str>) -> Option<&RewriteRule> {
-        let names = |rule: &&RewriteRule| asked.is_some_and(|asked| rule.models.iter().any(|m| m.as_str() == asked));
-        let named = self.rules.iter().find(names);
-        named.or_else(|| self.rules.iter().find(|rule| rule.models.is_empty()))
+    fn rule<'a>(&'a self, later: &'a Self, asked: AskedModel<'_>) -> Option<&'a RewriteRule> {
+        let is_for = |rule: &&PoolRule| match (&rule.pool, asked.pool) {
+            (Some(pool), Some(asked)) => **pool == *asked,
+            _ => true,
+        };
+        let rules = || self.rules.iter().chain(&later.rules).filter(is_for).map(|rule| &rule.rule);
+        let names = |rule: &&RewriteRule| asked.name.is_some_and(|name| rule.models.iter().any(|m| m.as_str() == name));
+        rules().find(names).or_else(|| rules().find(|rule| rule.models.is_empty()))
     }
 }
 
 impl RewriteRule {
     fn target(&self, random: f64) -> Option<&str> {
-        let equal = self.to.iter().all(|target| target.weight.is_none());
+        let equal = self.to.iter().all(|target| target.weight.unwrap_or(0) == 0);
         let weight = |target: &RewriteTarget| if equal { 1 } else { u64::from(target.weight.unwrap_or(0)) };
         let total: u64 = self.to.iter().map(weight).sum();
         let mut left = random * total as f64;

@@ -12,6 +12,8 @@ fn parts(models: Models, clients: ClientsConfig, limits: Limits) -> Parts {
         models,
         paths: Paths::default(),
         clients,
+        confine: Default::default(),
+        cluster: Default::default(),
         limits,
         tracking: TrackingHash::Public,
         sessions: None,
@@ -103,7 +105,7 @@ fn locals_of(salt: &Salt) -> Vec<crate::block::LocalHash> {
 fn adapter_and_tenant_reach_the_hashes_and_only_trusted_clients_bring_tokens() {
     let data = r#"{"token_data":[1,2,3,4,5,6,7,8,9]}"#;
     let salted = r#"{"token_data":[1,2,3,4,5,6,7,8,9],"cache_salt":"inner"}"#;
-    let trusting = ClientsConfig { trusted: true, tenant_header: Some("x-tenant-id".into()) };
+    let trusting = ClientsConfig { trusted: true, tenant_header: Some("x-tenant-id".into()), ..ClientsConfig::default() };
     let with = |lora: Option<&str>, cache: &str| Salt { lora: lora.map(Into::into), cache: Some(cache.into()) };
     let cases = [
         ("base", None, data, with(None, "own")),
@@ -614,5 +616,42 @@ fn conversations_with_images_go_on_from_earlier_ones() {
         both(&messages);
         assert!(resumed() > before + 200, "{} tokens taken over", resumed() - before);
         messages.pop();
+    }
+}
+
+#[test]
+fn an_objective_gives_its_priority_and_a_pool_its_own() {
+    let confine = r#"{"rules": [{"pool": "q", "paths": ["/q"]}]}"#;
+    let objectives = [("p", "gold", 5), ("q", "gold", -9), ("p", "none", 0)];
+    let cluster = Cluster::new(objectives.map(|(pool, name, priority)| (pool.into(), name.to_owned(), priority)), []);
+    let limits = Limits { inline: 4096, queue: 256, deadline: Duration::from_secs(30) };
+    let trusting = ClientsConfig { trusted: true, ..ClientsConfig::default() };
+    let of = |clients: &ClientsConfig, path: &str, headers: &[(&str, &str)]| {
+        let intake = Intake::new(Parts {
+            confine: serde_json::from_str(confine).unwrap(),
+            cluster: Arc::new(arc_swap::ArcSwap::from_pointee(cluster.clone())),
+            ..parts(Models::default(), clients.clone(), limits)
+        });
+        let find = |name: &str| headers.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into());
+        let request = intake.take_now(path, &find, br#"{"model":"m","prompt":"x"}"#).request;
+        (request.priority.strict, request.constraints.pool.as_deref().map(str::to_owned))
+    };
+    let (new, old, strict) =
+        ("x-llm-d-inference-objective", "x-gateway-inference-objective", "x-dynamo-request-strict-priority");
+    let plain = ClientsConfig::default();
+    let q = || Some("q".to_owned());
+    for (clients, path, headers, expected) in [
+        (&plain, "/v1/completions", vec![], (0, None)),
+        (&plain, "/v1/completions", vec![(new, " gold ")], (5, None)),
+        (&plain, "/v1/completions", vec![(old, "gold")], (5, None)),
+        (&plain, "/v1/completions", vec![(old, "gold"), (new, "unknown")], (0, None)),
+        (&plain, "/q/v1/completions", vec![(new, "gold")], (-9, q())),
+        (&plain, "/q/v1/completions", vec![(new, "none")], (0, q())),
+        (&plain, "/v1/completions", vec![(strict, "7")], (0, None)),
+        (&trusting, "/v1/completions", vec![(strict, "7"), (new, "gold")], (7, None)),
+        (&trusting, "/v1/completions", vec![(new, "gold")], (5, None)),
+        (&ClientsConfig { objective_headers: vec![], ..plain.clone() }, "/v1/completions", vec![(new, "gold")], (0, None)),
+    ] {
+        assert_eq!(of(clients, path, &headers), expected, "{path} {headers:?}");
     }
 }

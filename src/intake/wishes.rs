@@ -68,7 +68,7 @@ impl Wishes {
             overrides: overrides(headers, body),
             expected_output_tokens: body.agent_hints.osl,
             priority: Priority {
-                strict: header(headers, STRICT_PRIORITY).or(body.agent_hints.strict_priority).unwrap_or(0),
+                strict: header(headers, STRICT_PRIORITY).or(body.agent_hints.strict_priority).unwrap_or(0_u32).into(),
                 jump: jump.filter(|jump| jump.is_finite()).unwrap_or(0.0).max(0.0),
                 class: present(headers, CLASS).map(Cow::into_owned),
             },

@@ -301,6 +301,7 @@ impl RouteError {
     pub(super) fn of(error: Ineligible, constraints: &Constraints) -> Self {
         let demands = constraints.allowed.is_some()
             || constraints.endpoints.is_some()
+            || constraints.pool.is_some()
             || constraints.pin.is_some()
             || !constraints.required_taints.is_empty();
         match error {
@@ -319,7 +320,11 @@ impl RouteError {
     /// Where a gateway says who may be chosen, it wants to hear that nobody can: Envoy must not choose somebody else.
     pub(super) fn under(self, constraints: &Constraints) -> Self {
         match self {
-            RouteError::NoFleet | RouteError::NoCandidate if constraints.endpoints.is_some() => RouteError::Unsatisfied,
+            RouteError::NoFleet | RouteError::NoCandidate
+                if constraints.endpoints.is_some() || constraints.pool.is_some() =>
+            {
+                RouteError::Unsatisfied
+            }
             _ => self,
         }
     }

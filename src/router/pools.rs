@@ -87,7 +87,8 @@ impl<'f> Pools<'f> {
         }
         // Who has had its prefill is not turned away any more.
         let takes_over = matches!(request.step, Step::Decode(_));
-        let rejects = settings.when_all_overloaded == WhenOverloaded::Reject && request.has_prompt() && !takes_over;
+        let turned_away = settings.when_all_overloaded == WhenOverloaded::Reject || request.priority.is_sheddable();
+        let rejects = turned_away && request.has_prompt() && !takes_over;
         let rules = Rules { settings, standings: &standings, rejects, kinds };
         let prefill = rules.prefill(members, request)?;
         let apart = prefill.is_some() || takes_over;
@@ -197,6 +198,7 @@ pub(super) fn for_prefill(request: &RouteRequest) -> Constraints {
     Constraints {
         role: Role::Prefill,
         pin: request.prefill_pin,
+        pool: request.constraints.pool.clone(),
         endpoints: request.constraints.endpoints.clone(),
         required_taints: request.constraints.required_taints.clone(),
         preferred_taints: request.constraints.preferred_taints.clone(),

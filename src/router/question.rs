@@ -137,12 +137,19 @@ pub struct Prefilled {
 /// A request's place among others that wait.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Priority {
-    /// Before every request of a lower one.
-    pub strict: u32,
+    /// Before every request of a lower one. With less than 0 it is refused where everybody has too much to do.
+    pub strict: i64,
     /// Seconds the request is treated as having come earlier.
     pub jump: f64,
     /// The class or family it asks for.
     pub class: Option<String>,
+}
+
+impl Priority {
+    /// Whether it gives way where everybody has too much to do, whatever is configured.
+    pub fn is_sheddable(&self) -> bool {
+        self.strict < 0
+    }
 }
 
 impl RouteRequest {

@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::sync::Arc;
 
 use serde::Serialize;
 
@@ -19,6 +20,8 @@ pub struct Constraints {
     pub role: Role,
     /// The only worker that will do.
     pub pin: Option<Pin>,
+    /// The pool that the request is for; its workers have a taint that says so.
+    pub pool: Option<Arc<str>>,
     /// The workers that will do; an empty list is nobody.
     pub allowed: Option<BTreeSet<WorkerId>>,
     /// The endpoints that a gateway allows; an empty subset is nobody.
@@ -58,6 +61,8 @@ pub enum Excluded<'c> {
     WrongRank,
     /// It is not in the allow-list.
     NotAllowed,
+    /// It is not of the pool that the request is for.
+    OtherPool(&'c str),
     /// It is not in Envoy's subset.
     NotInSubset,
     /// It lacks a taint.
@@ -81,6 +86,7 @@ impl fmt::Display for Excluded<'_> {
             Excluded::NotPinned => "the request is pinned to another worker",
             Excluded::WrongRank => "is not the rank the request is pinned to",
             Excluded::NotAllowed => "is not among the allowed workers",
+            Excluded::OtherPool(pool) => return write!(f, "is not of the pool `{pool}`"),
             Excluded::NotInSubset => "is not in Envoy's subset",
             Excluded::MissingTaint(taint) => return write!(f, "lacks the required taint `{taint}`"),
             Excluded::Unavailable => "takes no requests",
@@ -202,12 +208,13 @@ impl Constraints {
     /// Whether nobody is excluded but for the role and how he stands.
     pub fn admit_all(&self) -> bool {
         let (named, taints) = (self.pin.is_none() && self.allowed.is_none(), self.required_taints.is_empty());
-        named && taints && self.endpoints.is_none() && self.exclusive.is_none() && self.adapter.is_none()
+        named && taints && self.pool.is_none() && self.endpoints.is_none() && self.exclusive.is_none() && self.adapter.is_none()
     }
 
-    /// Whether the gateway allows a worker.
+    /// Whether the gateway allows a worker: it is of the pool, and among the endpoints.
     pub fn lists(&self, worker: &Worker) -> bool {
-        self.endpoints.as_ref().is_none_or(|subset| subset.contains(worker.endpoint))
+        let of_pool = self.pool.as_ref().is_none_or(|pool| worker.is_of(pool));
+        of_pool && self.endpoints.as_ref().is_none_or(|subset| subset.contains(worker.endpoint))
     }
 
     /// What one member is excluded for, by itself.
@@ -227,7 +234,10 @@ impl Constraints {
         if self.allowed.as_ref().is_some_and(|allowed| !allowed.contains(&worker.id)) {
             return Some(Excluded::NotAllowed);
         }
-        if !self.lists(worker) {
+        if let Some(pool) = self.pool.as_deref().filter(|pool| !worker.is_of(pool)) {
+            return Some(Excluded::OtherPool(pool));
+        }
+        if self.endpoints.as_ref().is_some_and(|subset| !subset.contains(worker.endpoint)) {
             return Some(Excluded::NotInSubset);
         }
         if let Some(taint) = self.required_taints.iter().find(|taint| !worker.carries(taint)) {

@@ -86,6 +86,8 @@ fn intake(block_size: BlockSize, media: MediaTokens, encoders: &[Arc<Encoder>; 2
         models,
         paths: Paths::default(),
         clients: ClientsConfig::default(),
+        confine: Default::default(),
+        cluster: Default::default(),
         limits: Limits { inline: 1 << 20, queue: 1, deadline: Duration::from_secs(60) },
         tracking: TrackingHash::Public,
         sessions: None,

@@ -82,7 +82,9 @@ fn intake(trusted: bool, named: bool) -> Arc<Intake> {
     Intake::new(Parts {
         models,
         paths: Paths::default(),
-        clients: ClientsConfig { trusted, tenant_header: Some("x-tenant".to_owned()) },
+        clients: ClientsConfig { trusted, tenant_header: Some("x-tenant".to_owned()), ..ClientsConfig::default() },
+        confine: Default::default(),
+        cluster: Default::default(),
         // Everything at once, on this thread.
         limits: Limits { inline: usize::MAX, queue: 1, deadline: Duration::MAX },
         tracking: TrackingHash::Public,

@@ -1,6 +1,8 @@
 //! A small API server of Kubernetes: list and watch of pods and InferencePools, with resource versions, pages, bookmarks and
-//! selectors, over TLS and with a token. Strict about what it is asked, and able to fail in the ways in which real ones do. The
-//! other half is what a cluster would do to its objects.
+//! selectors, over TLS and with a token, and the pages by which clients find out what there is. It grants what the Role of the
+//! conformance fixture grants, get, list and watch of these two, and refuses everything else, the objects beside the pools too,
+//! until they are allowed. Strict about what it is asked, and able to fail in the ways in which real ones do. The other half is
+//! what a cluster would do to its objects.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -10,10 +12,9 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::{Path, RawQuery, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::extract::{Request, State};
+use axum::http::{Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
 use futures_util::stream;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -42,11 +43,22 @@ const QUERIES: [&str; 9] = [
     "watch",
 ];
 
+/// The API group of InferencePools.
+const POOLS: &str = "inference.networking.k8s.io";
+
+/// Kinds beside the pools, with their API groups. Nobody may read them before they are allowed.
+pub(crate) const OPTIONAL: [&str; 4] = [
+    "inferenceobjectives.llm-d.ai",
+    "inferencemodelrewrites.llm-d.ai",
+    "inferenceobjectives.inference.networking.x-k8s.io",
+    "inferencemodelrewrites.inference.networking.x-k8s.io",
+];
+
 /// An object as it is, or was when it left, at a version.
 #[derive(Clone)]
 struct Change {
     version: u64,
-    /// `pods` or `inferencepools`.
+    /// `pods`, `inferencepools`, or one of [`OPTIONAL`].
     kind: String,
     before: Option<Value>,
     after: Option<Value>,
@@ -69,6 +81,10 @@ struct Cluster {
     /// Mistakes of clients.
     violations: Vec<String>,
     lists: u64,
+    /// How often each of [`OPTIONAL`] was refused.
+    refused: BTreeMap<String, u64>,
+    /// How often somebody asked what there is.
+    discoveries: u64,
 }
 
 /// The objects, which outlive the server.
@@ -91,7 +107,10 @@ impl ApiServer {
     pub(crate) async fn start() -> Self {
         let certificate = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned(), "localhost".to_owned()]).unwrap();
         let mut server = Self {
-            cluster: Arc::default(),
+            cluster: Arc::new(Mutex::new(Cluster {
+                forbidden: OPTIONAL.map(str::to_owned).into(),
+                ..Cluster::default()
+            })),
             changed: watch::Sender::default(),
             address: SocketAddr::from(([127, 0, 0, 1], 0)),
             certificate,
@@ -122,13 +141,7 @@ impl ApiServer {
             .with_single_cert(vec![self.certificate.cert.der().clone()], key)
             .unwrap();
         let shared = Shared { cluster: self.cluster.clone(), changed: self.changed.clone() };
-        let routes = Router::new()
-            .route("/api/v1/namespaces/{namespace}/{kind}", get(answer))
-            .route("/apis/{group}/{version}/namespaces/{namespace}/{kind}", get(answer_of_group))
-            .fallback(|| async {
-                failure(StatusCode::NOT_FOUND, "NotFound", "the server could not find the requested resource")
-            })
-            .with_state(shared);
+        let routes = Router::new().fallback(answer).with_state(shared);
         self.running = Some(tokio::spawn(serve(listener, TlsAcceptor::from(Arc::new(tls)), routes)));
     }
 
@@ -208,6 +221,16 @@ impl ApiServer {
     /// How often was listed.
     pub(crate) fn lists(&self) -> u64 {
         self.cluster.lock().lists
+    }
+
+    /// How often somebody asked for one of [`OPTIONAL`] and might not.
+    pub(crate) fn refused(&self, kind: &str) -> u64 {
+        self.cluster.lock().refused.get(kind).copied().unwrap_or_default()
+    }
+
+    /// How often somebody asked what there is.
+    pub(crate) fn discoveries(&self) -> u64 {
+        self.cluster.lock().discoveries
     }
 
     /// What clients asked that they may not.
@@ -344,46 +367,76 @@ fn status(code: StatusCode, reason: &str, message: &str) -> Value {
     })
 }
 
-async fn answer_of_group(
-    State(shared): State<Shared>,
-    Path((group, version, namespace, kind)): Path<(String, String, String, String)>,
-    headers: HeaderMap,
-    query: RawQuery,
-) -> Response {
-    if (group.as_str(), version.as_str()) != ("inference.networking.k8s.io", "v1") {
-        return failure(StatusCode::NOT_FOUND, "NotFound", "the server could not find the requested resource");
-    }
-    answer(State(shared), Path((namespace, kind)), headers, query).await
-}
-
-async fn answer(
-    State(shared): State<Shared>,
-    Path((namespace, kind)): Path<(String, String)>,
-    headers: HeaderMap,
-    RawQuery(query): RawQuery,
-) -> Response {
+async fn answer(State(shared): State<Shared>, request: Request) -> Response {
     let bearer = format!("Bearer {TOKEN}");
-    if headers.get(header::AUTHORIZATION).is_none_or(|value| value.as_bytes() != bearer.as_bytes()) {
+    let authorization = request.headers().get(header::AUTHORIZATION);
+    if authorization.is_none_or(|value| value.as_bytes() != bearer.as_bytes()) {
         return failure(StatusCode::UNAUTHORIZED, "Unauthorized", "Unauthorized");
     }
-    let asked = match Asked::read(&namespace, &kind, &query.unwrap_or_default()) {
+    let (path, query) = (request.uri().path(), request.uri().query().unwrap_or_default());
+    if let Some(page) = discovery(path).filter(|_| request.method() == Method::GET) {
+        shared.cluster.lock().discoveries += 1;
+        return ([(header::CONTENT_TYPE, "application/json")], page.to_string()).into_response();
+    }
+    let place = place(path).filter(|_| request.method() == Method::GET);
+    let forbidden = || format!("forbidden: User \"u\" cannot {} {path}", request.method());
+    let Some((namespace, kind)) = place else {
+        shared.cluster.lock().violations.push(forbidden());
+        return failure(StatusCode::FORBIDDEN, "Forbidden", &forbidden());
+    };
+    let asked = match Asked::read(&namespace, &kind, query) {
         Ok(asked) => asked,
         Err(problem) => {
             shared.cluster.lock().violations.push(problem.clone());
             return failure(StatusCode::BAD_REQUEST, "BadRequest", &problem);
         }
     };
-    let cluster = shared.cluster.lock();
+    let mut cluster = shared.cluster.lock();
+    // Who may not look is not told whether there is something to be seen.
+    if cluster.forbidden.contains(&kind) {
+        *cluster.refused.entry(kind).or_default() += 1;
+        return failure(StatusCode::FORBIDDEN, "Forbidden", &forbidden());
+    }
     if cluster.missing.contains(&kind) {
         return failure(StatusCode::NOT_FOUND, "NotFound", "the server could not find the requested resource");
     }
-    if cluster.forbidden.contains(&kind) {
-        let message =
-            format!("{kind} is forbidden: User \"u\" cannot list resource \"{kind}\" in the namespace \"{namespace}\"");
-        return failure(StatusCode::FORBIDDEN, "Forbidden", &message);
-    }
     drop(cluster);
     if asked.watch { watches(&shared, asked) } else { lists(&shared, &asked) }
+}
+
+/// Of which namespace, and of which kind, a path lists the objects.
+fn place(path: &str) -> Option<(String, String)> {
+    let parts: Vec<&str> = path.trim_start_matches('/').split('/').collect();
+    let (namespace, kind) = match parts[..] {
+        ["api", "v1", "namespaces", namespace, "pods"] => (namespace, "pods".to_owned()),
+        ["apis", POOLS, "v1", "namespaces", namespace, "inferencepools"] => (namespace, "inferencepools".to_owned()),
+        ["apis", group, "v1alpha2", "namespaces", namespace, kind] => (namespace, format!("{kind}.{group}")),
+        _ => return None,
+    };
+    let known = ["pods", "inferencepools"].contains(&&*kind) || OPTIONAL.contains(&&*kind);
+    known.then(|| (namespace.to_owned(), kind))
+}
+
+/// What there is, as every client may ask that has a token.
+fn discovery(path: &str) -> Option<Value> {
+    let resource = |plural: &str, singular: &str, kind: &str| {
+        let verbs = ["get", "list", "watch"];
+        json!({"name": plural, "singularName": singular, "namespaced": true, "kind": kind, "verbs": verbs})
+    };
+    let resources = |version: &str, resource: Value| {
+        json!({"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": [resource]})
+    };
+    let version = json!({"groupVersion": format!("{POOLS}/v1"), "version": "v1"});
+    let group = json!({"name": POOLS, "versions": [version], "preferredVersion": version});
+    Some(match path {
+        "/api" => json!({"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": []}),
+        "/apis" => json!({"kind": "APIGroupList", "apiVersion": "v1", "groups": [group]}),
+        "/api/v1" => resources("v1", resource("pods", "pod", "Pod")),
+        "/apis/inference.networking.k8s.io/v1" => {
+            resources(&format!("{POOLS}/v1"), resource("inferencepools", "inferencepool", "InferencePool"))
+        }
+        _ => return None,
+    })
 }
 
 /// A question, understood.
@@ -403,9 +456,6 @@ struct Asked {
 
 impl Asked {
     fn read(namespace: &str, kind: &str, query: &str) -> Result<Self, String> {
-        if !["pods", "inferencepools"].contains(&kind) {
-            return Err(format!("nobody has to ask for {kind}"));
-        }
         let url = reqwest::Url::parse(&format!("http://x/?{query}")).map_err(|error| error.to_string())?;
         let all: BTreeMap<String, String> =
             url.query_pairs().map(|(key, value)| (key.into_owned(), value.into_owned())).collect();
@@ -491,8 +541,12 @@ fn lists(shared: &Shared, asked: &Asked) -> Response {
     let more = rest.len() > limit;
     let page: Vec<(String, Value)> = rest.into_iter().take(limit).collect();
     let next = page.last().map(|(name, _)| name.clone()).filter(|_| more).unwrap_or_default();
-    let (list, version) =
-        if asked.kind == "pods" { ("PodList", "v1") } else { ("InferencePoolList", "inference.networking.k8s.io/v1") };
+    let (list, version) = match asked.kind.split_once('.') {
+        None if asked.kind == "pods" => ("PodList", "v1".to_owned()),
+        None => ("InferencePoolList", format!("{POOLS}/v1")),
+        Some(("inferenceobjectives", group)) => ("InferenceObjectiveList", format!("{group}/v1alpha2")),
+        Some((_, group)) => ("InferenceModelRewriteList", format!("{group}/v1alpha2")),
+    };
     let body = json!({
         "kind": list, "apiVersion": version,
         "metadata": {"resourceVersion": cluster.version.to_string(), "continue": next},

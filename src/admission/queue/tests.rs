@@ -56,7 +56,7 @@ fn lane() -> impl Strategy<Value = Lane> {
 fn op() -> impl Strategy<Value = Op> {
     let jump = prop_oneof![4 => Just(0.0), 1 => Just(-1.0), 1 => Just(0.5), 1 => Just(2.0), 1 => Just(f64::NAN)];
     let due = prop::option::weighted(0.2, 0u64..4);
-    let turn = (lane(), prop_oneof![3 => Just(0u32), 1 => 1u32..3], jump, 0u64..40, 0u64..40);
+    let turn = (lane(), prop_oneof![3 => Just(0i64), 1 => -2i64..3], jump, 0u64..40, 0u64..40);
     let push = (0usize..4, 0u64..4, turn, due).prop_map(|(class, halves, turn, due)| {
         let (lane, strict_priority, priority_jump, prompt_tokens, cached_tokens) = turn;
         let turn = Turn { lane, strict_priority, priority_jump, prompt_tokens, cached_tokens, ..Turn::default() };

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::discovery::config::WorkerConfig;
 use crate::discovery::template::TemplateConfig;
 use crate::settings::{Period, Problem};
-use crate::worker::WorkerId;
+use crate::worker::{WorkerId, pool_taint};
 
 /// Ports of one pod at most, as an InferencePool has them.
 const MOST_PORTS: usize = 8;
@@ -33,10 +33,18 @@ pub struct KubernetesConfig {
     /// After how long a connection that says nothing is made anew.
     #[serde(default = "silence")]
     pub silence: Period,
+    /// What the pools say of requests, InferenceObjectives and InferenceModelRewrites, need not be installed, nor for us to
+    /// read. After how long it is looked for again then.
+    #[serde(default = "look_again")]
+    pub look_again: Period,
 }
 
 fn silence() -> Period {
     Period::seconds(30)
+}
+
+fn look_again() -> Period {
+    Period::seconds(300)
 }
 
 /// Pods that are workers, and what these are like. Either the name of an InferencePool or a selector and ports.
@@ -99,12 +107,28 @@ impl Default for LabelsConfig {
     }
 }
 
+/// Labels as the API server takes them.
+pub(super) fn label_selector(labels: &BTreeMap<String, String>) -> String {
+    labels.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(",")
+}
+
 impl PodsConfig {
     /// A worker as it would be found, at an address that is nobody's.
     pub fn sample(&self) -> WorkerConfig {
         let port = self.ports.first().map_or(80, |port| port.get());
         let rank = (self.ports.len() > 1).then_some(0);
-        self.worker.worker(WorkerId(0), (Ipv4Addr::new(192, 0, 2, 1), port).into(), rank)
+        let mut worker = self.worker.worker(WorkerId(0), (Ipv4Addr::new(192, 0, 2, 1), port).into(), rank);
+        worker.taints.insert(pool_taint(&self.title()));
+        worker
+    }
+
+    /// What it is called: its InferencePool, or else its selector; before it the namespace, where that is given.
+    pub fn title(&self) -> String {
+        let own = self.name.clone().unwrap_or_else(|| label_selector(&self.selector));
+        match &self.namespace {
+            Some(namespace) => format!("{namespace}/{own}"),
+            None => own,
+        }
     }
 
     fn problems(&self) -> Vec<Problem> {
@@ -159,6 +183,9 @@ impl KubernetesConfig {
         }
         if self.silence.get().is_zero() {
             problems.push(Problem::of("silence", "no connection would last 0s; the default is 30s"));
+        }
+        if self.look_again.get().is_zero() {
+            problems.push(Problem::of("look_again", "the API server would be asked without a pause; the default is 5m"));
         }
         if self.context.is_some() && self.kubeconfig.is_none() {
             problems.push(Problem::of("context", "a context is one of a `kubeconfig`; give that, too"));

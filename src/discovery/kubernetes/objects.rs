@@ -12,6 +12,64 @@ pub(super) type Pod = Object<PodSpec, PodStatus>;
 /// `InferencePool` of the Gateway API inference extension.
 pub(super) type InferencePool = Object<PoolSpec, NotUsed>;
 
+/// `InferenceObjective` of llm-d: a priority with a name.
+pub(super) type Objective = Object<ObjectiveSpec, NotUsed>;
+
+/// `InferenceModelRewrite` of llm-d: models that are served by others.
+pub(super) type Rewrite = Object<RewriteSpec, NotUsed>;
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct ObjectiveSpec {
+    pub(super) priority: i64,
+    pub(super) pool_ref: PoolRef,
+}
+
+/// Which pool an object is for.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct PoolRef {
+    pub(super) group: Option<String>,
+    pub(super) kind: Option<String>,
+    pub(super) name: String,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct RewriteSpec {
+    pub(super) pool_ref: PoolRef,
+    pub(super) rules: Vec<Rule>,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct Rule {
+    pub(super) matches: Vec<Match>,
+    pub(super) targets: Vec<Target>,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct Match {
+    pub(super) model: Option<ModelMatch>,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct ModelMatch {
+    /// `Exact`, and so where it is left out.
+    #[serde(rename = "type")]
+    pub(super) kind: Option<String>,
+    pub(super) value: String,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct Target {
+    pub(super) model_rewrite: String,
+    pub(super) weight: Option<i64>,
+}
+
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct PodSpec {
@@ -58,7 +116,29 @@ pub(super) fn pods() -> ApiResource {
     ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk("", "v1", "Pod"), "pods")
 }
 
+/// The API group of InferencePools.
+pub(super) const POOLS: &str = "inference.networking.k8s.io";
+
+/// The API groups of what pools say of requests; where the first has it, the other is not read.
+pub(super) const GROUPS: [&str; 2] = ["llm-d.ai", "inference.networking.x-k8s.io"];
+
+/// A kind of object that need not be there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Kind {
+    pub(super) kind: &'static str,
+    plural: &'static str,
+}
+
+pub(super) const OBJECTIVES: Kind = Kind { kind: "InferenceObjective", plural: "inferenceobjectives" };
+pub(super) const REWRITES: Kind = Kind { kind: "InferenceModelRewrite", plural: "inferencemodelrewrites" };
+
+impl Kind {
+    pub(super) fn of(self, group: &str) -> ApiResource {
+        ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(group, "v1alpha2", self.kind), self.plural)
+    }
+}
+
 pub(super) fn inference_pools() -> ApiResource {
-    let kind = GroupVersionKind::gvk("inference.networking.k8s.io", "v1", "InferencePool");
+    let kind = GroupVersionKind::gvk(POOLS, "v1", "InferencePool");
     ApiResource::from_gvk_with_plural(&kind, "inferencepools")
 }

@@ -11,7 +11,7 @@ use super::config::{Ids, LabelsConfig};
 use super::objects::Pod;
 use crate::discovery::config::WorkerConfig;
 use crate::discovery::template::TemplateConfig;
-use crate::worker::{Role, WorkerId};
+use crate::worker::{Role, WorkerId, pool_taint};
 
 /// Where Kubernetes says by labels that a pod stands, and what the place is called here.
 const PLACES: [(&str, &str); 2] =
@@ -23,6 +23,8 @@ pub(super) struct Likeness<'a> {
     pub(super) ports: &'a [NonZeroU16],
     pub(super) template: &'a TemplateConfig,
     pub(super) labels: &'a LabelsConfig,
+    /// What the pool is called.
+    pub(super) pool: &'a str,
     pub(super) ids: Ids,
 }
 
@@ -99,6 +101,7 @@ fn of_pod((uid, pod): (&str, &Pod), address: IpAddr, like: &Likeness<'_>) -> Res
         let mut worker = like.template.worker(id, SocketAddr::new(address.to_canonical(), port.get()), rank);
         worker.name = Some(name(pod));
         worker.role = role.unwrap_or(worker.role);
+        worker.taints.insert(pool_taint(like.pool));
         worker.taints.extend(label(&like.labels.engine).map(|engine| format!("engine={engine}")));
         let places = PLACES.into_iter().filter_map(|(place, domain)| Some((domain, label(place)?)));
         let node = pod.spec.node_name.as_deref().map(|node| ("node", node));

@@ -6,7 +6,7 @@ use std::num::NonZeroU16;
 
 use kube::runtime::watcher::Event;
 
-use super::config::{LabelsConfig, PodsConfig};
+use super::config::{LabelsConfig, PodsConfig, label_selector};
 use super::objects::{InferencePool, Pod};
 use super::pods::{self, Likeness};
 use crate::discovery::config::WorkerConfig;
@@ -34,7 +34,7 @@ impl Membership {
 
     /// As the API server takes it.
     pub(super) fn label_selector(&self) -> String {
-        self.selector.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(",")
+        label_selector(&self.selector)
     }
 }
 
@@ -82,7 +82,8 @@ impl Pods {
         pool: &PodsConfig,
         labels: &LabelsConfig,
     ) -> Option<(Vec<WorkerConfig>, Vec<String>)> {
-        let like = Likeness { ports: &membership.ports, template: &pool.worker, labels, ids: pool.ids };
+        let title = pool.title();
+        let like = Likeness { pool: &title, ports: &membership.ports, template: &pool.worker, labels, ids: pool.ids };
         self.is_known.then(|| pods::workers(&self.known, &like, &mut self.used))
     }
 }

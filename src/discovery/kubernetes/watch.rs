@@ -81,7 +81,7 @@ pub async fn look(config: &KubernetesConfig, models: &[ServedModel]) -> anyhow::
     Ok(resolve_each(all, models).0)
 }
 
-async fn client(config: &KubernetesConfig) -> anyhow::Result<Client> {
+pub(super) async fn client(config: &KubernetesConfig) -> anyhow::Result<Client> {
     let mut settings = match &config.kubeconfig {
         None => kube::Config::infer().await.context("it is not known where the API server of Kubernetes is")?,
         Some(file) => {
@@ -102,7 +102,7 @@ fn apis(pool: &PodsConfig, client: &Client) -> (Api<InferencePool>, Api<Pod>) {
 
 /// The objects of one kind, listened to. After a failure all are listed anew: a watch that only goes on says nothing where nothing
 /// changed, and nobody would know that it is well again.
-struct Listening<K> {
+pub(super) struct Listening<K> {
     api: Api<K>,
     config: watcher::Config,
     told: BoxStream<'static, Result<Event<K>, watcher::Error>>,
@@ -115,12 +115,12 @@ impl<K> Listening<K>
 where
     K: kube::Resource + Clone + DeserializeOwned + Debug + Send + 'static,
 {
-    fn new(api: Api<K>, config: watcher::Config) -> Self {
+    pub(super) fn new(api: Api<K>, config: watcher::Config) -> Self {
         let told = watcher(api.clone(), config.clone()).boxed();
         Self { api, config, told, failures: 0, is_well: false }
     }
 
-    async fn next(&mut self) -> Result<Event<K>, String> {
+    pub(super) async fn next(&mut self) -> Result<Event<K>, String> {
         let told = self.told.next().await;
         match told {
             Some(Ok(event)) => {
@@ -137,13 +137,17 @@ where
     /// Begins anew after a wait, which grows, and is not the same on every replica.
     fn fail(&mut self, reason: String) -> String {
         self.is_well = false;
-        let wait =
-            WAITS.0.saturating_mul(1 << self.failures.min(10)).min(WAITS.1).mul_f64(rand::random_range(0.5..1.0));
+        let wait = backoff(self.failures);
         self.failures += 1;
         let wait = stream::once(tokio::time::sleep(wait)).filter_map(async |()| None);
         self.told = wait.chain(watcher(self.api.clone(), self.config.clone())).boxed();
         reason
     }
+}
+
+/// How long to wait after so many failures.
+pub(super) fn backoff(failures: u32) -> Duration {
+    WAITS.0.saturating_mul(1 << failures.min(10)).min(WAITS.1).mul_f64(rand::random_range(0.5..1.0))
 }
 
 /// What is told next; nothing ever where nobody listens.
@@ -179,9 +183,7 @@ impl<'a> Follower<'a> {
         let (pools_api, pods_api) = apis(pool, client);
         let named = |name: &String| follows(config).fields(&format!("metadata.name={name}"));
         let configured = Membership::configured(pool);
-        let selector = configured.as_ref().map(Membership::label_selector);
-        let standing =
-            Standing::new(format!("kubernetes {}", selector.or(pool.name.clone()).unwrap_or_default()), metrics);
+        let standing = Standing::new(format!("kubernetes {}", pool.title()), metrics);
         let mut follower = Self {
             config,
             pool,
@@ -291,7 +293,7 @@ impl<'a> Follower<'a> {
     }
 }
 
-fn follows(config: &KubernetesConfig) -> watcher::Config {
+pub(super) fn follows(config: &KubernetesConfig) -> watcher::Config {
     let seconds = u32::try_from(config.silence.get().as_secs()).unwrap_or(u32::MAX).max(1);
     watcher::Config::default().timeout(seconds)
 }

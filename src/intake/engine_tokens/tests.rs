@@ -51,6 +51,8 @@ fn intake(config: &EngineTokensConfig, media: MediaTokens) -> (Arc<Intake>, Arc<
         models,
         paths: openai::Paths::default(),
         clients: super::super::config::ClientsConfig::default(),
+        confine: Default::default(),
+        cluster: Default::default(),
         limits,
         tracking: crate::block::TrackingHash::Public,
         sessions: None,

@@ -6,6 +6,12 @@ fn rewrites(text: &str) -> Rewrites {
     Rewrites::from(&config)
 }
 
+/// Without pools and further rules.
+fn choose<'a>(rules: &'a Rewrites, name: Option<&'a str>, header: Option<&'a str>, random: f64) -> Option<&'a str> {
+    static NONE: Rewrites = Rewrites { rules: Vec::new() };
+    rules.choose(&NONE, AskedModel { name, header, pool: None }, random)
+}
+
 #[test]
 fn a_rule_for_the_model_beats_one_for_all_and_then_the_first() {
     let rules = rewrites(
@@ -30,11 +36,11 @@ fn a_rule_for_the_model_beats_one_for_all_and_then_the_first() {
         (Some("a"), Some("a"), None),
     ];
     for (asked, header, chosen) in cases {
-        assert_eq!(rules.choose(asked, header, 0.5), chosen, "{asked:?} {header:?}");
+        assert_eq!(choose(&rules, asked, header, 0.5), chosen, "{asked:?} {header:?}");
     }
     let named = rewrites(r#"{"rules": [{"models": ["a"], "to": [{"model": "b"}]}]}"#);
-    assert_eq!([named.choose(None, None, 0.0), named.choose(Some("b"), None, 0.0)], [None, None]);
-    assert_eq!(Rewrites::default().choose(Some("a"), None, 0.0), None);
+    assert_eq!([choose(&named, None, None, 0.0), choose(&named, Some("b"), None, 0.0)], [None, None]);
+    assert_eq!(choose(&Rewrites::default(), Some("a"), None, 0.0), None);
     assert!(Rewrites::default().is_empty() && !named.is_empty());
 }
 
@@ -53,14 +59,14 @@ fn shares_are_as_the_weights_say() {
         let rules = rewrites(&format!(r#"{{"rules": [{{"to": {targets}}}]}}"#));
         let mut counts: Vec<(&str, usize)> = Vec::new();
         for step in 0..1000 {
-            let chosen = rules.choose(None, None, f64::from(step) / 1000.0).unwrap();
+            let chosen = choose(&rules, None, None, f64::from(step) / 1000.0).unwrap();
             match counts.iter_mut().find(|(name, _)| *name == chosen) {
                 Some((_, count)) => *count += 1,
                 None => counts.push((chosen, 1)),
             }
         }
         assert_eq!(counts, shares, "{targets}");
-        assert!(rules.choose(None, None, 1.0).is_some(), "whatever the dice say");
+        assert!(choose(&rules, None, None, 1.0).is_some(), "whatever the dice say");
     }
 }
 
@@ -68,6 +74,42 @@ fn shares_are_as_the_weights_say() {
 fn a_model_that_is_also_sent_to_itself_keeps_its_share() {
     let rules =
         rewrites(r#"{"rules": [{"models": ["a"], "to": [{"model": "a", "weight": 3}, {"model": "b", "weight": 1}]}]}"#);
-    assert_eq!(rules.choose(Some("a"), None, 0.74), None);
-    assert_eq!(rules.choose(Some("a"), None, 0.75), Some("b"));
+    assert_eq!(choose(&rules, Some("a"), None, 0.74), None);
+    assert_eq!(choose(&rules, Some("a"), None, 0.75), Some("b"));
+}
+
+#[test]
+fn rules_of_pools_come_after_the_configured_ones_and_hold_for_their_pool() {
+    let rule = |text: &str| serde_json::from_str::<RewriteRule>(text).unwrap();
+    let own = rewrites(r#"{"rules": [{"to": [{"model": "own"}]}, {"models": ["a"], "to": [{"model": "own-a"}]}]}"#);
+    let pools = Rewrites::of_pools([
+        ("p".into(), rule(r#"{"to": [{"model": "p"}]}"#)),
+        ("p".into(), rule(r#"{"models": ["a", "b"], "to": [{"model": "p-b"}]}"#)),
+        ("q".into(), rule(r#"{"models": ["b", "c"], "to": [{"model": "q-c", "weight": 0}]}"#)),
+    ]);
+    let chosen = |first: &Rewrites, name: Option<&str>, pool: Option<&str>| {
+        first.choose(&pools, AskedModel { name, header: None, pool }, 0.5).map(str::to_owned)
+    };
+    let none = Rewrites::default();
+    for (name, pool, with, without) in [
+        (Some("a"), None, "own-a", Some("p-b")),
+        (Some("b"), None, "p-b", Some("p-b")),
+        (Some("b"), Some("q"), "q-c", Some("q-c")),
+        (Some("c"), Some("p"), "own", Some("p")),
+        (Some("c"), Some("other"), "own", None),
+        (None, Some("p"), "own", Some("p")),
+    ] {
+        assert_eq!(chosen(&own, name, pool).as_deref(), Some(with), "{name:?} {pool:?}");
+        assert_eq!(chosen(&none, name, pool).as_deref(), without, "{name:?} {pool:?}");
+    }
+}
+
+/// As a cluster may say it; a configuration may not.
+#[test]
+fn weights_of_nothing_are_equal_shares_and_a_missing_one_beside_others_is_nothing() {
+    let of = |to: &str| Rewrites::of_pools([("p".into(), serde_json::from_str(to).unwrap())]);
+    let zero = of(r#"{"to": [{"model": "a", "weight": 0}, {"model": "b"}]}"#);
+    assert_eq!([0.4, 0.6].map(|random| choose(&zero, None, None, random)), [Some("a"), Some("b")]);
+    let mixed = of(r#"{"to": [{"model": "a"}, {"model": "b", "weight": 1}]}"#);
+    assert_eq!([0.0, 0.9].map(|random| choose(&mixed, None, None, random)), [Some("b"), Some("b")]);
 }

@@ -59,12 +59,13 @@ pub(super) fn routed(route: &Route, phases: &[PhaseExplained], temperature: f64,
 }
 
 /// Why it goes nowhere.
-pub(super) fn unrouted(error: RouteError) -> String {
+pub(super) fn unrouted(error: RouteError, pool: Option<&str>) -> String {
     let then = match error {
         RouteError::NoFleet | RouteError::NoCandidate => "Envoy's own load balancer would choose",
         _ => "the request would be refused",
     };
-    format!("Nobody is chosen, because {error}; {then}.")
+    let of_pool = pool.map(|pool| format!(" (it is for the pool `{pool}`)")).unwrap_or_default();
+    format!("Nobody is chosen, because {error}{of_pool}; {then}.")
 }
 
 fn chosen(phase: &PhaseExplained, temperature: f64) -> String {

@@ -149,7 +149,7 @@ pub(super) fn unrouted(
         block_size,
         weights: prepared.weights,
         phases,
-        sentence: sentence::unrouted(error),
+        sentence: sentence::unrouted(error, prepared.request.constraints.pool.as_deref()),
         route: None,
     }
 }

@@ -338,3 +338,30 @@ fn the_beginning_of_a_prompt_counts_as_far_as_it_is_known() {
     assert_eq!((route.mode, route.reason), (Mode::Approximate, Some(Reason::BodyCut)));
     assert_eq!(route.steer().predicted_cached_tokens, Some(12));
 }
+
+/// Envoy would take somebody of another pool, so it is told that there is nobody, and the operator which pool it was.
+#[test]
+fn a_request_for_a_pool_goes_to_its_workers_or_to_nobody() {
+    let of_pool = |id, pool: &str| Worker { taints: [format!("pool={pool}")].into(), ..worker(id) };
+    let prefill = Worker { role: Role::Prefill, ..of_pool(3, "q") };
+    let router = router_of([of_pool(1, "p"), of_pool(2, "q"), prefill], RouterSettings::default());
+    let asked = |pool: Option<&str>, model: Option<&str>| {
+        let mut request = request(&[vec![1]]);
+        request.constraints.pool = pool.map(Into::into);
+        request.model = model.map(Into::into);
+        request
+    };
+    let goes = |pool: Option<&str>| {
+        let booked = router.route(asked(pool, None)).unwrap();
+        (booked.route.to.rank.worker.0, booked.route.prefill().map(|prefill| prefill.to.rank.worker.0))
+    };
+    for _ in 0..20 {
+        assert_eq!((goes(Some("p")), goes(Some("q"))), ((1, None), (2, Some(3))));
+        assert!(goes(None).1.is_some());
+    }
+    for (pool, model) in [("none", None), ("p", Some("another"))] {
+        assert_eq!(router.route(asked(Some(pool), model)).unwrap_err(), RouteError::Unsatisfied, "{pool} {model:?}");
+        let explained = router.explain(asked(Some(pool), model)).sentence;
+        assert!(explained.contains(&format!("(it is for the pool `{pool}`); the request would be refused")), "{explained}");
+    }
+}

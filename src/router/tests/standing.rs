@@ -47,6 +47,22 @@ fn when_all_are_overloaded_the_operator_decides() {
 }
 
 #[test]
+fn who_gives_way_is_refused_where_all_are_overloaded_whatever_the_operator_says() {
+    let router = router_of([worker(1), worker(2)], RouterSettings::default());
+    let of_priority = |strict| {
+        let mut request = request(&[vec![1]]);
+        request.priority.strict = strict;
+        router.route(request).map(|booked| booked.route.to.rank.worker.0)
+    };
+    router.answered(&mut booked_at(&router, 1), BUSY);
+    assert_eq!(of_priority(-1), Ok(2));
+    router.answered(&mut booked_at(&router, 2), BUSY);
+    let refused = Err(RouteError::Overloaded(Ineligible::AllEligibleWorkersOverloaded));
+    assert_eq!(of_priority(-1), refused);
+    assert!(of_priority(0).is_ok() && of_priority(1).is_ok());
+}
+
+#[test]
 fn a_worker_above_its_threshold_is_not_chosen_until_it_is_below() {
     let overload = Thresholds { prefill_tokens: Some(40), ..Thresholds::default() };
     let router = router_of([worker(1), worker(2)], RouterSettings { overload, ..RouterSettings::default() });

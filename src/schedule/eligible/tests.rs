@@ -186,6 +186,10 @@ fn an_explanation_names_the_first_reason_of_each() {
     let found = verdicts(&members, &constraints, |_| Standing::Overloaded);
     assert_eq!(found, [Some(Excluded::MissingTaint("a")), Some(Excluded::Overloaded)]);
     assert_eq!(found[0].unwrap().to_string(), "lacks the required taint `a`");
+    let confined = Constraints { pool: Some("ns/p".into()), ..constraints };
+    let found = verdicts(&members, &confined, |_| Standing::Ready);
+    assert_eq!(found, [Some(Excluded::OtherPool("ns/p")); 2]);
+    assert_eq!(found[0].unwrap().to_string(), "is not of the pool `ns/p`");
 }
 
 fn any_standing() -> impl Strategy<Value = Standing> {
@@ -199,10 +203,11 @@ fn any_standing() -> impl Strategy<Value = Standing> {
 
 fn any_worker(id: u64) -> impl Strategy<Value = Worker> {
     let labels = (prop::collection::btree_set("[ab]", 0..2), prop::collection::btree_set("[xy]", 0..2));
-    (1u32..3, prop::bool::weighted(0.2), labels, prop::bool::ANY).prop_map(move |(ranks, prefill, labels, racked)| {
+    let pool = prop::option::of("pool=[pq]");
+    (1u32..3, prop::bool::weighted(0.2), labels, prop::bool::ANY, pool).prop_map(move |(ranks, prefill, labels, racked, pool)| {
         Worker {
             role: if prefill { Role::Prefill } else { Role::Decode },
-            taints: labels.0,
+            taints: labels.0.into_iter().chain(pool).collect(),
             adapters: labels.1,
             topology: racked.then(|| ("rack".to_owned(), "r".to_owned())).into_iter().collect(),
             ..several(worker(id), ranks)
@@ -222,10 +227,12 @@ fn any_constraints() -> impl Strategy<Value = Constraints> {
         prop::collection::btree_set(required, 0..2),
         prop::option::weighted(0.4, (id(), 2u32..4)),
         prop::option::weighted(0.4, "[xyz]"),
+        prop::option::weighted(0.4, "[pqr]"),
     )
-        .prop_map(|(prefill, pin, allowed, endpoints, required_taints, exclusive, adapter)| Constraints {
+        .prop_map(|(prefill, pin, allowed, endpoints, required_taints, exclusive, adapter, pool)| Constraints {
             role: if prefill { Role::Prefill } else { Role::Aggregated },
             pin,
+            pool: pool.map(Into::into),
             allowed,
             endpoints,
             required_taints,
@@ -246,6 +253,7 @@ fn breaks(constraints: &Constraints, member: &Member) -> bool {
         || constraints.pin.is_some() && rank.is_none() && worker.ranks.size.get() > 1
         || rank.is_some_and(|rank| rank != member.rank.rank)
         || constraints.allowed.as_ref().is_some_and(|allowed| !allowed.contains(&worker.id))
+        || constraints.pool.as_ref().is_some_and(|pool| !worker.taints.contains(&format!("pool={pool}")))
         || constraints.endpoints.as_ref().is_some_and(|subset| !subset.contains(worker.endpoint))
         || !constraints.required_taints.iter().all(has)
 }

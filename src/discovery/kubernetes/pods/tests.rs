@@ -33,7 +33,7 @@ fn found_as(
     let template =
         TemplateConfig { topology: [("zone".to_owned(), "of the template".to_owned())].into(), ..Default::default() };
     let labels = LabelsConfig::default();
-    let like = Likeness { ports: &ports, template: &template, labels: &labels, ids };
+    let like = Likeness { ports: &ports, template: &template, labels: &labels, pool: "inference/p", ids };
     workers(&pods.iter().cloned().collect(), &like, used)
 }
 
@@ -53,7 +53,7 @@ fn a_ready_pod_is_a_worker_with_its_place() {
     assert_eq!(worker.name.as_deref(), Some("inference/vllm-a"));
     let places = [("node", "node-1"), ("region", "eu"), ("zone", "of the template")];
     assert_eq!(worker.topology, places.map(|(domain, value)| (domain.to_owned(), value.to_owned())).into());
-    assert_eq!(worker.taints, ["engine=vllm".to_owned()].into());
+    assert_eq!(worker.taints, ["engine=vllm", "pool=inference/p"].map(str::to_owned).into());
     assert!(!worker.draining && odd.is_empty());
 }
 
