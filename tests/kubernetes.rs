@@ -9,10 +9,14 @@ mod support;
 #[path = "envoy_e2e/deployment.rs"]
 #[expect(dead_code, reason = "other tests use more of it")]
 mod deployment;
+#[path = "kubernetes/kubectl.rs"]
+mod kubectl;
 #[path = "kubernetes/load.rs"]
 mod load;
 #[path = "envoy_e2e/openmetrics.rs"]
 mod openmetrics;
+#[path = "kubernetes/requests.rs"]
+mod requests;
 #[path = "kubernetes/server.rs"]
 mod server;
 

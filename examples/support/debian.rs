@@ -41,6 +41,10 @@ pub(crate) const DNSMASQ: Debian = Debian {
     ],
 };
 
+/// A client of Kubernetes.
+pub(crate) const KUBECTL: Debian =
+    Debian { name: "kubectl", variable: "KUBECTL_BIN", within: "usr/bin/kubectl", packages: &["kubernetes-client"] };
+
 impl Debian {
     /// A command that runs it: what the variable names, else what is on the path, else a copy under Cargo's target
     /// directory, which is unpacked there the first time. Blocks for as long as that takes.

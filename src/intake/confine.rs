@@ -69,7 +69,8 @@ impl ConfineConfig {
         for (at, rule) in self.rules.iter().enumerate() {
             problems.extend(rule.problems().into_iter().map(|problem| problem.within(at).within("rules")));
             if self.rules[..at].iter().any(|earlier| (&earlier.hosts, &earlier.paths) == (&rule.hosts, &rule.paths)) {
-                let text = "an earlier rule is for the same hosts and paths, so this one is never reached; leave one out";
+                let text =
+                    "an earlier rule is for the same hosts and paths, so this one is never reached; leave one out";
                 problems.push(Problem::at([Step::from("rules"), at.into()], text));
             }
         }
@@ -82,7 +83,9 @@ impl ConfineRule {
         let of_host = |pattern: &String| {
             let (pattern, host) = (pattern.to_ascii_lowercase(), host?);
             match pattern.strip_prefix('*') {
-                Some(domain) => (host.len() > domain.len() && host.ends_with(domain)).then_some(HostFit::Below(domain.len())),
+                Some(domain) => {
+                    (host.len() > domain.len() && host.ends_with(domain)).then_some(HostFit::Below(domain.len()))
+                }
                 None => (pattern == host).then_some(HostFit::Exact),
             }
         };
@@ -104,11 +107,13 @@ impl ConfineRule {
         for (at, host) in self.hosts.iter().enumerate() {
             let name = host.strip_prefix("*.").unwrap_or(host);
             if name.is_empty() || name.contains(['*', '/', ' ']) || bare(name) != name {
-                let text = format!("`{host}` is no host; write for example chat.example.com or *.example.com, without port");
+                let text =
+                    format!("`{host}` is no host; write for example chat.example.com or *.example.com, without port");
                 problems.push(Problem::at([Step::from("hosts"), at.into()], text));
             }
         }
-        for (at, path) in self.paths.iter().enumerate().filter(|(_, path)| !path.starts_with('/') || path.contains('?')) {
+        for (at, path) in self.paths.iter().enumerate().filter(|(_, path)| !path.starts_with('/') || path.contains('?'))
+        {
             let text = format!("`{path}` is no beginning of a path; write for example /chat");
             problems.push(Problem::at([Step::from("paths"), at.into()], text));
         }
@@ -184,12 +189,9 @@ mod tests {
 
     #[test]
     fn a_header_beats_the_rules_and_a_rule_for_all_comes_last() {
-        let rules = config(r#"{"header": "x-pool", "rules": [{"pool": "rest"}, {"pool": "chat", "paths": ["/chat"]}]}"#);
-        for (path, header, expected) in [
-            ("/chat", " other ", "other"),
-            ("/chat", " ", "chat"),
-            ("/v1", "", "rest"),
-        ] {
+        let rules =
+            config(r#"{"header": "x-pool", "rules": [{"pool": "rest"}, {"pool": "chat", "paths": ["/chat"]}]}"#);
+        for (path, header, expected) in [("/chat", " other ", "other"), ("/chat", " ", "chat"), ("/v1", "", "rest")] {
             assert_eq!(pool(&rules, path, &[("x-pool", header)]).as_deref(), Some(expected), "{path} {header}");
         }
     }

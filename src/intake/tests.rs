@@ -105,7 +105,8 @@ fn locals_of(salt: &Salt) -> Vec<crate::block::LocalHash> {
 fn adapter_and_tenant_reach_the_hashes_and_only_trusted_clients_bring_tokens() {
     let data = r#"{"token_data":[1,2,3,4,5,6,7,8,9]}"#;
     let salted = r#"{"token_data":[1,2,3,4,5,6,7,8,9],"cache_salt":"inner"}"#;
-    let trusting = ClientsConfig { trusted: true, tenant_header: Some("x-tenant-id".into()), ..ClientsConfig::default() };
+    let trusting =
+        ClientsConfig { trusted: true, tenant_header: Some("x-tenant-id".into()), ..ClientsConfig::default() };
     let with = |lora: Option<&str>, cache: &str| Salt { lora: lora.map(Into::into), cache: Some(cache.into()) };
     let cases = [
         ("base", None, data, with(None, "own")),
@@ -650,7 +651,12 @@ fn an_objective_gives_its_priority_and_a_pool_its_own() {
         (&plain, "/v1/completions", vec![(strict, "7")], (0, None)),
         (&trusting, "/v1/completions", vec![(strict, "7"), (new, "gold")], (7, None)),
         (&trusting, "/v1/completions", vec![(new, "gold")], (5, None)),
-        (&ClientsConfig { objective_headers: vec![], ..plain.clone() }, "/v1/completions", vec![(new, "gold")], (0, None)),
+        (
+            &ClientsConfig { objective_headers: vec![], ..plain.clone() },
+            "/v1/completions",
+            vec![(new, "gold")],
+            (0, None),
+        ),
     ] {
         assert_eq!(of(clients, path, &headers), expected, "{path} {headers:?}");
     }

@@ -208,7 +208,12 @@ impl Constraints {
     /// Whether nobody is excluded but for the role and how he stands.
     pub fn admit_all(&self) -> bool {
         let (named, taints) = (self.pin.is_none() && self.allowed.is_none(), self.required_taints.is_empty());
-        named && taints && self.pool.is_none() && self.endpoints.is_none() && self.exclusive.is_none() && self.adapter.is_none()
+        named
+            && taints
+            && self.pool.is_none()
+            && self.endpoints.is_none()
+            && self.exclusive.is_none()
+            && self.adapter.is_none()
     }
 
     /// Whether the gateway allows a worker: it is of the pool, and among the endpoints.

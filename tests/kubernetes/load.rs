@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::deployment::{Deployment, PATIENCE, essay, fast, telling};
-use crate::server::{ApiServer, TOKEN};
+use crate::server::{ApiServer, OPTIONAL, TOKEN};
 use crate::support::ports::until;
 use crate::support::stack::MODEL;
 use crate::{pod, pool, ready};
@@ -95,6 +95,35 @@ impl Site {
         }
     }
 
+    /// Blocks on the devices of these engines, by their own account.
+    async fn cached(&self, engines: &[usize]) -> u64 {
+        let mut blocks = 0;
+        for engine in engines {
+            let url = self.deployment.engines[*engine].url("/sim/state");
+            let state: Value = self.deployment.http.get(url).send().await.unwrap().json().await.unwrap();
+            blocks += state["ranks"][0]["cached"].as_array().unwrap().len() as u64;
+        }
+        blocks
+    }
+
+    /// The blocks of the pod at an engine that the index holds; none where nobody listens to it.
+    async fn indexed(&self, engine: usize) -> Option<u64> {
+        let (fleet, index) =
+            (self.deployment.debug("fleet").await.unwrap(), self.deployment.debug("index").await.unwrap());
+        let endpoint = format!("127.0.0.1:{}", self.port(engine));
+        let member = fleet["members"].as_array().unwrap().iter().find(|m| m["worker"]["endpoint"] == endpoint)?.clone();
+        let held = index["slots"].as_array().unwrap().iter().find(|held| held["slot"] == member["slot"])?;
+        held["device"].as_u64()
+    }
+
+    /// All that the index holds, which is what these engines hold, now that nothing happens.
+    async fn index_is_of(&self, engines: &[usize]) {
+        let indexed = async || self.deployment.debug("index").await.unwrap()["total"]["device"].as_u64().unwrap();
+        let agree = async || indexed().await == self.cached(engines).await;
+        let agreed = until(PATIENCE, agree).await;
+        assert!(agreed, "{} indexed, and {} cached", indexed().await, self.cached(engines).await);
+    }
+
     /// Envoy's hosts that take requests.
     async fn endpoints(&self) -> BTreeSet<String> {
         let url = self.deployment.standalone().admin_url("/clusters?format=json");
@@ -123,11 +152,17 @@ async fn site() -> Site {
     server.put("pods", engine_pod("b"));
     let kubeconfig = deployment.run_dir.join("kubeconfig");
     std::fs::write(&kubeconfig, server.kubeconfig(TOKEN).to_string()).unwrap();
+    let events = |engine: usize| -> u16 {
+        let entry = deployment.engines[engine].entry();
+        entry["kv_events"]["endpoint"].as_str().unwrap().rsplit(':').next().unwrap().parse().unwrap()
+    };
+    // That of `b` moves to another engine, whose events are elsewhere: each of the two says where.
     let of = |name: &str| json!({"name": name, "worker": {"model": MODEL}});
+    let telling_pool = |name: &str, engine: usize| json!({"name": name, "worker": {"model": MODEL, "kv_events": {"port": events(engine)}}});
     let own = telling(json!({
         "workers_file": null,
         "envoy": {"xds": {}},
-        "kubernetes": {"kubeconfig": kubeconfig, "silence": "5s", "pools": [of("a"), of("b"), of("c")]},
+        "kubernetes": {"kubeconfig": kubeconfig, "silence": "5s", "pools": [telling_pool("a", 0), of("b"), telling_pool("c", 2)]},
     }));
     deployment.start_router(&own).await.unwrap();
     let config = deployment.standalone().config_of("xds", &[]).unwrap();
@@ -148,6 +183,9 @@ async fn a_steady_load_notices_nothing() {
     site.serves(&[0, 1]).await;
     site.server.change("pods", "c", |pod| ready(pod, true));
     site.serves(&[0, 1, 2]).await;
+    // What the newcomer has is known, as far as it says so.
+    let has_some = until(PATIENCE, async || site.indexed(2).await.is_some_and(|blocks| blocks > 0)).await;
+    assert!(has_some, "{:?}", site.indexed(2).await);
     // Another port.
     let other = site.port(3);
     site.server.change("inferencepools", "b", |pool| pool["spec"]["targetPorts"] = json!([{"number": other}]));
@@ -164,6 +202,7 @@ async fn a_steady_load_notices_nothing() {
     site.deployment.metrics_show("the one that drains is still there", |page| page.sum("workers", &[]) == 3.0).await;
     site.server.delete("pods", "a");
     site.deployment.metrics_show("it has left", |page| page.sum("workers", &[]) == 2.0).await;
+    assert_eq!(site.indexed(0).await, None);
     // Nobody tells anything, and much happens.
     site.server.stop().await;
     let away = tokio::time::sleep(AWAY);
@@ -182,5 +221,14 @@ async fn a_steady_load_notices_nothing() {
     let answered = site.load.take().unwrap().end().await;
     assert!(answered > 500, "{answered}");
     site.deployment.idle().await;
-    assert_eq!(site.server.violations(), [""; 0]);
+    // Of `a` only what its successor at the same engine has, and told anew.
+    assert!(site.indexed(0).await.is_some_and(|blocks| blocks > 0) && site.indexed(2).await.is_some());
+    site.index_is_of(&[0, 2, 3]).await;
+    site.server.delete("pods", "a2");
+    site.index_is_of(&[2, 3]).await;
+    site.server.delete("pods", "c");
+    site.index_is_of(&[3]).await;
+    // It asked for what the Role of the conformance fixture grants, and for what need not be there.
+    assert_eq!((site.server.violations(), site.server.discoveries()), (vec![], 0));
+    assert!(OPTIONAL.iter().all(|kind| site.server.refused(kind) > 0));
 }

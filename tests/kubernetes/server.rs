@@ -423,9 +423,7 @@ fn discovery(path: &str) -> Option<Value> {
         let verbs = ["get", "list", "watch"];
         json!({"name": plural, "singularName": singular, "namespaced": true, "kind": kind, "verbs": verbs})
     };
-    let resources = |version: &str, resource: Value| {
-        json!({"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": [resource]})
-    };
+    let resources = |version: &str, resource: Value| json!({"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": [resource]});
     let version = json!({"groupVersion": format!("{POOLS}/v1"), "version": "v1"});
     let group = json!({"name": POOLS, "versions": [version], "preferredVersion": version});
     Some(match path {

@@ -161,7 +161,10 @@ impl PodsConfig {
             refuse("ports", "a port is given twice; each is a worker of its own");
         }
         if self.ports.len() > 1 && self.ids == Ids::Dynamo {
-            refuse("ids", "Dynamo has one id for a pod, and each of several ports is a worker of its own; give one port");
+            refuse(
+                "ids",
+                "Dynamo has one id for a pod, and each of several ports is a worker of its own; give one port",
+            );
         }
         if self.ports.len() > 1 && self.worker.ranks.is_some() {
             let text = "with several ports each is one rank; leave this out, or give the one port that all ranks share";
@@ -185,7 +188,8 @@ impl KubernetesConfig {
             problems.push(Problem::of("silence", "no connection would last 0s; the default is 30s"));
         }
         if self.look_again.get().is_zero() {
-            problems.push(Problem::of("look_again", "the API server would be asked without a pause; the default is 5m"));
+            problems
+                .push(Problem::of("look_again", "the API server would be asked without a pause; the default is 5m"));
         }
         if self.context.is_some() && self.kubeconfig.is_none() {
             problems.push(Problem::of("context", "a context is one of a `kubeconfig`; give that, too"));

@@ -36,7 +36,8 @@ pub async fn watch_rules(config: &KubernetesConfig, mut on_rules: impl FnMut(Rul
     for namespace in &namespaces {
         let place = |kind| Place { client: client.clone(), config, namespace: (*namespace).to_owned(), kind };
         let (objectives, rewrites) = (tell.clone(), tell.clone());
-        let follower = place(OBJECTIVES).follow(move |followed, all| _ = objectives.send(News::Objectives(followed, all)));
+        let follower =
+            place(OBJECTIVES).follow(move |followed, all| _ = objectives.send(News::Objectives(followed, all)));
         followers.push(follower.boxed());
         let follower = place(REWRITES).follow(move |followed, all| _ = rewrites.send(News::Rewrites(followed, all)));
         followers.push(follower.boxed());

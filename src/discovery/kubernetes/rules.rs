@@ -116,7 +116,12 @@ fn usable(rule: &Rule, pool: &Arc<str>, object: &str) -> Option<PoolRewrite> {
     let weight = |weight: i64| u32::try_from(weight.max(0)).unwrap_or(u32::MAX);
     let to: Vec<_> = targets.map(|target| (target.model_rewrite.clone(), target.weight.map(weight))).collect();
     let fits_something = rule.matches.is_empty() || !models.is_empty();
-    (fits_something && !to.is_empty()).then(|| PoolRewrite { pool: pool.clone(), object: object.to_owned(), models, to })
+    (fits_something && !to.is_empty()).then(|| PoolRewrite {
+        pool: pool.clone(),
+        object: object.to_owned(),
+        models,
+        to,
+    })
 }
 
 #[cfg(test)]

@@ -362,6 +362,9 @@ fn a_request_for_a_pool_goes_to_its_workers_or_to_nobody() {
     for (pool, model) in [("none", None), ("p", Some("another"))] {
         assert_eq!(router.route(asked(Some(pool), model)).unwrap_err(), RouteError::Unsatisfied, "{pool} {model:?}");
         let explained = router.explain(asked(Some(pool), model)).sentence;
-        assert!(explained.contains(&format!("(it is for the pool `{pool}`); the request would be refused")), "{explained}");
+        assert!(
+            explained.contains(&format!("(it is for the pool `{pool}`); the request would be refused")),
+            "{explained}"
+        );
     }
 }

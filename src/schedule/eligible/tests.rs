@@ -204,15 +204,15 @@ fn any_standing() -> impl Strategy<Value = Standing> {
 fn any_worker(id: u64) -> impl Strategy<Value = Worker> {
     let labels = (prop::collection::btree_set("[ab]", 0..2), prop::collection::btree_set("[xy]", 0..2));
     let pool = prop::option::of("pool=[pq]");
-    (1u32..3, prop::bool::weighted(0.2), labels, prop::bool::ANY, pool).prop_map(move |(ranks, prefill, labels, racked, pool)| {
-        Worker {
+    (1u32..3, prop::bool::weighted(0.2), labels, prop::bool::ANY, pool).prop_map(
+        move |(ranks, prefill, labels, racked, pool)| Worker {
             role: if prefill { Role::Prefill } else { Role::Decode },
             taints: labels.0.into_iter().chain(pool).collect(),
             adapters: labels.1,
             topology: racked.then(|| ("rack".to_owned(), "r".to_owned())).into_iter().collect(),
             ..several(worker(id), ranks)
-        }
-    })
+        },
+    )
 }
 
 fn any_constraints() -> impl Strategy<Value = Constraints> {

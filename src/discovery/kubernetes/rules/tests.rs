@@ -37,7 +37,11 @@ fn objectives_belong_to_pools_of_their_namespace() {
         of("inference", "batch", json!({"priority": -1, "poolRef": {"name": "p"}})),
         of("inference", "unset", json!({"poolRef": {"name": "q"}})),
         of("inference", "nobody", json!({"priority": 1, "poolRef": {"name": "none"}})),
-        of("inference", "older", json!({"priority": 1, "poolRef": {"group": "inference.networking.x-k8s.io", "name": "p"}})),
+        of(
+            "inference",
+            "older",
+            json!({"priority": 1, "poolRef": {"group": "inference.networking.x-k8s.io", "name": "p"}}),
+        ),
         of("inference", "service", json!({"priority": 1, "poolRef": {"kind": "Service", "name": "p"}})),
         of("inference", "lost", json!({"priority": 1})),
         of("other", "gold", json!({"priority": 7, "poolRef": {"name": "p"}})),
@@ -59,7 +63,12 @@ fn rules_come_by_the_age_of_their_objects_and_then_in_order() {
     let all = objects(&[
         object("inference", "young", "2026-03-01T00:00:00Z", spec("p", json!([rule(&["a"], &["young"])]))),
         object("inference", "b", "2026-02-01T00:00:00Z", spec("q", json!([rule(&[], &["b"])]))),
-        object("inference", "a", "2026-02-01T00:00:00Z", spec("p", json!([rule(&[], &["a"]), rule(&["a", "b"], &["x", "y"])]))),
+        object(
+            "inference",
+            "a",
+            "2026-02-01T00:00:00Z",
+            spec("p", json!([rule(&[], &["a"]), rule(&["a", "b"], &["x", "y"])])),
+        ),
         object("other", "old", "2026-01-01T00:00:00Z", spec("p", json!([rule(&[], &["old"])]))),
         object("other", "foreign", "2025-01-01T00:00:00Z", spec("q", json!([rule(&[], &["foreign"])]))),
     ]);
@@ -81,8 +90,16 @@ fn rules_come_by_the_age_of_their_objects_and_then_in_order() {
 fn what_is_not_understood_fits_nothing() {
     for (rule, models, to) in [
         (json!({"targets": [{"modelRewrite": "t", "weight": 3}]}), Some(vec![]), vec![("t", Some(3))]),
-        (json!({"matches": [{"model": {"value": "m"}}], "targets": [{"modelRewrite": "t"}]}), Some(vec!["m"]), vec![("t", None)]),
-        (json!({"matches": [{"model": {"type": "Regex", "value": "m"}}], "targets": [{"modelRewrite": "t"}]}), None, vec![]),
+        (
+            json!({"matches": [{"model": {"value": "m"}}], "targets": [{"modelRewrite": "t"}]}),
+            Some(vec!["m"]),
+            vec![("t", None)],
+        ),
+        (
+            json!({"matches": [{"model": {"type": "Regex", "value": "m"}}], "targets": [{"modelRewrite": "t"}]}),
+            None,
+            vec![],
+        ),
         (json!({"matches": [{}], "targets": [{"modelRewrite": "t"}]}), None, vec![]),
         (json!({"matches": [], "targets": []}), None, vec![]),
         (json!({"targets": [{"weight": 3}]}), None, vec![]),
