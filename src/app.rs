@@ -176,7 +176,7 @@ impl App {
 
     fn intake(&self, config: &Config, models: Models, router: &Arc<Router>) -> anyhow::Result<Arc<Intake>> {
         let Reloader { cluster, metrics, .. } = &*self.reloader;
-        parts::intake(config, models, &self.reloader.client(), router, cluster, metrics)
+        parts::intake(config, (models, cluster), &self.reloader.client(), router, metrics)
     }
 
     fn judge_tokens(&mut self, config: &Config, router: &Arc<Router>) {

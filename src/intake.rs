@@ -193,16 +193,6 @@ impl Intake {
         self.api(path, headers).is_some_and(Api::wants_body)
     }
 
-    /// What a cluster says of requests now.
-    pub fn cluster(&self) -> Arc<Cluster> {
-        self.parts.cluster.load_full()
-    }
-
-    /// The pool that a request is for, where it is for one.
-    pub fn pool_of(&self, path: &str, headers: Headers<'_>) -> Option<Arc<str>> {
-        self.parts.confine.pool_of(path, headers)
-    }
-
     /// Reads a request.
     pub async fn take(self: &Arc<Self>, path: &str, headers: Headers<'_>, body: &Body) -> Taken {
         self.take_for(self.pool_of(path, headers), path, headers, body).await
@@ -267,14 +257,6 @@ impl Intake {
         let session = self.parts.sessions.as_ref().and_then(|signs| signs.read(headers, encoded.session));
         let Encoded { asked_model, tokens, times, unreadable, .. } = encoded;
         Taken { request, api: None, asked_model, unreadable, session, query, tokens, times }
-    }
-
-    /// The priority of the objective that a request names. Only those that the cluster has can be named, so anybody may.
-    fn objective(&self, headers: Headers<'_>, pool: Option<&str>) -> Option<i64> {
-        let cluster = self.parts.cluster.load();
-        let names = self.parts.clients.objective_headers.iter().filter(|_| cluster.has_objectives());
-        let name = names.filter_map(|header| headers(header)).next()?;
-        cluster.priority(name.trim(), pool)
     }
 
     fn told(&self, headers: Headers<'_>) -> Told {
@@ -464,22 +446,6 @@ impl Intake {
         encoded.times.push(("tokenize", clock.lap()));
         encoded.ours = !matches!(request.prompt, openai::Prompt::Tokens(_));
         Ok(prompts)
-    }
-}
-
-impl Named {
-    /// The blocks of one prompt, as the model's engines cut them.
-    pub fn hashes(&self, tokens: &[u32], salt: &Salt) -> BlockHashes {
-        BlockHashes::of_content(&self.content(tokens, salt), self.model.block_size)
-    }
-
-    /// The same, where earlier prompts may have begun with them.
-    fn resumed_hashes(&self, tokens: &Tokens, salt: &Salt) -> BlockHashes {
-        tokens.hashes(salt, self.model.block_size, self.model.windows)
-    }
-
-    fn content<'a>(&self, tokens: &'a [u32], salt: &'a Salt) -> Content<'a> {
-        Content { windows: self.model.windows, ..Content::plain(tokens, salt) }
     }
 }
 

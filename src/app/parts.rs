@@ -59,10 +59,9 @@ pub(super) fn envoys(config: &Config, metrics: &Arc<Metrics>) -> Option<Arc<Envo
 /// The way from a body to a question.
 pub(super) fn intake(
     config: &Config,
-    models: Models,
+    (models, cluster): (Models, &SharedCluster),
     client: &EngineClient,
     router: &Arc<Router>,
-    cluster: &SharedCluster,
     metrics: &Arc<Metrics>,
 ) -> anyhow::Result<Arc<Intake>> {
     let shared = config.shared_cache.as_ref().map(HttpSharedCache::new).transpose()?;

@@ -194,7 +194,7 @@ impl Reloader {
         let client = self.client.load().renewed(&config.engines).context("engines cannot be changed")?;
         let models = loaded.models.clone();
         Ok(Next {
-            intake: parts::intake(config, models, &client, &self.router, &self.cluster, &self.metrics)?,
+            intake: parts::intake(config, (models, &self.cluster), &client, &self.router, &self.metrics)?,
             subjects: Arc::new(subjects::load(config, &loaded.models, &self.subjects.load()).await?),
             config: config.clone(),
             client,

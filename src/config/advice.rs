@@ -1,9 +1,11 @@
-//! What a configuration may say and surely does not mean: prefills that nobody can do, or that nobody is told of. Nothing of
+//! What a configuration may say and surely does not mean: prefills that nobody can do, or that nobody is told of, requests for
+//! pools that nobody is of. Nothing of
 //! it keeps the process from serving, and the workers may change at any time, so it is told and not refused.
 
 use std::fmt;
 
 use super::{Config, ModelConfig};
+use crate::discovery::kubernetes::PodsConfig;
 use crate::prefill::By;
 use crate::worker::{Role, Worker};
 
@@ -32,7 +34,8 @@ impl Config {
                 workers.iter().filter(|worker| worker.model == model.name).map(|worker| worker.role).collect();
             pools(model, &roles).into_iter().chain(conditional(self, model))
         });
-        of_models.chain(workers.iter().filter_map(|worker| meeting_place(self, worker))).collect()
+        let meetings = workers.iter().filter_map(|worker| meeting_place(self, worker));
+        of_models.chain(meetings).chain(confined(self, workers)).chain(found_twice(self)).collect()
     }
 
     fn way(&self, worker: &Worker) -> Option<By> {
@@ -108,6 +111,40 @@ fn meeting_place(config: &Config, worker: &Worker) -> Option<Advice> {
     })
 }
 
+/// Rules for pools that nobody is of: their requests are refused.
+fn confined(config: &Config, workers: &[Worker]) -> Vec<Advice> {
+    // Who is found by a file may come later.
+    let mut pools: Vec<&str> = config.confine.rules.iter().map(|rule| &*rule.pool).collect();
+    pools.sort_unstable();
+    pools.dedup();
+    let nobody =
+        pools.into_iter().filter(|pool| !workers.is_empty() && !workers.iter().any(|worker| worker.is_of(pool)));
+    let advice = |pool: &str| Advice {
+        subject: "confine".to_owned(),
+        seen: format!("no worker is of the pool `{pool}`, so requests for it are refused"),
+        mend: match &config.kubernetes {
+            Some(kubernetes) => {
+                let titles: Vec<String> = kubernetes.pools.iter().map(|pool| format!("`{}`", pool.title())).collect();
+                format!("the pools of `kubernetes` are {}", titles.join(", "))
+            }
+            None => format!("write the taint `pool={pool}` for its workers"),
+        },
+    };
+    nobody.map(advice).collect()
+}
+
+/// Pods that are found by several entries: each worker can be there once only, so the others' settings are for nobody.
+fn found_twice(config: &Config) -> Vec<Advice> {
+    let pools = config.kubernetes.as_ref().map(|kubernetes| &kubernetes.pools[..]).unwrap_or_default();
+    let again = pools.iter().enumerate().filter(|(at, pool)| pools[..*at].iter().any(|other| other.finds_all_of(pool)));
+    let advice = |(_, pool): (usize, &PodsConfig)| Advice {
+        subject: "kubernetes".to_owned(),
+        seen: format!("the pods of `{}` are found by an earlier entry already, so this one finds nobody", pool.title()),
+        mend: "leave one out".to_owned(),
+    };
+    again.map(advice).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;
@@ -173,6 +210,34 @@ mod tests {
                 assert!(told.contains(words), "{told}");
             }
         }
+    }
+
+    #[test]
+    fn pools_that_nobody_is_of_and_pods_that_are_found_twice_are_told() {
+        let confine = json!({"confine": {"rules": [{"pool": "p"}, {"pool": "q", "paths": ["/q"]}]}});
+        let worker = json!({"taints": ["pool=p"]});
+        let told = advice(&json!({}), std::slice::from_ref(&worker), &confine);
+        assert!(told.len() == 1 && told[0].contains("`q`") && told[0].contains("`pool=q`"), "{told:?}");
+        assert_eq!(advice(&json!({}), &[worker, json!({"taints": ["pool=q"]})], &confine), Vec::<String>::new());
+        let pools = |pools: Value| -> Vec<String> {
+            let mut config = json!({"models": [{"name": "m"}], "kubernetes": {"pools": pools}});
+            config.as_object_mut().unwrap().extend(confine.as_object().unwrap().clone());
+            let config = Config::parse(Path::new("/c.yaml"), config.to_string().as_bytes()).unwrap();
+            config.advice(&config.typical_workers()).iter().map(ToString::to_string).collect()
+        };
+        let two = json!([{"name": "p"}, {"name": "q"}, {"name": "p", "namespace": "n"}]);
+        assert_eq!(pools(two), Vec::<String>::new());
+        let told = pools(json!([{"name": "p", "namespace": "n"}, {"name": "q"}, {"name": "p", "namespace": "n"}]));
+        assert!(
+            told.len() == 2 && told[0].contains("are `n/p`, `q`, `n/p`") && told[1].contains("found by"),
+            "{told:?}"
+        );
+        let same = |ports: [u16; 2]| {
+            let of = |port: u16| json!({"selector": {"app": "p"}, "ports": [port]});
+            let told = pools(json!([{"name": "p"}, {"name": "q"}, of(ports[0]), of(ports[1])]));
+            told.len()
+        };
+        assert_eq!([same([1, 2]), same([1, 1])], [0, 1]);
     }
 
     #[test]

@@ -8,6 +8,7 @@ use arc_swap::ArcSwap;
 use serde_json::Value;
 
 use super::rewrite::{RewriteRule, Rewrites};
+use super::{Headers, Intake};
 
 /// Where it is replaced.
 pub type SharedCluster = Arc<ArcSwap<Cluster>>;
@@ -56,6 +57,21 @@ impl Cluster {
     /// Rules beside the configured ones.
     pub fn rewrites(&self) -> &Rewrites {
         &self.rewrites
+    }
+}
+
+impl Intake {
+    /// What a cluster says of requests now.
+    pub fn cluster(&self) -> Arc<Cluster> {
+        self.parts.cluster.load_full()
+    }
+
+    /// The priority of the objective that a request names. Only those that the cluster has can be named, so anybody may.
+    pub(super) fn objective(&self, headers: Headers<'_>, pool: Option<&str>) -> Option<i64> {
+        let cluster = self.parts.cluster.load();
+        let names = self.parts.clients.objective_headers.iter().filter(|_| cluster.has_objectives());
+        let name = names.filter_map(|header| headers(header)).next()?;
+        cluster.priority(name.trim(), pool)
     }
 }
 

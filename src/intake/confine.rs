@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::Headers;
+use super::{Headers, Intake};
 use crate::settings::{Problem, Step, is_header_name};
 
 /// `confine:`.
@@ -118,6 +118,13 @@ impl ConfineRule {
             problems.push(Problem::at([Step::from("paths"), at.into()], text));
         }
         problems
+    }
+}
+
+impl Intake {
+    /// The pool that a request is for, where it is for one.
+    pub fn pool_of(&self, path: &str, headers: Headers<'_>) -> Option<Arc<str>> {
+        self.parts.confine.pool_of(path, headers)
     }
 }
 

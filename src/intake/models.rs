@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::block::{MediaTokens, Windows};
-use crate::prompt::Encoder;
+use crate::block::{BlockHashes, Content, MediaTokens, Salt, Windows};
+use crate::prompt::{Encoder, Tokens};
 use crate::worker::{BlockSize, ModelName};
 
 /// One configured model.
@@ -58,5 +58,21 @@ impl Models {
             (None, [only]) => Some(Named { model: only.clone(), adapter: None }),
             (None, _) => None,
         }
+    }
+}
+
+impl Named {
+    /// The blocks of one prompt, as the model's engines cut them.
+    pub fn hashes(&self, tokens: &[u32], salt: &Salt) -> BlockHashes {
+        BlockHashes::of_content(&self.content(tokens, salt), self.model.block_size)
+    }
+
+    /// The same, where earlier prompts may have begun with them.
+    pub(super) fn resumed_hashes(&self, tokens: &Tokens, salt: &Salt) -> BlockHashes {
+        tokens.hashes(salt, self.model.block_size, self.model.windows)
+    }
+
+    pub(super) fn content<'a>(&self, tokens: &'a [u32], salt: &'a Salt) -> Content<'a> {
+        Content { windows: self.model.windows, ..Content::plain(tokens, salt) }
     }
 }

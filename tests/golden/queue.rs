@@ -145,7 +145,7 @@ impl Arrival {
         Turn {
             class: self.requested_class.clone(),
             lane: self.pinned.map_or(Lane::Shared, pin),
-            strict_priority: self.strict_priority,
+            strict_priority: self.strict_priority.into(),
             priority_jump: self.priority_jump,
             due: None,
             prompt_tokens: self.isl_tokens,

@@ -131,6 +131,12 @@ impl PodsConfig {
         }
     }
 
+    /// Whether it finds all that another entry finds.
+    pub fn finds_all_of(&self, other: &Self) -> bool {
+        let of = |pods: &Self| (pods.namespace.clone(), pods.name.clone(), pods.selector.clone());
+        of(self) == of(other) && other.ports.iter().all(|port| self.ports.contains(port))
+    }
+
     fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         let mut refuse = |key: &str, text: &str| problems.push(Problem::of(key, text));

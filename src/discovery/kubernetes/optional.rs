@@ -130,13 +130,12 @@ struct Place<'a> {
     kind: Kind,
 }
 
-/// Whether there are such objects.
-enum Looked<K> {
-    There(Api<K>, &'static str),
+/// Why there are no such objects.
+enum Lacking {
     /// The status that says so.
     NotThere(u16),
     /// It could not be found out.
-    Failed,
+    Unknown,
 }
 
 impl Place<'_> {
@@ -148,7 +147,7 @@ impl Place<'_> {
         let (mut known, mut failures, mut said) = (BTreeMap::new(), 0, None);
         loop {
             match self.look().await {
-                Looked::There(api, group) => {
+                Ok((api, group)) => {
                     let mut tell = |known: &BTreeMap<String, K>| {
                         failures = 0;
                         let followed = self.say(&mut said, format!("followed as {group}/v1alpha2"));
@@ -163,7 +162,7 @@ impl Place<'_> {
                         continue;
                     }
                 }
-                Looked::NotThere(status) => {
+                Err(Lacking::NotThere(status)) => {
                     let standing = if status == ABSENT {
                         known.clear();
                         "not installed"
@@ -175,7 +174,7 @@ impl Place<'_> {
                     tokio::time::sleep(self.again()).await;
                     continue;
                 }
-                Looked::Failed => {}
+                Err(Lacking::Unknown) => {}
             }
             tokio::time::sleep(backoff(failures)).await;
             failures += 1;
@@ -210,7 +209,8 @@ impl Place<'_> {
         }
     }
 
-    async fn look<K>(&self) -> Looked<K>
+    /// The objects, and of which group they are.
+    async fn look<K>(&self) -> Result<(Api<K>, &'static str), Lacking>
     where
         K: Optional,
     {
@@ -218,13 +218,13 @@ impl Place<'_> {
         for group in GROUPS {
             let api: Api<K> = Api::namespaced_with(self.client.clone(), &self.namespace, &self.kind.of(group));
             match api.list(&ListParams::default().limit(1)).await {
-                Ok(_) => return Looked::There(api, group),
+                Ok(_) => return Ok((api, group)),
                 Err(kube::Error::Api(status)) if status.code == FORBIDDEN => not_there = FORBIDDEN,
                 Err(kube::Error::Api(status)) if status.code == ABSENT => {}
-                Err(_) => return Looked::Failed,
+                Err(_) => return Err(Lacking::Unknown),
             }
         }
-        Looked::NotThere(not_there)
+        Err(Lacking::NotThere(not_there))
     }
 
     /// How long until it is looked again; not the same on every replica.

@@ -23,14 +23,14 @@ fn objects<K: DeserializeOwned>(all: &[Value]) -> Objects<K> {
     objects
 }
 
-fn object(namespace: &str, name: &str, created: &str, spec: Value) -> Value {
+fn object(namespace: &str, name: &str, created: &str, spec: &Value) -> Value {
     let metadata = json!({"namespace": namespace, "name": name, "uid": name, "creationTimestamp": created});
     json!({"apiVersion": "llm-d.ai/v1alpha2", "kind": "X", "metadata": metadata, "spec": spec})
 }
 
 #[test]
 fn objectives_belong_to_pools_of_their_namespace() {
-    let of = |namespace: &str, name: &str, spec: Value| object(namespace, name, "2026-01-01T00:00:00Z", spec);
+    let of = |namespace: &str, name: &str, spec: Value| object(namespace, name, "2026-01-01T00:00:00Z", &spec);
     let group = "inference.networking.k8s.io";
     let all = objects(&[
         of("inference", "gold", json!({"priority": 10, "poolRef": {"group": group, "name": "p"}})),
@@ -61,16 +61,16 @@ fn rules_come_by_the_age_of_their_objects_and_then_in_order() {
     };
     let spec = |pool: &str, rules: Value| json!({"poolRef": {"name": pool}, "rules": rules});
     let all = objects(&[
-        object("inference", "young", "2026-03-01T00:00:00Z", spec("p", json!([rule(&["a"], &["young"])]))),
-        object("inference", "b", "2026-02-01T00:00:00Z", spec("q", json!([rule(&[], &["b"])]))),
+        object("inference", "young", "2026-03-01T00:00:00Z", &spec("p", json!([rule(&["a"], &["young"])]))),
+        object("inference", "b", "2026-02-01T00:00:00Z", &spec("q", json!([rule(&[], &["b"])]))),
         object(
             "inference",
             "a",
             "2026-02-01T00:00:00Z",
-            spec("p", json!([rule(&[], &["a"]), rule(&["a", "b"], &["x", "y"])])),
+            &spec("p", json!([rule(&[], &["a"]), rule(&["a", "b"], &["x", "y"])])),
         ),
-        object("other", "old", "2026-01-01T00:00:00Z", spec("p", json!([rule(&[], &["old"])]))),
-        object("other", "foreign", "2025-01-01T00:00:00Z", spec("q", json!([rule(&[], &["foreign"])]))),
+        object("other", "old", "2026-01-01T00:00:00Z", &spec("p", json!([rule(&[], &["old"])]))),
+        object("other", "foreign", "2025-01-01T00:00:00Z", &spec("q", json!([rule(&[], &["foreign"])]))),
     ]);
     let found: Vec<String> = rewrites(&ours(), &all)
         .into_iter()
