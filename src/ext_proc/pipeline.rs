@@ -125,6 +125,7 @@ impl Pipeline {
         }
         let hashed = !matches!(taken.request.prompt, Prompt::Estimated { .. });
         let failure = self.failure_of(taken.request.model.as_ref());
+        let pool = taken.request.constraints.pool.clone();
         let longest = plan.longest();
         let mut told = Some(told);
         let mut tell = |wait| _ = told.take().map(|told| told(wait + longest));
@@ -137,7 +138,7 @@ impl Pipeline {
         let (admitted, carriage) = match carried {
             Ok(carried) => carried,
             Err(refusal) => {
-                debug!(request_id = head.request_id, %refusal, "not routed");
+                debug!(request_id = head.request_id, pool = pool.as_deref(), %refusal, "not routed");
                 return self.refused(&Refused::Routing(&refusal, failure), &head, &model);
             }
         };
@@ -214,13 +215,14 @@ impl Pipeline {
             return None;
         }
         let asked = openai::model_of(body);
-        let too_long = |name: &Option<String>| name.as_ref().is_some_and(|name| name.len() > openai::LONGEST_MODEL);
+        let too_long = |name: &str| name.len() > openai::LONGEST_MODEL;
         // What is put back into every piece of the answer must not be long.
-        if too_long(&asked) || too_long(&header) {
+        if [&asked, &header].into_iter().flatten().any(|name| too_long(name)) {
             return None;
         }
         let model = AskedModel { name: asked.as_deref(), header: header.as_deref(), pool };
-        let target = rewrites.choose(cluster.rewrites(), model, rand::random())?.to_owned();
+        let target =
+            rewrites.choose(cluster.rewrites(), model, rand::random()).filter(|name| !too_long(name))?.to_owned();
         // What is no object of JSON has no model; the engine says so.
         let edited: bytes::Bytes = openai::edit::set_model(body, &target)?.into();
         self.metrics.rewritten_models.inc();

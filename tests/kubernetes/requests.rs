@@ -189,6 +189,22 @@ impl Site {
         Self { deployment, server }
     }
 
+    /// Lets Envoy say that every request is for a pool.
+    async fn envoy_says(&mut self, pool: &str) {
+        let filters = "          http_filters:\n";
+        let says = format!(
+            "{filters}          - name: pool\n            typed_config:\n              \"@type\": \
+             type.googleapis.com/envoy.extensions.filters.http.set_metadata.v3.Config\n              metadata: \
+             [{{metadata_namespace: warmroute, value: {{pool: {pool}}}}}]\n"
+        );
+        let forwarded = "forwarding_namespaces: {untyped: [envoy.lb]}";
+        let config = self.deployment.envoy_config();
+        assert!(config.contains(filters) && config.contains(forwarded), "{config}");
+        let config = config.replace(filters, &says);
+        let config = config.replace(forwarded, "forwarding_namespaces: {untyped: [envoy.lb, warmroute]}");
+        self.deployment.start_envoy(&config).await.unwrap();
+    }
+
     async fn ask(&self, headers: &[(&str, &str)], body: &Value) -> Answered {
         let mut request = self.deployment.http.post(self.deployment.url("/v1/completions")).json(body);
         for (name, value) in headers {
@@ -220,7 +236,7 @@ fn completion(topic: usize, model: Option<&str>) -> Value {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_request_is_for_one_pool_by_its_host_its_path_or_a_header() {
-    let site = Site::start(&[fast(1), fast(2)], json!({})).await;
+    let mut site = Site::start(&[fast(1), fast(2)], json!({})).await;
     let (mut topic, mut engines) = (0, std::collections::BTreeSet::new());
     let cases: [(&[(&str, &str)], &str); 5] = [
         (&[("host", "a.test")], "1"),
@@ -259,7 +275,18 @@ async fn a_request_is_for_one_pool_by_its_host_its_path_or_a_header() {
     assert!(excluded.contains(&"is not of the pool `b`") && excluded.contains(&"nothing"), "{page}");
     let page = explained("/v1/completions", "nobody").await;
     assert!(page["sentence"].as_str().unwrap().contains("it is for the pool `nobody`"), "{page}");
+    // What Envoy says beside the headers beats all of it.
+    site.envoy_says("b").await;
+    for topic in 200..204 {
+        let answer = site.ask(&[("host", "a.test"), ("x-pool", "a")], &completion(topic, Some(MODEL))).await;
+        assert_eq!((answer.status.as_u16(), answer.engine()), (200, "2"));
+    }
     site.deployment.idle().await;
+    // Asked for again and again, and told once of each kind.
+    let asked = async || OPTIONAL.iter().all(|kind| site.server.refused(kind) > 2);
+    assert!(until(PATIENCE, asked).await);
+    let log = site.deployment.router_log();
+    assert_eq!(log.matches("not ours to read").count(), 2, "{log}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

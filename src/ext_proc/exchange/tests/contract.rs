@@ -159,6 +159,24 @@ fn the_subset_may_come_with_the_headers_or_with_the_body() {
 }
 
 #[test]
+fn the_pool_may_come_with_the_headers_or_with_the_body() {
+    let pool = |name: &str| Told { pool: Some(name.to_owned()), ..Told::default() };
+    for (first, second, expected) in [
+        (pool("p"), Told::default(), Some("p")),
+        (Told::default(), pool("p"), Some("p")),
+        (pool("p"), pool("q"), Some("q")),
+        (Told::default(), Told::default(), None),
+    ] {
+        let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
+        exchange.hear(first);
+        exchange.on_message(headers(CHAT, false));
+        exchange.hear(second);
+        let Effect::Route(inbound) = exchange.on_message(body(b"{}", true)).remove(0) else { panic!("no route") };
+        assert_eq!(inbound.pool.as_deref(), expected);
+    }
+}
+
+#[test]
 fn a_request_without_a_name_gets_one() {
     let start = Start { request_id: "made".into(), ..Start::default() };
     let modes = Modes { request: BodyMode::FullDuplex, response: BodyMode::None };
