@@ -153,6 +153,10 @@ async fn rules_are_read_by_the_age_of_their_objects() {
     follows.is(&[standing[0], standing[1], old, young]).await;
     server.delete(OLD_REWRITES, "zz-old");
     follows.is(&[standing[0], standing[1], young]).await;
+    // Labels and ports are no pool that an object could name, and nobody looks for one.
+    let refused = server.refused(OBJECTIVES);
+    Follows::start(&server, &json!([{"selector": {"app": "p"}, "ports": [80]}]), "1h").is(&[]).await;
+    assert_eq!(server.refused(OBJECTIVES), refused);
     assert_eq!(server.violations(), [""; 0]);
 }
 

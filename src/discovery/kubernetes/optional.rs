@@ -42,6 +42,11 @@ pub async fn watch_rules(config: &KubernetesConfig, mut on_rules: impl FnMut(Rul
         let follower = place(REWRITES).follow(move |followed, all| _ = rewrites.send(News::Rewrites(followed, all)));
         followers.push(follower.boxed());
     }
+    if followers.is_empty() {
+        // Labels and ports have no objects beside them.
+        on_rules(Rules::default());
+        return std::future::pending().await;
+    }
     let expected = followers.len();
     let gathered = async {
         let mut known = Known::default();
@@ -52,10 +57,6 @@ pub async fn watch_rules(config: &KubernetesConfig, mut on_rules: impl FnMut(Rul
             }
         }
     };
-    if followers.is_empty() {
-        // Labels and ports have no objects beside them.
-        return std::future::pending().await;
-    }
     tokio::select! {
         _ = join_all(followers) => anyhow::bail!("nobody listens to Kubernetes"),
         () = gathered => anyhow::bail!("nobody listens to Kubernetes"),
