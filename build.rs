@@ -1,9 +1,9 @@
-//! Compiles the protocol of the service. No `protoc` is needed: the compiler is a Rust library.
+//! Compiles our own protocols. No `protoc` is needed: the compiler is a Rust library.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    const PROTO: &str = "proto/warmroute/v1/router.proto";
-    println!("cargo::rerun-if-changed={PROTO}");
-    let files = protox::compile([PROTO], ["proto"])?;
+    const PROTOS: [&str; 2] = ["proto/warmroute/v1/router.proto", "proto/warmroute/replica/v1/replica.proto"];
+    PROTOS.iter().for_each(|proto| println!("cargo::rerun-if-changed={proto}"));
+    let files = protox::compile(PROTOS, ["proto"])?;
     tonic_prost_build::configure().compile_fds(files)?;
     Ok(())
 }

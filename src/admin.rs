@@ -49,6 +49,8 @@ pub struct Admin {
     pub envoys: Page,
     /// What a cluster says of requests.
     pub cluster: Page,
+    /// How the replicas stand.
+    pub replicas: Page,
 }
 
 /// What a page shows, asked for anew each time.
@@ -64,6 +66,7 @@ pub fn routes(admin: Admin) -> Routes {
         .route("/debug/fleet", get(fleet::page))
         .route("/debug/envoys", get(|State(admin): State<Admin>| async move { Json((admin.envoys)()) }))
         .route("/debug/cluster", get(|State(admin): State<Admin>| async move { Json((admin.cluster)()) }))
+        .route("/debug/replicas", get(|State(admin): State<Admin>| async move { Json((admin.replicas)()) }))
         .route(
             "/debug/index",
             get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().index().stats())) }),

@@ -47,6 +47,7 @@ use crate::ext_proc::wire::ExtProc;
 use crate::intake::{Intake, Models};
 use crate::lifecycle::{Readiness, supervise};
 use crate::metrics::{Metrics, PoolLabels};
+use crate::replica::Replica;
 use crate::router::Router;
 use crate::telemetry::LogFilter;
 use crate::tls::Secrets;
@@ -130,7 +131,8 @@ impl App {
         let way_in = WayIn::new(config.limits.body.bytes());
         app.serve_health(&sockets, &config).await?;
         let envoys = parts::envoys(&config, &metrics);
-        let pages = app.shown(&entrance, &way_in, envoys.clone());
+        let replica = app.join_replicas(&config, &entrance);
+        let pages = app.shown(&entrance, &way_in, (envoys.clone(), replica.clone()));
         let listener = sockets.bind_admin(&config.admin).await?;
         app.admin_address = listener.address;
         app.pages.spawn(listener.serve(admin::routes(pages), app.leave.clone()));
@@ -164,7 +166,7 @@ impl App {
         app.judge_tokens(&config, entrance.router());
         app.serve_api(&sockets, &config, parts).await?;
         app.follow_secrets(&metrics);
-        let service = app.ext_proc(&config, intake, entrance, &metrics)?;
+        let service = app.ext_proc(&config, intake, entrance, replica)?;
         for listener in grpc {
             let routes = Routes::new(app.health.service()).add_service(service.clone());
             let routes = discovery.iter().fold(routes, |routes, discovery| discovery.beside(routes));
@@ -302,8 +304,14 @@ impl App {
     }
 
     /// What the pages show.
-    fn shown(&self, entrance: &Arc<Entrance>, way_in: &WayIn, envoys: Option<Arc<Envoys>>) -> Admin {
+    fn shown(
+        &self,
+        entrance: &Arc<Entrance>,
+        way_in: &WayIn,
+        (envoys, replica): (Option<Arc<Envoys>>, Option<Arc<Replica>>),
+    ) -> Admin {
         let cluster = self.reloader.cluster.clone();
+        let replicas = move || replica.as_ref().map_or(Value::Null, |replica| replica.shown());
         let listeners = move || envoys.as_ref().map_or(Value::Null, |envoys| json!(envoys.listeners()));
         Admin {
             entrance: entrance.clone(),
@@ -314,6 +322,7 @@ impl App {
             way_in: way_in.clone(),
             envoys: Arc::new(listeners),
             cluster: Arc::new(move || cluster.load().shown.clone()),
+            replicas: Arc::new(replicas),
         }
     }
 
@@ -356,9 +365,16 @@ impl App {
         config: &Config,
         intake: Arc<Intake>,
         entrance: Arc<Entrance>,
-        metrics: &Arc<Metrics>,
+        replica: Option<Arc<Replica>>,
     ) -> anyhow::Result<Swap<ExtProc>> {
-        let kept = Kept::new(metrics.clone(), self.audit.clone());
+        let kept = Kept::new(self.reloader.metrics.clone(), self.audit.clone());
+        if let Some(replica) = replica {
+            let of_ours = Arc::downgrade(&kept);
+            replica.on_first_token(move |name| {
+                of_ours.upgrade().into_iter().for_each(|kept| kept.first_token_of(name));
+            });
+            kept.on_foreign_first_token(move |name| replica.first_token_of(name));
+        }
         let gateway = Gateway::new(entrance, kept, self.under_way.clone());
         let (service, callers) = gateway.prepare(config, intake)?;
         gateway.keep(callers);

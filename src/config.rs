@@ -37,6 +37,7 @@ use crate::intake::rewrite::RewritesConfig;
 use crate::lifecycle::config::{DrainConfig, ReadinessConfig, ReloadConfig};
 use crate::openai::paths::PathsConfig;
 use crate::prefill::By;
+use crate::replica::config::ReplicasConfig;
 use crate::router::{RouterSettings, Tracking};
 use crate::schedule::Weights;
 use crate::self_test::config::SelfTestConfig;
@@ -116,6 +117,9 @@ pub struct Config {
     /// Of which session a request is, and what follows from it; none: nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sessions: Option<SessionsConfig>,
+    /// Other replicas of us, and how they are told what this one does; none: this one is alone, or does not know of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replicas: Option<ReplicasConfig>,
     /// What is believed of caches that say nothing.
     #[serde(default)]
     pub approximate: ApproximateConfig,
@@ -290,6 +294,9 @@ impl Config {
         }
         if let Some(file) = self.kubernetes.as_mut().and_then(|kubernetes| kubernetes.kubeconfig.as_mut()) {
             *file = folder.join(&*file);
+        }
+        if let Some(replicas) = &mut self.replicas {
+            replicas.resolve(folder);
         }
         self.listen.resolve(folder);
         self.admin.resolve(folder);

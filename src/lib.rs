@@ -31,6 +31,7 @@ pub mod sessions;
 pub mod admission;
 pub mod audit;
 pub mod entrance;
+pub mod replica;
 pub mod router;
 
 // Layer 4: adapters.

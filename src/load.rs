@@ -3,7 +3,8 @@
 //! booking happen under one lock: two requests at the same instant cannot both see the same idle worker.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
@@ -14,6 +15,7 @@ use crate::worker::{Slot, WorkerRank};
 pub mod duration;
 pub mod ledger;
 
+mod news;
 mod prefill;
 mod reservation;
 mod sequences;
@@ -21,6 +23,7 @@ mod table;
 mod tree;
 mod weight;
 
+pub use news::{BookingId, Live, News};
 pub use reservation::Reservation;
 pub use sequences::Sequences;
 
@@ -101,6 +104,8 @@ pub struct LoadTracker {
     clock: Box<dyn Fn() -> Instant + Send + Sync>,
     table: Mutex<Table>,
     waiting: RwLock<Arc<[Hear]>>,
+    news: OnceLock<news::Tell>,
+    numbers: AtomicU64,
 }
 
 type Hear = Arc<dyn Fn() + Send + Sync>;
@@ -123,7 +128,13 @@ pub struct Additional {
 impl LoadTracker {
     /// No rank, no load. The clock says what is left of the prefills; it must not come back here.
     pub fn new(clock: impl Fn() -> Instant + Send + Sync + 'static) -> Arc<Self> {
-        Arc::new(Self { clock: Box::new(clock), table: Mutex::default(), waiting: RwLock::new(Arc::new([])) })
+        Arc::new(Self {
+            clock: Box::new(clock),
+            table: Mutex::default(),
+            waiting: RwLock::new(Arc::new([])),
+            news: OnceLock::new(),
+            numbers: AtomicU64::new(0),
+        })
     }
 
     /// Begins to count for a rank. If the slot was open, what was booked there is forgotten.
@@ -155,7 +166,8 @@ impl LoadTracker {
         let bookings = decide(&LoadView::new(&table, now))?;
         let shares = table.book(&bookings, now);
         drop(table);
-        Ok(Reservation::new(self.clone(), bookings, shares))
+        let told = shares.as_ref().and_then(|_| self.tell_booked(&bookings));
+        Ok(Reservation::new(self.clone(), bookings, shares, told))
     }
 
     /// Reads the load at one instant; `read` must be quick and must not come back here.

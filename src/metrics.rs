@@ -189,6 +189,14 @@ metrics! {
     xds_updates: Family<OutcomeLabel, Counter> = Family::default();
     /// From a change of the endpoints until an Envoy says that it has it
     xds_acceptance_seconds: Histogram = Histogram::new(exponential_buckets(0.0005, 2.0, 14));
+    /// Whether the connection to NATS is up, by which replicas tell each other what they do
+    replica_connected: Gauge = Gauge::default();
+    /// Other replicas that this one knows of
+    replica_peers: Gauge = Gauge::default();
+    /// Reservations of other replicas that count here
+    replica_reservations: Gauge = Gauge::default();
+    /// Words between replicas by outcome: sent, lost (NATS was not there), received, gap (some were missed), snapshot_given, snapshot_taken, garbage
+    replica_messages: Family<OutcomeLabel, Counter> = Family::default();
     /// KV events by kind and outcome
     kv_events: Family<EventLabels, Counter> = Family::default();
     /// Event batches by outcome: applied, stale, undecodable, malformed_frames, other_rank

@@ -19,7 +19,7 @@ mod settings;
 mod sightings;
 mod sources;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
@@ -49,12 +49,14 @@ use crate::load::{LoadTracker, LoadView};
 use crate::parity::Parity;
 use crate::schedule::{Occupancy, Overload};
 use crate::trust::Standing;
-use crate::worker::WorkerRank;
+use crate::worker::{WorkerId, WorkerRank};
 use feedback::Durations;
 use leg::{Decision, Legs, Undecided};
 use pools::{Pools, Standings};
 use prepared::{Blocks, Looked, Scratch};
 use ranking::Ranking;
+
+type HearOverloaded = Box<dyn Fn(WorkerId, Duration) + Send + Sync>;
 
 /// The state that decisions read, and the settings they follow.
 pub struct Router {
@@ -63,6 +65,7 @@ pub struct Router {
     predictions: Predictions,
     load: Arc<LoadTracker>,
     overload: Overload,
+    hear_overloaded: OnceLock<HearOverloaded>,
     health: Arc<Health>,
     durations: Durations,
     settings: ArcSwap<RouterSettings>,
@@ -81,6 +84,7 @@ impl Router {
             predictions: Predictions::default(),
             load,
             overload: Overload::new(settings.overload),
+            hear_overloaded: OnceLock::new(),
             health: Health::new(settings.health),
             durations: Durations::default(),
             settings: ArcSwap::from_pointee(settings),

@@ -5,6 +5,7 @@
 //! cannot be told the time.
 
 mod table;
+mod words;
 
 use std::fmt;
 use std::future::Future;
@@ -17,7 +18,9 @@ use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::worker::{WorkerId, WorkerRank};
+pub use table::SessionKey;
 use table::{Key, Step, Table};
+pub use words::{Stamp, Word};
 
 /// What sessions may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,6 +142,7 @@ pub struct Sessions {
     clock: Clock,
     table: Mutex<Table>,
     hear: OnceLock<Hear>,
+    hear_words: OnceLock<Hear>,
 }
 
 impl fmt::Debug for Sessions {
@@ -185,7 +189,8 @@ pub struct Waiting {
 impl Sessions {
     /// No session. The clock must not go backwards.
     pub fn new(rules: SessionRules, clock: impl Fn() -> Instant + Send + Sync + 'static) -> Arc<Self> {
-        Arc::new(Self { clock: Box::new(clock), table: Mutex::new(Table::new(rules)), hear: OnceLock::new() })
+        let table = Mutex::new(Table::new(rules));
+        Arc::new(Self { clock: Box::new(clock), table, hear: OnceLock::new(), hear_words: OnceLock::new() })
     }
 
     /// A request of a session arrives.
@@ -240,9 +245,12 @@ impl Sessions {
     fn change<T>(&self, change: impl FnOnce(&mut Table) -> T) -> T {
         let mut table = self.table.lock();
         let outcome = change(&mut table);
-        let moved = table.has_moved();
+        let (moved, has_words) = (table.has_moved(), table.has_words());
         drop(table);
         if let Some(hear) = self.hear.get().filter(|_| moved) {
+            hear();
+        }
+        if let Some(hear) = self.hear_words.get().filter(|_| has_words) {
             hear();
         }
         outcome

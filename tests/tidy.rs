@@ -39,6 +39,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("discovery", 4),
     ("engine_client", 4),
     ("engine_sessions", 4),
+    ("replica", 4),
     ("xds", 4),
     ("admin", 4),
     ("api", 4),
@@ -80,6 +81,7 @@ const CONFINED: &[(&str, &[&str])] = &[
     ("tonic", &["api", "ext_proc", "xds", "app"]),
     ("kube::", &["discovery"]),
     ("zeromq", &["kv_events"]),
+    ("async_nats", &["replica"]),
     ("std::env", &["cli"]),
     ("env::var", &["cli"]),
 ];

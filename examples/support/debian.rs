@@ -45,6 +45,14 @@ pub(crate) const DNSMASQ: Debian = Debian {
 pub(crate) const KUBECTL: Debian =
     Debian { name: "kubectl", variable: "KUBECTL_BIN", within: "usr/bin/kubectl", packages: &["kubernetes-client"] };
 
+/// A server of messages.
+pub(crate) const NATS: Debian = Debian {
+    name: "nats-server",
+    variable: "NATS_SERVER_BIN",
+    within: "usr/sbin/nats-server",
+    packages: &["nats-server"],
+};
+
 impl Debian {
     /// A command that runs it: what the variable names, else what is on the path, else a copy under Cargo's target
     /// directory, which is unpacked there the first time. Blocks for as long as that takes.

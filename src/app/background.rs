@@ -17,11 +17,15 @@ use crate::entrance::Entrance;
 use crate::kv_events::SharedResync;
 use crate::lifecycle::supervise;
 use crate::metrics::Metrics;
+use crate::replica::Replica;
 use crate::tls::Pace;
 use crate::xds::Envoys;
 
 /// How often what has grown old is looked for.
 const SWEEP: Duration = Duration::from_millis(100);
+
+/// What readiness waits for where there are replicas.
+const REPLICAS: &str = "what other replicas have booked";
 
 /// How long engines may take at the end to close the sessions that we opened.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -42,6 +46,24 @@ impl App {
             })
             .await;
         });
+    }
+
+    /// Lets other replicas know what this one does, and it what they do, where there are to be any.
+    pub(super) fn join_replicas(&mut self, config: &Config, entrance: &Arc<Entrance>) -> Option<Arc<Replica>> {
+        let settings = config.replicas.as_ref()?;
+        let name = settings.name.clone().or_else(host_name).unwrap_or_default();
+        let (metrics, ready) = (self.reloader.metrics.clone(), self.readiness.wait_for(REPLICAS));
+        let replica = Replica::new(settings, name, (entrance.clone(), metrics.clone()), ready);
+        let (talking, stop) = (replica.clone(), self.stop.clone());
+        self.background.spawn(async move {
+            supervise("replicas", &metrics, stop, || {
+                let replica = talking.clone();
+                async move { replica.run().await }
+            })
+            .await;
+            talking.farewell().await;
+        });
+        Some(replica)
     }
 
     /// Starts what feeds the fleet.
@@ -140,6 +162,12 @@ impl App {
         });
         Ok(())
     }
+}
+
+/// What the kernel calls this machine; in a container, its pod.
+fn host_name() -> Option<String> {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
+    Some(name.trim().to_owned())
 }
 
 /// Lets what has grown old expire, for ever.

@@ -31,6 +31,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("queue", config.queue.problems()),
         ("disaggregation", disaggregation(config).into_iter().collect()),
         ("sessions", config.sessions.as_ref().map(|sessions| sessions.problems()).unwrap_or_default()),
+        ("replicas", config.replicas.as_ref().map(|replicas| replicas.problems()).unwrap_or_default()),
         ("approximate", config.approximate.problems()),
         ("shared_cache", config.shared_cache.as_ref().map(|cache| cache.problems()).unwrap_or_default()),
         ("learn", config.learn.problems()),

@@ -34,6 +34,7 @@ impl Config {
         config.load.prefill_durations = self.load.prefill_durations;
         config.queue = self.queue.clone();
         config.sessions = self.sessions.clone();
+        config.replicas = self.replicas.clone();
         config.approximate = self.approximate.clone();
         config.readiness = self.readiness.clone();
         config.envoy = self.envoy.clone();

@@ -2,19 +2,22 @@
 //! its stream after the first piece of it, so that seeing the first token costs the same however long the answer is; it
 //! knows the exchange by a name that the other filter put into dynamic metadata, where no client can write.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use dashmap::DashMap;
 use tokio::sync::Notify;
 
+type Hear = Box<dyn Fn(&str) + Send + Sync>;
+
 /// The exchanges that wait for their first token.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct FirstTokens {
     waiting: DashMap<String, Arc<Notify>>,
+    /// Told of those that nobody here waits for: another replica may.
+    elsewhere: OnceLock<Hear>,
 }
 
 /// One exchange that waits for its first token; forgotten by drop.
-#[derive(Debug)]
 pub(super) struct Awaited {
     name: String,
     seen: Arc<Notify>,
@@ -37,6 +40,19 @@ impl FirstTokens {
             notify.notify_one();
         }
         waiting.is_some()
+    }
+
+    /// The same, seen by us. If nobody here has waited for it, whoever wants to know of that is told.
+    pub(super) fn seen_here(&self, name: &str) -> bool {
+        let seen = self.seen(name);
+        if let Some(hear) = self.elsewhere.get().filter(|_| !seen) {
+            hear(name);
+        }
+        seen
+    }
+
+    pub(super) fn on_foreign(&self, hear: impl Fn(&str) + Send + Sync + 'static) {
+        self.elsewhere.set(Box::new(hear)).ok();
     }
 }
 

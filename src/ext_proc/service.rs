@@ -77,6 +77,17 @@ impl Kept {
         &self.metrics
     }
 
+    /// From now on `hear` is told the names of exchanges whose first token was seen by a stream of ours, and that are none of
+    /// ours. Who called first is the one who hears.
+    pub fn on_foreign_first_token(&self, hear: impl Fn(&str) + Send + Sync + 'static) {
+        self.first_tokens.on_foreign(hear);
+    }
+
+    /// The first token of an exchange was seen by another replica.
+    pub fn first_token_of(&self, name: &str) {
+        self.first_tokens.seen(name);
+    }
+
     /// Says once that a gateway is configured so that prompts cannot be read before it routes.
     pub(super) fn warn_of(&self, mode: BodyMode) {
         if mode == BodyMode::Streamed && !self.warned.swap(true, Ordering::Relaxed) {
@@ -148,7 +159,7 @@ impl Service {
                 replies.send(reply).await;
             }
             if let Some(name) = answered.first_token {
-                counted.outcome = if self.kept.first_tokens.seen(&name) { "seen" } else { "foreign" };
+                counted.outcome = if self.kept.first_tokens.seen_here(&name) { "seen" } else { "foreign" };
             }
             if !answered.ends {
                 next = receive(&mut incoming).await.ok().map(Incoming::read);

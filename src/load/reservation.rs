@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::table::{Share, Table};
 use super::weight::Weight;
-use super::{Booking, LoadTracker, LoadView};
+use super::{Booking, BookingId, LoadTracker, LoadView, News};
 use crate::worker::{Slot, WorkerRank};
 
 /// All bookings of one request. Dropping it releases everything; where a rank is gone there is nothing to release.
@@ -13,6 +13,9 @@ use crate::worker::{Slot, WorkerRank};
 pub struct Reservation {
     tracker: Arc<LoadTracker>,
     parts: Vec<Part>,
+    /// Under which number it was told of, if it was.
+    told: Option<BookingId>,
+    begun: bool,
 }
 
 /// One booking, and what it holds. Nothing is held where the rank had gone, or once the booking has ended.
@@ -23,10 +26,15 @@ pub(super) struct Part {
 }
 
 impl Reservation {
-    pub(super) fn new(tracker: Arc<LoadTracker>, bookings: Vec<Booking>, shares: Option<Vec<Share>>) -> Self {
+    pub(super) fn new(
+        tracker: Arc<LoadTracker>,
+        bookings: Vec<Booking>,
+        shares: Option<Vec<Share>>,
+        told: Option<BookingId>,
+    ) -> Self {
         let mut shares = shares.into_iter().flatten();
         let parts = bookings.into_iter().map(|booking| Part { booking, share: shares.next() }).collect();
-        Self { tracker, parts }
+        Self { tracker, parts, told, begun: false }
     }
 
     /// Where the first booking is; `None` only if nothing was to be booked.
@@ -62,29 +70,44 @@ impl Reservation {
     /// The prefill is done: its share ends, and so do bookings that last until then. Says whether that changed anything;
     /// a second call does not.
     pub fn first_token(&mut self) -> bool {
-        let Self { tracker, parts } = self;
-        tracker.change(|table, now| any(parts, |part| table.first_token(part, now)))
+        let Self { tracker, parts, told, begun } = self;
+        let changed = tracker.change(|table, now| any(parts, |part| table.first_token(part, now)));
+        if !std::mem::replace(begun, true) {
+            told.iter().for_each(|id| tracker.tell(News::FirstToken(*id)));
+        }
+        changed
     }
 
     /// The answer filled another block. If it is known how much of the answer is still to come, as a `fraction`, the blocks
     /// that only this request holds count for only so much from now on: they will soon be free.
     pub fn output_block(&mut self, fraction: Option<f64>) {
+        self.output_blocks(1, fraction);
+    }
+
+    /// The same of several blocks at once.
+    pub fn output_blocks(&mut self, count: usize, fraction: Option<f64>) {
         let weight = fraction.and_then(Weight::of);
-        let Self { tracker, parts } = self;
-        tracker.change(|table, _| any(parts, |part| table.output_block(part, weight)));
+        let Self { tracker, parts, told, .. } = self;
+        if count == 0 {
+            return;
+        }
+        tracker.change(|table, _| any(parts, |part| table.output_blocks(part, count, weight)));
+        told.iter().for_each(|id| tracker.tell(News::OutputBlocks { id: *id, count, fraction }));
     }
 
     /// The first booking counts somewhere else from now on, as far as it had come: what it shall be there is decided and
     /// booked in one critical section with its release. `None` only releases it, and so does a rank that is not there.
     /// Whether it is booked afterwards. `decide` must be quick and must not come back here.
     pub fn relocate(&mut self, decide: impl FnOnce(&LoadView<'_>, &Booking) -> Option<Booking>) -> bool {
-        let Self { tracker, parts } = self;
+        let Self { tracker, parts, told, .. } = self;
         let Some(part) = parts.first_mut().filter(|part| part.share.is_some()) else { return false };
         tracker.change(|table, now| {
             let to = decide(&LoadView::new(table, now), &part.booking);
             table.relocate(part, to, now)
         });
-        part.share.is_some()
+        let to = part.share.as_ref().map(|_| &part.booking);
+        told.iter().for_each(|id| tracker.tell(News::Moved { id: *id, to: to.cloned() }));
+        to.is_some()
     }
 
     /// Releases everything; says whether anything was still held.
@@ -93,7 +116,8 @@ impl Reservation {
     }
 
     fn give_back(&mut self) -> bool {
-        let Self { tracker, parts } = self;
+        let Self { tracker, parts, told, .. } = self;
+        told.take().into_iter().for_each(|id| tracker.tell(News::Released(id)));
         let holds = parts.iter().any(|part| part.share.is_some());
         holds && tracker.change(|table, now| any(parts, |part| table.release(part, now)))
     }

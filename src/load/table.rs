@@ -102,12 +102,12 @@ impl Table {
         row_of(&mut self.rows, &part.booking, share).is_some_and(|row| row.end_prefill(share, now))
     }
 
-    pub(super) fn output_block(&mut self, part: &mut Part, weight: Option<Weight>) -> bool {
+    pub(super) fn output_blocks(&mut self, part: &mut Part, count: usize, weight: Option<Weight>) -> bool {
         let Some(share) = part.share.as_mut().filter(|_| part.booking.until == Until::End) else { return false };
         let Some(row) = row_of(&mut self.rows, &part.booking, share) else { return false };
         let before = row.blocks();
         row.weight -= share.outputs.weight();
-        share.outputs.add(weight);
+        share.outputs.add(count, weight);
         row.weight += share.outputs.weight();
         if let Some(weight) = weight {
             row.take(self.prompts.fade(&share.leaves, part.booking.slot, weight));

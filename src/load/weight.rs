@@ -40,9 +40,9 @@ pub(super) struct Outputs {
 }
 
 impl Outputs {
-    /// One more; a weight is that of all of them from now on.
-    pub(super) fn add(&mut self, weight: Option<Weight>) {
-        self.whole += 1;
+    /// So many more; a weight is that of all of them from now on.
+    pub(super) fn add(&mut self, count: usize, weight: Option<Weight>) {
+        self.whole += count;
         if weight.is_some() {
             self.faded += std::mem::take(&mut self.whole);
             self.to = weight;

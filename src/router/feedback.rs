@@ -135,13 +135,32 @@ impl Router {
         now: Instant,
     ) -> Option<(WorkerId, Change)> {
         if outcome == Outcome::Overloaded {
-            self.overload.mark(worker, now);
+            let time = self.overload.mark(worker, now);
+            if let Some(hear) = self.hear_overloaded.get() {
+                hear(worker, time);
+            }
         }
         let change = match probes.iter().position(|probe| probe.worker() == worker) {
             Some(at) => probes.swap_remove(at).report(outcome, now),
             None => self.health.report(worker, outcome, now),
         };
         change.map(|change| (worker, change))
+    }
+
+    /// From now on `hear` is told who refused a request because it has too much to do, and for how long it is left alone; it
+    /// must be quick. Who called first is the one who hears.
+    pub fn on_overloaded(&self, hear: impl Fn(WorkerId, Duration) + Send + Sync + 'static) {
+        self.hear_overloaded.set(Box::new(hear)).ok();
+    }
+
+    /// Another router was refused by a worker that has too much to do; it is left alone for so long.
+    pub fn mark_overloaded(&self, worker: WorkerId, time: Duration) {
+        self.overload.mark_for(worker, self.load.now(), time);
+    }
+
+    /// The workers that are left alone because they have too much to do, and for how long still.
+    pub fn overload_marks(&self) -> Vec<(WorkerId, Duration)> {
+        self.overload.marks(self.load.now())
     }
 
     /// Whether a worker rank could serve a request if it had not too much to do.

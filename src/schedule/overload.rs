@@ -138,13 +138,27 @@ impl Overload {
         }
     }
 
-    /// A worker refused a request because it has too much to do; it is left alone for a while.
-    pub fn mark(&self, worker: WorkerId, now: Instant) {
-        let Some(end) = now.checked_add(self.thresholds.read().mark) else { return };
+    /// A worker refused a request because it has too much to do; it is left alone for a while. Says for how long.
+    pub fn mark(&self, worker: WorkerId, now: Instant) -> Duration {
+        let time = self.thresholds.read().mark;
+        self.mark_for(worker, now, time);
+        time
+    }
+
+    /// The same for a given time.
+    pub fn mark_for(&self, worker: WorkerId, now: Instant, time: Duration) {
+        let Some(end) = now.checked_add(time) else { return };
         let mut marks = self.marks.lock();
         let mark = marks.entry(worker).or_insert(end);
         *mark = end.max(*mark);
         self.marked.store(marks.len(), Ordering::Release);
+    }
+
+    /// The workers that are left alone, and for how long still.
+    pub fn marks(&self, now: Instant) -> Vec<(WorkerId, Duration)> {
+        let marks = self.marks.lock();
+        let left = |(worker, end): (&WorkerId, &Instant)| Some((*worker, end.checked_duration_since(now)?));
+        marks.iter().filter_map(left).collect()
     }
 
     /// Forgets the workers that left.

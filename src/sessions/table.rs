@@ -5,17 +5,23 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::Instant;
 
+use super::words::{Stamp, Word};
 use super::{Counts, Moved, Refused, SessionName, SessionRules, Stay};
 use crate::worker::{WorkerId, WorkerRank};
 
 /// What names an entry. A group and a session never meet, whatever clients call them, and neither do sessions of different
 /// models, because no worker could serve both.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Key {
-    model: Option<Box<str>>,
-    group: bool,
-    id: Box<str>,
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SessionKey {
+    /// The model it is for.
+    pub model: Option<Box<str>>,
+    /// Whether it is a group.
+    pub group: bool,
+    /// The id, or the parent's where it is a group.
+    pub id: Box<str>,
 }
+
+pub(super) use SessionKey as Key;
 
 /// How a request comes into its session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +32,7 @@ pub(super) enum Step {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Bond {
+pub(super) enum Bond {
     /// Nobody decides, and somebody should: only while earlier requests of the session still run.
     Loose,
     /// A request is deciding.
@@ -35,26 +41,34 @@ enum Bond {
 }
 
 #[derive(Debug)]
-struct Session {
-    number: u64,
-    bond: Bond,
-    running: usize,
+pub(super) struct Session {
+    pub(super) number: u64,
+    pub(super) bond: Bond,
+    pub(super) running: usize,
     /// When the last request ended, if none runs.
-    idle: Option<Instant>,
+    pub(super) idle: Option<Instant>,
     /// Whether its last request has been seen.
-    ending: bool,
-    waiters: Vec<(u64, Waker)>,
+    pub(super) ending: bool,
+    pub(super) waiters: Vec<(u64, Waker)>,
+    /// Of the bond that is the last one known.
+    pub(super) stamp: Stamp,
+    /// When other routers were last told that it is in use.
+    pub(super) told: Option<Instant>,
 }
 
 /// All sessions.
 #[derive(Debug)]
 pub(super) struct Table {
     rules: SessionRules,
-    sessions: HashMap<Arc<Key>, Session>,
+    pub(super) sessions: HashMap<Arc<Key>, Session>,
     /// The sessions of which no request runs, in the order of their last use.
-    idle: BTreeMap<(Instant, u64), Arc<Key>>,
+    pub(super) idle: BTreeMap<(Instant, u64), Arc<Key>>,
     /// What moved and was not asked for yet; none while nobody wants to know.
     moves: Option<Vec<Moved>>,
+    /// The same for other routers, which are told less, and what lets them agree.
+    pub(super) words: Option<Vec<Word>>,
+    /// Our number among them.
+    pub(super) own: u64,
     numbers: u64,
     running: usize,
     waiting: usize,
@@ -62,7 +76,8 @@ pub(super) struct Table {
 
 impl Table {
     pub(super) fn new(rules: SessionRules) -> Self {
-        Self { rules, sessions: HashMap::new(), idle: BTreeMap::new(), moves: None, numbers: 0, running: 0, waiting: 0 }
+        let (sessions, idle) = (HashMap::new(), BTreeMap::new());
+        Self { rules, sessions, idle, moves: None, words: None, own: 0, numbers: 0, running: 0, waiting: 0 }
     }
 
     pub(super) fn key(&self, name: SessionName<'_>) -> Result<Key, Refused> {
@@ -87,6 +102,9 @@ impl Table {
                     if let Some(since) = session.idle.take() {
                         self.idle.remove(&(since, number));
                     }
+                    if let Some(words) = &mut self.words {
+                        words.extend(session.again(key, target, now, self.rules.ttl / 4));
+                    }
                     Step::Bound { number, target }
                 }
                 Bond::Loose => {
@@ -97,13 +115,11 @@ impl Table {
                 Bond::Deciding => Step::Wait,
             });
         }
-        if self.sessions.len() >= self.rules.most_sessions && !self.evict() {
+        if !self.has_room() {
             return Err(Refused::Full { most: self.rules.most_sessions });
         }
         let number = self.next_number();
-        let session =
-            Session { number, bond: Bond::Deciding, running: 0, idle: None, ending: false, waiters: Vec::new() };
-        self.sessions.insert(key.clone(), session);
+        self.sessions.insert(key.clone(), Session::new(number, Bond::Deciding));
         Ok(Step::First { number })
     }
 
@@ -124,6 +140,7 @@ impl Table {
         session.running += 1;
         let waiters = session.wakers();
         self.running += 1;
+        self.stamp(key, target);
         self.note(Moved::Came, key, target);
         waiters
     }
@@ -153,7 +170,11 @@ impl Table {
                 self.idle.insert((now, number), key.clone());
             }
             Bond::Deciding => {}
-            Bond::Bound(_) | Bond::Loose if last => self.remove(key),
+            Bond::Bound(_) if last => {
+                self.tell_end(key);
+                self.remove(key);
+            }
+            Bond::Loose if last => self.remove(key),
             Bond::Bound(_) | Bond::Loose => {}
         }
     }
@@ -165,9 +186,13 @@ impl Table {
             Bond::Bound(left) if left == target => {}
             bond => {
                 session.bond = Bond::Bound(target);
-                if let Bond::Bound(left) = bond {
+                let was_ours = session.stamp.by == self.own;
+                if let Bond::Bound(left) = bond
+                    && was_ours
+                {
                     self.note(Moved::Left, key, left);
                 }
+                self.stamp(key, target);
                 self.note(Moved::Came, key, target);
             }
         }
@@ -175,17 +200,25 @@ impl Table {
 
     /// The session must not go to `gone` any more.
     pub(super) fn loosen(&mut self, key: &Arc<Key>, number: u64, gone: WorkerRank) {
+        let own = self.own;
         let Some(session) = self.session(key, number).filter(|session| session.bond == Bond::Bound(gone)) else {
             return;
         };
         session.bond = Bond::Loose;
-        self.note(Moved::Left, key, gone);
+        if session.stamp.by == own {
+            self.note(Moved::Left, key, gone);
+        }
     }
 
     pub(super) fn finish(&mut self, key: &Arc<Key>, number: u64) {
         if let Some(session) = self.session(key, number).filter(|_| !key.group) {
             session.ending = true;
         }
+    }
+
+    /// Whether there may be one more, if need be after one that is forgotten for it.
+    pub(super) fn has_room(&mut self) -> bool {
+        self.sessions.len() < self.rules.most_sessions || self.evict()
     }
 
     /// Forgets the session that was not used for longest; whether there is one of which no request runs.
@@ -274,26 +307,37 @@ impl Table {
         self.sessions.get_mut(key).filter(|session| session.number == number)
     }
 
-    fn remove(&mut self, key: &Arc<Key>) {
-        if let Some(Session { bond: Bond::Bound(target), .. }) = self.sessions.remove(key) {
+    pub(super) fn remove(&mut self, key: &Arc<Key>) {
+        if let Some(Session { bond: Bond::Bound(target), stamp, .. }) = self.sessions.remove(key)
+            && stamp.by == self.own
+        {
             self.note(Moved::Left, key, target);
         }
     }
 
     /// Notes a move, unless nobody has asked for so long that the notes have become several for each session there can be.
-    fn note(&mut self, moved: fn(Stay) -> Moved, key: &Key, target: WorkerRank) {
-        let most = self.rules.most_sessions.saturating_mul(4);
+    pub(super) fn note(&mut self, moved: fn(Stay) -> Moved, key: &Key, target: WorkerRank) {
+        let most = self.most_notes();
         let Some(moves) = self.moves.as_mut().filter(|moves| moves.len() < most) else { return };
         moves.push(moved(Stay { id: key.id.to_string(), group: key.group, target }));
     }
 
-    fn next_number(&mut self) -> u64 {
+    pub(super) fn most_notes(&self) -> usize {
+        self.rules.most_sessions.saturating_mul(4)
+    }
+
+    pub(super) fn next_number(&mut self) -> u64 {
         self.numbers += 1;
         self.numbers
     }
 }
 
 impl Session {
+    pub(super) fn new(number: u64, bond: Bond) -> Self {
+        let (waiters, stamp) = (Vec::new(), Stamp::default());
+        Self { number, bond, running: 0, idle: None, ending: false, waiters, stamp, told: None }
+    }
+
     fn wakers(&mut self) -> Vec<Waker> {
         self.waiters.drain(..).map(|(_, waker)| waker).collect()
     }

@@ -56,6 +56,7 @@ impl Pages {
             way_in,
             envoys: Arc::new(|| serde_json::Value::Null),
             cluster: Arc::new(|| serde_json::Value::Null),
+            replicas: Arc::new(|| serde_json::Value::Null),
         };
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}{PAGE}", listener.local_addr().unwrap());

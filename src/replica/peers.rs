@@ -1,0 +1,281 @@
+//! What the other replicas tell. Of each peer either everything up to some batch is known, or something is missing and it was
+//! asked for the whole; what it tells meanwhile is kept until the whole is there.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use rand::Rng;
+use serde::Serialize;
+
+use super::mirror::{Mirror, World};
+use super::proto::event::Event as Any;
+use super::proto::{Batch, Event, SnapshotPart};
+use super::{ReplicaId, Told, wire};
+use crate::load::{BookingId, Live};
+
+/// Most peers.
+const MOST_PEERS: usize = 1024;
+
+/// Most batches that are kept while the whole is waited for. Who tells more meanwhile is asked once more.
+const MOST_LATER: usize = 4096;
+
+/// Who has not answered for so long is asked again.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// All peers.
+#[derive(Debug)]
+pub(super) struct Peers {
+    own: ReplicaId,
+    lease: Duration,
+    peers: BTreeMap<ReplicaId, Peer>,
+}
+
+/// What is to be done next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Wish {
+    /// Ask that peer for everything.
+    Ask(ReplicaId),
+    /// Say that we are here.
+    Sign,
+}
+
+/// What changed, for the log and the measures.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Noted {
+    /// A peer is there.
+    Came(ReplicaId, String),
+    /// It missed something of it.
+    Gap(ReplicaId),
+    /// Everything of it is known.
+    Level(ReplicaId, usize),
+    /// It said goodbye.
+    Left(ReplicaId, String),
+    /// Nothing was heard of it for too long; so many of its reservations do not count any more.
+    Silent(ReplicaId, String, usize),
+}
+
+/// What came of a message.
+#[derive(Debug, Default)]
+pub(super) struct Outcome {
+    pub(super) wishes: Vec<Wish>,
+    pub(super) noted: Vec<Noted>,
+}
+
+#[derive(Debug)]
+struct Peer {
+    name: String,
+    heard: Instant,
+    standing: Standing,
+    mirror: Mirror,
+}
+
+#[derive(Debug)]
+enum Standing {
+    /// Everything up to this batch is known.
+    Level { last: u64 },
+    /// It was asked for everything.
+    Behind(Behind),
+}
+
+#[derive(Debug)]
+struct Behind {
+    asked: Instant,
+    /// What came of the answer so far.
+    parts: Vec<Event>,
+    next_part: u32,
+    of: u64,
+    later: Vec<Batch>,
+}
+
+/// A peer, as it is shown.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Shown {
+    replica: ReplicaId,
+    name: String,
+    /// Whether everything that it told is known.
+    level: bool,
+    reservations: usize,
+    /// Of these, on workers that are not known here.
+    on_unknown_workers: usize,
+    heard_ms_ago: u128,
+}
+
+impl Peers {
+    pub(super) fn new(own: ReplicaId, lease: Duration) -> Self {
+        Self { own, lease, peers: BTreeMap::new() }
+    }
+
+    /// A batch of a peer.
+    pub(super) fn hear(&mut self, batch: Batch, world: &World<'_>, now: Instant, rng: &mut impl Rng) -> Outcome {
+        let (from, mut outcome) = (ReplicaId(batch.replica), Outcome::default());
+        if from == self.own {
+            return outcome;
+        }
+        if batch.leaving {
+            outcome.noted.extend(self.peers.remove(&from).map(|peer| Noted::Left(from, peer.name)));
+            return outcome;
+        }
+        outcome.wishes.extend(batch.hello.then_some(Wish::Sign));
+        if !self.peers.contains_key(&from) {
+            if self.peers.len() >= MOST_PEERS {
+                return outcome;
+            }
+            outcome.noted.push(Noted::Came(from, batch.name.clone()));
+            outcome.wishes.push(Wish::Ask(from));
+            let standing = Standing::Behind(Behind::new(now));
+            let peer = Peer { name: batch.name.clone(), heard: now, standing, mirror: Mirror::default() };
+            self.peers.insert(from, peer);
+        }
+        let Some(peer) = self.peers.get_mut(&from) else { return outcome };
+        peer.heard = now;
+        if !peer.hear(batch, world, rng) {
+            outcome.noted.push(Noted::Gap(from));
+            outcome.wishes.push(Wish::Ask(from));
+            peer.standing.fall_behind(now);
+        }
+        outcome
+    }
+
+    /// Part of what a peer was asked for.
+    pub(super) fn take(&mut self, part: SnapshotPart, world: &World<'_>, now: Instant, rng: &mut impl Rng) -> Outcome {
+        let (from, mut outcome) = (ReplicaId(part.replica), Outcome::default());
+        let Some(peer) = self.peers.get_mut(&from) else { return outcome };
+        peer.heard = now;
+        let Standing::Behind(behind) = &mut peer.standing else { return outcome };
+        let Some((events, last)) = behind.collect(part, now) else { return outcome };
+        let later = std::mem::take(&mut behind.later);
+        peer.replace(events, world, rng);
+        peer.standing = Standing::Level { last };
+        let mut is_level = true;
+        for batch in later {
+            is_level = is_level && peer.hear(batch, world, rng);
+        }
+        if is_level {
+            outcome.noted.push(Noted::Level(from, peer.mirror.len()));
+        } else {
+            outcome.noted.push(Noted::Gap(from));
+            outcome.wishes.push(Wish::Ask(from));
+            peer.standing.fall_behind(now);
+        }
+        outcome
+    }
+
+    /// Time goes by.
+    pub(super) fn look(&mut self, world: &World<'_>, now: Instant) -> Outcome {
+        let mut outcome = Outcome::default();
+        let silent = |peer: &Peer| now.saturating_duration_since(peer.heard) > self.lease;
+        for (id, peer) in self.peers.extract_if(.., |_, peer| silent(peer)) {
+            outcome.noted.push(Noted::Silent(id, peer.name, peer.mirror.len()));
+        }
+        for (id, peer) in &mut self.peers {
+            peer.mirror.settle(world);
+            if let Standing::Behind(behind) = &mut peer.standing
+                && now.saturating_duration_since(behind.asked) > PATIENCE
+            {
+                behind.asked = now;
+                outcome.wishes.push(Wish::Ask(*id));
+            }
+        }
+        outcome
+    }
+
+    /// Whether everything is known that those told of whom we know.
+    pub(super) fn are_level(&self) -> bool {
+        self.peers.values().all(|peer| matches!(peer.standing, Standing::Level { .. }))
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.peers.len()
+    }
+
+    /// Reservations of all of them.
+    pub(super) fn reservations(&self) -> usize {
+        self.peers.values().map(|peer| peer.mirror.len()).sum()
+    }
+
+    pub(super) fn shown(&self, now: Instant) -> Vec<Shown> {
+        let shown = |(id, peer): (&ReplicaId, &Peer)| Shown {
+            replica: *id,
+            name: peer.name.clone(),
+            level: matches!(peer.standing, Standing::Level { .. }),
+            reservations: peer.mirror.len(),
+            on_unknown_workers: peer.mirror.waiting(),
+            heard_ms_ago: now.saturating_duration_since(peer.heard).as_millis(),
+        };
+        self.peers.iter().map(shown).collect()
+    }
+}
+
+impl Peer {
+    /// Takes a batch; whether nothing is missing before it, or it is waited for already.
+    fn hear(&mut self, batch: Batch, world: &World<'_>, rng: &mut impl Rng) -> bool {
+        let has_events = !batch.events.is_empty();
+        match &mut self.standing {
+            Standing::Behind(behind) => {
+                if has_events {
+                    behind.keep(batch);
+                }
+                true
+            }
+            // A sign of life tells the last one.
+            Standing::Level { last } if !has_events => batch.sequence <= *last,
+            Standing::Level { last } if batch.sequence == *last + 1 => {
+                *last += 1;
+                for told in batch.events.into_iter().filter_map(|event| wire::told(event, rng)) {
+                    self.mirror.apply(told, world);
+                }
+                true
+            }
+            Standing::Level { last } => batch.sequence <= *last,
+        }
+    }
+
+    fn replace(&mut self, events: Vec<Event>, world: &World<'_>, rng: &mut impl Rng) {
+        let mut bookings: Vec<(BookingId, Live)> = Vec::new();
+        let mut beside: Vec<Told> = Vec::new();
+        for event in events {
+            match event.event {
+                Some(Any::Booked(told)) => bookings.push(wire::live(told, rng)),
+                _ => beside.extend(wire::told(event, rng)),
+            }
+        }
+        self.mirror.replace(bookings, world);
+        beside.into_iter().for_each(|told| self.mirror.apply(told, world));
+    }
+}
+
+impl Standing {
+    /// It is asked for everything, now.
+    fn fall_behind(&mut self, now: Instant) {
+        *self = Standing::Behind(Behind::new(now));
+    }
+}
+
+impl Behind {
+    fn new(asked: Instant) -> Self {
+        Self { asked, parts: Vec::new(), next_part: 0, of: 0, later: Vec::new() }
+    }
+
+    /// Keeps a batch for later. Where there are too many, what comes after shows that some are missing.
+    fn keep(&mut self, batch: Batch) {
+        if self.later.len() < MOST_LATER {
+            self.later.push(batch);
+        }
+    }
+
+    /// Everything and the batch up to which it is, once the last part is there. The first part of an answer begins anew,
+    /// because the peer may have been asked twice.
+    fn collect(&mut self, part: SnapshotPart, now: Instant) -> Option<(Vec<Event>, u64)> {
+        if part.part == 0 {
+            (self.next_part, self.of) = (0, part.sequence);
+            self.parts.clear();
+        }
+        if part.part != self.next_part || part.sequence != self.of {
+            return None;
+        }
+        self.next_part += 1;
+        self.asked = now;
+        self.parts.extend(part.events);
+        part.last.then(|| (std::mem::take(&mut self.parts), self.of))
+    }
+}

@@ -1,0 +1,360 @@
+//! One replica at work: what happens here goes out in batches, what comes in is counted, and now and then it is looked at
+//! what time has changed. All of it is done in one task, beside the requests.
+
+use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use anyhow::bail;
+use async_nats::Message;
+use futures_util::StreamExt as _;
+use parking_lot::Mutex;
+use prost::Message as _;
+use rand::SeedableRng as _;
+use rand::rngs::SmallRng;
+use serde_json::{Value, json};
+use tokio::sync::{Notify, mpsc};
+use tracing::{debug, info, warn};
+
+use super::config::ReplicasConfig;
+use super::link::{Ears, Link};
+use super::mirror::World;
+use super::own::Own;
+use super::peers::{Noted, Outcome, Peers, Wish};
+use super::proto::{Batch, SnapshotPart};
+use super::{ReplicaId, Told};
+use crate::entrance::Entrance;
+use crate::lifecycle::ReadyGuard;
+use crate::metrics::{Metrics, OutcomeLabel};
+
+/// Events that are taken in at one go.
+const AT_ONCE: usize = 1024;
+
+/// Signs of life during a lease, so that one that is lost is no silence.
+const SIGNS: u32 = 4;
+
+/// At the start, others may take so long to say that they are there.
+const GREETING: std::time::Duration = std::time::Duration::from_millis(300);
+
+type HearFirstToken = Box<dyn Fn(&str) + Send + Sync>;
+
+/// This process among its peers.
+pub struct Replica {
+    settings: ReplicasConfig,
+    id: ReplicaId,
+    entrance: Arc<Entrance>,
+    metrics: Arc<Metrics>,
+    state: Mutex<State>,
+    connected: AtomicBool,
+    link: Mutex<Option<Arc<Link>>>,
+    words: Notify,
+    tell: mpsc::UnboundedSender<Told>,
+    first_token: OnceLock<HearFirstToken>,
+    /// What happened here and is not told yet. Whoever runs holds it.
+    news: tokio::sync::Mutex<mpsc::UnboundedReceiver<Told>>,
+    starting: Mutex<Option<Starting>>,
+}
+
+struct State {
+    own: Own,
+    peers: Peers,
+    random: SmallRng,
+}
+
+/// We have not heard of all others.
+struct Starting {
+    _guard: ReadyGuard,
+    until: Instant,
+    greeted: Option<Instant>,
+}
+
+impl Replica {
+    /// Begins to note what happens here.
+    pub fn new(
+        settings: &ReplicasConfig,
+        name: String,
+        (entrance, metrics): (Arc<Entrance>, Arc<Metrics>),
+        ready: ReadyGuard,
+    ) -> Arc<Self> {
+        let id = ReplicaId(rand::random());
+        let (tell, news) = mpsc::unbounded_channel();
+        let router = entrance.router().clone();
+        let (of_load, of_router) = (tell.clone(), tell.clone());
+        router.load().on_news(move |news| _ = of_load.send(Told::Load(news)));
+        router.on_overloaded(move |worker, left| _ = of_router.send(Told::Overloaded(worker, left)));
+        let peers = Peers::new(id, settings.lease.get());
+        let random = SmallRng::seed_from_u64(rand::random());
+        let state = State { own: Own::new(id, name), peers, random };
+        let starting = Starting { _guard: ready, until: Instant::now() + settings.wait.get(), greeted: None };
+        let replica = Arc::new(Self {
+            settings: settings.clone(),
+            id,
+            entrance,
+            metrics,
+            state: Mutex::new(state),
+            connected: AtomicBool::new(false),
+            link: Mutex::new(None),
+            words: Notify::new(),
+            tell,
+            first_token: OnceLock::new(),
+            news: tokio::sync::Mutex::new(news),
+            starting: Mutex::new(Some(starting)),
+        });
+        if let Some(sessions) = replica.entrance.sessions() {
+            let heard = Arc::downgrade(&replica);
+            sessions.on_word(id.0, move || {
+                if let Some(replica) = heard.upgrade() {
+                    replica.words.notify_one();
+                }
+            });
+        }
+        replica
+    }
+
+    /// From now on `hear` is told the names of exchanges whose first token another replica has seen.
+    pub fn on_first_token(&self, hear: impl Fn(&str) + Send + Sync + 'static) {
+        self.first_token.set(Box::new(hear)).ok();
+    }
+
+    /// The first token of an exchange of this name was seen, and it is none of ours.
+    pub fn first_token_of(&self, name: &str) {
+        self.tell.send(Told::FirstTokenOf(name.to_owned())).ok();
+    }
+
+    /// How it stands, for people.
+    pub fn shown(&self) -> Value {
+        let state = self.state.lock();
+        json!({
+            "replica": self.id,
+            "group": self.settings.group,
+            "connected": self.connected.load(Ordering::Relaxed),
+            "reservations": state.own.len(),
+            "peers": state.peers.shown(Instant::now()),
+        })
+    }
+
+    /// Talks with the others, for ever.
+    pub async fn run(&self) -> anyhow::Result<()> {
+        let mut news = self.news.lock().await;
+        let (link, mut ears) = Link::open(&self.settings, self.id).await?;
+        let link = Arc::new(link);
+        *self.link.lock() = Some(link.clone());
+        let mut ticks = tokio::time::interval(self.settings.lease.get() / SIGNS);
+        let mut looks = tokio::time::interval(GREETING / 3);
+        let (mut taken, mut due) = (Vec::with_capacity(AT_ONCE), None::<tokio::time::Instant>);
+        loop {
+            let flush = async {
+                match due {
+                    Some(due) => tokio::time::sleep_until(due).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = flush => {
+                    due = None;
+                    self.tell(&link).await;
+                }
+                count = news.recv_many(&mut taken, AT_ONCE) => {
+                    if count == 0 {
+                        bail!("nobody tells what happens here any more");
+                    }
+                    self.note(taken.drain(..));
+                    due.get_or_insert_with(|| tokio::time::Instant::now() + self.settings.batch.get());
+                }
+                () = self.words.notified() => {
+                    self.note(self.entrance.sessions().into_iter().flat_map(|sessions| sessions.words()).map(Told::Session));
+                    due.get_or_insert_with(|| tokio::time::Instant::now() + self.settings.batch.get());
+                }
+                heard = self.hear(&link, &mut ears) => heard?,
+                _ = ticks.tick() => {
+                    let sign = self.state.lock().own.sign();
+                    self.send(&link, &sign).await;
+                }
+                _ = looks.tick() => self.look(&link).await,
+            }
+        }
+    }
+
+    /// Says goodbye, once nothing is booked here any more.
+    pub async fn farewell(&self) {
+        let link = self.link.lock().take();
+        let Some(link) = link else { return };
+        let sign = self.state.lock().own.sign();
+        self.send(&link, &Batch { leaving: true, ..sign }).await;
+        link.flush().await;
+    }
+
+    /// What comes next from outside. Dropping it loses nothing.
+    async fn hear(&self, link: &Link, ears: &mut Ears) -> anyhow::Result<()> {
+        enum Heard {
+            Batch(Option<Message>),
+            Ask(Option<Message>),
+            Answer(Option<Message>),
+            State(Option<async_nats::Event>),
+        }
+        let heard = tokio::select! {
+            message = ears.batches.next() => Heard::Batch(message),
+            message = ears.asks.next() => Heard::Ask(message),
+            message = ears.answers.next() => Heard::Answer(message),
+            state = ears.states.recv() => Heard::State(state),
+        };
+        match heard {
+            Heard::State(Some(state)) => self.changed(link, &state).await,
+            Heard::Batch(Some(message)) => match Batch::decode(message.payload) {
+                Ok(batch) => {
+                    self.count("received");
+                    let outcome = self.within(|State { peers, random, .. }, world, now| peers.hear(batch, world, now, random));
+                    self.settle(link, outcome).await;
+                }
+                Err(error) => self.garbage(&error),
+            },
+            Heard::Answer(Some(message)) => match SnapshotPart::decode(message.payload) {
+                Ok(part) => {
+                    let outcome = self.within(|State { peers, random, .. }, world, now| peers.take(part, world, now, random));
+                    self.settle(link, outcome).await;
+                }
+                Err(error) => self.garbage(&error),
+            },
+            Heard::Ask(Some(message)) => {
+                if let Some(reply) = message.reply {
+                    self.answer(link, reply.to_string()).await;
+                }
+            }
+            Heard::Batch(None) | Heard::Ask(None) | Heard::Answer(None) | Heard::State(None) => {
+                bail!("the connection has ended for good")
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes note of what happened here.
+    fn note(&self, told: impl Iterator<Item = Told>) {
+        let now = Instant::now();
+        let own = &mut self.state.lock().own;
+        told.for_each(|told| own.note(&told, now));
+    }
+
+    /// Tells what happened here.
+    async fn tell(&self, link: &Link) {
+        let batches = self.state.lock().own.batches();
+        for batch in &batches {
+            self.send(link, batch).await;
+        }
+    }
+
+    async fn send(&self, link: &Link, batch: &Batch) {
+        let sent = link.tell(batch).await;
+        self.count(if sent { "sent" } else { "lost" });
+    }
+
+    /// Tells one who asked how everything stands.
+    async fn answer(&self, link: &Link, to: String) {
+        let sessions = self.entrance.sessions().map(|sessions| sessions.all_words()).unwrap_or_default();
+        let marks = self.entrance.router().overload_marks();
+        let beside: Vec<Told> = sessions
+            .into_iter()
+            .map(Told::Session)
+            .chain(marks.into_iter().map(|(worker, left)| Told::Overloaded(worker, left)))
+            .collect();
+        self.tell(link).await;
+        let parts = self.state.lock().own.snapshot(&beside, Instant::now());
+        for part in &parts {
+            if !link.answer(to.clone(), part).await {
+                return;
+            }
+        }
+        self.count("snapshot_given");
+    }
+
+    /// What happened to the connection.
+    async fn changed(&self, link: &Link, state: &async_nats::Event) {
+        let is_up = link.is_up();
+        let was_up = self.connected.swap(is_up, Ordering::Relaxed);
+        self.metrics.replica_connected.set(i64::from(is_up));
+        match (was_up, is_up) {
+            (false, true) => info!(replica = %self.id, group = self.settings.group, "connected to NATS"),
+            (true, false) => warn!(%state, "NATS is gone; decisions know only of bookings of this replica until it is back"),
+            _ => debug!(%state, "NATS"),
+        }
+        if is_up {
+            let sign = {
+                let own = &mut self.state.lock().own;
+                own.limit(link.most_bytes());
+                own.sign()
+            };
+            self.send(link, &Batch { hello: true, ..sign }).await;
+            if let Some(starting) = &mut *self.starting.lock() {
+                starting.greeted.get_or_insert_with(Instant::now);
+            }
+        }
+    }
+
+    /// Looks what time has changed.
+    async fn look(&self, link: &Link) {
+        let outcome = self.within(|State { peers, .. }, world, now| peers.look(world, now));
+        self.settle(link, outcome).await;
+        let mut starting = self.starting.lock();
+        let now = Instant::now();
+        let is_over = |starting: &mut Starting| {
+            let greeted = starting.greeted.is_some_and(|at| now >= at + GREETING);
+            now >= starting.until || greeted && self.state.lock().peers.are_level()
+        };
+        drop(starting.take_if(is_over));
+    }
+
+    fn within(&self, work: impl FnOnce(&mut State, &World<'_>, Instant) -> Outcome) -> Outcome {
+        let router = self.entrance.router();
+        let fleet = router.fleet();
+        let world = World {
+            load: router.load(),
+            slot: &|rank| fleet.slot(rank),
+            sessions: self.entrance.sessions().map(|sessions| &**sessions),
+            overloaded: &|worker, left| router.mark_overloaded(worker, left),
+            first_token: &|name| self.first_token.get().into_iter().for_each(|hear| hear(name)),
+        };
+        let mut state = self.state.lock();
+        let outcome = work(&mut state, &world, Instant::now());
+        self.metrics.replica_peers.set(state.peers.len() as i64);
+        self.metrics.replica_reservations.set(state.peers.reservations() as i64);
+        outcome
+    }
+
+    /// Says what was noted, and does what is wished.
+    async fn settle(&self, link: &Link, outcome: Outcome) {
+        for noted in outcome.noted {
+            match noted {
+                Noted::Came(peer, name) => info!(%peer, name, "another replica is there"),
+                Noted::Left(peer, name) => info!(%peer, name, "another replica has left"),
+                Noted::Level(peer, reservations) => {
+                    self.count("snapshot_taken");
+                    debug!(%peer, reservations, "everything of another replica is known");
+                }
+                Noted::Gap(peer) => {
+                    self.count("gap");
+                    debug!(%peer, "words of another replica were lost; it is asked how it stands");
+                }
+                Noted::Silent(peer, name, reservations) => {
+                    warn!(%peer, name, reservations, "another replica has fallen silent; its reservations do not count any more");
+                }
+            }
+        }
+        for wish in outcome.wishes {
+            match wish {
+                Wish::Ask(peer) => _ = link.ask_all(peer).await,
+                Wish::Sign => {
+                    let sign = self.state.lock().own.sign();
+                    self.send(link, &sign).await;
+                }
+            }
+        }
+    }
+
+    fn garbage(&self, error: &prost::DecodeError) {
+        self.count("garbage");
+        debug!(%error, "a message is none of ours");
+    }
+
+    fn count(&self, outcome: &'static str) {
+        self.metrics.replica_messages.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+}

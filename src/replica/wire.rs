@@ -1,0 +1,167 @@
+//! What is told, as messages. A message holds only so much, so the blocks of a very long prompt are not all named: those
+//! after the named ones count as blocks that nobody shares.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rand::Rng;
+
+use super::Told;
+use super::proto::event::Event as Any;
+use super::proto::{self, Event};
+use crate::block::SequenceHash;
+use crate::block::tracking::unshared;
+use crate::load::{Booking, BookingId, Live, News, Sequences, Until};
+use crate::sessions::{SessionKey, Stamp, Word};
+use crate::worker::{DpRank, Slot, WorkerId, WorkerRank};
+
+/// The slot of somebody who is not here. Whoever books looks up the right one.
+pub(super) const NOWHERE: Slot = Slot(u32::MAX);
+
+/// Most blocks that are not named. Nobody can make us remember more by a number.
+const MOST_UNNAMED: u64 = 1 << 20;
+
+/// What is told, with no more than so many blocks named.
+pub(super) fn event(told: &Told, most_named: usize) -> Event {
+    let any = match told {
+        Told::Load(News::Booked { id, bookings }) => {
+            Any::Booked(booked(*id, &Live::new(bookings.clone()), most_named))
+        }
+        Told::Load(News::FirstToken(id)) => Any::FirstToken(id.0),
+        Told::Load(News::OutputBlocks { id, count, fraction }) => {
+            Any::OutputBlocks(proto::OutputBlocks { id: id.0, count: *count as u64, fraction: *fraction })
+        }
+        Told::Load(News::Moved { id, to }) => {
+            let mut left = most_named;
+            Any::Moved(proto::Moved { id: id.0, to: to.as_ref().map(|to| booking(to, &mut left)) })
+        }
+        Told::Load(News::Released(id)) => Any::Released(id.0),
+        Told::Session(Word::Bound { session: key, target, stamp }) => Any::SessionBound(proto::SessionBound {
+            session: Some(session(key)),
+            worker: target.worker.0,
+            rank: target.rank.0,
+            version: stamp.version,
+            by: stamp.by,
+        }),
+        Told::Session(Word::Ended { session: key, stamp }) => Any::SessionEnded(proto::SessionEnded {
+            session: Some(session(key)),
+            version: stamp.version,
+            by: stamp.by,
+        }),
+        Told::Overloaded(worker, left) => {
+            Any::Overloaded(proto::Overloaded { worker: worker.0, milliseconds: left.as_millis() as u64 })
+        }
+        Told::FirstTokenOf(name) => Any::FirstTokenOf(name.clone()),
+    };
+    Event { event: Some(any) }
+}
+
+/// A reservation as far as it has come.
+pub(super) fn alive(id: BookingId, live: &Live, most_named: usize) -> Event {
+    Event { event: Some(Any::Booked(booked(id, live, most_named))) }
+}
+
+fn booked(id: BookingId, live: &Live, most_named: usize) -> proto::Booked {
+    let mut left = most_named;
+    proto::Booked {
+        id: id.0,
+        bookings: live.bookings.iter().map(|told| booking(told, &mut left)).collect(),
+        begun: live.begun,
+        faded_blocks: live.faded as u64,
+        fraction: live.fraction.unwrap_or_default(),
+        whole_blocks: live.whole as u64,
+    }
+}
+
+fn booking(booking: &Booking, left: &mut usize) -> proto::Booking {
+    let mut prompt = |hashes: &Arc<[SequenceHash]>| {
+        let named = hashes.len().min(*left);
+        *left -= named;
+        let blocks = hashes[..named].iter().map(|hash| hash.0).collect();
+        proto::Prompt { blocks, unnamed: (hashes.len() - named) as u64 }
+    };
+    proto::Booking {
+        worker: booking.rank.worker.0,
+        rank: booking.rank.rank.0,
+        prompts: booking.sequences.prompts().iter().map(&mut prompt).collect(),
+        prompt_tokens: booking.prompt_tokens,
+        cached_tokens: booking.cached_tokens,
+        track_prefill: booking.track_prefill,
+        prefill_microseconds: booking.prefill_time.map(|time| time.as_micros() as u64),
+        until_first_token: booking.until == Until::FirstToken,
+    }
+}
+
+fn session(key: &SessionKey) -> proto::Session {
+    proto::Session { model: key.model.as_deref().map(str::to_owned), id: key.id.to_string(), group: key.group }
+}
+
+/// What an event says; `None` where it says nothing that we know.
+pub(super) fn told(event: Event, rng: &mut impl Rng) -> Option<Told> {
+    Some(match event.event? {
+        Any::Booked(told) => {
+            let (id, live) = live(told, rng);
+            Told::Load(News::Booked { id, bookings: live.bookings })
+        }
+        Any::FirstToken(id) => Told::Load(News::FirstToken(BookingId(id))),
+        Any::OutputBlocks(told) => Told::Load(News::OutputBlocks {
+            id: BookingId(told.id),
+            count: usize::try_from(told.count.min(MOST_UNNAMED)).ok()?,
+            fraction: told.fraction,
+        }),
+        Any::Moved(told) => {
+            Told::Load(News::Moved { id: BookingId(told.id), to: told.to.map(|to| booking_of(to, rng)) })
+        }
+        Any::Released(id) => Told::Load(News::Released(BookingId(id))),
+        Any::SessionBound(told) => Told::Session(Word::Bound {
+            session: Arc::new(key(told.session?)),
+            target: rank(told.worker, told.rank),
+            stamp: Stamp { version: told.version, by: told.by },
+        }),
+        Any::SessionEnded(told) => Told::Session(Word::Ended {
+            session: Arc::new(key(told.session?)),
+            stamp: Stamp { version: told.version, by: told.by },
+        }),
+        Any::FirstTokenOf(name) => Told::FirstTokenOf(name),
+        Any::Overloaded(told) => Told::Overloaded(WorkerId(told.worker), Duration::from_millis(told.milliseconds)),
+    })
+}
+
+/// A reservation as far as it had come.
+pub(super) fn live(told: proto::Booked, rng: &mut impl Rng) -> (BookingId, Live) {
+    let bookings = told.bookings.into_iter().map(|told| booking_of(told, rng)).collect();
+    let count = |blocks: u64| blocks.min(MOST_UNNAMED) as usize;
+    let live = Live {
+        bookings,
+        begun: told.begun,
+        faded: count(told.faded_blocks),
+        fraction: (told.faded_blocks > 0).then_some(told.fraction),
+        whole: count(told.whole_blocks),
+    };
+    (BookingId(told.id), live)
+}
+
+fn booking_of(told: proto::Booking, rng: &mut impl Rng) -> Booking {
+    let mut prompt = |told: proto::Prompt| -> Arc<[SequenceHash]> {
+        let unnamed = unshared(told.unnamed.min(MOST_UNNAMED) as usize, rng);
+        told.blocks.into_iter().map(SequenceHash).chain(unnamed.iter().copied()).collect()
+    };
+    Booking {
+        slot: NOWHERE,
+        rank: rank(told.worker, told.rank),
+        sequences: Sequences::of(told.prompts.into_iter().map(&mut prompt).collect()),
+        prompt_tokens: told.prompt_tokens,
+        cached_tokens: told.cached_tokens,
+        track_prefill: told.track_prefill,
+        prefill_time: told.prefill_microseconds.map(Duration::from_micros),
+        until: if told.until_first_token { Until::FirstToken } else { Until::End },
+    }
+}
+
+fn rank(worker: u64, rank: u32) -> WorkerRank {
+    WorkerRank { worker: WorkerId(worker), rank: DpRank(rank) }
+}
+
+fn key(told: proto::Session) -> SessionKey {
+    SessionKey { model: told.model.map(Into::into), group: told.group, id: told.id.into() }
+}

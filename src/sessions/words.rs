@@ -1,0 +1,187 @@
+//! What routers of the same workers tell each other of sessions. Each decides for itself, so two may bind one session at
+//! the same time; of several bonds the one with the highest stamp holds, and everybody sees the same one as highest,
+//! in whatever order they hear of them.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::table::{Bond, Key, Session, Table};
+use super::{Moved, SessionKey, Sessions};
+use crate::worker::WorkerRank;
+
+/// Which of two bonds holds: the one that knew of the other, else that of the router with the higher number.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Stamp {
+    /// How many bonds came before it, as far as its maker knew.
+    pub version: u64,
+    /// Who made it.
+    pub by: u64,
+}
+
+/// What is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Word {
+    /// The session is there, and in use.
+    Bound {
+        /// Which.
+        session: Arc<SessionKey>,
+        /// Where.
+        target: WorkerRank,
+        /// Of the bond.
+        stamp: Stamp,
+    },
+    /// The last request of the session has ended.
+    Ended {
+        /// Which.
+        session: Arc<SessionKey>,
+        /// Of its last bond.
+        stamp: Stamp,
+    },
+}
+
+impl Sessions {
+    /// From now on notes for [`Sessions::words`] what others have to know, under our number, and calls `hear` whenever there
+    /// is something, with no lock of ours held. Who called first is the one who hears.
+    pub fn on_word(&self, own: u64, hear: impl Fn() + Send + Sync + 'static) {
+        if self.hear_words.set(Box::new(hear)).is_ok() {
+            self.table.lock().note_words(own);
+        }
+    }
+
+    /// What is to be told since the last call, in its order.
+    pub fn words(&self) -> Vec<Word> {
+        self.table.lock().take_words()
+    }
+
+    /// All that is known, for who knows nothing yet.
+    pub fn all_words(&self) -> Vec<Word> {
+        self.table.lock().all_words()
+    }
+
+    /// Takes what another router tells.
+    pub fn take(&self, word: Word) {
+        let now = (self.clock)();
+        self.change(|table| match word {
+            Word::Bound { session, target, stamp } => table.adopt(session, target, stamp, now),
+            Word::Ended { session, stamp } => table.end(&session, stamp),
+        });
+    }
+}
+
+impl Session {
+    /// A word that it is still in use, unless that was told not so long ago.
+    pub(super) fn again(
+        &mut self,
+        key: &Arc<Key>,
+        target: WorkerRank,
+        now: Instant,
+        every: Duration,
+    ) -> Option<Word> {
+        let told = *self.told.get_or_insert(now);
+        let due = now.saturating_duration_since(told) >= every;
+        self.told = Some(if due { now } else { told });
+        due.then(|| Word::Bound { session: key.clone(), target, stamp: self.stamp })
+    }
+}
+
+impl Table {
+    pub(super) fn note_words(&mut self, own: u64) {
+        self.own = own;
+        self.words.get_or_insert_default();
+        // What was bound before is ours.
+        self.sessions.values_mut().for_each(|session| session.stamp.by = own);
+    }
+
+    pub(super) fn has_words(&self) -> bool {
+        self.words.as_ref().is_some_and(|words| !words.is_empty())
+    }
+
+    pub(super) fn take_words(&mut self) -> Vec<Word> {
+        self.words.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    pub(super) fn all_words(&self) -> Vec<Word> {
+        let bound = |(key, session): (&Arc<Key>, &Session)| match session.bond {
+            Bond::Bound(target) => Some(Word::Bound { session: key.clone(), target, stamp: session.stamp }),
+            Bond::Loose | Bond::Deciding => None,
+        };
+        self.sessions.iter().filter_map(bound).collect()
+    }
+
+    /// A bond of ours, after all that we know of; it is told.
+    pub(super) fn stamp(&mut self, key: &Arc<Key>, target: WorkerRank) {
+        let own = self.own;
+        let Some(session) = self.sessions.get_mut(key) else { return };
+        session.stamp = Stamp { version: session.stamp.version + 1, by: own };
+        session.told = None;
+        let stamp = session.stamp;
+        self.word(Word::Bound { session: key.clone(), target, stamp });
+    }
+
+    pub(super) fn tell_end(&mut self, key: &Arc<Key>) {
+        let Some(stamp) = self.sessions.get(key).map(|session| session.stamp) else { return };
+        self.word(Word::Ended { session: key.clone(), stamp });
+    }
+
+    /// Another router has bound a session, or uses it.
+    pub(super) fn adopt(&mut self, key: Arc<Key>, target: WorkerRank, stamp: Stamp, now: Instant) {
+        self.expire(now);
+        let own = self.own;
+        let Some(session) = self.sessions.get_mut(&key) else { return self.adopt_new(key, target, stamp, now) };
+        if session.stamp > stamp {
+            return;
+        }
+        let number = session.number;
+        let before = std::mem::replace(&mut session.stamp, stamp);
+        let left = match session.bond {
+            // Who decides here does so after this bond.
+            Bond::Deciding => None,
+            Bond::Loose => {
+                session.bond = Bond::Bound(target);
+                None
+            }
+            Bond::Bound(left) => {
+                session.bond = Bond::Bound(target);
+                (left != target && before.by == own).then_some(left)
+            }
+        };
+        if let Some(since) = session.idle.as_mut().map(|since| std::mem::replace(since, now)) {
+            self.idle.remove(&(since, number));
+            self.idle.insert((now, number), key.clone());
+        }
+        if let Some(left) = left {
+            self.note(Moved::Left, &key, left);
+        }
+    }
+
+    fn adopt_new(&mut self, key: Arc<Key>, target: WorkerRank, stamp: Stamp, now: Instant) {
+        if !self.has_room() {
+            return;
+        }
+        let number = self.next_number();
+        let session = Session { idle: Some(now), stamp, ..Session::new(number, Bond::Bound(target)) };
+        self.idle.insert((now, number), key.clone());
+        self.sessions.insert(key, session);
+    }
+
+    /// The last request of a session has ended at another router.
+    pub(super) fn end(&mut self, key: &Arc<Key>, stamp: Stamp) {
+        let Some(session) = self.sessions.get_mut(key).filter(|session| session.stamp <= stamp) else { return };
+        let number = session.number;
+        match session.idle {
+            Some(since) => {
+                self.idle.remove(&(since, number));
+                self.remove(key);
+            }
+            None => session.ending = true,
+        }
+    }
+
+    /// Keeps a word to be told, unless nobody has asked for so long that there are several for each session there can be.
+    fn word(&mut self, word: Word) {
+        let most = self.most_notes();
+        if let Some(words) = self.words.as_mut().filter(|words| words.len() < most) {
+            words.push(word);
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! Three replicas behind one Envoy, under load: one is killed, another is started in its place, and the server of messages
+//! goes and comes back.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+
+use crate::Nats;
+use crate::deployment::{Deployment, PATIENCE, essay, fast, programs, telling};
+use crate::support::child::Child;
+use crate::support::ports::{FreePort, Ready, until, wait_ready};
+use crate::support::stack::MODEL;
+
+/// Requests in all.
+const REQUESTS: usize = 20_000;
+/// Clients that send one request after the other.
+const CLIENTS: usize = 24;
+/// How long there is no server of messages.
+const AWAY: Duration = Duration::from_secs(4);
+
+/// One more replica beside the deployment's own.
+struct Replica {
+    child: Child,
+    admin: u16,
+}
+
+impl Replica {
+    /// The configuration of the deployment's own, at a socket and a page of its own.
+    async fn start(deployment: &Deployment, number: usize) -> Self {
+        let admin = FreePort::find().unwrap().release();
+        let text = std::fs::read(deployment.run_dir.join("warmroute.yaml")).unwrap();
+        let mut config: Value = serde_json::from_slice(&text).unwrap();
+        config["listen"]["unix"] = json!(socket(deployment, number));
+        config["admin"]["listen"] = json!(format!("127.0.0.1:{admin}"));
+        // Envoy is told by one of them.
+        config.as_object_mut().unwrap().remove("envoy");
+        let file = deployment.run_dir.join(format!("warmroute-{number}.yaml"));
+        std::fs::write(&file, config.to_string()).unwrap();
+        let program = &programs().warmroute[0];
+        let mut command = Command::new(program);
+        command.arg("serve").arg("--config").arg(&file);
+        let child = Child::spawn(&format!("warmroute-{number}"), &command, &deployment.run_dir).unwrap();
+        let replica = Self { child, admin };
+        wait_ready(Ready::Http(&replica.url("/readyz")), PATIENCE, &replica.child).await.unwrap();
+        replica
+    }
+
+    fn url(&self, path: &str) -> String {
+        format!("http://127.0.0.1:{}{path}", self.admin)
+    }
+}
+
+fn socket(deployment: &Deployment, number: usize) -> PathBuf {
+    let first = deployment.standalone().ext_proc_socket();
+    if number == 0 { first } else { Path::new(&first).with_file_name(format!("ext_proc-{number}.sock")) }
+}
+
+/// The shipped configuration with three servers of exchanges, those that do not answer left out.
+fn envoy_config(deployment: &Deployment) -> String {
+    let endpoint = |number| format!("{{endpoint: {{address: {{pipe: {{path: {}}}}}}}}}", socket(deployment, number).display());
+    let (one, all) = (endpoint(0), [0, 1, 2].map(endpoint).join(", "));
+    let shipped = deployment.envoy_config();
+    assert_eq!(shipped.matches(&one).count(), 2, "{one}");
+    let check = "timeout: 1s, interval: 0.5s, no_traffic_interval: 0.5s, unhealthy_threshold: 1, healthy_threshold: 1";
+    shipped.replace(&one, &all).replace(
+        "    load_assignment:\n      cluster_name: ext_proc\n",
+        &format!("    health_checks: [{{{check}, grpc_health_check: {{}}}}]\n    load_assignment:\n      cluster_name: ext_proc\n"),
+    )
+}
+
+/// What clients got.
+#[derive(Default)]
+struct Answers {
+    sent: AtomicUsize,
+    routed: AtomicUsize,
+    failed: Mutex<Vec<String>>,
+    by_worker: Mutex<BTreeMap<String, usize>>,
+}
+
+async fn client(number: usize, deployment: (reqwest::Client, String), answers: Arc<Answers>) {
+    let (http, url) = deployment;
+    loop {
+        let at = answers.sent.fetch_add(1, Ordering::Relaxed);
+        if at >= REQUESTS {
+            return;
+        }
+        let body = json!({"model": MODEL, "prompt": essay(at % 64), "max_tokens": 2, "user": format!("{number}")});
+        let answer = async {
+            let answer = http.post(&url).json(&body).send().await?.error_for_status()?;
+            let text = |name: &str| answer.headers().get(name).map(|value| value.to_str().unwrap().to_owned());
+            let (worker, mode) = (text("x-worker-instance-id"), text("x-warmroute-mode"));
+            answer.bytes().await.map(|_| (worker, mode))
+        };
+        match answer.await {
+            Ok((worker, mode)) => {
+                *answers.by_worker.lock().entry(worker.unwrap_or_default()).or_default() += 1;
+                answers.routed.fetch_add(usize::from(mode.is_some()), Ordering::Relaxed);
+            }
+            Err(error) => answers.failed.lock().push(format!("{error:?}")),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn twenty_thousand_requests_while_one_is_killed_one_is_started_and_nats_is_gone_for_a_while() {
+    let mut nats = Nats::started();
+    let mut deployment = Deployment::engines(&[fast(1), fast(2), fast(3), fast(4)]).await;
+    deployment.write_workers().unwrap();
+    let own = telling(json!({"replicas": {"nats": {"servers": [nats.url()]}, "lease": "2s"}}));
+    deployment.start_router(&own).await.unwrap();
+    let second = Replica::start(&deployment, 1).await;
+    let mut third = Replica::start(&deployment, 2).await;
+    let config = envoy_config(&deployment);
+    deployment.start_envoy(&config).await.unwrap();
+
+    let answers = Arc::new(Answers::default());
+    let began = std::time::Instant::now();
+    let clients: Vec<_> = (0..CLIENTS)
+        .map(|number| {
+            let to = (deployment.http.clone(), deployment.url("/v1/completions"));
+            tokio::spawn(client(number, to, answers.clone()))
+        })
+        .collect();
+    let reached = async |part: usize| {
+        let wanted = REQUESTS * part / 10;
+        until(PATIENCE * 10, async || answers.sent.load(Ordering::Relaxed) >= wanted).await
+    };
+    assert!(reached(2).await);
+    third.child.kill9();
+    assert!(reached(4).await);
+    third = Replica::start(&deployment, 2).await;
+    assert!(reached(6).await);
+    nats.kill();
+    tokio::time::sleep(AWAY).await;
+    nats.start();
+    for client in clients {
+        client.await.unwrap();
+    }
+    let (took, routed) = (began.elapsed(), answers.routed.load(Ordering::Relaxed));
+    println!("{REQUESTS} requests in {took:?}, {routed} routed; by worker {:?}", answers.by_worker.lock());
+    assert_eq!(answers.failed.lock()[..], [""; 0]);
+    assert!(routed * 100 >= REQUESTS * 95, "only {routed} of {REQUESTS} were routed");
+
+    let pages = [deployment.admin_url(""), second.url(""), third.url("")];
+    let page = async |of: &str, path: &str| -> Value {
+        deployment.http.get(format!("{of}{path}")).send().await.unwrap().json().await.unwrap()
+    };
+    for of in &pages {
+        let rests = async || {
+            let (load, replicas) = (page(of, "/debug/load").await, page(of, "/debug/replicas").await);
+            let idle = load.as_array().unwrap().iter().all(|rank| {
+                (&rank["active_requests"], &rank["active_blocks"], &rank["active_prefill_tokens"])
+                    == (&json!(0), &json!(0), &json!(0))
+            });
+            let peers = replicas["peers"].as_array().unwrap();
+            idle && replicas["connected"] == true
+                && peers.len() == 2
+                && peers.iter().all(|peer| peer["level"] == true && peer["reservations"] == 0)
+        };
+        let rest = until(PATIENCE, rests).await;
+        assert!(rest, "{}\n{}", page(of, "/debug/load").await, page(of, "/debug/replicas").await);
+    }
+    // All of them had a part in it.
+    for of in &pages {
+        let text = deployment.http.get(format!("{of}/metrics")).send().await.unwrap().text().await.unwrap();
+        let routed: f64 = text
+            .lines()
+            .filter(|line| line.starts_with("warmroute_requests_total{"))
+            .map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap())
+            .sum();
+        println!("{of}: {routed} routed");
+        assert!(routed > REQUESTS as f64 / 10.0, "{of} routed {routed}");
+    }
+}
