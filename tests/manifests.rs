@@ -50,7 +50,11 @@ const REQUIRED: &[(&str, &str, &[&str])] = &[
     (
         "gateway.envoyproxy.io/v1alpha1",
         "BackendTrafficPolicy",
-        &["/spec/targetRefs/0/name", "/spec/loadBalancer/type", "/spec/loadBalancer/endpointOverride/extractFrom/0/header"],
+        &[
+            "/spec/targetRefs/0/name",
+            "/spec/loadBalancer/type",
+            "/spec/loadBalancer/endpointOverride/extractFrom/0/header",
+        ],
     ),
     (
         "gateway.envoyproxy.io/v1alpha1",
@@ -75,7 +79,8 @@ fn sets() -> Vec<Set> {
 
 /// A shipped configuration as this machine can check it: the model's files are those of the examples.
 fn prepared(text: &str) -> Value {
-    let text = text.replace("/models/", &format!("{ROOT}/examples/models/")).replace("tokenizer.json", "tokenizer.json.gz");
+    let text =
+        text.replace("/models/", &format!("{ROOT}/examples/models/")).replace("tokenizer.json", "tokenizer.json.gz");
     serde_saphyr::from_str(&text).unwrap()
 }
 
@@ -96,12 +101,7 @@ fn parsed(set: &Set) -> (Config, Value) {
 fn listens(config: &Config) -> (u64, u64, u64, Option<u64>) {
     let xds = config.envoy.as_ref().and_then(|envoy| envoy.xds.as_ref()?.listen);
     let port = |address: std::net::SocketAddr| u64::from(address.port());
-    (
-        port(config.listen.tcp.unwrap()),
-        port(config.listen.health.unwrap()),
-        port(config.admin.listen),
-        xds.map(port),
-    )
+    (port(config.listen.tcp.unwrap()), port(config.listen.health.unwrap()), port(config.admin.listen), xds.map(port))
 }
 
 fn is_warmroute(pod: &Pods<'_>) -> bool {
@@ -126,8 +126,10 @@ fn every_object_is_as_its_schema_says() {
             match said.as_str() {
                 None => {}
                 Some("no schema") => {
-                    let known = REQUIRED.iter().find(|known| (object["apiVersion"].as_str(), kind) == (Some(known.0), known.1));
-                    let (_, _, fields) = known.unwrap_or_else(|| panic!("{of}: no such kind of {}", object["apiVersion"]));
+                    let known =
+                        REQUIRED.iter().find(|known| (object["apiVersion"].as_str(), kind) == (Some(known.0), known.1));
+                    let (_, _, fields) =
+                        known.unwrap_or_else(|| panic!("{of}: no such kind of {}", object["apiVersion"]));
                     let missing = fields.iter().find(|field| object.pointer(field).is_none());
                     assert_eq!(missing, None, "{of}");
                 }
@@ -187,7 +189,8 @@ fn pods_are_confined() {
             if pod.owner["kind"] != "DynamoGraphDeployment" {
                 let security = &pod.spec["securityContext"];
                 assert_eq!(security["seccompProfile"]["type"], "RuntimeDefault", "{of}");
-                let root = security["runAsNonRoot"] == true && security["runAsUser"].as_u64().is_some_and(|user| user > 0);
+                let root =
+                    security["runAsNonRoot"] == true && security["runAsUser"].as_u64().is_some_and(|user| user > 0);
                 assert!(root || !pod.labels["warmroute.dev/engine"].is_null(), "{of}");
             }
         }
@@ -273,20 +276,34 @@ fn ports_of_warmroute_agree() {
         assert_eq!(annotations["prometheus.io/port"], json!(admin.to_string()));
 
         let all: BTreeSet<u64> = [Some(ext_proc), Some(health), Some(admin), xds].into_iter().flatten().collect();
-        let policies = set.all("NetworkPolicy").filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["app"] == "warmroute");
+        let policies = set
+            .all("NetworkPolicy")
+            .filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["app"] == "warmroute");
         let open: BTreeSet<u64> = policies.flat_map(|policy| policy_ports(&policy["spec"]["ingress"])).collect();
         assert_eq!(open, all, "{}: what policies let in, and where warmroute listens", set.name);
         for service in set.all("Service").filter(|service| service["spec"]["selector"]["app"] == "warmroute") {
             for port in service["spec"]["ports"].as_array().unwrap() {
                 let target = pod.port(&port["targetPort"]).or(port["targetPort"].as_u64());
-                assert!(target.is_some_and(|target| [Some(ext_proc), xds].contains(&Some(target))), "{}: {port}", set.name);
+                assert!(
+                    target.is_some_and(|target| [Some(ext_proc), xds].contains(&Some(target))),
+                    "{}: {port}",
+                    set.name
+                );
                 // Without an address of its own a service changes no port.
-                assert!(service["spec"]["clusterIP"].is_null() || port["port"].as_u64() == target, "{}: {port}", set.name);
+                assert!(
+                    service["spec"]["clusterIP"].is_null() || port["port"].as_u64() == target,
+                    "{}: {port}",
+                    set.name
+                );
             }
         }
         for picker in set.all("InferencePool").map(|pool| &pool["spec"]["endpointPickerRef"]) {
             let ports = &set.find("Service", &picker["name"])["spec"]["ports"];
-            assert!(ports.as_array().unwrap().iter().any(|port| port["port"] == picker["port"]["number"]), "{}", set.name);
+            assert!(
+                ports.as_array().unwrap().iter().any(|port| port["port"] == picker["port"]["number"]),
+                "{}",
+                set.name
+            );
         }
     }
 }
@@ -295,17 +312,21 @@ fn ports_of_warmroute_agree() {
 fn workers_are_found_where_they_listen_and_policies_let_them_be_asked() {
     for set in sets() {
         let (_, pools) = parsed(&set);
-        let egress = set.all("NetworkPolicy").filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["app"] == "warmroute");
+        let egress = set
+            .all("NetworkPolicy")
+            .filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["app"] == "warmroute");
         let egress: BTreeSet<u64> = egress.flat_map(|policy| policy_ports(&policy["spec"]["egress"])).collect();
         let inside = set.all("NetworkPolicy");
-        let inside = inside.filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["warmroute.dev/engine"] == "true");
+        let inside =
+            inside.filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["warmroute.dev/engine"] == "true");
         let inside: BTreeSet<u64> = inside.flat_map(|policy| policy_ports(&policy["spec"]["ingress"])).collect();
         for pool in pools.as_array().unwrap() {
             let (selector, ports) = match pool.get("name") {
                 Some(name) => {
                     assert_eq!(pool["namespace"], "inference");
                     let found = set.find("InferencePool", name);
-                    let ports = found["spec"]["targetPorts"].as_array().unwrap().iter().map(|port| port["number"].clone());
+                    let ports =
+                        found["spec"]["targetPorts"].as_array().unwrap().iter().map(|port| port["number"].clone());
                     (found["spec"]["selector"]["matchLabels"].clone(), ports.collect())
                 }
                 None => (pool["selector"].clone(), pool["ports"].as_array().unwrap().clone()),
@@ -317,7 +338,10 @@ fn workers_are_found_where_they_listen_and_policies_let_them_be_asked() {
                 assert_eq!(pod.labels["warmroute.dev/engine"], "true", "{of}: policies know it by this");
                 let arguments: String = pod.containers().map(|container| container["args"].to_string()).collect();
                 for port in &events {
-                    assert!(arguments.contains(&format!("tcp://*:{port}")), "{of} does not publish at {port}: {arguments}");
+                    assert!(
+                        arguments.contains(&format!("tcp://*:{port}")),
+                        "{of} does not publish at {port}: {arguments}"
+                    );
                 }
                 if pod.owner["kind"] == "Deployment" {
                     for port in ports.iter().chain(events.iter().copied()) {
@@ -343,7 +367,8 @@ fn addresses(config: &Value) -> Vec<(String, u64)> {
 
 #[test]
 fn a_real_envoy_takes_its_configuration_which_asks_where_warmroute_is() {
-    let shipped: Value = serde_saphyr::from_str(&fs::read_to_string(format!("{ROOT}/envoy/xds.yaml")).unwrap()).unwrap();
+    let shipped: Value =
+        serde_saphyr::from_str(&fs::read_to_string(format!("{ROOT}/envoy/xds.yaml")).unwrap()).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let mut checked = 0;
     for set in sets().iter().filter(|set| set.all("DaemonSet").next().is_some()) {
@@ -370,13 +395,15 @@ fn a_real_envoy_takes_its_configuration_which_asks_where_warmroute_is() {
         support::envoy::validate(&file).unwrap();
     }
     assert_eq!(checked, 3, "(b), (c) and the chart have an Envoy");
-    let (one, other) = (Set::of("", ["envoy/envoy-config.yaml"]), fs::read_to_string(format!("{FOLDER}/chart/files/envoy.yaml")));
+    let (one, other) =
+        (Set::of("", ["envoy/envoy-config.yaml"]), fs::read_to_string(format!("{FOLDER}/chart/files/envoy.yaml")));
     assert_eq!(one.text("warmroute-envoy", "envoy.yaml").trim_end(), other.unwrap().trim_end(), "the chart's copy");
 }
 
 /// What the README of `envoy/` explains is the same here, but for what several replicas and other clients ask.
 fn same_as_shipped(config: &Value, shipped: &Value) {
-    let manager = |of: &Value| of["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"].clone();
+    let manager =
+        |of: &Value| of["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"].clone();
     let (mut own, mut theirs) = (manager(config), manager(shipped));
     assert_eq!(own.as_object_mut().unwrap().remove("use_remote_address"), Some(json!(true)));
     let filters = theirs["http_filters"].as_array_mut().unwrap();
@@ -404,10 +431,11 @@ fn gateways_ask_warmroute_by_tls_where_it_is() {
     for set in sets() {
         let (config, _) = parsed(&set);
         assert!(config.listen.tls.is_some(), "{}", set.name);
-        let hosts = set.all("DestinationRule").map(|rule| (&rule["spec"]["host"], &rule["spec"]["trafficPolicy"]["tls"]));
-        let backends = set.all("Backend").map(|backend| {
-            (&backend["spec"]["endpoints"][0]["fqdn"]["hostname"], &backend["spec"]["tls"])
-        });
+        let hosts =
+            set.all("DestinationRule").map(|rule| (&rule["spec"]["host"], &rule["spec"]["trafficPolicy"]["tls"]));
+        let backends = set
+            .all("Backend")
+            .map(|backend| (&backend["spec"]["endpoints"][0]["fqdn"]["hostname"], &backend["spec"]["tls"]));
         for (host, tls) in hosts.chain(backends) {
             assert_eq!(*host, "warmroute.inference.svc.cluster.local", "{}", set.name);
             assert_eq!(tls["insecureSkipVerify"], true, "{}: warmroute's certificate is self-signed", set.name);
@@ -436,8 +464,10 @@ fn the_chart_renders_the_manifests() {
                 if let Some(data) = one["data"].as_object_mut() {
                     data.values_mut().for_each(|text| *text = serde_saphyr::from_str(text.as_str().unwrap()).unwrap());
                 }
-                one.pointer_mut("/spec/template/metadata/annotations").map(|all| all.as_object_mut()?.remove("checksum/config"));
-                one.pointer_mut("/spec/template/spec/containers/0").map(|all| all.as_object_mut()?.remove("imagePullPolicy"));
+                one.pointer_mut("/spec/template/metadata/annotations")
+                    .map(|all| all.as_object_mut()?.remove("checksum/config"));
+                one.pointer_mut("/spec/template/spec/containers/0")
+                    .map(|all| all.as_object_mut()?.remove("imagePullPolicy"));
             }
             assert_eq!(own, theirs);
             compared += 1;

@@ -85,7 +85,8 @@ impl Set {
     /// What some files and folders have.
     pub(crate) fn of<'a>(name: &str, places: impl IntoIterator<Item = &'a str>) -> Self {
         let files = places.into_iter().flat_map(|place| yaml_files(&Path::new(FOLDER).join(place)));
-        let objects = files.flat_map(|file| documents(&fs::read_to_string(&file).unwrap(), &file.display().to_string()));
+        let objects =
+            files.flat_map(|file| documents(&fs::read_to_string(&file).unwrap(), &file.display().to_string()));
         Self { name: name.to_owned(), objects: objects.collect() }
     }
 
