@@ -13,6 +13,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -65,16 +66,20 @@ const REQUIRED: &[(&str, &str, &[&str])] = &[
     ("nvidia.com/v1beta1", "DynamoGraphDeployment", &["/spec/components/0/name", "/spec/components/0/type"]),
 ];
 
-/// The ways of the README, and what the chart renders, with the engines that it does not.
-fn sets() -> Vec<Set> {
-    let mut sets = Set::of_readme();
-    assert_eq!(sets.len(), 5, "the README names five ways");
-    let mut values: Vec<PathBuf> =
-        fs::read_dir(format!("{FOLDER}/chart/ci")).unwrap().map(|entry| entry.unwrap().path()).collect();
-    values.sort();
-    assert_eq!(values.len(), 3);
-    sets.extend(values.iter().map(|values| Set::of_chart(values).with(Set::of("", ["engines", "namespace.yaml"]))));
-    sets
+/// The ways of the README, and what the chart renders, with the engines that it does not. Made once for all tests.
+fn sets() -> &'static [Set] {
+    static SETS: LazyLock<Vec<Set>> = LazyLock::new(|| {
+        let mut sets = Set::of_readme();
+        assert_eq!(sets.len(), 5, "the README names five ways");
+        let chart = fs::read_dir(format!("{FOLDER}/chart/ci")).unwrap();
+        let mut values: Vec<PathBuf> = chart.map(|entry| entry.unwrap().path()).collect();
+        values.sort();
+        assert_eq!(values.len(), 3);
+        let engines = || Set::of("", ["engines", "namespace.yaml"]);
+        sets.extend(values.iter().map(|values| Set::of_chart(values).with(engines())));
+        sets
+    });
+    &SETS
 }
 
 /// A shipped configuration as this machine can check it: the model's files are those of the examples.
@@ -156,10 +161,10 @@ fn what_is_wrong_is_found() {
 #[test]
 fn a_configuration_is_read_and_its_drain_fits_into_the_grace_of_its_pod() {
     for set in sets() {
-        let (config, _) = parsed(&set);
+        let (config, _) = parsed(set);
         let drain = serde_json::to_value(&config.drain).unwrap();
         let period = |key: &str| humantime::parse_duration(drain[key].as_str().unwrap()).unwrap();
-        let grace = warmroute(&set).spec["terminationGracePeriodSeconds"].as_u64().unwrap();
+        let grace = warmroute(set).spec["terminationGracePeriodSeconds"].as_u64().unwrap();
         let needed = period("grace") + period("deadline");
         assert!(needed < Duration::from_secs(grace), "{}: {needed:?} within {grace} s", set.name);
     }
@@ -222,7 +227,7 @@ fn what_is_named_is_there() {
             assert_eq!(token, is_warmroute(&pod), "{of}: only warmroute asks the API server");
         }
         let binding = set.find("RoleBinding", &json!("warmroute"));
-        assert_eq!(binding["subjects"][0]["name"], warmroute(&set).spec["serviceAccountName"], "{}", set.name);
+        assert_eq!(binding["subjects"][0]["name"], warmroute(set).spec["serviceAccountName"], "{}", set.name);
         assert_eq!(binding["subjects"][0]["namespace"], "inference");
         let role = set.find(binding["roleRef"]["kind"].as_str().unwrap(), &binding["roleRef"]["name"]);
         let rules = role["rules"].as_array().unwrap();
@@ -262,9 +267,9 @@ fn selectors_select_pods() {
 #[test]
 fn ports_of_warmroute_agree() {
     for set in sets() {
-        let (config, _) = parsed(&set);
+        let (config, _) = parsed(set);
         let (ext_proc, health, admin, xds) = listens(&config);
-        let pod = warmroute(&set);
+        let pod = warmroute(set);
         for (name, port) in [("ext-proc", ext_proc), ("health", health), ("admin", admin)] {
             assert_eq!(pod.port(&json!(name)), Some(port), "{}: {name}", set.name);
         }
@@ -311,7 +316,7 @@ fn ports_of_warmroute_agree() {
 #[test]
 fn workers_are_found_where_they_listen_and_policies_let_them_be_asked() {
     for set in sets() {
-        let (_, pools) = parsed(&set);
+        let (_, pools) = parsed(set);
         let egress = set
             .all("NetworkPolicy")
             .filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["app"] == "warmroute");
@@ -429,7 +434,7 @@ fn same_as_shipped(config: &Value, shipped: &Value) {
 #[test]
 fn gateways_ask_warmroute_by_tls_where_it_is() {
     for set in sets() {
-        let (config, _) = parsed(&set);
+        let (config, _) = parsed(set);
         assert!(config.listen.tls.is_some(), "{}", set.name);
         let hosts =
             set.all("DestinationRule").map(|rule| (&rule["spec"]["host"], &rule["spec"]["trafficPolicy"]["tls"]));
