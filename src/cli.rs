@@ -28,7 +28,7 @@ impl Cli {
 
     /// Reads a command line.
     pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
-        Self::try_parse_from(serve::without_logger_flags(args))
+        Self::try_parse_from(serve::with_command(serve::without_logger_flags(args)))
     }
 }
 

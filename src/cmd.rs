@@ -12,8 +12,9 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use crate::cli::{Cli, Command};
-use crate::config::{Config, Flags};
+use crate::config::Config;
 use crate::prompt::LoadError;
+use crate::settings::ConfigError;
 
 /// Exit code of a configuration that cannot work.
 pub const MISCONFIGURED: u8 = 2;
@@ -34,12 +35,12 @@ pub fn main(cli: Cli) -> ExitCode {
 /// Loads a configuration for a command; the mistakes go to `err`, one per line, and the command ends with
 /// [`MISCONFIGURED`].
 pub fn load(path: &Path, err: &mut impl Write) -> io::Result<Option<Config>> {
-    load_with(path, &Flags::default(), err)
+    usable(Config::load(path), err)
 }
 
-/// The same with what the command line says over the file.
-fn load_with(path: &Path, flags: &Flags, err: &mut impl Write) -> io::Result<Option<Config>> {
-    match Config::load_with(path, flags) {
+/// The same of one that was read.
+fn usable(read: Result<Config, Vec<ConfigError>>, err: &mut impl Write) -> io::Result<Option<Config>> {
+    match read {
         Ok(config) => Ok(Some(config)),
         Err(mistakes) => {
             for mistake in mistakes {

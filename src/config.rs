@@ -212,6 +212,11 @@ impl Config {
         }
     }
 
+    /// What the command line says where there is no file.
+    pub fn of_flags(flags: &Flags) -> Result<Self, Vec<ConfigError>> {
+        Self::parse_with(Path::new("the command line"), flags.without_file().to_string().as_bytes(), flags)
+    }
+
     /// Checks the text of a configuration file; relative file names start at the folder of `path`.
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, Vec<ConfigError>> {
         Self::parse_with(path, bytes, &Flags::default())

@@ -7,17 +7,18 @@ use std::path::PathBuf;
 use clap::Args;
 
 use crate::config::{Flags, LogFormat, LogLevel};
+use crate::settings::Period;
 
 /// What to serve, and what is said over the configuration file.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
-    /// The configuration file
-    #[arg(long, short, value_name = "FILE")]
-    pub config: PathBuf,
-    /// Name of the pool that is served; shown in the log, in a metric and in /debug/config
+    /// The configuration file. Without one the pool is served by load alone, as gateways' conformance tests need it
+    #[arg(long, short, value_name = "FILE", required_unless_present = "pool_name")]
+    pub config: Option<PathBuf>,
+    /// Name of the pool that is served: the InferencePool whose pods are the workers, unless the file says where else they are
     #[arg(long, value_name = "NAME")]
     pub pool_name: Option<String>,
-    /// Namespace of the pool
+    /// Namespace of the pool; by default the one of this pod
     #[arg(long, value_name = "NAME")]
     pub pool_namespace: Option<String>,
     /// Serve ext_proc on this port of all addresses, in place of `listen.tcp`
@@ -32,6 +33,15 @@ pub struct ServeArgs {
     /// Where the certificate of ext_proc is, as tls.crt and tls.key
     #[arg(long, value_name = "DIR")]
     pub cert_path: Option<PathBuf>,
+    /// Read the certificate again when its file changes; that is done in any case
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub enable_cert_reload: Option<bool>,
+    /// Answer for gRPC health beside ext_proc, too; that is done in any case
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub health_checking: Option<bool>,
+    /// Serve so long as before after the signal to stop, in place of `drain.grace`
+    #[arg(long, value_name = "TIME")]
+    pub drain_timeout: Option<Period>,
     /// Serve the admin pages on this port; their address stays what `admin.listen` says
     #[arg(long, value_name = "PORT")]
     pub metrics_port: Option<u16>,
@@ -54,6 +64,7 @@ impl ServeArgs {
             secure_serving: self.secure_serving,
             // As it is seen from where the command was given, and not from the configuration.
             cert_dir: self.cert_path.as_ref().map(|dir| std::path::absolute(dir).unwrap_or_else(|_| dir.clone())),
+            drain_grace: self.drain_timeout,
             metrics_port: self.metrics_port,
             log_format: self.zap_encoder,
             log_level: self.verbosity.map(level),
@@ -76,6 +87,16 @@ fn level(verbosity: u8) -> LogLevel {
         4 => LogLevel::Debug,
         5.. => LogLevel::Trace,
     }
+}
+
+/// The command line with the command that endpoint pickers are not told: where only flags are given, they are those of `serve`.
+pub(super) fn with_command(args: Vec<OsString>) -> Vec<OsString> {
+    let of_itself = ["-h", "--help", "-V", "--version"];
+    let first = args.get(1).map(|first| first.to_string_lossy());
+    let is_flag = first.is_some_and(|first| first.starts_with('-') && !of_itself.contains(&&*first));
+    let command = is_flag.then(|| OsString::from("serve"));
+    let mut args = args.into_iter();
+    args.next().into_iter().chain(command).chain(args).collect()
 }
 
 /// The command line without the flags of the logger that we do not have: whatever begins with `--zap-`, with its value.
@@ -102,8 +123,27 @@ mod tests {
     fn serve(more: &[&str]) -> Result<Flags, clap::Error> {
         let args = ["warmroute", "serve", "--config", "w.yaml"].iter().chain(more).map(OsString::from);
         let Command::Serve(args) = Cli::read(args)?.command else { panic!("another command") };
-        assert_eq!(args.config, PathBuf::from("w.yaml"));
+        assert_eq!(args.config, Some(PathBuf::from("w.yaml")));
         Ok(args.flags())
+    }
+
+    #[test]
+    fn an_endpoint_picker_has_flags_and_no_command() {
+        let read = |args: &[&str]| Cli::read(["warmroute"].iter().chain(args).map(OsString::from));
+        let Command::Serve(args) = read(&["--zap-devel", "--pool-name", "p", "--v", "4"]).unwrap().command else {
+            panic!("another command")
+        };
+        assert_eq!((args.config.as_ref(), args.pool_name.as_deref(), args.verbosity), (None, Some("p"), Some(4)));
+        assert!(matches!(read(&["-c", "w.yaml"]).unwrap().command, Command::Serve(_)));
+        assert!(matches!(read(&["check", "-c", "w.yaml"]).unwrap().command, Command::Check(_)));
+        for (args, kind) in [
+            (&[][..], clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand),
+            (&["--help"], clap::error::ErrorKind::DisplayHelp),
+            (&["--version"], clap::error::ErrorKind::DisplayVersion),
+            (&["--grpc-port", "9002"], clap::error::ErrorKind::MissingRequiredArgument),
+        ] {
+            assert_eq!(read(args).unwrap_err().kind(), kind, "{args:?}");
+        }
     }
 
     #[test]
@@ -120,6 +160,10 @@ mod tests {
             "--secure-serving",
             "--cert-path",
             "/certs",
+            "--enable-cert-reload",
+            "--health-checking=true",
+            "--drain-timeout",
+            "1m30s",
             "--zap-devel",
             "--zap-log-level",
             "debug",
@@ -138,6 +182,7 @@ mod tests {
             metrics_port: Some(9090),
             secure_serving: Some(true),
             cert_dir: Some("/certs".into()),
+            drain_grace: Some(Period::seconds(90)),
             log_format: Some(LogFormat::Json),
             log_level: Some(LogLevel::Debug),
         };

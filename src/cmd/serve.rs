@@ -16,29 +16,32 @@ use crate::telemetry;
 
 /// Serves until SIGTERM or SIGINT, drains, and does not wait for that after a second one; the exit code of the process.
 pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
-    // Before it is read and checked: what changes after that is news.
-    let seen = std::fs::read(&args.config).ok();
     let flags = args.flags();
-    let Some(config) = super::load_with(&args.config, &flags, err)? else { return Ok(super::MISCONFIGURED) };
+    let asked = Arc::new(Notify::new());
+    let (read, file) = match args.config.clone() {
+        None => (Config::of_flags(&flags), None),
+        Some(path) => {
+            // Before it is read and checked: what changes after that is news.
+            let seen = std::fs::read(&path).ok().into();
+            let read = Config::load_with(&path, &flags);
+            let again = path.clone();
+            let again = Box::new(move || Config::load_with(&again, &flags));
+            (read, Some(ConfigFile { path, read: again, asked: asked.clone(), seen }))
+        }
+    };
+    let Some(config) = super::usable(read, err)? else { return Ok(super::MISCONFIGURED) };
     let log = telemetry::start(&config.log);
     telemetry::hide_panics();
     // A list that cannot be read is told of where it is followed.
     for advice in config.advice(&app::listed(&config).unwrap_or_default()) {
         warn!(of = advice.subject, mend = advice.mend, "{}", advice.seen);
     }
-    let path = args.config.clone();
-    let file = ConfigFile {
-        path: path.clone(),
-        read: Box::new(move || Config::load_with(&path, &flags)),
-        asked: Arc::new(Notify::new()),
-        seen: seen.into(),
-    };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let ended = runtime.block_on(async {
         // Before anything else: a signal during start-up must end it cleanly, too, and none to reload may end it.
         let mut ends =
             Ends { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? };
-        let _hangups = tokio::spawn(hangups(signal(SignalKind::hangup())?, file.asked.clone()));
+        let _hangups = tokio::spawn(hangups(signal(SignalKind::hangup())?, asked));
         let mut app = tokio::select! {
             app = App::start(config) => app?,
             signal = ends.next() => {
@@ -46,7 +49,9 @@ pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
                 return Ok(0);
             }
         };
-        app.follow(file, log);
+        if let Some(file) = file {
+            app.follow(file, log);
+        }
         let drain = CancellationToken::new();
         let running = app.run_until(drain.clone().cancelled_owned());
         let signals = async {

@@ -1,10 +1,13 @@
-//! What the command line says over the configuration file. The names and meanings are those that gateways' charts pass to
-//! an endpoint picker, so that warmroute can stand in its place.
+//! What the command line says over the configuration file, or in place of it. The names and meanings are those that gateways'
+//! charts and conformance tests pass to an endpoint picker, so that warmroute can stand in its place.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
+use serde_json::{Value, json};
+
 use super::{Config, LogFormat, LogLevel, PoolConfig};
+use crate::settings::Period;
 use crate::tls::TlsConfig;
 
 /// What is said over the file; nothing by default.
@@ -22,6 +25,8 @@ pub struct Flags {
     pub secure_serving: Option<bool>,
     /// Where the certificate of ext_proc is, as `tls.crt` and `tls.key`.
     pub cert_dir: Option<PathBuf>,
+    /// How long all is as before after the signal to stop.
+    pub drain_grace: Option<Period>,
     /// Port of the admin pages; the address stays what the file says.
     pub metrics_port: Option<u16>,
     /// Form of the log.
@@ -31,6 +36,19 @@ pub struct Flags {
 }
 
 impl Flags {
+    /// What holds where there is no file: the pool is served as by the endpoint picker of the conformance tests, which is given
+    /// nothing else. Its ports and its TLS, their headers, and no tokenizer, so that load alone decides.
+    pub(super) fn without_file(&self) -> Value {
+        json!({
+            "listen": {"tcp": "0.0.0.0:9002", "health": "0.0.0.0:9003", "tls": {"self_signed": true}},
+            "models": [{"name": self.pool_name}],
+            "kubernetes": {"pools": [{"name": self.pool_name, "namespace": self.pool_namespace}]},
+            "learn": {"enabled": false},
+            "gateway": {"assume": "full_duplex", "conformance": true},
+            "failure": {"mode": "fail_closed"},
+        })
+    }
+
     /// Lays them over a configuration.
     pub(super) fn lay_over(&self, config: &mut Config) {
         let all = |port: u16| Some(SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)));
@@ -38,6 +56,7 @@ impl Flags {
             let pool = config.pool.get_or_insert_with(PoolConfig::default);
             pool.name = self.pool_name.clone().or(pool.name.take());
             pool.namespace = self.pool_namespace.clone().or(pool.namespace.take());
+            self.follow(config);
         }
         if let Some(port) = self.grpc_port {
             config.listen.tcp = all(port);
@@ -49,8 +68,18 @@ impl Flags {
         if let Some(port) = self.metrics_port {
             config.admin.listen.set_port(port);
         }
+        config.drain.grace = self.drain_grace.unwrap_or(config.drain.grace);
         config.log.format = self.log_format.unwrap_or(config.log.format);
         config.log.level = self.log_level.unwrap_or(config.log.level);
+    }
+
+    /// Where the workers are the pods of one InferencePool, it is the one that is named. Selectors and several pools stay.
+    fn follow(&self, config: &mut Config) {
+        let Some([pool]) = config.kubernetes.as_mut().map(|kubernetes| &mut kubernetes.pools[..]) else { return };
+        if pool.selector.is_empty() {
+            pool.name = self.pool_name.clone().or(pool.name.take());
+            pool.namespace = self.pool_namespace.clone().or(pool.namespace.take());
+        }
     }
 
     /// The certificate that is named, else the one of the file, else one made at start.
@@ -100,6 +129,55 @@ mod tests {
         assert_eq!(config.admin.listen, "127.0.0.1:9090".parse().unwrap());
         assert_eq!(config.pool, Some(PoolConfig { name: Some("c".to_owned()), namespace: Some("b".to_owned()) }));
         assert_eq!((config.log.level, config.log.format), (LogLevel::Debug, LogFormat::Json));
+    }
+
+    #[test]
+    fn flags_alone_are_a_configuration() {
+        let flags = Flags {
+            pool_name: Some("primary".to_owned()),
+            pool_namespace: Some("apps".to_owned()),
+            grpc_health_port: Some(1),
+            drain_grace: Some(Period::seconds(7)),
+            ..Flags::default()
+        };
+        let config = Config::of_flags(&flags).unwrap();
+        let shown = config.to_json();
+        assert_eq!(shown["kubernetes"]["pools"][0]["name"], "primary");
+        assert_eq!(shown["kubernetes"]["pools"][0]["namespace"], "apps");
+        assert_eq!(shown["pool"], json!({"name": "primary", "namespace": "apps"}));
+        assert_eq!(
+            (&shown["listen"]["tcp"], &shown["listen"]["health"]),
+            (&json!("0.0.0.0:9002"), &json!("0.0.0.0:1"))
+        );
+        assert_eq!((config.listen.tls.unwrap().self_signed, config.gateway.conformance), (true, true));
+        assert_eq!(config.drain.grace, Period::seconds(7));
+        let plain = Flags { secure_serving: Some(false), pool_namespace: None, ..flags };
+        let config = Config::of_flags(&plain).unwrap();
+        assert_eq!((config.listen.tls, config.kubernetes.unwrap().pools[0].namespace.as_ref()), (None, None));
+        let wrong = Config::of_flags(&Flags { pool_name: Some(String::new()), ..plain }).unwrap_err();
+        assert!(wrong.iter().any(|wrong| wrong.to_string().contains("the name is empty")), "{wrong:?}");
+    }
+
+    #[test]
+    fn the_pool_of_the_flags_is_followed_in_place_of_that_of_the_file() {
+        let followed = |pools: &str| {
+            let text = format!("models: [{{name: m}}]\nkubernetes: {{pools: {pools}}}\n");
+            let flags =
+                Flags { pool_name: Some("b".to_owned()), pool_namespace: Some("c".to_owned()), ..Flags::default() };
+            let config = Config::parse_with(std::path::Path::new("w.yaml"), text.as_bytes(), &flags).unwrap();
+            let pools = config.kubernetes.unwrap().pools;
+            pools.into_iter().map(|pool| (pool.name, pool.namespace)).collect::<Vec<_>>()
+        };
+        let own = |name: &str| Some(name.to_owned());
+        let named = vec![(own("b"), own("c"))];
+        assert_eq!(followed("[{name: a, namespace: x}]"), named);
+        assert_eq!(
+            followed("[{worker: {kv_events: {port: 5557}}}]"),
+            named,
+            "the file says only what the workers are like"
+        );
+        assert_eq!(followed("[{selector: {app: x}, ports: [80]}]"), [(None, None)]);
+        assert_eq!(followed("[{name: a}, {name: x}]"), [(own("a"), None), (own("x"), None)]);
     }
 
     #[test]
