@@ -19,7 +19,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use warmroute::config::Config;
 
-use set::{FOLDER, Pods, Set, named, policy_ports, python};
+use set::{FOLDER, Pods, Set, named, policy_ports, validated};
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 /// The oldest version of Kubernetes that the manifests are for.
@@ -66,7 +66,7 @@ const REQUIRED: &[(&str, &str, &[&str])] = &[
     ("nvidia.com/v1beta1", "DynamoGraphDeployment", &["/spec/components/0/name", "/spec/components/0/type"]),
 ];
 
-/// The ways of the README, and what the chart renders, with the engines that it does not. Made once for all tests.
+/// The ways of the README, and what the chart renders, with the engines that it does not. Read once for all tests.
 fn sets() -> &'static [Set] {
     static SETS: LazyLock<Vec<Set>> = LazyLock::new(|| {
         let mut sets = Set::of_readme();
@@ -89,17 +89,10 @@ fn prepared(text: &str) -> Value {
     serde_saphyr::from_str(&text).unwrap()
 }
 
-/// Takes the workers of Kubernetes out, and lists one, for a reader that knows no `kubernetes:`.
-fn listed(mut config: Value) -> (Value, Value) {
-    let pools = config.as_object_mut().unwrap().remove("kubernetes").unwrap()["pools"].take();
-    config["workers"] = json!([{"id": 1, "endpoint": "192.0.2.1:8000"}]);
-    (config, pools)
-}
-
-fn parsed(set: &Set) -> (Config, Value) {
-    let (config, pools) = listed(prepared(set.text("warmroute", "warmroute.yaml")));
+fn parsed(set: &Set) -> Config {
+    let config = prepared(set.text("warmroute", "warmroute.yaml"));
     let config = Config::parse(Path::new("/etc/warmroute/warmroute.yaml"), config.to_string().as_bytes());
-    (config.unwrap_or_else(|errors| panic!("{}: {errors:?}", set.name)), pools)
+    config.unwrap_or_else(|errors| panic!("{}: {errors:?}", set.name))
 }
 
 /// The ports at which warmroute listens: ext_proc, health, admin, and xDS where it has its own.
@@ -121,7 +114,7 @@ fn warmroute(set: &Set) -> Pods<'_> {
 fn every_object_is_as_its_schema_says() {
     for set in sets() {
         let mut seen = BTreeSet::new();
-        let said = python(&["validate", KUBERNETES], &Value::from(set.objects.clone()));
+        let said = validated(&Value::from(set.objects.clone()), KUBERNETES);
         for (object, said) in set.objects.iter().zip(said.as_array().unwrap()) {
             let (kind, name) = (object["kind"].as_str().unwrap(), object["metadata"]["name"].as_str().unwrap());
             let of = format!("{}: {kind} {name}", set.name);
@@ -152,7 +145,7 @@ fn what_is_wrong_is_found() {
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spec": {"ports": [{"port": 2}]}},
         {"apiVersion": "else/v1", "kind": "Other", "metadata": {"name": "a"}},
     ]);
-    let said = python(&["validate", KUBERNETES], &wrong);
+    let said = validated(&wrong, KUBERNETES);
     assert!(said[0].as_str().unwrap().contains("prot"), "{said}");
     assert!(said[1].as_str().unwrap().contains("two"), "{said}");
     assert_eq!((&said[2], &said[3]), (&Value::Null, &json!("no schema")));
@@ -161,7 +154,9 @@ fn what_is_wrong_is_found() {
 #[test]
 fn a_configuration_is_read_and_its_drain_fits_into_the_grace_of_its_pod() {
     for set in sets() {
-        let (config, _) = parsed(set);
+        let config = parsed(set);
+        let advice: Vec<_> = config.advice(&config.typical_workers()).into_iter().map(|advice| advice.seen).collect();
+        assert_eq!(advice, [""; 0], "{}", set.name);
         let drain = serde_json::to_value(&config.drain).unwrap();
         let period = |key: &str| humantime::parse_duration(drain[key].as_str().unwrap()).unwrap();
         let grace = warmroute(set).spec["terminationGracePeriodSeconds"].as_u64().unwrap();
@@ -230,14 +225,14 @@ fn what_is_named_is_there() {
         assert_eq!(binding["subjects"][0]["name"], warmroute(set).spec["serviceAccountName"], "{}", set.name);
         assert_eq!(binding["subjects"][0]["namespace"], "inference");
         let role = set.find(binding["roleRef"]["kind"].as_str().unwrap(), &binding["roleRef"]["name"]);
-        let rules = role["rules"].as_array().unwrap();
-        for (group, resource) in [("", "pods"), ("inference.networking.k8s.io", "inferencepools")] {
-            let has = |rule: &&Value| {
-                rule["apiGroups"] == json!([group]) && rule["resources"].as_array().unwrap().contains(&json!(resource))
-            };
-            let rule = rules.iter().find(has).unwrap_or_else(|| panic!("{}: no rule for {resource}", set.name));
-            assert_eq!(rule["verbs"], json!(["get", "list", "watch"]), "{}", set.name);
+        assert_eq!(role["kind"], "Role", "{}: of one namespace only", set.name);
+        let rule = |groups: &[&str], resources: &[&str]| json!({"apiGroups": groups, "resources": resources, "verbs": ["get", "list", "watch"]});
+        let mut rules = vec![rule(&[""], &["pods"]), rule(&["inference.networking.k8s.io"], &["inferencepools"])];
+        if set.name.ends_with("scaled.yaml") {
+            let resources = ["inferenceobjectives", "inferencemodelrewrites"];
+            rules.push(rule(&["llm-d.ai", "inference.networking.x-k8s.io"], &resources));
         }
+        assert_eq!(role["rules"], json!(rules), "{}: this and nothing else", set.name);
     }
 }
 
@@ -267,7 +262,7 @@ fn selectors_select_pods() {
 #[test]
 fn ports_of_warmroute_agree() {
     for set in sets() {
-        let (config, _) = parsed(set);
+        let config = parsed(set);
         let (ext_proc, health, admin, xds) = listens(&config);
         let pod = warmroute(set);
         for (name, port) in [("ext-proc", ext_proc), ("health", health), ("admin", admin)] {
@@ -316,7 +311,7 @@ fn ports_of_warmroute_agree() {
 #[test]
 fn workers_are_found_where_they_listen_and_policies_let_them_be_asked() {
     for set in sets() {
-        let (_, pools) = parsed(set);
+        let pools = parsed(set).kubernetes.unwrap().pools;
         let egress = set
             .all("NetworkPolicy")
             .filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["app"] == "warmroute");
@@ -325,19 +320,20 @@ fn workers_are_found_where_they_listen_and_policies_let_them_be_asked() {
         let inside =
             inside.filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["warmroute.dev/engine"] == "true");
         let inside: BTreeSet<u64> = inside.flat_map(|policy| policy_ports(&policy["spec"]["ingress"])).collect();
-        for pool in pools.as_array().unwrap() {
-            let (selector, ports) = match pool.get("name") {
+        for pool in &pools {
+            assert_eq!(pool.namespace, None, "{}: its own", set.name);
+            let (selector, ports) = match &pool.name {
                 Some(name) => {
-                    assert_eq!(pool["namespace"], "inference");
-                    let found = set.find("InferencePool", name);
-                    let ports =
-                        found["spec"]["targetPorts"].as_array().unwrap().iter().map(|port| port["number"].clone());
-                    (found["spec"]["selector"]["matchLabels"].clone(), ports.collect())
+                    let found = &set.find("InferencePool", &json!(name))["spec"];
+                    let ports = found["targetPorts"].as_array().unwrap().iter().map(|port| port["number"].clone());
+                    (found["selector"]["matchLabels"].clone(), ports.collect::<Vec<_>>())
                 }
-                None => (pool["selector"].clone(), pool["ports"].as_array().unwrap().clone()),
+                None => (json!(pool.selector), pool.ports.iter().map(|port| json!(port)).collect()),
             };
-            let events = &pool["worker"]["kv_events"];
-            let events: Vec<&Value> = ["port", "replay_port"].iter().filter_map(|key| events.get(key)).collect();
+            let events = json!(pool.worker.kv_events);
+            let events = ["port", "replay_port"].map(|key| events[key].clone());
+            let events: Vec<&Value> = events.iter().filter(|port| port.is_number()).collect();
+            assert!(!events.is_empty(), "{}: who says nothing is known by predictions only", set.name);
             for pod in set.selected(&selector) {
                 let of = format!("{}: {}", set.name, pod.name());
                 assert_eq!(pod.labels["warmroute.dev/engine"], "true", "{of}: policies know it by this");
@@ -417,6 +413,10 @@ fn same_as_shipped(config: &Value, shipped: &Value) {
     let routes = theirs["route_config"]["virtual_hosts"][0]["routes"].as_array_mut().unwrap();
     assert_eq!(routes.pop().unwrap()["match"]["prefix"], "/");
     assert_eq!(own, theirs);
+    // Who leaves is noticed within the grace.
+    let check = &config["static_resources"]["clusters"][2]["health_checks"][0];
+    assert_eq!((&check["grpc_health_check"]["service_name"], &check["interval"]), (&json!("readiness"), &json!("2s")));
+    assert!(check["unhealthy_threshold"].as_u64().is_some_and(|times| times <= 2), "{check}");
     let cluster = |of: &Value, name: &str| {
         let clusters = of["static_resources"]["clusters"].as_array().unwrap();
         clusters.iter().find(|cluster| cluster["name"] == name).unwrap().clone()
@@ -434,7 +434,7 @@ fn same_as_shipped(config: &Value, shipped: &Value) {
 #[test]
 fn gateways_ask_warmroute_by_tls_where_it_is() {
     for set in sets() {
-        let (config, _) = parsed(set);
+        let config = parsed(set);
         assert!(config.listen.tls.is_some(), "{}", set.name);
         let hosts =
             set.all("DestinationRule").map(|rule| (&rule["spec"]["host"], &rule["spec"]["trafficPolicy"]["tls"]));

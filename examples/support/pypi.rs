@@ -18,10 +18,19 @@ pub(crate) enum PypiError {
     Failed(String),
 }
 
-/// Has pip put packages, such as `name==1.0`, into a folder, without what they depend on; where the system's Python has no
-/// pip, or will not let itself be managed, by an environment of its own.
-pub(crate) fn install(packages: &[&str], scratch: &Path, into: &Path) -> Result<(), PypiError> {
-    let refused = match pip(OsStr::new("python3"), packages, into)? {
+/// What is to be installed, without what it depends on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Wanted<'a> {
+    /// One package, such as `name==1.0`.
+    Package(&'a str),
+    /// What a file lists, each with the hashes that its files may have.
+    Hashed(&'a Path),
+}
+
+/// Has pip put packages into a folder; where the system's Python has no pip, or will not let itself be managed, by an
+/// environment of its own.
+pub(crate) fn install(wanted: Wanted<'_>, scratch: &Path, into: &Path) -> Result<(), PypiError> {
+    let refused = match pip(OsStr::new("python3"), wanted, into)? {
         Pip::Installed => return Ok(()),
         Pip::Failed(error) => return Err(PypiError::Failed(error)),
         Pip::Refused(error) => PypiError::Failed(error),
@@ -32,7 +41,7 @@ pub(crate) fn install(packages: &[&str], scratch: &Path, into: &Path) -> Result<
     if !created.status.success() {
         return Err(refused);
     }
-    match pip(venv.join("bin/python3").as_os_str(), packages, into)? {
+    match pip(venv.join("bin/python3").as_os_str(), wanted, into)? {
         Pip::Installed => Ok(()),
         Pip::Failed(error) | Pip::Refused(error) => Err(PypiError::Failed(error)),
         Pip::Missing => Err(PypiError::PipMissing),
@@ -47,11 +56,14 @@ enum Pip {
     Failed(String),
 }
 
-fn pip(python: &OsStr, packages: &[&str], into: &Path) -> Result<Pip, PypiError> {
+fn pip(python: &OsStr, wanted: Wanted<'_>, into: &Path) -> Result<Pip, PypiError> {
     let mut command = Command::new(python);
     command.args(["-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]);
     command.args(["--no-deps", "--no-compile", "--only-binary", ":all:", "--target"]).arg(into);
-    command.args(packages);
+    match wanted {
+        Wanted::Package(package) => command.arg(package),
+        Wanted::Hashed(file) => command.args(["--require-hashes", "--requirement"]).arg(file),
+    };
     // Settings of the user that pip does not accept together with --target.
     command.envs([("PIP_USER", "0"), ("PIP_REQUIRE_VIRTUALENV", "0")]);
     let output = run(&mut command)?;

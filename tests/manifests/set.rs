@@ -6,27 +6,18 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
+use xxhash_rust::xxh3::xxh3_64;
 
-use super::support::installed::{once, target_dir};
-use super::support::pypi;
+use super::support::installed::{environment, once, target_dir};
+use super::support::pypi::{self, Wanted};
 
 pub(crate) const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/kubernetes");
-const TOOLS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/manifests/tools.py");
-/// The validator with what it needs, and Helm as a library.
-const PACKAGES: [&str; 11] = [
-    "kubernetes-validate==1.37.0",
-    "attrs==26.1.0",
-    "importlib_resources==7.1.0",
-    "jsonschema==4.26.0",
-    "jsonschema-specifications==2025.9.1",
-    "packaging==26.3",
-    "PyYAML==6.0.3",
-    "referencing==0.37.0",
-    "rpds-py==2026.9.1",
-    "typing_extensions==4.16.0",
-    "helm-python-sdk==0.2.2",
-];
+/// Where it is kept what Helm makes of the chart.
+const RENDERED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/chart");
+const VALIDATE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/manifests/validate.py");
+/// The validator with what it needs.
+const REQUIREMENTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/manifests/requirements.txt");
 
 /// Objects, and from where.
 pub(crate) struct Set {
@@ -41,28 +32,66 @@ pub(crate) struct Pods<'a> {
     pub(crate) spec: &'a Value,
 }
 
-/// Runs `tools.py`; the packages are installed the first time.
-pub(crate) fn python(arguments: &[&str], input: &Value) -> Value {
+/// What Kubernetes' schemas of a version say of each object: null where it is right, "no schema", or what is wrong. The
+/// validator is installed the first time.
+pub(crate) fn validated(objects: &Value, version: &str) -> Value {
     let dir = target_dir().unwrap();
-    // The name changes with the packages. Helm's library is in its wheel three times.
-    let name = format!("pypi-{}", PACKAGES[0].replace("==", "-"));
+    // Other requirements are other packages.
+    let name = format!("kubernetes-validate-{:016x}", xxh3_64(&fs::read(REQUIREMENTS).unwrap()));
     let validator = once(&dir, &name, "bin/kubernetes-validate", |scratch| {
         let packages = scratch.join("packages");
-        pypi::install(&PACKAGES, scratch, &packages)?;
-        for copy in ["libhelm_c.so", "libhelm_c.so.0"] {
-            _ = fs::remove_file(packages.join("helm_python/lib").join(copy));
-        }
+        pypi::install(Wanted::Hashed(Path::new(REQUIREMENTS)), scratch, &packages)?;
         Ok(packages)
     });
     let validator = validator.unwrap_or_else(|error| panic!("{error:#}"));
     let packages = validator.ancestors().nth(2).unwrap();
     let mut command = Command::new("python3");
-    command.arg("-B").arg(TOOLS).args(arguments).env("PYTHONPATH", packages);
+    command.arg("-B").arg(VALIDATE).arg(version).env("PYTHONPATH", packages);
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    child.stdin.take().unwrap().write_all(input.to_string().as_bytes()).unwrap();
+    child.stdin.take().unwrap().write_all(objects.to_string().as_bytes()).unwrap();
     let output = child.wait_with_output().unwrap();
-    assert!(output.status.success(), "tools.py {arguments:?} failed");
+    assert!(output.status.success(), "{VALIDATE} failed");
     serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// All files of the chart.
+fn chart_files(folder: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+        if entry.is_dir() { files.extend(chart_files(&entry)) } else { files.push(entry) }
+    }
+    files.sort();
+    files
+}
+
+/// What Helm makes of the chart with a file of values, as it is kept, and only if the chart is the same as when that was made.
+/// `UPDATE_GOLDEN=1` has the `helm` of the path make it anew.
+fn rendered(values: &Path) -> String {
+    let chart = PathBuf::from(format!("{FOLDER}/chart"));
+    let mut content = Vec::new();
+    for file in chart_files(&chart) {
+        let name = file.strip_prefix(&chart).unwrap().to_str().unwrap().as_bytes().to_owned();
+        for part in [name, fs::read(&file).unwrap()] {
+            content.extend((part.len() as u64).to_le_bytes());
+            content.extend(part);
+        }
+    }
+    let head = format!("# What Helm renders of the chart {:016x} with ci/{}\n", xxh3_64(&content), file_name(values));
+    let kept = Path::new(RENDERED).join(file_name(values));
+    if environment("UPDATE_GOLDEN").is_some() {
+        let mut helm = Command::new("helm");
+        helm.args(["template", "warmroute"]).arg(&chart).args(["--namespace", "inference", "--values"]).arg(values);
+        let output = helm.output().unwrap_or_else(|error| panic!("helm: {error}"));
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        fs::write(&kept, head.clone() + &String::from_utf8(output.stdout).unwrap()).unwrap();
+    }
+    let text = fs::read_to_string(&kept).unwrap();
+    assert!(text.starts_with(&head), "{} is of another chart: UPDATE_GOLDEN=1, with helm on the path", kept.display());
+    text
+}
+
+fn file_name(file: &Path) -> &str {
+    file.file_name().unwrap().to_str().unwrap()
 }
 
 pub(crate) fn documents(text: &str, from: &str) -> Vec<Value> {
@@ -99,13 +128,7 @@ impl Set {
 
     /// What the chart renders with a file of values.
     pub(crate) fn of_chart(values: &Path) -> Self {
-        let text = fs::read_to_string(values).unwrap();
-        let values_read: Value = serde_saphyr::from_str(&text).unwrap();
-        let chart = format!("{FOLDER}/chart");
-        let rendered = python(&["render", &chart, "warmroute", "inference"], &values_read);
-        let rendered: &Map<String, Value> = rendered.as_object().unwrap();
-        let objects = rendered.iter().filter(|(name, _)| name.ends_with(".yaml"));
-        let objects = objects.flat_map(|(name, text)| documents(text.as_str().unwrap(), name)).collect();
+        let objects = documents(&rendered(values), file_name(values));
         Self { name: format!("chart with {}", values.display()), objects }
     }
 

