@@ -21,8 +21,9 @@ use serde::Deserialize;
 use warmroute::block::{BlockHashes, EngineHash, LocalHash};
 use warmroute::fleet::Fleet;
 use warmroute::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
-use warmroute::load::{BookingId, Live, LoadTracker, News, Reservation};
+use warmroute::load::{BookingId, Live, LoadTracker, News, Reservation, Until};
 use warmroute::router::{Booked, Prompt, RouteRequest, Router, RouterSettings};
+use warmroute::schedule::Unheard;
 use warmroute::tier::Tier;
 use warmroute::trust::Standing;
 use warmroute::worker::{BlockSize, Endpoint, Worker, WorkerId};
@@ -130,6 +131,8 @@ fn made_up() -> Vec<Line> {
 enum Words {
     /// After so many seconds.
     After(f64),
+    /// After so many seconds, and what is under way is reckoned with.
+    Expected(f64),
     Never,
 }
 
@@ -311,6 +314,7 @@ impl<'t> World<'t> {
         let at = number % self.replicas.len();
         let asked = || RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![request.prompt.clone()]));
         let truth = self.oracle.router.ask(asked()).unwrap();
+        self.reckon(at);
         let booked = self.replicas[at].router.route(asked()).unwrap();
         let worker = booked.route.to.rank.worker.0 as usize;
         let cost = truth.scores.iter().find(|(endpoint, _)| *endpoint == booked.route.to.endpoint).unwrap().1;
@@ -345,6 +349,20 @@ impl<'t> World<'t> {
         self.tell(at, now);
     }
 
+    /// What is under way to a replica, from what there has been so far.
+    fn reckon(&self, at: usize) {
+        let (Words::Expected(delay), sums) = (self.words, &self.result) else { return };
+        let others = (self.replicas.len() - 1) as f64 / self.replicas.len() as f64;
+        let rate = self.requests.len() as f64 / self.requests.last().map_or(1.0, |last| last.at);
+        let each = |sum: u64| sum / sums.choices.max(1);
+        let unheard = Unheard {
+            bookings: rate * others * delay,
+            prefill_tokens: each(sums.computed),
+            blocks: each(sums.computed + sums.cached) / BLOCK as u64,
+        };
+        self.replicas[at].router.expect_unheard(HashMap::from([(("m".into(), Until::End), unheard)]));
+    }
+
     /// Everybody reads the engines' events, at the same time.
     fn store(&mut self, number: usize, worker: usize) {
         let prompt = &self.requests[number].prompt;
@@ -363,7 +381,7 @@ impl<'t> World<'t> {
                 if let News::Booked { bookings, .. } = &news {
                     *self.unheard.entry((at, bookings[0].rank.worker.0 as usize)).or_default() += 1;
                 }
-                if let Words::After(delay) = self.words {
+                if let Words::After(delay) | Words::Expected(delay) = self.words {
                     self.plan(now + delay, Event::Hear { at, from, news: news.clone() });
                 }
             }
@@ -378,6 +396,7 @@ impl Sums {
         let words = match words {
             _ if replicas == 1 => "-".to_owned(),
             Words::After(seconds) => format!("{} ms", seconds * 1e3),
+            Words::Expected(seconds) => format!("{} ms, reckoned with", seconds * 1e3),
             Words::Never => "never".to_owned(),
         };
         let of = |count: u64| 100.0 * count as f64 / self.choices as f64;
@@ -413,10 +432,11 @@ fn main() {
     );
     println!("| replicas | words after | stale, % | duplicates, % | regret, blocks | imbalance | hit rate, % | p50, ms | p99, ms |");
     println!("|--:|--:|--:|--:|--:|--:|--:|--:|--:|");
-    let after = [0.0, 0.002, 0.005, 0.02, 0.1].map(Words::After);
+    let after = [0.0, 0.002, 0.005, 0.02, 0.1];
+    let words = after.into_iter().flat_map(|after| [Words::After(after), Words::Expected(after)]);
+    let words: Vec<Words> = words.skip(1).chain([Words::Never]).collect();
     let mut cases = vec![(1, Words::Never)];
-    cases.extend([2, 3, 8].into_iter().flat_map(|replicas| after.map(|words| (replicas, words))));
-    cases.extend([2, 3, 8].map(|replicas| (replicas, Words::Never)));
+    cases.extend([2, 3, 8].into_iter().flat_map(|replicas| words.iter().map(move |words| (replicas, *words))));
     for (replicas, words) in cases {
         World::new(&requests, &args, replicas, words, prefill_rate).run().row(replicas, words);
     }

@@ -9,6 +9,7 @@ mod link;
 mod mirror;
 mod own;
 mod peers;
+mod rates;
 mod run;
 mod wire;
 

@@ -52,6 +52,7 @@ use crate::trust::Standing;
 use crate::worker::{WorkerId, WorkerRank};
 use feedback::Durations;
 use leg::{Decision, Legs, Undecided};
+pub use leg::UnheardOf;
 use pools::{Pools, Standings};
 use prepared::{Blocks, Looked, Scratch};
 use ranking::Ranking;
@@ -66,6 +67,7 @@ pub struct Router {
     load: Arc<LoadTracker>,
     overload: Overload,
     hear_overloaded: OnceLock<HearOverloaded>,
+    unheard: ArcSwap<UnheardOf>,
     health: Arc<Health>,
     durations: Durations,
     settings: ArcSwap<RouterSettings>,
@@ -85,6 +87,7 @@ impl Router {
             load,
             overload: Overload::new(settings.overload),
             hear_overloaded: OnceLock::new(),
+            unheard: ArcSwap::default(),
             health: Health::new(settings.health),
             durations: Durations::default(),
             settings: ArcSwap::from_pointee(settings),
@@ -154,6 +157,18 @@ impl Router {
     /// The event sources.
     pub fn sources(&self) -> &Sources {
         &self.sources
+    }
+
+    /// Reckons from now on with what other routers may have sent, of which no word has come.
+    pub fn expect_unheard(&self, unheard: UnheardOf) {
+        if !(unheard.is_empty() && self.unheard.load().is_empty()) {
+            self.unheard.store(Arc::new(unheard));
+        }
+    }
+
+    /// How many bookings of other routers are reckoned with, on the average.
+    pub fn unheard(&self) -> f64 {
+        self.unheard.load().values().map(|unheard| unheard.bookings).sum()
     }
 
     /// Chooses and books at once.
@@ -254,7 +269,7 @@ impl Router {
 
     /// Chooses and books in one critical section.
     fn book(&self, prepared: &Prepared, pools: &Pools<'_>, gate: &Gate) -> Result<Booked, Undecided> {
-        let decision = Decision { prepared, pools, settings: &prepared.settings, gate };
+        let decision = Decision { prepared, pools, settings: &prepared.settings, gate, unheard: Some(&self.unheard.load()) };
         let mut decided = None;
         let reservation = self.load.book_with(|view| {
             let mut random = self.random.lock();
@@ -292,7 +307,7 @@ impl Router {
         let fleet = self.fleet_of(&mut prepared);
         let pools = self.pools(&fleet, &prepared).map_err(RouteError::from)?;
         let decision =
-            Decision { prepared: &prepared, pools: &pools, settings: &prepared.settings, gate: &Gate::default() };
+            Decision { prepared: &prepared, pools: &pools, settings: &prepared.settings, gate: &Gate::default(), unheard: None };
         let legs = self.load.look(|view| decision.decide(view, &mut *self.random.lock())).map_err(RouteError::from)?;
         Ok(self.describe(&prepared, &legs, &pools.standings))
     }
@@ -358,6 +373,7 @@ impl Router {
             chance_cached_tokens: leg.cached.sum / (members.len() as u64).max(1),
             reusable_tokens: prepared.reusable_tokens(),
             candidates: members.len(),
+            unheard: leg.unheard + legs.prefill.as_ref().map_or(0, |leg| leg.unheard),
             choice: leg.choice.clone(),
             phases,
             index_time: Duration::ZERO,

@@ -8,6 +8,7 @@ mod overload;
 mod overrides;
 mod pins;
 mod subset;
+mod unheard;
 mod weights;
 
 use std::ops::Range;
@@ -21,6 +22,7 @@ pub use overload::{Occupancy, Overload, Overloaded, Thresholds};
 pub use overrides::Overrides;
 pub use pins::{NamedWorkers, Pin};
 pub use subset::Subset;
+pub use unheard::Unheard;
 pub use weights::Weights;
 
 use crate::index::TierBlocks;

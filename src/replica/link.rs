@@ -30,6 +30,7 @@ pub(super) struct Link {
     events: String,
     group: String,
     inbox: String,
+    echo: String,
 }
 
 /// What is heard.
@@ -40,6 +41,8 @@ pub(super) struct Ears {
     pub(super) asks: Subscriber,
     /// Answers for us.
     pub(super) answers: Subscriber,
+    /// What we said to ourselves.
+    pub(super) echoes: Subscriber,
     /// What happens to the connection.
     pub(super) states: mpsc::UnboundedReceiver<Event>,
 }
@@ -51,7 +54,6 @@ impl Link {
         let options = options(&settings.nats)
             .await?
             .name("warmroute")
-            .no_echo()
             .retry_on_initial_connect()
             .ping_interval(PING)
             .connection_timeout(SEND * 2)
@@ -62,11 +64,13 @@ impl Link {
             });
         let client = options.connect(&settings.nats.servers[..]).await.context("the NATS client cannot be made")?;
         let (group, inbox) = (settings.group.clone(), client.new_inbox());
-        let link = Self { events: format!("warmroute.{group}.events"), group, inbox, client };
+        let (events, echo) = (format!("warmroute.{group}.events.{own}"), format!("warmroute.{group}.echo.{own}"));
+        let link = Self { events, group, inbox, echo, client };
         let ears = Ears {
-            batches: link.client.subscribe(link.events.clone()).await?,
+            batches: link.client.subscribe(format!("warmroute.{}.events.*", link.group)).await?,
             asks: link.client.subscribe(link.ask(own)).await?,
             answers: link.client.subscribe(link.inbox.clone()).await?,
+            echoes: link.client.subscribe(link.echo.clone()).await?,
             states,
         };
         Ok((link, ears))
@@ -89,6 +93,16 @@ impl Link {
     /// Asks a peer for everything.
     pub(super) async fn ask_all(&self, peer: ReplicaId) -> bool {
         self.send(self.ask(peer), Some(self.inbox.clone()), Bytes::new()).await
+    }
+
+    /// Whether a message is one that we told everybody.
+    pub(super) fn is_own(&self, subject: &str) -> bool {
+        subject == self.events
+    }
+
+    /// Says something to ourselves, to see how long that takes.
+    pub(super) async fn echo(&self, nanos: u64) -> bool {
+        self.send(self.echo.clone(), None, Bytes::copy_from_slice(&nanos.to_be_bytes())).await
     }
 
     /// Answers whoever asked.

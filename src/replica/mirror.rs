@@ -20,6 +20,8 @@ pub(super) struct World<'a> {
     pub(super) sessions: Option<&'a Sessions>,
     pub(super) overloaded: &'a dyn Fn(WorkerId, Duration),
     pub(super) first_token: &'a dyn Fn(&str),
+    /// Something was booked just now.
+    pub(super) booked: &'a dyn Fn(&Booking),
 }
 
 /// What a peer has booked.

@@ -11,7 +11,7 @@ use super::mirror::{Mirror, World};
 use super::proto::event::Event as Any;
 use super::proto::{Batch, Event, SnapshotPart};
 use super::{ReplicaId, Told, wire};
-use crate::load::{BookingId, Live};
+use crate::load::{BookingId, Live, News};
 
 /// Most peers.
 const MOST_PEERS: usize = 1024;
@@ -222,6 +222,9 @@ impl Peer {
             Standing::Level { last } if batch.sequence == *last + 1 => {
                 *last += 1;
                 for told in batch.events.into_iter().filter_map(|event| wire::told(event, rng)) {
+                    if let Told::Load(News::Booked { bookings, .. }) = &told {
+                        bookings.iter().for_each(|booking| (world.booked)(booking));
+                    }
                     self.mirror.apply(told, world);
                 }
                 true

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::bail;
 use async_nats::Message;
@@ -22,6 +22,7 @@ use super::mirror::World;
 use super::own::Own;
 use super::peers::{Noted, Outcome, Peers, Wish};
 use super::proto::{Batch, SnapshotPart};
+use super::rates::Rates;
 use super::{ReplicaId, Told};
 use crate::entrance::Entrance;
 use crate::lifecycle::ReadyGuard;
@@ -34,7 +35,7 @@ const AT_ONCE: usize = 1024;
 const SIGNS: u32 = 4;
 
 /// At the start, others may take so long to say that they are there.
-const GREETING: std::time::Duration = std::time::Duration::from_millis(300);
+const GREETING: Duration = Duration::from_millis(300);
 
 type HearFirstToken = Box<dyn Fn(&str) + Send + Sync>;
 
@@ -53,6 +54,8 @@ pub struct Replica {
     /// What happened here and is not told yet. Whoever runs holds it.
     news: tokio::sync::Mutex<mpsc::UnboundedReceiver<Told>>,
     starting: Mutex<Option<Starting>>,
+    began: Instant,
+    rates: Mutex<(Rates, Instant)>,
 }
 
 struct State {
@@ -99,6 +102,8 @@ impl Replica {
             first_token: OnceLock::new(),
             news: tokio::sync::Mutex::new(news),
             starting: Mutex::new(Some(starting)),
+            began: Instant::now(),
+            rates: Mutex::new((Rates::default(), Instant::now())),
         });
         if let Some(sessions) = replica.entrance.sessions() {
             let heard = Arc::downgrade(&replica);
@@ -130,6 +135,8 @@ impl Replica {
             "connected": self.connected.load(Ordering::Relaxed),
             "reservations": state.own.len(),
             "peers": state.peers.shown(Instant::now()),
+            "word_takes_ms": self.rates.lock().0.delay().map(|seconds| seconds * 1e3),
+            "bookings_under_way": self.entrance.router().unheard(),
         })
     }
 
@@ -190,16 +197,24 @@ impl Replica {
             Batch(Option<Message>),
             Ask(Option<Message>),
             Answer(Option<Message>),
+            Echo(Option<Message>),
             State(Option<async_nats::Event>),
         }
         let heard = tokio::select! {
             message = ears.batches.next() => Heard::Batch(message),
             message = ears.asks.next() => Heard::Ask(message),
             message = ears.answers.next() => Heard::Answer(message),
+            message = ears.echoes.next() => Heard::Echo(message),
             state = ears.states.recv() => Heard::State(state),
         };
         match heard {
             Heard::State(Some(state)) => self.changed(link, &state).await,
+            Heard::Echo(Some(message)) => {
+                let sent = message.payload[..].try_into().map(u64::from_be_bytes).map(Duration::from_nanos);
+                let took = sent.ok().and_then(|sent| self.began.elapsed().checked_sub(sent));
+                took.into_iter().for_each(|took| self.rates.lock().0.took(took));
+            }
+            Heard::Batch(Some(message)) if link.is_own(&message.subject) => {}
             Heard::Batch(Some(message)) => match Batch::decode(message.payload) {
                 Ok(batch) => {
                     self.count("received");
@@ -220,7 +235,11 @@ impl Replica {
                     self.answer(link, reply.to_string()).await;
                 }
             }
-            Heard::Batch(None) | Heard::Ask(None) | Heard::Answer(None) | Heard::State(None) => {
+            Heard::Batch(None)
+            | Heard::Ask(None)
+            | Heard::Answer(None)
+            | Heard::Echo(None)
+            | Heard::State(None) => {
                 bail!("the connection has ended for good")
             }
         }
@@ -293,6 +312,7 @@ impl Replica {
     async fn look(&self, link: &Link) {
         let outcome = self.within(|State { peers, .. }, world, now| peers.look(world, now));
         self.settle(link, outcome).await;
+        self.reckon(link).await;
         let mut starting = self.starting.lock();
         let now = Instant::now();
         let is_over = |starting: &mut Starting| {
@@ -300,6 +320,19 @@ impl Replica {
             now >= starting.until || greeted && self.state.lock().peers.are_level()
         };
         drop(starting.take_if(is_over));
+    }
+
+    /// Lets the router reckon with what is under way to us.
+    async fn reckon(&self, link: &Link) {
+        {
+            let (rates, looked) = &mut *self.rates.lock();
+            let elapsed = std::mem::replace(looked, Instant::now()).elapsed();
+            if !link.is_up() {
+                rates.forget();
+            }
+            self.entrance.router().expect_unheard(rates.look(elapsed, self.settings.batch.get()));
+        }
+        link.echo(self.began.elapsed().as_nanos() as u64).await;
     }
 
     fn within(&self, work: impl FnOnce(&mut State, &World<'_>, Instant) -> Outcome) -> Outcome {
@@ -310,6 +343,11 @@ impl Replica {
             slot: &|rank| fleet.slot(rank),
             sessions: self.entrance.sessions().map(|sessions| &**sessions),
             overloaded: &|worker, left| router.mark_overloaded(worker, left),
+            booked: &|booking| {
+                if let Some(member) = fleet.slot(booking.rank).and_then(|slot| fleet.member(slot)) {
+                    self.rates.lock().0.note((member.worker.model.clone(), booking.until), booking);
+                }
+            },
             first_token: &|name| self.first_token.get().into_iter().for_each(|hear| hear(name)),
         };
         let mut state = self.state.lock();

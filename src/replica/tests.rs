@@ -112,6 +112,7 @@ impl Replica {
             sessions: Some(&self.sessions),
             overloaded: &|_, _| (),
             first_token: &|_| (),
+            booked: &|_| (),
         };
         let outcome = match message {
             // As bytes, as they come.

@@ -249,6 +249,9 @@ pub struct Route {
     pub reusable_tokens: u64,
     /// How many candidates were costed.
     pub candidates: usize,
+    /// Bookings of other replicas that were reckoned with, though no word of them has come.
+    #[serde(skip_serializing_if = "is_none")]
+    pub unheard: u32,
     /// The choice with its cost.
     pub choice: Choice,
     /// Which workers do which phase.
@@ -259,6 +262,10 @@ pub struct Route {
     /// Time for choosing and booking.
     #[serde(skip)]
     pub choose_time: Duration,
+}
+
+fn is_none(count: &u32) -> bool {
+    *count == 0
 }
 
 /// Why there is no route.
@@ -390,6 +397,9 @@ impl Route {
         }
         let (cached, candidates, ties) = (self.predicted_cached_tokens, self.candidates, self.choice.ties);
         line.push_str(&format!(" cached_tokens={cached} candidates={candidates} ties={ties}"));
+        if self.unheard > 0 {
+            line.push_str(&format!(" unheard={}", self.unheard));
+        }
         if let Some(reason) = self.reason {
             line.push_str(&format!(" reason={}", reason.as_str()));
         }

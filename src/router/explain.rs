@@ -159,7 +159,7 @@ impl Router {
         let pools = Pools::among((&members, kinds), &prepared.request, &prepared.settings, standings.clone());
         let decide = |gate: &Gate| {
             let pools = pools.as_ref().map_err(|error| Undecided::Refused(*error))?;
-            let decision = Decision { prepared, pools, settings: &prepared.settings, gate };
+            let decision = Decision { prepared, pools, settings: &prepared.settings, gate, unheard: None };
             decision.decide(view, &mut self.random.lock().clone())
         };
         let decided = decide(gate);

@@ -1,6 +1,7 @@
 //! The choice for one phase, and the two phases together: prefill first, then the decode under what the prefill worker
 //! demands, unless the decode worker had better do all of it. Runs under the load's lock, so it only costs and compares.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use rand::Rng;
@@ -16,8 +17,8 @@ use crate::disagg::{Bypass, Facts};
 use crate::fleet::Member;
 use crate::index::TierBlocks;
 use crate::load::{Additional, Booking, LoadView, Sequences, Until};
-use crate::schedule::{self, Candidate, Choice, Question, Weights, preference};
-use crate::worker::{Role, Worker};
+use crate::schedule::{self, Candidate, Choice, Question, Unheard, Weights, preference};
+use crate::worker::{ModelName, Role, Worker};
 
 /// One phase, decided.
 #[derive(Debug)]
@@ -30,6 +31,8 @@ pub(super) struct Leg<'f> {
     pub(super) candidates: Vec<Candidate>,
     pub(super) cached: Cached,
     pub(super) choice: Choice,
+    /// Bookings of other routers that were reckoned with, though no word of them has come.
+    pub(super) unheard: u32,
 }
 
 /// Prompt tokens that the candidates have cached, as they would report them.
@@ -106,6 +109,8 @@ pub(super) struct Decision<'a, 'f> {
     pub(super) pools: &'a Pools<'f>,
     pub(super) settings: &'a RouterSettings,
     pub(super) gate: &'a Gate,
+    /// What other routers may have sent of which we do not know.
+    pub(super) unheard: Option<&'a UnheardOf>,
 }
 
 impl<'f> Decision<'_, 'f> {
@@ -231,11 +236,21 @@ impl<'f> Decision<'_, 'f> {
     }
 
     fn leg(&self, seen: Candidates<'f>, phase: Phase, rng: &mut impl Rng) -> Result<Leg<'f>, Undecided> {
-        let Candidates { pool, members, candidates, cached } = seen;
+        let Candidates { pool, members, mut candidates, cached } = seen;
         let (question, weights) = (self.question(&pool, phase, self.tracks(phase)), self.weights(phase));
+        let unheard = self.unheard(&pool, phase);
+        let unheard = unheard.map_or(0, |unheard| unheard.place(&question, &mut candidates, &weights, rng));
         let choice = schedule::choose(&question, &candidates, &weights, rng)
             .ok_or_else(|| Undecided::Refused(RouteError::NoCandidate.under(&pool.constraints)))?;
-        Ok(Leg { pool, question, weights, members, candidates, cached, choice })
+        Ok(Leg { pool, question, weights, members, candidates, cached, choice, unheard })
+    }
+
+    /// What other routers may have sent there.
+    fn unheard(&self, pool: &Pool<'_>, phase: Phase) -> Option<&Unheard> {
+        let all = self.unheard.filter(|all| !all.is_empty())?;
+        let until = if phase == Phase::Prefill { Until::FirstToken } else { Until::End };
+        // A pool is never empty.
+        all.get(&(pool.members[0].worker.model.clone(), until))
     }
 
     fn question(&self, pool: &Pool<'_>, phase: Phase, tracks: bool) -> Question {
@@ -288,6 +303,9 @@ impl<'f> Decision<'_, 'f> {
         })
     }
 }
+
+/// What other routers may have sent, of which no word has come: for workers of a model, for a prefill alone or for more.
+pub type UnheardOf = HashMap<(ModelName, Until), Unheard>;
 
 /// Which phases a leg is for.
 #[derive(Clone, Copy, PartialEq, Eq)]
