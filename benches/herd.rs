@@ -102,7 +102,12 @@ fn requests(args: &Args) -> Vec<Request> {
             let tokens = line.input_length.max(1);
             let size = BlockSize::new(BLOCK as u32).unwrap();
             let prompt = BlockHashes::chain(tokens, size, locals);
-            Request { at: ((line.timestamp - first) as f64 + within) * scale, prompt, tokens, output: line.output_length }
+            Request {
+                at: ((line.timestamp - first) as f64 + within) * scale,
+                prompt,
+                tokens,
+                output: line.output_length,
+            }
         })
         .collect()
 }
@@ -430,7 +435,9 @@ fn main() {
         requests.len(),
         args.workers
     );
-    println!("| replicas | words after | stale, % | duplicates, % | regret, blocks | imbalance | hit rate, % | p50, ms | p99, ms |");
+    println!(
+        "| replicas | words after | stale, % | duplicates, % | regret, blocks | imbalance | hit rate, % | p50, ms | p99, ms |"
+    );
     println!("|--:|--:|--:|--:|--:|--:|--:|--:|--:|");
     let after = [0.0, 0.002, 0.005, 0.02, 0.1];
     let words = after.into_iter().flat_map(|after| [Words::After(after), Words::Expected(after)]);

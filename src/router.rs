@@ -51,8 +51,8 @@ use crate::schedule::{Occupancy, Overload};
 use crate::trust::Standing;
 use crate::worker::{WorkerId, WorkerRank};
 use feedback::Durations;
-use leg::{Decision, Legs, Undecided};
 pub use leg::UnheardOf;
+use leg::{Decision, Legs, Undecided};
 use pools::{Pools, Standings};
 use prepared::{Blocks, Looked, Scratch};
 use ranking::Ranking;
@@ -269,7 +269,8 @@ impl Router {
 
     /// Chooses and books in one critical section.
     fn book(&self, prepared: &Prepared, pools: &Pools<'_>, gate: &Gate) -> Result<Booked, Undecided> {
-        let decision = Decision { prepared, pools, settings: &prepared.settings, gate, unheard: Some(&self.unheard.load()) };
+        let decision =
+            Decision { prepared, pools, settings: &prepared.settings, gate, unheard: Some(&self.unheard.load()) };
         let mut decided = None;
         let reservation = self.load.book_with(|view| {
             let mut random = self.random.lock();
@@ -306,8 +307,13 @@ impl Router {
         let mut prepared = self.prepare(request);
         let fleet = self.fleet_of(&mut prepared);
         let pools = self.pools(&fleet, &prepared).map_err(RouteError::from)?;
-        let decision =
-            Decision { prepared: &prepared, pools: &pools, settings: &prepared.settings, gate: &Gate::default(), unheard: None };
+        let decision = Decision {
+            prepared: &prepared,
+            pools: &pools,
+            settings: &prepared.settings,
+            gate: &Gate::default(),
+            unheard: None,
+        };
         let legs = self.load.look(|view| decision.decide(view, &mut *self.random.lock())).map_err(RouteError::from)?;
         Ok(self.describe(&prepared, &legs, &pools.standings))
     }

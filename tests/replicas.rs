@@ -172,9 +172,7 @@ async fn a_session_is_bound_for_all_and_a_worker_that_one_finds_overloaded_is_le
     knows(&a, 1).await;
     knows(&b, 1).await;
     let session = |id: &str| pb::Session { id: id.to_owned(), ..pb::Session::default() };
-    let asked = |request: &str, of: &str| {
-        pb::RouteRequest { session: Some(session(of)), ..book(request, 0, 9) }
-    };
+    let asked = |request: &str, of: &str| pb::RouteRequest { session: Some(session(of)), ..book(request, 0, 9) };
     // Sessions of a spread over both workers; b sends each to where it is, whatever is booked there.
     let mut bound = Vec::new();
     for nth in 0..6 {

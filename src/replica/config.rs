@@ -87,7 +87,10 @@ impl ReplicasConfig {
             refuse("group", "the group becomes part of a subject; write letters, digits, - and _ only");
         }
         if self.batch.get() > std::time::Duration::from_secs(1) {
-            refuse("batch", "replicas would know of bookings too late to be of use; the default is 1ms, the most is 1s");
+            refuse(
+                "batch",
+                "replicas would know of bookings too late to be of use; the default is 1ms, the most is 1s",
+            );
         }
         if self.lease.get() < std::time::Duration::from_millis(200) {
             refuse("lease", "a short pause would drop bookings that are alive; the default is 5s, the least is 200ms");
@@ -137,7 +140,8 @@ impl NatsConfig {
         }
         let ways = [self.credentials_file.is_some(), self.token_file.is_some(), self.user.is_some()];
         if ways.into_iter().filter(|given| *given).count() > 1 {
-            let text = "there are several ways to say who we are; keep one of `credentials_file`, `token_file` and `user`";
+            let text =
+                "there are several ways to say who we are; keep one of `credentials_file`, `token_file` and `user`";
             problems.push(Problem::at([], text));
         }
         problems

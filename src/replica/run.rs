@@ -1,8 +1,8 @@
 //! One replica at work: what happens here goes out in batches, what comes in is counted, and now and then it is looked at
 //! what time has changed. All of it is done in one task, beside the requests.
 
-use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::bail;
@@ -218,14 +218,16 @@ impl Replica {
             Heard::Batch(Some(message)) => match Batch::decode(message.payload) {
                 Ok(batch) => {
                     self.count("received");
-                    let outcome = self.within(|State { peers, random, .. }, world, now| peers.hear(batch, world, now, random));
+                    let outcome =
+                        self.within(|State { peers, random, .. }, world, now| peers.hear(batch, world, now, random));
                     self.settle(link, outcome).await;
                 }
                 Err(error) => self.garbage(&error),
             },
             Heard::Answer(Some(message)) => match SnapshotPart::decode(message.payload) {
                 Ok(part) => {
-                    let outcome = self.within(|State { peers, random, .. }, world, now| peers.take(part, world, now, random));
+                    let outcome =
+                        self.within(|State { peers, random, .. }, world, now| peers.take(part, world, now, random));
                     self.settle(link, outcome).await;
                 }
                 Err(error) => self.garbage(&error),
@@ -235,11 +237,7 @@ impl Replica {
                     self.answer(link, reply.to_string()).await;
                 }
             }
-            Heard::Batch(None)
-            | Heard::Ask(None)
-            | Heard::Answer(None)
-            | Heard::Echo(None)
-            | Heard::State(None) => {
+            Heard::Batch(None) | Heard::Ask(None) | Heard::Answer(None) | Heard::Echo(None) | Heard::State(None) => {
                 bail!("the connection has ended for good")
             }
         }
@@ -292,7 +290,9 @@ impl Replica {
         self.metrics.replica_connected.set(i64::from(is_up));
         match (was_up, is_up) {
             (false, true) => info!(replica = %self.id, group = self.settings.group, "connected to NATS"),
-            (true, false) => warn!(%state, "NATS is gone; decisions know only of bookings of this replica until it is back"),
+            (true, false) => {
+                warn!(%state, "NATS is gone; decisions know only of bookings of this replica until it is back")
+            }
             _ => debug!(%state, "NATS"),
         }
         if is_up {

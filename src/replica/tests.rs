@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use prost::Message as _;
 use proptest::prelude::*;
-use rand::rngs::SmallRng;
+use prost::Message as _;
 use rand::SeedableRng as _;
+use rand::rngs::SmallRng;
 
 use super::mirror::World;
 use super::own::Own;

@@ -24,9 +24,7 @@ const MOST_UNNAMED: u64 = 1 << 20;
 /// What is told, with no more than so many blocks named.
 pub(super) fn event(told: &Told, most_named: usize) -> Event {
     let any = match told {
-        Told::Load(News::Booked { id, bookings }) => {
-            Any::Booked(booked(*id, &Live::new(bookings.clone()), most_named))
-        }
+        Told::Load(News::Booked { id, bookings }) => Any::Booked(booked(*id, &Live::new(bookings.clone()), most_named)),
         Told::Load(News::FirstToken(id)) => Any::FirstToken(id.0),
         Told::Load(News::OutputBlocks { id, count, fraction }) => {
             Any::OutputBlocks(proto::OutputBlocks { id: id.0, count: *count as u64, fraction: *fraction })
@@ -43,11 +41,9 @@ pub(super) fn event(told: &Told, most_named: usize) -> Event {
             version: stamp.version,
             by: stamp.by,
         }),
-        Told::Session(Word::Ended { session: key, stamp }) => Any::SessionEnded(proto::SessionEnded {
-            session: Some(session(key)),
-            version: stamp.version,
-            by: stamp.by,
-        }),
+        Told::Session(Word::Ended { session: key, stamp }) => {
+            Any::SessionEnded(proto::SessionEnded { session: Some(session(key)), version: stamp.version, by: stamp.by })
+        }
         Told::Overloaded(worker, left) => {
             Any::Overloaded(proto::Overloaded { worker: worker.0, milliseconds: left.as_millis() as u64 })
         }

@@ -70,13 +70,7 @@ impl Sessions {
 
 impl Session {
     /// A word that it is still in use, unless that was told not so long ago.
-    pub(super) fn again(
-        &mut self,
-        key: &Arc<Key>,
-        target: WorkerRank,
-        now: Instant,
-        every: Duration,
-    ) -> Option<Word> {
+    pub(super) fn again(&mut self, key: &Arc<Key>, target: WorkerRank, now: Instant, every: Duration) -> Option<Word> {
         let told = *self.told.get_or_insert(now);
         let due = now.saturating_duration_since(told) >= every;
         self.told = Some(if due { now } else { told });

@@ -63,7 +63,8 @@ fn socket(deployment: &Deployment, number: usize) -> PathBuf {
 
 /// The shipped configuration with three servers of exchanges, those that do not answer left out.
 fn envoy_config(deployment: &Deployment) -> String {
-    let endpoint = |number| format!("{{endpoint: {{address: {{pipe: {{path: {}}}}}}}}}", socket(deployment, number).display());
+    let endpoint =
+        |number| format!("{{endpoint: {{address: {{pipe: {{path: {}}}}}}}}}", socket(deployment, number).display());
     let (one, all) = (endpoint(0), [0, 1, 2].map(endpoint).join(", "));
     let shipped = deployment.envoy_config();
     assert_eq!(shipped.matches(&one).count(), 2, "{one}");
@@ -148,33 +149,35 @@ async fn twenty_thousand_requests_while_one_is_killed_one_is_started_and_nats_is
     assert!(routed * 100 >= REQUESTS * 95, "only {routed} of {REQUESTS} were routed");
 
     let pages = [deployment.admin_url(""), second.url(""), third.url("")];
-    let page = async |of: &str, path: &str| -> Value {
-        deployment.http.get(format!("{of}{path}")).send().await.unwrap().json().await.unwrap()
-    };
     for of in &pages {
-        let rests = async || {
-            let (load, replicas) = (page(of, "/debug/load").await, page(of, "/debug/replicas").await);
-            let idle = load.as_array().unwrap().iter().all(|rank| {
-                (&rank["active_requests"], &rank["active_blocks"], &rank["active_prefill_tokens"])
-                    == (&json!(0), &json!(0), &json!(0))
-            });
-            let peers = replicas["peers"].as_array().unwrap();
-            idle && replicas["connected"] == true
-                && peers.len() == 2
-                && peers.iter().all(|peer| peer["level"] == true && peer["reservations"] == 0)
+        comes_to_rest(&deployment.http, of).await;
+        let part = routed_by(&deployment.http, of).await;
+        println!("{of}: {part} routed");
+        assert!(part > REQUESTS as f64 / 10.0, "{of} routed {part}");
+    }
+}
+
+/// Waits until nothing is booked at a replica, by itself or by others.
+async fn comes_to_rest(http: &reqwest::Client, of: &str) {
+    let page =
+        async |path: &str| -> Value { http.get(format!("{of}{path}")).send().await.unwrap().json().await.unwrap() };
+    let rests = async || {
+        let (load, replicas) = (page("/debug/load").await, page("/debug/replicas").await);
+        let is_idle = |rank: &Value| {
+            ["active_requests", "active_blocks", "active_prefill_tokens"].iter().all(|what| rank[*what] == 0)
         };
-        let rest = until(PATIENCE, rests).await;
-        assert!(rest, "{}\n{}", page(of, "/debug/load").await, page(of, "/debug/replicas").await);
-    }
-    // All of them had a part in it.
-    for of in &pages {
-        let text = deployment.http.get(format!("{of}/metrics")).send().await.unwrap().text().await.unwrap();
-        let routed: f64 = text
-            .lines()
-            .filter(|line| line.starts_with("warmroute_requests_total{"))
-            .map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap())
-            .sum();
-        println!("{of}: {routed} routed");
-        assert!(routed > REQUESTS as f64 / 10.0, "{of} routed {routed}");
-    }
+        let peers = replicas["peers"].as_array().unwrap();
+        load.as_array().unwrap().iter().all(is_idle)
+            && replicas["connected"] == true
+            && peers.len() == 2
+            && peers.iter().all(|peer| peer["level"] == true && peer["reservations"] == 0)
+    };
+    assert!(until(PATIENCE, rests).await, "{}\n{}", page("/debug/load").await, page("/debug/replicas").await);
+}
+
+/// Requests that a replica has routed.
+async fn routed_by(http: &reqwest::Client, of: &str) -> f64 {
+    let text = http.get(format!("{of}/metrics")).send().await.unwrap().text().await.unwrap();
+    let lines = text.lines().filter(|line| line.starts_with("warmroute_requests_total{"));
+    lines.map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum()
 }
