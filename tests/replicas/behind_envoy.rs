@@ -71,7 +71,7 @@ fn envoy_config(deployment: &Deployment) -> String {
     let check = "timeout: 1s, interval: 0.5s, no_traffic_interval: 0.5s, unhealthy_threshold: 1, healthy_threshold: 1";
     shipped.replace(&one, &all).replace(
         "    load_assignment:\n      cluster_name: ext_proc\n",
-        &format!("    health_checks: [{{{check}, grpc_health_check: {{}}}}]\n    load_assignment:\n      cluster_name: ext_proc\n"),
+        &format!("    health_checks: [{{{check}, grpc_health_check: {{service_name: readiness}}}}]\n    load_assignment:\n      cluster_name: ext_proc\n"),
     )
 }
 
