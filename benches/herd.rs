@@ -364,6 +364,7 @@ impl<'t> World<'t> {
             bookings: rate * others * delay,
             prefill_tokens: each(sums.computed),
             blocks: each(sums.computed + sums.cached) / BLOCK as u64,
+            ranks: self.cached.len(),
         };
         self.replicas[at].router.expect_unheard(HashMap::from([(("m".into(), Until::End), unheard)]));
     }

@@ -20,7 +20,7 @@ use serde::Serialize;
 use crate::worker::{WorkerId, WorkerRank};
 pub use table::SessionKey;
 use table::{Key, Step, Table};
-pub use words::{Stamp, Word};
+pub use words::{Stamp, Use, Word};
 
 /// What sessions may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -17,6 +17,8 @@ mod load;
 mod openmetrics;
 #[path = "kubernetes/requests.rs"]
 mod requests;
+#[path = "kubernetes/scale.rs"]
+mod scale;
 #[path = "kubernetes/server.rs"]
 mod server;
 

@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use super::{Booking, LoadTracker, Reservation, Until};
 
@@ -88,7 +87,7 @@ impl Live {
         }
     }
 
-    /// Whether it stands as the other does, wherever the ranks are here, and however much of their prefills is left.
+    /// Whether it stands as the other does, wherever the ranks are here.
     pub fn same(&self, other: &Live) -> bool {
         let like = |(a, b): (&Booking, &Booking)| {
             a.rank == b.rank && a.until == b.until && a.prompt_tokens == b.prompt_tokens && a.sequences == b.sequences
@@ -97,22 +96,6 @@ impl Live {
             && (self.faded, self.whole, self.fraction) == (other.faded, other.whole, other.fraction)
             && self.bookings.len() == other.bookings.len()
             && self.bookings.iter().zip(&other.bookings).all(like)
-    }
-
-    /// What is left of prefills that shrink with time, so long after they were booked.
-    #[must_use]
-    pub fn after(mut self, elapsed: Duration) -> Self {
-        let shrinking = self.bookings.iter_mut().filter(|booking| !self.begun && booking.track_prefill);
-        for booking in shrinking {
-            let Some(time) = booking.prefill_time.filter(|time| !time.is_zero()) else { continue };
-            let left = time.saturating_sub(elapsed);
-            let uncached = booking.prompt_tokens.saturating_sub(booking.cached_tokens);
-            let uncached = (uncached as f64 * left.as_secs_f64() / time.as_secs_f64()).ceil() as u64;
-            booking.cached_tokens = booking.prompt_tokens - uncached.min(booking.prompt_tokens);
-            booking.prefill_time = Some(left);
-            booking.track_prefill = !left.is_zero();
-        }
-        self
     }
 }
 

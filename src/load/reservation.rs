@@ -67,6 +67,12 @@ impl Reservation {
         self.parts.iter().any(|part| table.counts(part))
     }
 
+    /// Whether something of it ended that it did not end itself: a rank has gone, or has come anew.
+    pub fn is_cut(&self) -> bool {
+        let table = self.tracker.table.lock();
+        self.parts.iter().any(|part| part.share.is_some() && !table.counts(part))
+    }
+
     /// The prefill is done: its share ends, and so do bookings that last until then. Says whether that changed anything;
     /// a second call does not.
     pub fn first_token(&mut self) -> bool {

@@ -118,7 +118,10 @@ impl NatsConfig {
             problems.push(Problem::of("servers", "no server is given; write for example nats://nats:4222"));
         }
         for (at, server) in self.servers.iter().enumerate() {
-            if let Err(error) = server.parse::<async_nats::ServerAddr>() {
+            if server.contains('@') {
+                let text = "a server's address is shown on pages, so it may not hold a password; give `user` and `password_file`, or `token_file`";
+                problems.push(Problem::at(["servers".into(), at.into()], text));
+            } else if let Err(error) = server.parse::<async_nats::ServerAddr>() {
                 let text = format!("`{server}` is no server ({error}); write for example nats://nats:4222");
                 problems.push(Problem::at(["servers".into(), at.into()], text));
             }

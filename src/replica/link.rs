@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use async_nats::connection::State;
-use async_nats::{Auth, AuthError, Client, ConnectOptions, Event, Subscriber};
+use async_nats::{Auth, AuthError, Client, ConnectOptions, Event, Message, Subscriber};
 use bytes::Bytes;
-use prost::Message;
+use futures_util::StreamExt as _;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
@@ -45,6 +45,28 @@ pub(super) struct Ears {
     pub(super) echoes: Subscriber,
     /// What happens to the connection.
     pub(super) states: mpsc::UnboundedReceiver<Event>,
+}
+
+/// What was heard; nothing where that has ended.
+pub(super) enum Heard {
+    Batch(Option<Message>),
+    Ask(Option<Message>),
+    Answer(Option<Message>),
+    Echo(Option<Message>),
+    State(Option<Event>),
+}
+
+impl Ears {
+    /// What comes next. Dropping it loses nothing, so what is to be done about it is done elsewhere.
+    pub(super) async fn next(&mut self) -> Heard {
+        tokio::select! {
+            message = self.batches.next() => Heard::Batch(message),
+            message = self.asks.next() => Heard::Ask(message),
+            message = self.answers.next() => Heard::Answer(message),
+            message = self.echoes.next() => Heard::Echo(message),
+            state = self.states.recv() => Heard::State(state),
+        }
+    }
 }
 
 impl Link {
@@ -86,7 +108,7 @@ impl Link {
     }
 
     /// Tells everybody; whether it is on its way.
-    pub(super) async fn tell(&self, message: &impl Message) -> bool {
+    pub(super) async fn tell(&self, message: &impl prost::Message) -> bool {
         self.send(self.events.clone(), None, message.encode_to_vec().into()).await
     }
 
@@ -100,13 +122,18 @@ impl Link {
         subject == self.events
     }
 
+    /// Whether a message that was told everybody is one of this replica.
+    pub(super) fn is_of(&self, subject: &str, replica: ReplicaId) -> bool {
+        subject.rsplit('.').next() == Some(replica.to_string().as_str())
+    }
+
     /// Says something to ourselves, to see how long that takes.
     pub(super) async fn echo(&self, nanos: u64) -> bool {
         self.send(self.echo.clone(), None, Bytes::copy_from_slice(&nanos.to_be_bytes())).await
     }
 
     /// Answers whoever asked.
-    pub(super) async fn answer(&self, to: String, message: &impl Message) -> bool {
+    pub(super) async fn answer(&self, to: String, message: &impl prost::Message) -> bool {
         self.send(to, None, message.encode_to_vec().into()).await
     }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::Told;
 use super::wire::NOWHERE;
 use crate::load::{Booking, BookingId, Live, LoadTracker, News, Reservation};
-use crate::sessions::Sessions;
+use crate::sessions::{Sessions, Use};
 use crate::worker::{Slot, WorkerId, WorkerRank};
 
 /// Most reservations of one peer.
@@ -16,6 +16,8 @@ const MOST: usize = 1 << 20;
 /// What words of peers are about.
 pub(super) struct World<'a> {
     pub(super) load: &'a Arc<LoadTracker>,
+    /// Of the fleet; slots may be others with each one.
+    pub(super) generation: u64,
     pub(super) slot: &'a dyn Fn(WorkerRank) -> Option<Slot>,
     pub(super) sessions: Option<&'a Sessions>,
     pub(super) overloaded: &'a dyn Fn(WorkerId, Duration),
@@ -30,6 +32,8 @@ pub(super) struct Mirror {
     bookings: BTreeMap<BookingId, Mirrored>,
     /// How many of them are on workers that we do not know, or not yet.
     waiting: usize,
+    /// By which fleet they are counted.
+    generation: u64,
 }
 
 #[derive(Debug)]
@@ -48,7 +52,9 @@ impl Mirror {
             Told::Load(News::Booked { .. }) => {}
             Told::Load(News::Released(id)) => self.remove(id),
             Told::Load(news) => self.change(news, world),
-            Told::Session(word) => world.sessions.into_iter().for_each(|sessions| sessions.take(word.clone())),
+            Told::Session(word) => {
+                world.sessions.into_iter().for_each(|sessions| sessions.take(word.clone(), Use::Now))
+            }
             Told::Overloaded(worker, left) => (world.overloaded)(worker, left),
             Told::FirstTokenOf(name) => (world.first_token)(&name),
         }
@@ -58,9 +64,10 @@ impl Mirror {
     /// that nobody sees less load than there is.
     pub(super) fn replace(&mut self, all: Vec<(BookingId, Live)>, world: &World<'_>) {
         let mut before = std::mem::take(self);
+        self.generation = world.generation;
         for (id, live) in all {
             match before.bookings.remove(&id) {
-                Some(known) if known.live.same(&live) => {
+                Some(known) if known.live.same(&live) && !known.is_cut() => {
                     self.waiting += usize::from(known.held.is_none());
                     self.bookings.insert(id, known);
                 }
@@ -72,8 +79,14 @@ impl Mirror {
         }
     }
 
-    /// Counts what is on workers that have come to be known.
+    /// Counts what is on workers that have come to be known, or stand elsewhere than before.
     pub(super) fn settle(&mut self, world: &World<'_>) {
+        if std::mem::replace(&mut self.generation, world.generation) != world.generation {
+            for mirrored in self.bookings.values_mut().filter(|mirrored| mirrored.is_cut()) {
+                mirrored.held = None;
+                self.waiting += 1;
+            }
+        }
         if self.waiting == 0 {
             return;
         }
@@ -113,17 +126,28 @@ impl Mirror {
             locate(to, world);
         }
         live.apply(&news);
-        let Some(held) = held else { return };
+        let Some(reservation) = held else { return };
         match news {
-            News::FirstToken(_) => _ = held.first_token(),
-            News::OutputBlocks { count, fraction, .. } => held.output_blocks(count, fraction),
-            News::Moved { to, .. } => _ = held.relocate(|_, _| to),
+            News::FirstToken(_) => _ = reservation.first_token(),
+            News::OutputBlocks { count, fraction, .. } => reservation.output_blocks(count, fraction),
+            News::Moved { to, .. } => {
+                let goes_on = to.is_some();
+                if !reservation.relocate(|_, _| to) && goes_on {
+                    // Not known here, or not yet.
+                    *held = None;
+                    self.waiting += 1;
+                }
+            }
             News::Booked { .. } | News::Released(_) => {}
         }
     }
 }
 
 impl Mirrored {
+    fn is_cut(&self) -> bool {
+        self.held.as_ref().is_some_and(Reservation::is_cut)
+    }
+
     fn hold(&mut self, world: &World<'_>) {
         self.live.bookings.iter_mut().for_each(|booking| locate(booking, world));
         self.held = world.load.mirror(&self.live);

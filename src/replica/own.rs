@@ -2,7 +2,6 @@
 //! numbers its batches, so that others see when they have missed one.
 
 use std::collections::{BTreeMap, HashMap};
-use std::time::Instant;
 
 use prost::Message as _;
 
@@ -25,7 +24,7 @@ pub(super) struct Own {
     most_bytes: usize,
     /// Of the last batch with events.
     sequence: u64,
-    live: BTreeMap<BookingId, (Instant, Live)>,
+    live: BTreeMap<BookingId, Live>,
     untold: Untold,
     batches: Vec<Batch>,
 }
@@ -52,9 +51,9 @@ impl Own {
     }
 
     /// Something happened here.
-    pub(super) fn note(&mut self, told: &Told, now: Instant) {
+    pub(super) fn note(&mut self, told: &Told) {
         if let Told::Load(news) = told {
-            self.follow(news, now);
+            self.follow(news);
             if self.joins(news) {
                 return;
             }
@@ -83,12 +82,9 @@ impl Own {
     }
 
     /// How everything stands at the last batch. What is not told yet has to be told first.
-    pub(super) fn snapshot(&self, beside: &[Told], now: Instant) -> Vec<SnapshotPart> {
+    pub(super) fn snapshot(&self, beside: &[Told]) -> Vec<SnapshotPart> {
         let named = self.most_named();
-        let alive = self.live.iter().map(|(id, (since, live))| {
-            let live = live.clone().after(now.saturating_duration_since(*since));
-            wire::alive(*id, &live, named)
-        });
+        let alive = self.live.iter().map(|(id, live)| wire::alive(*id, live, named));
         let events = alive.chain(beside.iter().map(|told| wire::event(told, named)));
         let new = |part| SnapshotPart { replica: self.id.0, sequence: self.sequence, part, ..SnapshotPart::default() };
         let (mut parts, mut current, mut bytes) = (Vec::new(), new(0), 0);
@@ -114,7 +110,7 @@ impl Own {
 
     #[cfg(test)]
     pub(super) fn alive(&self) -> impl Iterator<Item = &Live> {
-        self.live.values().map(|(_, live)| live)
+        self.live.values()
     }
 
     /// Blocks that one event can name: half a message of them.
@@ -122,17 +118,18 @@ impl Own {
         self.most_bytes / 2 / size_of::<u64>()
     }
 
-    fn follow(&mut self, news: &News, now: Instant) {
+    fn follow(&mut self, news: &News) {
         match news {
             News::Booked { id, bookings } => {
-                self.live.insert(*id, (now, Live::new(bookings.clone())));
+                self.live.insert(*id, Live::new(bookings.clone()));
             }
             News::Released(id) => {
                 self.live.remove(id);
             }
             News::FirstToken(id) | News::OutputBlocks { id, .. } | News::Moved { id, .. } => {
-                let Some((_, live)) = self.live.get_mut(id) else { return };
-                live.apply(news);
+                if let Some(live) = self.live.get_mut(id) {
+                    live.apply(news);
+                }
             }
         }
     }

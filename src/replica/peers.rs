@@ -10,14 +10,19 @@ use serde::Serialize;
 use super::mirror::{Mirror, World};
 use super::proto::event::Event as Any;
 use super::proto::{Batch, Event, SnapshotPart};
+use super::wire::Names;
 use super::{ReplicaId, Told, wire};
 use crate::load::{BookingId, Live, News};
+use crate::sessions::Use;
 
 /// Most peers.
 const MOST_PEERS: usize = 1024;
 
 /// Most batches that are kept while the whole is waited for. Who tells more meanwhile is asked once more.
-const MOST_LATER: usize = 4096;
+const MOST_LATER: usize = 1024;
+
+/// Most parts of an answer.
+const MOST_PARTS: u32 = 4096;
 
 /// Who has not answered for so long is asked again.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -27,6 +32,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 pub(super) struct Peers {
     own: ReplicaId,
     lease: Duration,
+    looked: Option<Instant>,
     peers: BTreeMap<ReplicaId, Peer>,
 }
 
@@ -102,7 +108,7 @@ pub(super) struct Shown {
 
 impl Peers {
     pub(super) fn new(own: ReplicaId, lease: Duration) -> Self {
-        Self { own, lease, peers: BTreeMap::new() }
+        Self { own, lease, looked: None, peers: BTreeMap::new() }
     }
 
     /// A batch of a peer.
@@ -163,6 +169,11 @@ impl Peers {
     /// Time goes by.
     pub(super) fn look(&mut self, world: &World<'_>, now: Instant) -> Outcome {
         let mut outcome = Outcome::default();
+        let since = self.looked.replace(now).map(|looked| now.saturating_duration_since(looked));
+        if since.is_some_and(|since| since > self.lease / 2) {
+            // We were not there ourselves, so nobody can have been heard.
+            self.peers.values_mut().for_each(|peer| peer.heard = now);
+        }
         let silent = |peer: &Peer| now.saturating_duration_since(peer.heard) > self.lease;
         for (id, peer) in self.peers.extract_if(.., |_, peer| silent(peer)) {
             outcome.noted.push(Noted::Silent(id, peer.name, peer.mirror.len()));
@@ -182,6 +193,10 @@ impl Peers {
     /// Whether everything is known that those told of whom we know.
     pub(super) fn are_level(&self) -> bool {
         self.peers.values().all(|peer| matches!(peer.standing, Standing::Level { .. }))
+    }
+
+    pub(super) fn knows(&self, peer: ReplicaId) -> bool {
+        self.peers.contains_key(&peer)
     }
 
     pub(super) fn len(&self) -> usize {
@@ -219,9 +234,10 @@ impl Peer {
             }
             // A sign of life tells the last one.
             Standing::Level { last } if !has_events => batch.sequence <= *last,
-            Standing::Level { last } if batch.sequence == *last + 1 => {
-                *last += 1;
-                for told in batch.events.into_iter().filter_map(|event| wire::told(event, rng)) {
+            Standing::Level { last } if batch.sequence == last.saturating_add(1) => {
+                *last = batch.sequence;
+                let mut names = Names::new(rng);
+                for told in batch.events.into_iter().filter_map(|event| wire::told(event, &mut names)) {
                     if let Told::Load(News::Booked { bookings, .. }) = &told {
                         bookings.iter().for_each(|booking| (world.booked)(booking));
                     }
@@ -236,14 +252,20 @@ impl Peer {
     fn replace(&mut self, events: Vec<Event>, world: &World<'_>, rng: &mut impl Rng) {
         let mut bookings: Vec<(BookingId, Live)> = Vec::new();
         let mut beside: Vec<Told> = Vec::new();
+        let mut names = Names::new(rng);
         for event in events {
             match event.event {
-                Some(Any::Booked(told)) => bookings.push(wire::live(told, rng)),
-                _ => beside.extend(wire::told(event, rng)),
+                Some(Any::Booked(told)) => bookings.push(wire::live(told, &mut names)),
+                _ => beside.extend(wire::told(event, &mut names)),
             }
         }
         self.mirror.replace(bookings, world);
-        beside.into_iter().for_each(|told| self.mirror.apply(told, world));
+        for told in beside {
+            match (told, world.sessions) {
+                (Told::Session(word), Some(sessions)) => sessions.take(word, Use::Sometime),
+                (told, _) => self.mirror.apply(told, world),
+            }
+        }
     }
 }
 
@@ -273,7 +295,7 @@ impl Behind {
             (self.next_part, self.of) = (0, part.sequence);
             self.parts.clear();
         }
-        if part.part != self.next_part || part.sequence != self.of {
+        if part.part != self.next_part || part.sequence != self.of || part.part >= MOST_PARTS {
             return None;
         }
         self.next_part += 1;

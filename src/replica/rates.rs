@@ -14,7 +14,7 @@ const MEMORY: f64 = 1.0;
 const NEXT_TO_NONE: f64 = 1e-3;
 
 /// What is booked: workers of a model, for a prefill alone or for more.
-type Kind = (ModelName, Until);
+pub(super) type Kind = (ModelName, Until);
 
 /// What is known of the words that come.
 #[derive(Debug, Default)]
@@ -62,7 +62,12 @@ impl Rates {
     }
 
     /// What is under way at any moment, where words are gathered for so long; `elapsed` since the last call.
-    pub(super) fn look(&mut self, elapsed: Duration, gathered: Duration) -> HashMap<Kind, Unheard> {
+    pub(super) fn look(
+        &mut self,
+        elapsed: Duration,
+        gathered: Duration,
+        ranks: impl Fn(&Kind) -> usize,
+    ) -> HashMap<Kind, Unheard> {
         let seconds = elapsed.as_secs_f64().max(1e-6);
         let share = 1.0 - (-seconds / MEMORY).exp();
         let delay = self.delay.unwrap_or_default() + gathered.as_secs_f64();
@@ -76,7 +81,7 @@ impl Rates {
             if bookings >= NEXT_TO_NONE {
                 let each = |rate: f64| (rate / tally.rate).round() as u64;
                 let (prefill_tokens, blocks) = (each(tally.prefill_token_rate), each(tally.block_rate));
-                all.insert(kind.clone(), Unheard { bookings, prefill_tokens, blocks });
+                all.insert(kind.clone(), Unheard { bookings, prefill_tokens, blocks, ranks: ranks(kind) });
             }
         }
         self.kinds.retain(|_, tally| tally.rate * delay >= NEXT_TO_NONE / 1e3);
@@ -106,7 +111,7 @@ mod tests {
     #[test]
     fn as_many_are_under_way_as_come_in_the_time_of_a_word() {
         let (mut rates, kind) = (Rates::default(), || (ModelName::from("m"), Until::End));
-        let look = |rates: &mut Rates| rates.look(Duration::from_millis(100), Duration::from_millis(1));
+        let look = |rates: &mut Rates| rates.look(Duration::from_millis(100), Duration::from_millis(1), |_| 5);
         assert_eq!(look(&mut rates), HashMap::new());
         rates.took(Duration::from_millis(4));
         for _ in 0..100 {
@@ -116,7 +121,7 @@ mod tests {
         (0..40).for_each(|_| rates.note(kind(), &booking(210)));
         let found = look(&mut rates)[&kind()];
         assert!((found.bookings - 400.0 * 0.005).abs() < 0.01, "{found:?}");
-        assert_eq!((found.prefill_tokens, found.blocks), (200, 4));
+        assert_eq!((found.prefill_tokens, found.blocks, found.ranks), (200, 4, 5));
         // And none once they have ceased.
         (0..200).for_each(|_| drop(look(&mut rates)));
         assert_eq!(look(&mut rates), HashMap::new());

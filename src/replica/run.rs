@@ -6,8 +6,6 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::bail;
-use async_nats::Message;
-use futures_util::StreamExt as _;
 use parking_lot::Mutex;
 use prost::Message as _;
 use rand::SeedableRng as _;
@@ -17,16 +15,19 @@ use tokio::sync::{Notify, mpsc};
 use tracing::{debug, info, warn};
 
 use super::config::ReplicasConfig;
-use super::link::{Ears, Link};
+use super::link::{Heard, Link};
 use super::mirror::World;
 use super::own::Own;
 use super::peers::{Noted, Outcome, Peers, Wish};
 use super::proto::{Batch, SnapshotPart};
-use super::rates::Rates;
+use super::rates::{Kind, Rates};
 use super::{ReplicaId, Told};
 use crate::entrance::Entrance;
+use crate::fleet::Member;
 use crate::lifecycle::ReadyGuard;
+use crate::load::Until;
 use crate::metrics::{Metrics, OutcomeLabel};
+use crate::worker::Role;
 
 /// Events that are taken in at one go.
 const AT_ONCE: usize = 1024;
@@ -36,6 +37,12 @@ const SIGNS: u32 = 4;
 
 /// At the start, others may take so long to say that they are there.
 const GREETING: Duration = Duration::from_millis(300);
+
+/// How often it is looked what time has changed.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// When it is tried again where there is something to be mended.
+const AGAIN: Duration = Duration::from_secs(5);
 
 type HearFirstToken = Box<dyn Fn(&str) + Send + Sync>;
 
@@ -56,6 +63,8 @@ pub struct Replica {
     starting: Mutex<Option<Starting>>,
     began: Instant,
     rates: Mutex<(Rates, Instant)>,
+    /// What NATS refused last.
+    complained: Mutex<String>,
 }
 
 struct State {
@@ -104,6 +113,7 @@ impl Replica {
             starting: Mutex::new(Some(starting)),
             began: Instant::now(),
             rates: Mutex::new((Rates::default(), Instant::now())),
+            complained: Mutex::default(),
         });
         if let Some(sessions) = replica.entrance.sessions() {
             let heard = Arc::downgrade(&replica);
@@ -143,11 +153,15 @@ impl Replica {
     /// Talks with the others, for ever.
     pub async fn run(&self) -> anyhow::Result<()> {
         let mut news = self.news.lock().await;
-        let (link, mut ears) = Link::open(&self.settings, self.id).await?;
+        let (link, mut ears) = loop {
+            match Link::open(&self.settings, self.id).await {
+                Ok(opened) => break opened,
+                Err(error) => self.alone(&mut news, &error).await?,
+            }
+        };
         let link = Arc::new(link);
         *self.link.lock() = Some(link.clone());
-        let mut ticks = tokio::time::interval(self.settings.lease.get() / SIGNS);
-        let mut looks = tokio::time::interval(GREETING / 3);
+        let (mut ticks, mut looks) = (every(self.settings.lease.get() / SIGNS), every(LOOK));
         let (mut taken, mut due) = (Vec::with_capacity(AT_ONCE), None::<tokio::time::Instant>);
         loop {
             let flush = async {
@@ -169,15 +183,40 @@ impl Replica {
                     due.get_or_insert_with(|| tokio::time::Instant::now() + self.settings.batch.get());
                 }
                 () = self.words.notified() => {
-                    self.note(self.entrance.sessions().into_iter().flat_map(|sessions| sessions.words()).map(Told::Session));
+                    self.note_words();
                     due.get_or_insert_with(|| tokio::time::Instant::now() + self.settings.batch.get());
                 }
-                heard = self.hear(&link, &mut ears) => heard?,
-                _ = ticks.tick() => {
-                    let sign = self.state.lock().own.sign();
-                    self.send(&link, &sign).await;
+                heard = ears.next() => self.hear(&link, heard).await?,
+                _ = ticks.tick() => self.sign(&link, Batch::default()).await,
+                _ = looks.tick() => {
+                    let outcome = self.look();
+                    self.settle(&link, outcome).await;
+                    link.echo(self.began.elapsed().as_nanos() as u64).await;
                 }
-                _ = looks.tick() => self.look(&link).await,
+            }
+        }
+    }
+
+    /// There is no way to the others, because of something that has to be mended. Nothing of what happens here is kept for
+    /// longer than needed, and nobody waits for anybody.
+    async fn alone(&self, news: &mut mpsc::UnboundedReceiver<Told>, error: &anyhow::Error) -> anyhow::Result<()> {
+        warn!(error = format!("{error:#}"), "NATS cannot be used; decisions know only of bookings of this replica");
+        let until = tokio::time::Instant::now() + AGAIN;
+        let (mut looks, mut taken) = (every(LOOK), Vec::with_capacity(AT_ONCE));
+        loop {
+            tokio::select! {
+                () = tokio::time::sleep_until(until) => return Ok(()),
+                count = news.recv_many(&mut taken, AT_ONCE) => {
+                    if count == 0 {
+                        bail!("nobody tells what happens here any more");
+                    }
+                    self.note(taken.drain(..));
+                }
+                _ = looks.tick() => {
+                    self.note_words();
+                    drop(self.state.lock().own.batches());
+                    drop(self.look());
+                }
             }
         }
     }
@@ -186,27 +225,12 @@ impl Replica {
     pub async fn farewell(&self) {
         let link = self.link.lock().take();
         let Some(link) = link else { return };
-        let sign = self.state.lock().own.sign();
-        self.send(&link, &Batch { leaving: true, ..sign }).await;
+        self.sign(&link, Batch { leaving: true, ..Batch::default() }).await;
         link.flush().await;
     }
 
-    /// What comes next from outside. Dropping it loses nothing.
-    async fn hear(&self, link: &Link, ears: &mut Ears) -> anyhow::Result<()> {
-        enum Heard {
-            Batch(Option<Message>),
-            Ask(Option<Message>),
-            Answer(Option<Message>),
-            Echo(Option<Message>),
-            State(Option<async_nats::Event>),
-        }
-        let heard = tokio::select! {
-            message = ears.batches.next() => Heard::Batch(message),
-            message = ears.asks.next() => Heard::Ask(message),
-            message = ears.answers.next() => Heard::Answer(message),
-            message = ears.echoes.next() => Heard::Echo(message),
-            state = ears.states.recv() => Heard::State(state),
-        };
+    /// Does what is to be done about something heard.
+    async fn hear(&self, link: &Link, heard: Heard) -> anyhow::Result<()> {
         match heard {
             Heard::State(Some(state)) => self.changed(link, &state).await,
             Heard::Echo(Some(message)) => {
@@ -216,6 +240,7 @@ impl Replica {
             }
             Heard::Batch(Some(message)) if link.is_own(&message.subject) => {}
             Heard::Batch(Some(message)) => match Batch::decode(message.payload) {
+                Ok(batch) if !link.is_of(&message.subject, ReplicaId(batch.replica)) => self.count("garbage"),
                 Ok(batch) => {
                     self.count("received");
                     let outcome =
@@ -246,9 +271,20 @@ impl Replica {
 
     /// Takes note of what happened here.
     fn note(&self, told: impl Iterator<Item = Told>) {
-        let now = Instant::now();
         let own = &mut self.state.lock().own;
-        told.for_each(|told| own.note(&told, now));
+        told.for_each(|told| own.note(&told));
+    }
+
+    fn note_words(&self) {
+        let words: Vec<_> = self.entrance.sessions().into_iter().flat_map(|sessions| sessions.words()).collect();
+        self.note(words.into_iter().map(Told::Session));
+    }
+
+    /// A sign of life, of one kind or another. It says how much was told, so that has to be told before.
+    async fn sign(&self, link: &Link, kind: Batch) {
+        self.tell(link).await;
+        let sign = self.state.lock().own.sign();
+        self.send(link, &Batch { hello: kind.hello, leaving: kind.leaving, ..sign }).await;
     }
 
     /// Tells what happened here.
@@ -266,15 +302,16 @@ impl Replica {
 
     /// Tells one who asked how everything stands.
     async fn answer(&self, link: &Link, to: String) {
-        let sessions = self.entrance.sessions().map(|sessions| sessions.all_words()).unwrap_or_default();
+        let mut sessions = self.entrance.sessions().map(|sessions| sessions.all_words()).unwrap_or_default();
         let marks = self.entrance.router().overload_marks();
-        let beside: Vec<Told> = sessions
-            .into_iter()
-            .map(Told::Session)
-            .chain(marks.into_iter().map(|(worker, left)| Told::Overloaded(worker, left)))
-            .collect();
         self.tell(link).await;
-        let parts = self.state.lock().own.snapshot(&beside, Instant::now());
+        let parts = {
+            let State { own, peers, .. } = &*self.state.lock();
+            // Who is there tells of its own sessions itself.
+            sessions.retain(|word| !peers.knows(ReplicaId(word.by())));
+            let marks = marks.into_iter().map(|(worker, left)| Told::Overloaded(worker, left));
+            own.snapshot(&sessions.into_iter().map(Told::Session).chain(marks).collect::<Vec<_>>())
+        };
         for part in &parts {
             if !link.answer(to.clone(), part).await {
                 return;
@@ -284,35 +321,50 @@ impl Replica {
     }
 
     /// What happened to the connection.
-    async fn changed(&self, link: &Link, state: &async_nats::Event) {
-        let is_up = link.is_up();
-        let was_up = self.connected.swap(is_up, Ordering::Relaxed);
+    async fn changed(&self, link: &Link, event: &async_nats::Event) {
+        let was_up = self.connected.load(Ordering::Relaxed);
+        let is_up = match event {
+            async_nats::Event::Connected => true,
+            async_nats::Event::Disconnected | async_nats::Event::Closed => false,
+            async_nats::Event::ServerError(_) | async_nats::Event::ClientError(_) => {
+                self.complain(&event.to_string());
+                was_up
+            }
+            _ => was_up,
+        };
+        self.connected.store(is_up, Ordering::Relaxed);
         self.metrics.replica_connected.set(i64::from(is_up));
         match (was_up, is_up) {
             (false, true) => info!(replica = %self.id, group = self.settings.group, "connected to NATS"),
             (true, false) => {
-                warn!(%state, "NATS is gone; decisions know only of bookings of this replica until it is back")
+                warn!(%event, "NATS is gone; decisions know only of bookings of this replica until it is back");
             }
-            _ => debug!(%state, "NATS"),
+            _ => debug!(%event, "NATS"),
         }
-        if is_up {
-            let sign = {
-                let own = &mut self.state.lock().own;
-                own.limit(link.most_bytes());
-                own.sign()
-            };
-            self.send(link, &Batch { hello: true, ..sign }).await;
-            if let Some(starting) = &mut *self.starting.lock() {
-                starting.greeted.get_or_insert_with(Instant::now);
-            }
+        if !matches!(event, async_nats::Event::Connected) {
+            return;
+        }
+        self.complained.lock().clear();
+        self.state.lock().own.limit(link.most_bytes());
+        self.sign(link, Batch { hello: true, ..Batch::default() }).await;
+        if let Some(starting) = &mut *self.starting.lock() {
+            starting.greeted.get_or_insert_with(Instant::now);
+        }
+    }
+
+    /// Says what NATS refuses, once.
+    fn complain(&self, problem: &str) {
+        let mut complained = self.complained.lock();
+        if *complained != problem {
+            warn!(problem, "NATS");
+            problem.clone_into(&mut complained);
         }
     }
 
     /// Looks what time has changed.
-    async fn look(&self, link: &Link) {
+    fn look(&self) -> Outcome {
         let outcome = self.within(|State { peers, .. }, world, now| peers.look(world, now));
-        self.settle(link, outcome).await;
-        self.reckon(link).await;
+        self.reckon();
         let mut starting = self.starting.lock();
         let now = Instant::now();
         let is_over = |starting: &mut Starting| {
@@ -320,19 +372,25 @@ impl Replica {
             now >= starting.until || greeted && self.state.lock().peers.are_level()
         };
         drop(starting.take_if(is_over));
+        outcome
     }
 
     /// Lets the router reckon with what is under way to us.
-    async fn reckon(&self, link: &Link) {
-        {
-            let (rates, looked) = &mut *self.rates.lock();
-            let elapsed = std::mem::replace(looked, Instant::now()).elapsed();
-            if !link.is_up() {
-                rates.forget();
-            }
-            self.entrance.router().expect_unheard(rates.look(elapsed, self.settings.batch.get()));
+    fn reckon(&self) {
+        let (rates, looked) = &mut *self.rates.lock();
+        let elapsed = std::mem::replace(looked, Instant::now()).elapsed();
+        if !self.connected.load(Ordering::Relaxed) {
+            rates.forget();
         }
-        link.echo(self.began.elapsed().as_nanos() as u64).await;
+        let router = self.entrance.router();
+        let fleet = router.fleet();
+        let ranks = |(model, until): &Kind| {
+            let is_asked = |member: &&Member| {
+                member.worker.model == *model && (member.worker.role == Role::Prefill) == (*until == Until::FirstToken)
+            };
+            fleet.members().filter(is_asked).count()
+        };
+        router.expect_unheard(rates.look(elapsed, self.settings.batch.get(), ranks));
     }
 
     fn within(&self, work: impl FnOnce(&mut State, &World<'_>, Instant) -> Outcome) -> Outcome {
@@ -340,6 +398,7 @@ impl Replica {
         let fleet = router.fleet();
         let world = World {
             load: router.load(),
+            generation: fleet.generation(),
             slot: &|rank| fleet.slot(rank),
             sessions: self.entrance.sessions().map(|sessions| &**sessions),
             overloaded: &|worker, left| router.mark_overloaded(worker, left),
@@ -379,10 +438,7 @@ impl Replica {
         for wish in outcome.wishes {
             match wish {
                 Wish::Ask(peer) => _ = link.ask_all(peer).await,
-                Wish::Sign => {
-                    let sign = self.state.lock().own.sign();
-                    self.send(link, &sign).await;
-                }
+                Wish::Sign => self.sign(link, Batch::default()).await,
             }
         }
     }
@@ -395,4 +451,11 @@ impl Replica {
     fn count(&self, outcome: &'static str) {
         self.metrics.replica_messages.get_or_create(&OutcomeLabel { outcome }).inc();
     }
+}
+
+/// Ticks that do not come in a burst after a pause.
+fn every(period: Duration) -> tokio::time::Interval {
+    let mut ticks = tokio::time::interval(period);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    ticks
 }

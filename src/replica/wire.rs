@@ -18,8 +18,11 @@ use crate::worker::{DpRank, Slot, WorkerId, WorkerRank};
 /// The slot of somebody who is not here. Whoever books looks up the right one.
 pub(super) const NOWHERE: Slot = Slot(u32::MAX);
 
-/// Most blocks that are not named. Nobody can make us remember more by a number.
-const MOST_UNNAMED: u64 = 1 << 20;
+/// Most blocks of a message that are not named. Nobody can make us remember more by a number.
+const MOST_UNNAMED: u64 = 1 << 22;
+
+/// Most blocks of one answer.
+const MOST_OUTPUT: u64 = 1 << 20;
 
 /// What is told, with no more than so many blocks named.
 pub(super) fn event(told: &Told, most_named: usize) -> Event {
@@ -92,21 +95,39 @@ fn session(key: &SessionKey) -> proto::Session {
     proto::Session { model: key.model.as_deref().map(str::to_owned), id: key.id.to_string(), group: key.group }
 }
 
+/// Names the blocks of one message that have no names.
+pub(super) struct Names<'r, R> {
+    random: &'r mut R,
+    left: u64,
+}
+
+impl<'r, R: Rng> Names<'r, R> {
+    pub(super) fn new(random: &'r mut R) -> Self {
+        Self { random, left: MOST_UNNAMED }
+    }
+
+    fn make(&mut self, count: u64) -> Arc<[SequenceHash]> {
+        let count = count.min(self.left);
+        self.left -= count;
+        unshared(count as usize, self.random)
+    }
+}
+
 /// What an event says; `None` where it says nothing that we know.
-pub(super) fn told(event: Event, rng: &mut impl Rng) -> Option<Told> {
+pub(super) fn told(event: Event, names: &mut Names<'_, impl Rng>) -> Option<Told> {
     Some(match event.event? {
         Any::Booked(told) => {
-            let (id, live) = live(told, rng);
+            let (id, live) = live(told, names);
             Told::Load(News::Booked { id, bookings: live.bookings })
         }
         Any::FirstToken(id) => Told::Load(News::FirstToken(BookingId(id))),
         Any::OutputBlocks(told) => Told::Load(News::OutputBlocks {
             id: BookingId(told.id),
-            count: usize::try_from(told.count.min(MOST_UNNAMED)).ok()?,
+            count: told.count.min(MOST_OUTPUT) as usize,
             fraction: told.fraction,
         }),
         Any::Moved(told) => {
-            Told::Load(News::Moved { id: BookingId(told.id), to: told.to.map(|to| booking_of(to, rng)) })
+            Told::Load(News::Moved { id: BookingId(told.id), to: told.to.map(|to| booking_of(to, names)) })
         }
         Any::Released(id) => Told::Load(News::Released(BookingId(id))),
         Any::SessionBound(told) => Told::Session(Word::Bound {
@@ -124,9 +145,9 @@ pub(super) fn told(event: Event, rng: &mut impl Rng) -> Option<Told> {
 }
 
 /// A reservation as far as it had come.
-pub(super) fn live(told: proto::Booked, rng: &mut impl Rng) -> (BookingId, Live) {
-    let bookings = told.bookings.into_iter().map(|told| booking_of(told, rng)).collect();
-    let count = |blocks: u64| blocks.min(MOST_UNNAMED) as usize;
+pub(super) fn live(told: proto::Booked, names: &mut Names<'_, impl Rng>) -> (BookingId, Live) {
+    let bookings = told.bookings.into_iter().map(|told| booking_of(told, names)).collect();
+    let count = |blocks: u64| blocks.min(MOST_OUTPUT) as usize;
     let live = Live {
         bookings,
         begun: told.begun,
@@ -137,9 +158,9 @@ pub(super) fn live(told: proto::Booked, rng: &mut impl Rng) -> (BookingId, Live)
     (BookingId(told.id), live)
 }
 
-fn booking_of(told: proto::Booking, rng: &mut impl Rng) -> Booking {
+fn booking_of(told: proto::Booking, names: &mut Names<'_, impl Rng>) -> Booking {
     let mut prompt = |told: proto::Prompt| -> Arc<[SequenceHash]> {
-        let unnamed = unshared(told.unnamed.min(MOST_UNNAMED) as usize, rng);
+        let unnamed = names.make(told.unnamed);
         told.blocks.into_iter().map(SequenceHash).chain(unnamed.iter().copied()).collect()
     };
     Booking {

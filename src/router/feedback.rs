@@ -155,7 +155,9 @@ impl Router {
 
     /// Another router was refused by a worker that has too much to do; it is left alone for so long.
     pub fn mark_overloaded(&self, worker: WorkerId, time: Duration) {
-        self.overload.mark_for(worker, self.load.now(), time);
+        if self.fleet.load().worker(worker).is_some() {
+            self.overload.mark_no_longer(worker, self.load.now(), time);
+        }
     }
 
     /// The workers that are left alone because they have too much to do, and for how long still.

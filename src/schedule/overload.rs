@@ -145,8 +145,13 @@ impl Overload {
         time
     }
 
-    /// The same for a given time.
-    pub fn mark_for(&self, worker: WorkerId, now: Instant, time: Duration) {
+    /// The same for a given time, if that is not longer.
+    pub fn mark_no_longer(&self, worker: WorkerId, now: Instant, time: Duration) {
+        let most = self.thresholds.read().mark;
+        self.mark_for(worker, now, time.min(most));
+    }
+
+    fn mark_for(&self, worker: WorkerId, now: Instant, time: Duration) {
         let Some(end) = now.checked_add(time) else { return };
         let mut marks = self.marks.lock();
         let mark = marks.entry(worker).or_insert(end);

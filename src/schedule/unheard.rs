@@ -18,6 +18,8 @@ pub struct Unheard {
     pub prefill_tokens: u64,
     /// Blocks that each holds, on the average.
     pub blocks: u64,
+    /// To how many ranks they may go.
+    pub ranks: usize,
 }
 
 impl Unheard {
@@ -29,7 +31,9 @@ impl Unheard {
         weights: &Weights,
         rng: &mut impl Rng,
     ) -> u32 {
-        let count = poisson(self.bookings, rng);
+        // Whoever can only go to some of the ranks meets only so many of them.
+        let share = (candidates.len() as f64 / self.ranks.max(1) as f64).min(1.0);
+        let count = poisson(self.bookings * share, rng);
         for _ in 0..count {
             let Some(at) = least_busy(question, candidates, weights, rng) else { return 0 };
             let load = &mut candidates[at].load;
@@ -109,7 +113,7 @@ mod tests {
 
     #[test]
     fn they_go_where_least_is_done_one_after_the_other() {
-        let unheard = Unheard { bookings: 1e9, prefill_tokens: 160, blocks: 10 };
+        let unheard = Unheard { bookings: 1e9, prefill_tokens: 160, blocks: 10, ranks: 3 };
         let question = Question::new(100, BlockSize::new(16).unwrap());
         let mut candidates: Vec<_> = [0, 15, 1000].map(candidate).into();
         let mut rng = SmallRng::seed_from_u64(1);

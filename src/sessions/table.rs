@@ -82,7 +82,7 @@ impl Table {
 
     pub(super) fn key(&self, name: SessionName<'_>) -> Result<Key, Refused> {
         let most = self.rules.longest_id;
-        let wrong = |id: &&str| !(1..=most).contains(&id.len());
+        let wrong = |id: &&str| !self.may_be_called(id);
         if let Some(id) = [Some(name.id), name.parent].into_iter().flatten().find(wrong) {
             return Err(Refused::IdLength { bytes: id.len(), most });
         }
@@ -102,7 +102,8 @@ impl Table {
                     if let Some(since) = session.idle.take() {
                         self.idle.remove(&(since, number));
                     }
-                    if let Some(words) = &mut self.words {
+                    let most = self.rules.most_sessions.saturating_mul(4);
+                    if let Some(words) = self.words.as_mut().filter(|words| words.len() < most) {
                         words.extend(session.again(key, target, now, self.rules.ttl / 4));
                     }
                     Step::Bound { number, target }
@@ -214,6 +215,11 @@ impl Table {
         if let Some(session) = self.session(key, number).filter(|_| !key.group) {
             session.ending = true;
         }
+    }
+
+    /// Whether an id may be so long.
+    pub(super) fn may_be_called(&self, id: &str) -> bool {
+        (1..=self.rules.longest_id).contains(&id.len())
     }
 
     /// Whether there may be one more, if need be after one that is forgotten for it.

@@ -18,6 +18,15 @@ pub struct Stamp {
     pub by: u64,
 }
 
+/// Whether a session is told of because it is in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// It is, now.
+    Now,
+    /// It was some time ago: all sessions are told.
+    Sometime,
+}
+
 /// What is told.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Word {
@@ -37,6 +46,14 @@ pub enum Word {
         /// Of its last bond.
         stamp: Stamp,
     },
+}
+
+impl Word {
+    /// Who made the bond.
+    pub fn by(&self) -> u64 {
+        let (Word::Bound { stamp, .. } | Word::Ended { stamp, .. }) = self;
+        stamp.by
+    }
 }
 
 impl Sessions {
@@ -59,10 +76,10 @@ impl Sessions {
     }
 
     /// Takes what another router tells.
-    pub fn take(&self, word: Word) {
+    pub fn take(&self, word: Word, is: Use) {
         let now = (self.clock)();
         self.change(|table| match word {
-            Word::Bound { session, target, stamp } => table.adopt(session, target, stamp, now),
+            Word::Bound { session, target, stamp } => table.adopt(session, (target, stamp), is, now),
             Word::Ended { session, stamp } => table.end(&session, stamp),
         });
     }
@@ -71,9 +88,10 @@ impl Sessions {
 impl Session {
     /// A word that it is still in use, unless that was told not so long ago.
     pub(super) fn again(&mut self, key: &Arc<Key>, target: WorkerRank, now: Instant, every: Duration) -> Option<Word> {
-        let told = *self.told.get_or_insert(now);
-        let due = now.saturating_duration_since(told) >= every;
-        self.told = Some(if due { now } else { told });
+        let due = self.told.is_none_or(|told| now.saturating_duration_since(told) >= every);
+        if due {
+            self.told = Some(now);
+        }
         due.then(|| Word::Bound { session: key.clone(), target, stamp: self.stamp })
     }
 }
@@ -106,7 +124,7 @@ impl Table {
     pub(super) fn stamp(&mut self, key: &Arc<Key>, target: WorkerRank) {
         let own = self.own;
         let Some(session) = self.sessions.get_mut(key) else { return };
-        session.stamp = Stamp { version: session.stamp.version + 1, by: own };
+        session.stamp = Stamp { version: session.stamp.version.saturating_add(1), by: own };
         session.told = None;
         let stamp = session.stamp;
         self.word(Word::Bound { session: key.clone(), target, stamp });
@@ -118,11 +136,16 @@ impl Table {
     }
 
     /// Another router has bound a session, or uses it.
-    pub(super) fn adopt(&mut self, key: Arc<Key>, target: WorkerRank, stamp: Stamp, now: Instant) {
+    pub(super) fn adopt(&mut self, key: Arc<Key>, (target, stamp): (WorkerRank, Stamp), is: Use, now: Instant) {
         self.expire(now);
         let own = self.own;
         let Some(session) = self.sessions.get_mut(&key) else { return self.adopt_new(key, target, stamp, now) };
         if session.stamp > stamp {
+            // Who tells of an older bond does not know of this one.
+            if let Bond::Bound(target) = session.bond {
+                let stamp = session.stamp;
+                self.word(Word::Bound { session: key, target, stamp });
+            }
             return;
         }
         let number = session.number;
@@ -139,7 +162,8 @@ impl Table {
                 (left != target && before.by == own).then_some(left)
             }
         };
-        if let Some(since) = session.idle.as_mut().map(|since| std::mem::replace(since, now)) {
+        let is_news = is == Use::Now || before < stamp;
+        if let Some(since) = session.idle.as_mut().filter(|_| is_news).map(|since| std::mem::replace(since, now)) {
             self.idle.remove(&(since, number));
             self.idle.insert((now, number), key.clone());
         }
@@ -149,7 +173,7 @@ impl Table {
     }
 
     fn adopt_new(&mut self, key: Arc<Key>, target: WorkerRank, stamp: Stamp, now: Instant) {
-        if !self.has_room() {
+        if !self.may_be_called(&key.id) || !self.has_room() {
             return;
         }
         let number = self.next_number();
@@ -167,6 +191,8 @@ impl Table {
                 self.idle.remove(&(since, number));
                 self.remove(key);
             }
+            // Another request has begun it anew.
+            None if session.bond == Bond::Deciding => {}
             None => session.ending = true,
         }
     }

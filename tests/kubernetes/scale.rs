@@ -1,0 +1,74 @@
+//! A thousand pods at once, each with two ranks: how long it takes until all may be chosen and Envoy has all of them, and
+//! what that takes of memory, is printed. It is asserted that all of them come, and that none of it takes a minute.
+
+use std::time::Instant;
+
+use serde_json::{Value, json};
+
+use crate::deployment::{Deployment, PATIENCE, telling};
+use crate::server::{ApiServer, TOKEN};
+use crate::support::ports::until;
+use crate::support::stack::MODEL;
+use crate::{pod, pool};
+
+const PODS: usize = 1_000;
+const PORTS: [u16; 2] = [8000, 8001];
+
+/// Resident memory of a process, in MiB.
+fn resident(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() / 1024
+}
+
+/// Hosts that Envoy sends to.
+async fn hosts(deployment: &Deployment) -> usize {
+    let url = deployment.standalone().admin_url("/clusters?format=json");
+    let page: Value = deployment.http.get(url).send().await.unwrap().json().await.unwrap();
+    let workers = page["cluster_statuses"].as_array().unwrap().iter().find(|status| status["name"] == "workers");
+    let hosts = workers.into_iter().flat_map(|status| status["host_statuses"].as_array().into_iter().flatten());
+    hosts.filter(|host| host["health_status"]["eds_health_status"] == "HEALTHY").count()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_thousand_pods_of_two_ranks_that_come_at_once_are_soon_known_to_envoy() {
+    let mut deployment = Deployment::engines(&[]).await;
+    let server = ApiServer::start().await;
+    let labels = json!({"app": "many"});
+    server.put("inferencepools", pool("many", &labels, &PORTS));
+    server.put("pods", pod("first", "10.9.0.1", &labels));
+    let kubeconfig = deployment.run_dir.join("kubeconfig");
+    std::fs::write(&kubeconfig, server.kubeconfig(TOKEN).to_string()).unwrap();
+    let own = telling(json!({
+        "workers_file": null,
+        "envoy": {"xds": {}},
+        "kubernetes": {"kubeconfig": kubeconfig, "pools": [{"name": "many", "worker": {"model": MODEL}}]},
+        // Nobody is there to be asked.
+        "learn": {"enabled": false},
+        "self_test": {"enabled": false},
+    }));
+    deployment.start_router(&own).await.unwrap();
+    let config = deployment.standalone().config_of("xds", &[]).unwrap();
+    deployment.start_envoy(&config).await.unwrap();
+    assert!(until(PATIENCE, async || hosts(&deployment).await == PORTS.len()).await);
+
+    let began = Instant::now();
+    for nth in 1..PODS {
+        let ip = format!("10.8.{}.{}", nth / 250, nth % 250 + 1);
+        server.put("pods", pod(&format!("many-{nth}"), &ip, &labels));
+    }
+    let told = began.elapsed();
+    let all = PODS * PORTS.len();
+    assert!(until(PATIENCE, async || hosts(&deployment).await == all).await, "{}", hosts(&deployment).await);
+    let known = began.elapsed();
+    let chosen = async || deployment.metrics().await.sum("workers", &[]) == all as f64;
+    assert!(until(PATIENCE, chosen).await);
+    println!(
+        "{PODS} pods told of after {told:?}; Envoy has {all} endpoints after {known:?}, and all may be chosen after {:?}; \
+         {} MiB warmroute, {} MiB Envoy",
+        began.elapsed(),
+        resident(deployment.router().unwrap().pid()),
+        resident(deployment.envoy().unwrap().pid()),
+    );
+    assert_eq!(server.violations(), [""; 0]);
+}
