@@ -88,8 +88,8 @@ impl Site {
         };
         let found = until(PATIENCE, async || fleet().await == wanted).await;
         assert!(found, "{:?}, not {wanted:?}\n{}", fleet().await, self.deployment.router_log());
-        let known = until(PATIENCE, async || self.endpoints().await == wanted).await;
-        assert!(known, "Envoy has {:?}, not {wanted:?}", self.endpoints().await);
+        let known = until(PATIENCE, async || endpoints(&self.deployment).await == wanted).await;
+        assert!(known, "Envoy has {:?}, not {wanted:?}", endpoints(&self.deployment).await);
         if let Some(load) = &self.load {
             load.goes_on().await;
         }
@@ -123,18 +123,18 @@ impl Site {
         let agreed = until(PATIENCE, agree).await;
         assert!(agreed, "{} indexed, and {} cached", indexed().await, self.cached(engines).await);
     }
+}
 
-    /// Envoy's hosts that take requests.
-    async fn endpoints(&self) -> BTreeSet<String> {
-        let url = self.deployment.standalone().admin_url("/clusters?format=json");
-        let page: Value = self.deployment.http.get(url).send().await.unwrap().json().await.unwrap();
-        let workers = page["cluster_statuses"].as_array().unwrap().iter().find(|status| status["name"] == "workers");
-        let hosts = workers.into_iter().flat_map(|status| status["host_statuses"].as_array().into_iter().flatten());
-        let open = hosts.filter(|host| host["health_status"]["eds_health_status"] == "HEALTHY");
-        open.map(|host| &host["address"]["socket_address"])
-            .map(|at| format!("{}:{}", at["address"].as_str().unwrap(), at["port_value"]))
-            .collect()
-    }
+/// Envoy's hosts that take requests.
+pub(crate) async fn endpoints(deployment: &Deployment) -> BTreeSet<String> {
+    let url = deployment.standalone().admin_url("/clusters?format=json");
+    let page: Value = deployment.http.get(url).send().await.unwrap().json().await.unwrap();
+    let workers = page["cluster_statuses"].as_array().unwrap().iter().find(|status| status["name"] == "workers");
+    let hosts = workers.into_iter().flat_map(|status| status["host_statuses"].as_array().into_iter().flatten());
+    let open = hosts.filter(|host| host["health_status"]["eds_health_status"] == "HEALTHY");
+    open.map(|host| &host["address"]["socket_address"])
+        .map(|at| format!("{}:{}", at["address"].as_str().unwrap(), at["port_value"]))
+        .collect()
 }
 
 fn engine_pod(name: &str) -> Value {

@@ -3,9 +3,10 @@
 
 use std::time::Instant;
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::deployment::{Deployment, PATIENCE, telling};
+use crate::load::endpoints;
 use crate::server::{ApiServer, TOKEN};
 use crate::support::ports::until;
 use crate::support::stack::MODEL;
@@ -19,15 +20,6 @@ fn resident(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() / 1024
-}
-
-/// Hosts that Envoy sends to.
-async fn hosts(deployment: &Deployment) -> usize {
-    let url = deployment.standalone().admin_url("/clusters?format=json");
-    let page: Value = deployment.http.get(url).send().await.unwrap().json().await.unwrap();
-    let workers = page["cluster_statuses"].as_array().unwrap().iter().find(|status| status["name"] == "workers");
-    let hosts = workers.into_iter().flat_map(|status| status["host_statuses"].as_array().into_iter().flatten());
-    hosts.filter(|host| host["health_status"]["eds_health_status"] == "HEALTHY").count()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -50,7 +42,7 @@ async fn a_thousand_pods_of_two_ranks_that_come_at_once_are_soon_known_to_envoy(
     deployment.start_router(&own).await.unwrap();
     let config = deployment.standalone().config_of("xds", &[]).unwrap();
     deployment.start_envoy(&config).await.unwrap();
-    assert!(until(PATIENCE, async || hosts(&deployment).await == PORTS.len()).await);
+    assert!(until(PATIENCE, async || endpoints(&deployment).await.len() == PORTS.len()).await);
 
     let began = Instant::now();
     for nth in 1..PODS {
@@ -59,7 +51,11 @@ async fn a_thousand_pods_of_two_ranks_that_come_at_once_are_soon_known_to_envoy(
     }
     let told = began.elapsed();
     let all = PODS * PORTS.len();
-    assert!(until(PATIENCE, async || hosts(&deployment).await == all).await, "{}", hosts(&deployment).await);
+    assert!(
+        until(PATIENCE, async || endpoints(&deployment).await.len() == all).await,
+        "{}",
+        endpoints(&deployment).await.len()
+    );
     let known = began.elapsed();
     let chosen = async || deployment.metrics().await.sum("workers", &[]) == all as f64;
     assert!(until(PATIENCE, chosen).await);
