@@ -15,5 +15,5 @@ pub use client::{believing_the_system, client};
 pub use config::TlsConfig;
 pub use door::{Connection, Door, DoorLimits};
 pub use files::Pace;
-pub use material::TlsError;
+pub use material::{TlsError, host_name};
 pub use secrets::{Secret, Secrets};

@@ -18,7 +18,7 @@ use crate::kv_events::SharedResync;
 use crate::lifecycle::supervise;
 use crate::metrics::Metrics;
 use crate::replica::Replica;
-use crate::tls::Pace;
+use crate::tls::{self, Pace};
 use crate::xds::Envoys;
 
 /// How often what has grown old is looked for.
@@ -51,7 +51,7 @@ impl App {
     /// Lets other replicas know what this one does, and it what they do, where there are to be any.
     pub(super) fn join_replicas(&mut self, config: &Config, entrance: &Arc<Entrance>) -> Option<Arc<Replica>> {
         let settings = config.replicas.as_ref()?;
-        let name = settings.name.clone().or_else(host_name).unwrap_or_default();
+        let name = settings.name.clone().or_else(tls::host_name).unwrap_or_default();
         let (metrics, ready) = (self.reloader.metrics.clone(), self.readiness.wait_for(REPLICAS));
         let replica = Replica::new(settings, name, (entrance.clone(), metrics.clone()), ready);
         let (talking, stop) = (replica.clone(), self.stop.clone());
@@ -162,12 +162,6 @@ impl App {
         });
         Ok(())
     }
-}
-
-/// What the kernel calls this machine; in a container, its pod.
-fn host_name() -> Option<String> {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
-    Some(name.trim().to_owned())
 }
 
 /// Lets what has grown old expire, for ever.

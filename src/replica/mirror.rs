@@ -53,7 +53,9 @@ impl Mirror {
             Told::Load(News::Released(id)) => self.remove(id),
             Told::Load(news) => self.change(news, world),
             Told::Session(word) => {
-                world.sessions.into_iter().for_each(|sessions| sessions.take(word.clone(), Use::Now))
+                if let Some(sessions) = world.sessions {
+                    sessions.take(word, Use::Now);
+                }
             }
             Told::Overloaded(worker, left) => (world.overloaded)(worker, left),
             Told::FirstTokenOf(name) => (world.first_token)(&name),

@@ -27,7 +27,9 @@ const MOST_OUTPUT: u64 = 1 << 20;
 /// What is told, with no more than so many blocks named.
 pub(super) fn event(told: &Told, most_named: usize) -> Event {
     let any = match told {
-        Told::Load(News::Booked { id, bookings }) => Any::Booked(booked(*id, &Live::new(bookings.clone()), most_named)),
+        Told::Load(News::Booked { id, bookings: all }) => {
+            Any::Booked(proto::Booked { id: id.0, bookings: bookings(all, most_named), ..proto::Booked::default() })
+        }
         Told::Load(News::FirstToken(id)) => Any::FirstToken(id.0),
         Told::Load(News::OutputBlocks { id, count, fraction }) => {
             Any::OutputBlocks(proto::OutputBlocks { id: id.0, count: *count as u64, fraction: *fraction })
@@ -57,19 +59,21 @@ pub(super) fn event(told: &Told, most_named: usize) -> Event {
 
 /// A reservation as far as it has come.
 pub(super) fn alive(id: BookingId, live: &Live, most_named: usize) -> Event {
-    Event { event: Some(Any::Booked(booked(id, live, most_named))) }
-}
-
-fn booked(id: BookingId, live: &Live, most_named: usize) -> proto::Booked {
-    let mut left = most_named;
-    proto::Booked {
+    let booked = proto::Booked {
         id: id.0,
-        bookings: live.bookings.iter().map(|told| booking(told, &mut left)).collect(),
+        bookings: bookings(&live.bookings, most_named),
         begun: live.begun,
         faded_blocks: live.faded as u64,
         fraction: live.fraction.unwrap_or_default(),
         whole_blocks: live.whole as u64,
-    }
+    };
+    Event { event: Some(Any::Booked(booked)) }
+}
+
+/// All bookings of a reservation, which share the names that a message has room for.
+fn bookings(all: &[Booking], most_named: usize) -> Vec<proto::Booking> {
+    let mut left = most_named;
+    all.iter().map(|told| booking(told, &mut left)).collect()
 }
 
 fn booking(booking: &Booking, left: &mut usize) -> proto::Booking {

@@ -92,6 +92,7 @@ impl Table {
 
     pub(super) fn enter(&mut self, key: &Arc<Key>, now: Instant) -> Result<Step, Refused> {
         self.expire(now);
+        let most = self.most_notes();
         if let Some(session) = self.sessions.get_mut(key) {
             let number = session.number;
             return Ok(match session.bond {
@@ -102,7 +103,6 @@ impl Table {
                     if let Some(since) = session.idle.take() {
                         self.idle.remove(&(since, number));
                     }
-                    let most = self.rules.most_sessions.saturating_mul(4);
                     if let Some(words) = self.words.as_mut().filter(|words| words.len() < most) {
                         words.extend(session.again(key, target, now, self.rules.ttl / 4));
                     }

@@ -198,7 +198,7 @@ pub(super) fn self_signed() -> Result<Identity, TlsError> {
 }
 
 /// What the kernel calls this machine; in a container, its pod. None where that is no name for a certificate.
-fn host_name() -> Option<String> {
+pub fn host_name() -> Option<String> {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
     let name = name.trim();
     let sound = |letter: char| letter.is_ascii_alphanumeric() || letter == '-' || letter == '.';

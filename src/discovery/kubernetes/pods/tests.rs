@@ -1,3 +1,5 @@
+//! Workers out of pods, as these say they are.
+
 use serde_json::{Value, json};
 
 use super::*;

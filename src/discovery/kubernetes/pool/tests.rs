@@ -1,3 +1,5 @@
+//! The pods of a pool, as its events come in.
+
 use serde_json::json;
 
 use super::*;

@@ -1,3 +1,5 @@
+//! What objects beside the pools say of requests.
+
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
