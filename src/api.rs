@@ -5,6 +5,7 @@
 mod answer;
 mod bookings;
 pub mod config;
+mod copy;
 mod dump;
 mod events;
 mod fault;
@@ -37,6 +38,7 @@ pub use feed::{Feed, Joined};
 
 use crate::entrance::Entrance;
 use crate::intake::Intake;
+use crate::lifecycle::Readiness;
 use crate::load::ledger::{Change, Refused};
 use crate::metrics::{CallLabels, Metrics};
 use crate::router::Elsewhere;
@@ -60,8 +62,10 @@ struct Shared {
     silence: Duration,
     shape: Shape,
     dumps: Arc<Semaphore>,
+    copies: Arc<Semaphore>,
     watchers: Arc<Semaphore>,
     closing: CancellationToken,
+    readiness: Readiness,
 }
 
 /// What the service is made of.
@@ -76,17 +80,32 @@ pub struct Parts {
     pub metrics: Arc<Metrics>,
     /// Ends the streams that have no end.
     pub closing: CancellationToken,
+    /// Whether what is known is of use to others.
+    pub readiness: Readiness,
 }
 
 impl Api {
     /// A service in which nothing is booked.
     pub fn new(parts: Parts, config: &ApiConfig) -> Self {
-        let Parts { intake, entrance, feed, metrics, closing } = parts;
+        let Parts { intake, entrance, feed, metrics, closing, readiness } = parts;
         let bookings = Bookings::new(entrance.router().load().clone(), config.rules(), metrics.clone());
         let silence = config.silence.get();
         let shape = Shape { most_blocks: config.most_blocks as usize, shared: true };
-        let (dumps, watchers) = (Arc::new(Semaphore::new(dump::MOST)), Arc::new(Semaphore::new(MOST_WATCHERS)));
-        Self(Arc::new(Shared { intake, entrance, feed, metrics, bookings, silence, shape, dumps, watchers, closing }))
+        let at_once = |most| Arc::new(Semaphore::new(most));
+        Self(Arc::new(Shared {
+            intake,
+            entrance,
+            feed,
+            metrics,
+            bookings,
+            silence,
+            shape,
+            dumps: at_once(dump::MOST),
+            copies: at_once(dump::MOST),
+            watchers: at_once(MOST_WATCHERS),
+            closing,
+            readiness,
+        }))
     }
 
     /// The same as a gRPC server. `largest` is the most bytes that a message to it may have.
@@ -191,6 +210,16 @@ impl Api {
         dump::dump(dump::Source { feed, fleet, permit, closing }, &wanted)
     }
 
+    fn copy(&self, asked: &pb::CopyRankRequest) -> Result<copy::CopyStream, Fault> {
+        let Shared { feed, copies, closing, readiness, .. } = &*self.0;
+        if !readiness.was_reached() {
+            return Err(Fault::NotReady);
+        }
+        let rank = question::rank(asked.worker)?;
+        let permit = copies.clone().try_acquire_owned().map_err(|_| Fault::TooMany("copies", dump::MOST))?;
+        copy::copy(feed, rank, permit, closing.clone())
+    }
+
     async fn overlaps(&self, asked: pb::OverlapScoresRequest) -> Result<pb::OverlapScoresResponse, Fault> {
         let request = question::read(&self.0.intake.load_full(), asked.question, self.0.shape).await?.request;
         let blocks = request.prompt.blocks();
@@ -242,6 +271,7 @@ type WatchStream = Pin<Box<dyn Stream<Item = Result<pb::WatchFleetResponse, Stat
 #[tonic::async_trait]
 impl Router for Api {
     type DumpEventsStream = DumpStream;
+    type CopyRankStream = copy::CopyStream;
     type WatchFleetStream = WatchStream;
 
     async fn route(&self, request: Request<pb::RouteRequest>) -> Result<Response<pb::RouteResponse>, Status> {
@@ -289,6 +319,10 @@ impl Router for Api {
 
     async fn dump_events(&self, request: Request<pb::DumpEventsRequest>) -> Result<Response<DumpStream>, Status> {
         self.told("DumpEvents", self.dump(request.into_inner()))
+    }
+
+    async fn copy_rank(&self, request: Request<pb::CopyRankRequest>) -> Result<Response<copy::CopyStream>, Status> {
+        self.told("CopyRank", self.copy(&request.into_inner()))
     }
 
     async fn watch_fleet(&self, request: Request<pb::WatchFleetRequest>) -> Result<Response<WatchStream>, Status> {

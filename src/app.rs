@@ -6,6 +6,7 @@ mod background;
 mod cut;
 mod drain;
 mod encoders;
+mod followed;
 mod gateway;
 mod health;
 mod keeper;
@@ -137,7 +138,7 @@ impl App {
         app.admin_address = listener.address;
         app.pages.spawn(listener.serve(admin::routes(pages), app.leave.clone()));
         let feed = Arc::new(Feed::default());
-        app.feed(&config, &entrance, feed.clone(), envoys.clone());
+        app.feed(&config, &entrance, feed.clone(), envoys.clone())?;
         let discovery = app.discovery(&sockets, &config, envoys).await?;
         app.keep_time(&entrance, &metrics);
         app.tell_engines(&config, &entrance, &metrics)?;
@@ -160,6 +161,7 @@ impl App {
             feed,
             metrics: metrics.clone(),
             closing: app.closing.clone(),
+            readiness: app.readiness.clone(),
         };
         app.reload_ways_in(entrance.router().clone(), way_in, parts.intake.clone());
         // Only now are there standings to be told what is found out.

@@ -43,6 +43,7 @@ use crate::schedule::Weights;
 use crate::self_test::config::SelfTestConfig;
 use crate::settings::{ConfigError, Document, Problem};
 use crate::shared_cache::SharedCacheConfig;
+use crate::takeover::config::TakeoverConfig;
 use crate::worker::Worker;
 use crate::xds::config::EnvoyConfig;
 
@@ -120,6 +121,9 @@ pub struct Config {
     /// Other replicas of us, and how they are told what this one does; none: this one is alone, or does not know of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replicas: Option<ReplicasConfig>,
+    /// Where what is cached is copied from at the start; none: it is learned from the engines alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub takeover: Option<TakeoverConfig>,
     /// What is believed of caches that say nothing.
     #[serde(default)]
     pub approximate: ApproximateConfig,
@@ -302,6 +306,9 @@ impl Config {
         }
         if let Some(replicas) = &mut self.replicas {
             replicas.resolve(folder);
+        }
+        if let Some(takeover) = &mut self.takeover {
+            takeover.resolve(folder);
         }
         self.listen.resolve(folder);
         self.admin.resolve(folder);

@@ -19,7 +19,9 @@ mod witness;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::index::{KvEvent, Outcome, Settled};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::index::{KvEvent, Outcome, Settled, SharedPosition};
 use crate::trust::Resync;
 use crate::worker::{BlockSize, EventSource, WorkerRank};
 
@@ -37,6 +39,8 @@ pub struct RankSink {
     pub doubt: Box<dyn FnMut() -> u32 + Send>,
     /// Looks what has become of doubts.
     pub settle: Box<dyn FnMut() -> Settled + Send>,
+    /// Where the rank is; what stands there at the beginning is gone on from.
+    pub position: SharedPosition,
 }
 
 /// One event source to listen to.
@@ -52,6 +56,15 @@ pub struct SourceSpec {
     pub media: MediaTokens,
     /// What becomes of its blocks when batches are lost for good.
     pub resync: SharedResync,
+}
+
+impl SourceSpec {
+    /// Which settings events are read by: who has others makes other blocks of the same events.
+    pub fn reading(&self) -> u64 {
+        let Self { block_size, media: MediaTokens { image, video }, .. } = self;
+        let settings = [Some(block_size.0.get()), *image, *video].map(|token| token.map_or(u64::MAX, u64::from));
+        xxh3_64(&settings.map(u64::to_le_bytes).concat())
+    }
 }
 
 /// What becomes of the blocks of a rank when batches are lost for good, as it is set at that moment.

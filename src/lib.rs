@@ -60,4 +60,5 @@ pub mod app;
 pub mod cli;
 pub mod cmd;
 pub mod config;
+pub mod takeover;
 pub mod telemetry;

@@ -84,6 +84,11 @@ impl Readiness {
         self.pending.borrow().contains(DRAINING)
     }
 
+    /// Whether nothing has to happen first any more, also when the end has begun.
+    pub fn was_reached(&self) -> bool {
+        self.pending.borrow().iter().all(|step| step == DRAINING)
+    }
+
     /// Says that no new traffic should come, from now on.
     pub fn drain(&self) {
         self.pending.send_modify(|pending| {

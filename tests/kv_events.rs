@@ -180,6 +180,7 @@ impl Site {
                 }
                 settled
             }),
+            position: Default::default(),
         };
         let shared = SharedResync::default();
         shared.set(resync);

@@ -40,6 +40,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("engine_client", 4),
     ("engine_sessions", 4),
     ("replica", 4),
+    ("takeover", 4),
     ("xds", 4),
     ("admin", 4),
     ("api", 4),
@@ -69,6 +70,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("prefill", "engine_client"),
     ("prefill", "openai"),
     ("prompt", "openai"),
+    ("takeover", "api"),
     ("self_test", "engine_client"),
     ("self_test", "intake"),
     ("self_test", "openai"),
@@ -78,7 +80,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
 /// Text that may appear only in these modules.
 const CONFINED: &[(&str, &[&str])] = &[
     ("envoy_types", &["ext_proc", "xds", "app"]),
-    ("tonic", &["api", "ext_proc", "xds", "app"]),
+    ("tonic", &["api", "ext_proc", "takeover", "xds", "app"]),
     ("kube::", &["discovery"]),
     ("zeromq", &["kv_events"]),
     ("async_nats", &["replica"]),

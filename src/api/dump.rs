@@ -23,7 +23,7 @@ use crate::worker::WorkerRank;
 const AHEAD: usize = 64;
 
 /// How long a caller may leave the messages made ahead where they are.
-const PATIENCE: Duration = Duration::from_secs(30);
+pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Dumps at a time.
 pub(super) const MOST: usize = 4;

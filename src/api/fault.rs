@@ -53,6 +53,9 @@ pub enum Fault {
     /// There are as many already as there may be.
     #[error("there are {1} {0} already")]
     TooMany(&'static str, usize),
+    /// Nothing of use is known yet.
+    #[error("this one is not ready itself")]
+    NotReady,
     /// It was not let in.
     #[error(transparent)]
     Refusal(#[from] Refusal),
@@ -94,6 +97,7 @@ impl Fault {
             Fault::BookedElsewhere { .. } | Fault::Booking(Refused::Booked { .. }) => (Code::AlreadyExists, None),
             Fault::Booking(Refused::NotServing { .. }) => (Code::NotFound, None),
             Fault::Booking(Refused::Full { .. } | Refused::Blocks { .. }) => (Code::ResourceExhausted, Some(SOON)),
+            Fault::NotReady => (Code::Unavailable, Some(SOON)),
             Fault::TooMany(..) => (Code::ResourceExhausted, Some(SOON)),
             Fault::Refusal(Refusal::Overflow { retry_after, .. } | Refusal::Deadline { retry_after, .. }) => {
                 (Code::ResourceExhausted, Some(*retry_after))
@@ -137,7 +141,8 @@ mod tests {
         let rank = WorkerRank { worker: WorkerId(7), rank: DpRank(0) };
         let retry_after = Duration::from_millis(1500);
         let full = Refusal::Deadline { class: "default".into(), waited: Duration::ZERO, retry_after };
-        let cases: [(Fault, Code, Option<&str>); 14] = [
+        let cases: [(Fault, Code, Option<&str>); 15] = [
+            (Fault::NotReady, Code::Unavailable, Some("1")),
             (Fault::argument("x"), Code::InvalidArgument, None),
             (Fault::Body(Reason::Unreadable), Code::InvalidArgument, None),
             (Fault::UnknownModel("m".into()), Code::NotFound, None),

@@ -8,12 +8,17 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use crate::fleet::Fleet;
-use crate::index::{KvEvent, Outcome, RankWriter, Settled};
+use crate::index::dump::RankDump;
+use crate::index::{KvEvent, Outcome, RankWriter, Settled, SharedPosition};
 use crate::lifecycle::aside;
 use crate::worker::WorkerRank;
 
 /// A writer for as long as its event source runs.
-type Seat = Mutex<Option<RankWriter>>;
+#[derive(Debug)]
+struct Seat {
+    writer: Mutex<Option<RankWriter>>,
+    position: SharedPosition,
+}
 
 /// The writers of the index, and the fleet.
 #[derive(Debug)]
@@ -41,7 +46,7 @@ impl Feed {
 
     /// A writer begins to follow its rank. It ends when what is returned is dropped.
     pub fn join(&self, rank: WorkerRank, writer: RankWriter) -> Joined {
-        let seat = Arc::new(Mutex::new(Some(writer)));
+        let seat = Arc::new(Seat { writer: Mutex::new(Some(writer)), position: SharedPosition::default() });
         let mut writers = self.writers.lock();
         writers.retain(|_, seat| seat.strong_count() > 0);
         writers.insert(rank, Arc::downgrade(&seat));
@@ -54,16 +59,24 @@ impl Feed {
     }
 
     /// The ranks that have a writer, in order.
-    pub(super) fn ranks(&self) -> Vec<WorkerRank> {
+    pub fn ranks(&self) -> Vec<WorkerRank> {
         let writers = self.writers.lock();
         writers.iter().filter(|(_, seat)| seat.strong_count() > 0).map(|(rank, _)| *rank).collect()
+    }
+
+    /// What a rank holds, and up to which of its events. These wait meanwhile.
+    pub fn copy(&self, rank: WorkerRank) -> Option<RankDump> {
+        let seat = self.writers.lock().get(&rank)?.upgrade()?;
+        let position = seat.position.lock();
+        let writer = seat.writer.lock();
+        writer.as_ref().map(|writer| writer.portrait(rank).at(position.clone()))
     }
 
     /// Reads a writer; its events wait meanwhile, and nothing else does. That is in proportion to what the rank holds:
     /// a copy made in parts would mix what was with what is. `None` where the rank has none.
     pub(super) fn read<T>(&self, rank: WorkerRank, read: impl FnOnce(&RankWriter) -> T) -> Option<T> {
         let seat = self.writers.lock().get(&rank)?.upgrade()?;
-        let writer = seat.lock();
+        let writer = seat.writer.lock();
         writer.as_ref().map(read)
     }
 }
@@ -73,6 +86,18 @@ impl Feed {
 pub struct Joined(Arc<Seat>);
 
 impl Joined {
+    /// Where the source is.
+    pub fn position(&self) -> &SharedPosition {
+        &self.0.position
+    }
+
+    /// Begins with what another router knows of the rank.
+    pub fn restore(&self, dump: &RankDump) {
+        let mut position = self.0.position.lock();
+        self.lock().as_mut().into_iter().for_each(|writer| writer.restore(dump));
+        *position = dump.position().cloned();
+    }
+
     /// Applies one event.
     pub fn apply(&self, event: &KvEvent) -> Outcome {
         // Only drop takes the writer out.
@@ -96,13 +121,14 @@ impl Joined {
 
     /// The events come on threads that serve others, too, which must not wait for the end of a long reading.
     fn lock(&self) -> MutexGuard<'_, Option<RankWriter>> {
-        self.0.try_lock().unwrap_or_else(|| aside(|| self.0.lock()))
+        let writer = &self.0.writer;
+        writer.try_lock().unwrap_or_else(|| aside(|| writer.lock()))
     }
 }
 
 impl Drop for Joined {
     fn drop(&mut self) {
-        let writer = self.0.lock().take();
+        let writer = self.0.writer.lock().take();
         drop(writer);
     }
 }

@@ -18,6 +18,7 @@ use crate::kv_events::SharedResync;
 use crate::lifecycle::supervise;
 use crate::metrics::Metrics;
 use crate::replica::Replica;
+use crate::takeover::Takeover;
 use crate::tls::{self, Pace};
 use crate::xds::Envoys;
 
@@ -73,7 +74,7 @@ impl App {
         entrance: &Arc<Entrance>,
         feed: Arc<Feed>,
         envoys: Option<Arc<Envoys>>,
-    ) {
+    ) -> anyhow::Result<()> {
         let metrics = self.reloader.metrics.clone();
         let (desired, sets) = mpsc::unbounded_channel();
         let (said, heard) = watch::channel(if config.learn.enabled { Arc::default() } else { learn::off() });
@@ -87,6 +88,7 @@ impl App {
             said: heard,
             resync: resync.clone(),
             announcer,
+            takeover: config.takeover.as_ref().map(Takeover::new).transpose()?.map(Arc::new),
         };
         let keeper = Keeper::new(config, parts, self.readiness.clone());
         self.learn(config, entrance.router(), said);
@@ -115,6 +117,7 @@ impl App {
             let follow = || workers::follow(wanted.clone(), desired.clone(), cluster.clone(), metrics.clone());
             supervise("workers", &metrics, stop, follow).await;
         });
+        Ok(())
     }
 
     /// Starts what has to happen from time to time.

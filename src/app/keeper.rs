@@ -3,8 +3,8 @@
 //! opened before they are published and old ones closed after, so that no request can choose a rank without a row.
 
 use std::collections::{HashMap, HashSet};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
@@ -13,23 +13,21 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::announcer::Announcer;
+use super::followed::{self, Followed, task_name};
 use super::learn::{Asked, Said};
 use super::workers::{AllGiven, Desired, Media};
 use crate::api::Feed;
 use crate::config::Config;
 use crate::entrance::Entrance;
 use crate::fleet::{Fleet, Member};
-use crate::kv_events::{self, RankSink, SharedResync, SourceSpec, SourceState, Witness};
+use crate::kv_events::{SharedResync, SourceSpec};
 use crate::learned::{Agreed, Given, Learned, Mismatch};
-use crate::lifecycle::{self, Readiness, ReadyGuard, supervise};
+use crate::lifecycle::{self, Readiness, ReadyGuard};
 use crate::metrics::Metrics;
 use crate::predict::{EffectivePolicy, RankPrediction};
 use crate::router::{AllLearned, Router};
-use crate::trust::{Because, Standing};
-use crate::worker::{ModelName, Slot, Worker, WorkerId, WorkerRank};
-
-/// How often it is looked whether sources are silent.
-const LOOK: Duration = Duration::from_secs(1);
+use crate::takeover::Takeover;
+use crate::worker::{ModelName, Worker, WorkerId, WorkerRank};
 
 pub(super) struct Keeper {
     router: Arc<Router>,
@@ -49,6 +47,8 @@ pub(super) struct Keeper {
     heard: Arc<Said>,
     given: Arc<AllGiven>,
     resync: SharedResync,
+    takeover: Option<Arc<Takeover>>,
+    snapshot: Option<PathBuf>,
     /// The last set, as it was wanted.
     wanted: Option<Desired>,
 }
@@ -64,6 +64,8 @@ pub(super) struct Parts {
     pub(super) resync: SharedResync,
     /// Who tells Envoy.
     pub(super) announcer: Announcer,
+    /// Where what is cached is copied from at the start.
+    pub(super) takeover: Option<Arc<Takeover>>,
 }
 
 /// Initial workers whose event sources may still be learned.
@@ -81,7 +83,7 @@ struct Source {
 
 impl Keeper {
     pub(super) fn new(config: &Config, parts: Parts, readiness: Readiness) -> Self {
-        let Parts { entrance, feed, metrics, said, resync, announcer } = parts;
+        let Parts { entrance, feed, metrics, said, resync, announcer, takeover } = parts;
         let least = config.readiness.min_initial_workers as usize;
         let guard = readiness.wait_for(format!("initial workers: at least {least}"));
         Self {
@@ -99,6 +101,8 @@ impl Keeper {
             heard: Arc::default(),
             given: Arc::default(),
             resync,
+            takeover,
+            snapshot: config.takeover.as_ref().and_then(|takeover| takeover.file.clone()),
             wanted: None,
             readiness,
         }
@@ -112,7 +116,7 @@ impl Keeper {
                 set = sets.recv() => set,
                 Ok(()) = self.said.changed(), if self.wanted.is_some() => self.wanted.clone(),
                 () = tokio::time::sleep_until(self.sources_deadline), if self.unasked.is_some() => {
-                    self.unasked = None;
+                    self.started();
                     continue;
                 }
             };
@@ -131,6 +135,13 @@ impl Keeper {
                 self.apply(rest).await;
             }
             self.apply(workers).await;
+        }
+        if let Some(file) = self.snapshot.take() {
+            let feed = self.feed.clone();
+            let left = tokio::task::spawn_blocking(move || followed::leave(&file, &feed)).await;
+            if let Err(problem) = left {
+                warn!(%problem, "what is known is not left for the next start");
+            }
         }
         let members: Vec<WorkerRank> = self.sources.keys().copied().collect();
         for rank in members {
@@ -231,8 +242,14 @@ impl Keeper {
         let is_there = |asked: &Asked| fleet.worker(asked.0).is_some_and(|worker| worker.endpoint == asked.1);
         unasked.workers.retain(|asked| is_there(asked) && !said.off && !said.asked.contains(asked));
         if unasked.workers.is_empty() || Instant::now() >= self.sources_deadline {
-            self.unasked = None;
+            self.started();
         }
+    }
+
+    /// Whoever comes from now on is no initial worker.
+    fn started(&mut self) {
+        self.unasked = None;
+        self.takeover = None;
     }
 
     /// What a worker can hold decides what is believed to be left there, unless that leaves by time alone.
@@ -269,6 +286,11 @@ impl Keeper {
             feed: self.feed.clone(),
             metrics: self.metrics.clone(),
             deadline: self.sources_deadline,
+            // Who joins later is heard from the beginning by all.
+            takeover: self.takeover.clone().filter(|_| starting).map(|takeover| {
+                let ready = self.readiness.wait_for(format!("what is known of worker rank {}", member.rank));
+                (takeover, ready)
+            }),
         };
         let task = tokio::spawn(followed.run(ready, stop.clone()));
         self.sources.insert(member.rank, Source { stop, task });
@@ -300,112 +322,6 @@ fn without_leavers(before: &Fleet, desired: &[Worker]) -> Option<Vec<Worker>> {
         rest.iter().any(like)
     };
     change.removed.iter().all(replaced).then_some(rest)
-}
-
-fn task_name(rank: WorkerRank) -> String {
-    format!("kv_events {rank}")
-}
-
-/// One event source and who wants to know how it does.
-struct Followed {
-    spec: SourceSpec,
-    slot: Slot,
-    router: Arc<Router>,
-    feed: Arc<Feed>,
-    metrics: Arc<Metrics>,
-    deadline: Instant,
-}
-
-impl Followed {
-    async fn run(self, ready: Option<ReadyGuard>, stop: CancellationToken) {
-        let (state, states) = watch::channel(SourceState::Connecting);
-        let witness = Witness::default();
-        self.router.sources().watch(self.spec.rank, witness.source().clone());
-        let name = task_name(self.spec.rank);
-        let source = supervise(&name, &self.metrics, stop, || {
-            let (spec, metrics, state) = (self.spec.clone(), self.metrics.clone(), state.clone());
-            let sink = self.sink();
-            // What is left of an earlier life is out of the index.
-            witness.reset();
-            let (detached, witness) = (Detached(state.clone()), witness.clone());
-            async move {
-                let _detached = detached;
-                kv_events::run(spec, sink, metrics, (state, witness)).await;
-                Ok(())
-            }
-        });
-        tokio::select! {
-            () = source => {}
-            () = self.follow(states, &witness, ready) => {}
-        }
-    }
-
-    /// The way of the rank's events into the index. Dropping it takes the rank out of the index.
-    fn sink(&self) -> RankSink {
-        let joined = Arc::new(self.feed.join(self.spec.rank, self.router.index().join(self.slot)));
-        let (doubted, settled) = (joined.clone(), joined.clone());
-        RankSink {
-            apply: Box::new(move |event| joined.apply(event)),
-            doubt: Box::new(move || doubted.doubt()),
-            settle: Box::new(move || settled.settle()),
-        }
-    }
-
-    /// Tells the router whether the source can be believed, and readiness when it can, or when waiting is over.
-    async fn follow(&self, mut states: watch::Receiver<SourceState>, witness: &Witness, mut ready: Option<ReadyGuard>) {
-        let mut looks = tokio::time::interval(LOOK);
-        loop {
-            let live = *states.borrow_and_update() == SourceState::Live;
-            self.tell(witness.standing());
-            if live {
-                ready = None;
-            }
-            tokio::select! {
-                changed = states.changed() => if changed.is_err() { std::future::pending::<()>().await },
-                () = tokio::time::sleep_until(self.deadline), if ready.is_some() => ready = None,
-                () = witness.changed() => {}
-                _ = looks.tick() => self.look(witness),
-            }
-        }
-    }
-
-    /// Tells the router how the source stands, and the log where that is news.
-    fn tell(&self, standing: Standing) {
-        let rank = self.spec.rank;
-        let before = self.router.trust(rank);
-        self.router.set_trust(rank, standing);
-        if (before.trust, before.because) != (standing.trust, standing.because) {
-            let because = standing.because.map(Because::as_str);
-            tracing::info!(%rank, trust = standing.trust.as_str(), because, "trust in the KV event source");
-        }
-    }
-
-    /// A source that has become silent is attached anew: its connection may be dead without either side knowing.
-    fn look(&self, witness: &Witness) {
-        let rules = self.router.settings().trust;
-        let was_silent = witness.source().lock().is_silent();
-        // Answers may have settled doubts since the last batch.
-        witness.note(|source| {
-            self.router.index().doubted(self.slot).into_iter().for_each(|doubted| source.doubted(doubted));
-            source.look(std::time::Instant::now(), &rules);
-        });
-        if !was_silent && witness.source().lock().is_silent() {
-            warn!(
-                rank = %self.spec.rank,
-                "requests were answered that had to store blocks, and no KV events came; it is attached anew"
-            );
-            witness.knock();
-        }
-    }
-}
-
-/// Takes back, by drop, that a source is caught up: when it failed, the index holds nothing of its rank any longer.
-struct Detached(watch::Sender<SourceState>);
-
-impl Drop for Detached {
-    fn drop(&mut self) {
-        self.0.send_replace(SourceState::Connecting);
-    }
 }
 
 #[cfg(test)]

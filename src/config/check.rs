@@ -32,6 +32,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("disaggregation", disaggregation(config).into_iter().collect()),
         ("sessions", config.sessions.as_ref().map(|sessions| sessions.problems()).unwrap_or_default()),
         ("replicas", config.replicas.as_ref().map(|replicas| replicas.problems()).unwrap_or_default()),
+        ("takeover", config.takeover.as_ref().map(|takeover| takeover.problems()).unwrap_or_default()),
         ("approximate", config.approximate.problems()),
         ("shared_cache", config.shared_cache.as_ref().map(|cache| cache.problems()).unwrap_or_default()),
         ("learn", config.learn.problems()),

@@ -35,6 +35,7 @@ impl Config {
         config.queue = self.queue.clone();
         config.sessions = self.sessions.clone();
         config.replicas = self.replicas.clone();
+        config.takeover = self.takeover.clone();
         config.approximate = self.approximate.clone();
         config.readiness = self.readiness.clone();
         config.envoy = self.envoy.clone();

@@ -6,6 +6,7 @@
 mod content;
 mod events;
 mod frame;
+mod position;
 
 use std::io::{Read, Write};
 
@@ -14,12 +15,13 @@ pub(in crate::index) use content::{ApartName, BlockRow, Copies, PlacedName, Shar
 pub(in crate::index) use events::Telling;
 use frame::{FrameReader, FrameWriter, Kind};
 
+use super::Position;
 use crate::worker::WorkerRank;
 
 /// First bytes of a dump.
 const MAGIC: [u8; 8] = *b"wrmindex";
 /// Version of the format.
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 
 /// Why a dump cannot be read.
 #[derive(Debug, thiserror::Error)]
@@ -78,6 +80,15 @@ impl<R: Read> Reader<R> {
         }
     }
 
+    /// The only rank of a dump that is read to its end.
+    pub fn single(mut self) -> Result<RankDump, DumpError> {
+        let rank = self.next().transpose()?.ok_or(DumpError::Malformed("no rank"))?;
+        match self.next().transpose()? {
+            None => Ok(rank),
+            Some(_) => Err(DumpError::Malformed("more than one rank")),
+        }
+    }
+
     fn record(&mut self) -> Result<Option<RankDump>, DumpError> {
         let mut frames = FrameReader::new(&mut self.input);
         let (kind, payload) = frames.read()?;
@@ -117,7 +128,18 @@ impl RankDump {
     pub fn rank(&self) -> WorkerRank {
         self.rank
     }
+
+    /// The newest batch of events that is in it, where somebody else can go on from there.
+    pub fn position(&self) -> Option<&Position> {
+        self.position.as_ref()
+    }
+
+    /// The same with a position.
+    #[must_use]
+    pub fn at(self, position: Option<Position>) -> Self {
+        Self { position, ..self }
+    }
 }
 
 #[cfg(test)]
-pub(in crate::index) mod tests;
+pub(crate) mod tests;

@@ -12,7 +12,7 @@ use super::reblock::{Fit, Reblocker, Regrouped, Run};
 use super::salts::Salts;
 use super::wire::{Event, ExtraKey, Kind, Locality, Medium, Origin, Ownership, Stored};
 use crate::block::{EngineHash, Salt};
-use crate::index::{Forgotten, GroupNeed, KvEvent, Outcome};
+use crate::index::{Forgotten, GroupNeed, KvEvent, Outcome, Taught};
 use crate::tier::Tier;
 use crate::worker::BlockSize;
 
@@ -119,6 +119,23 @@ impl Normalizer {
     pub fn new(block_size: BlockSize, media: MediaTokens) -> Self {
         let reblocker = Reblocker::new(block_size, media);
         Self { block_size, groups: Groups::default(), salts: Salts::default(), reblocker }
+    }
+
+    /// One that goes on in the place of another, which has [`Normalizer::taught`] this.
+    #[must_use]
+    pub fn resumed(mut self, taught: &Taught) -> Self {
+        self.groups = Groups::taught(taught);
+        self.reblocker.resume(taught.sizes);
+        self
+    }
+
+    /// What later events lean on, if another one could go on with that. Salts and parts of blocks are remembered here
+    /// and nowhere else: they take as much memory as the index.
+    pub fn taught(&self) -> Option<Taught> {
+        let sizes = self.reblocker.sizes().filter(|_| self.salts.is_empty())?;
+        let mut taught = Taught { sizes, ..Taught::default() };
+        self.groups.teach(&mut taught);
+        Some(taught)
     }
 
     /// Forgets everything learned: the engine is a new one.

@@ -1,6 +1,8 @@
 //! One worker rank's stream of batches on its way into the index: judged by number, decoded, converted, applied and
 //! counted. Synchronous on purpose: a batch is applied whole, and what the network does in between cannot be seen here.
 
+mod takeover;
+
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -9,7 +11,7 @@ use super::sequencer::{Digest, Live, Repeated, Sequencer};
 use super::wire::{self, Batch, Event, Medium, WireError};
 use super::witness::unix_now;
 use super::{RankSink, SharedResync, SourceSpec, Witness};
-use crate::index::{KvEvent, Outcome};
+use crate::index::{KvEvent, Outcome, Position};
 use crate::lifecycle::aside;
 use crate::metrics::{EventLabels, Metrics, OutcomeLabel};
 use crate::tier::Tier;
@@ -31,6 +33,10 @@ pub(super) struct Feed {
     block_size: BlockSize,
     sequencer: Sequencer,
     normalizer: Normalizer,
+    /// The settings that events are read by.
+    reading: u64,
+    /// Where another reader was, while this one goes on in its place and was never attached itself.
+    resumed: Option<Position>,
     sink: RankSink,
     metrics: Arc<Metrics>,
     tally: Vec<(EventLabels, u64)>,
@@ -53,23 +59,35 @@ struct Complaints {
 
 impl Feed {
     pub(super) fn new(spec: &SourceSpec, sink: RankSink, metrics: Arc<Metrics>, witness: Witness) -> Self {
+        let from = sink.position.lock().clone();
+        let anew = Normalizer::new(spec.block_size, spec.media);
+        let (sequencer, normalizer) = match &from {
+            Some(from) => (Sequencer::resumed(from.seq, Digest(from.digest)), anew.resumed(&from.taught)),
+            None => (Sequencer::default(), anew),
+        };
         Self {
             rank: spec.rank,
             block_size: spec.block_size,
-            sequencer: Sequencer::default(),
-            normalizer: Normalizer::new(spec.block_size, spec.media),
+            sequencer,
+            normalizer,
+            reading: spec.reading(),
             sink,
             metrics,
             tally: Vec::new(),
             complaints: Complaints::default(),
             witness,
             resync: spec.resync.clone(),
-            dropped: false,
+            dropped: from.as_ref().is_some_and(|from| from.taught.dropped),
+            resumed: from,
         }
     }
 
     /// Takes one live message. A gap in front of it is handed back, to be closed and then settled.
     pub(super) fn live(&mut self, seq: u64, payload: &[u8]) -> Option<Gap> {
+        self.moving(|feed| feed.live_now(seq, payload))
+    }
+
+    fn live_now(&mut self, seq: u64, payload: &[u8]) -> Option<Gap> {
         let batch = wire::decode(payload);
         if self.is_foreign(&batch) {
             return None;
@@ -97,6 +115,10 @@ impl Feed {
 
     /// Places the batch that showed a gap, whatever the replay brought.
     pub(super) fn settle(&mut self, gap: Gap, payload: &[u8]) {
+        self.moving(|feed| feed.settle_now(gap, payload))
+    }
+
+    fn settle_now(&mut self, gap: Gap, payload: &[u8]) {
         let reached = self.sequencer.expected();
         let outcome = match reached {
             _ if reached >= gap.to => "replayed",
@@ -111,12 +133,16 @@ impl Feed {
                     self.sequencer.advance(gap.to, Digest::of(payload));
                 }
             }
-            Live::Gap { from, to } => self.jump(Gap { from, to }, payload),
+            Live::Gap { from, to } => self.jump_now(Gap { from, to }, payload),
         }
     }
 
     /// Takes one batch of a replay. A hole is handed back with the batch untouched.
     pub(super) fn repeated(&mut self, seq: u64, payload: &[u8]) -> Repeated {
+        self.moving(|feed| feed.repeated_now(seq, payload))
+    }
+
+    fn repeated_now(&mut self, seq: u64, payload: &[u8]) -> Repeated {
         let batch = wire::decode(payload);
         if self.is_foreign(&batch) {
             return Repeated::Known;
@@ -139,6 +165,10 @@ impl Feed {
 
     /// Judges a replay without a single batch; true if the rank was cleared, because the engine is a new one.
     pub(super) fn repeated_nothing(&mut self) -> bool {
+        self.moving(|feed| feed.repeated_nothing_now())
+    }
+
+    fn repeated_nothing_now(&mut self) -> bool {
         let restarted = self.sequencer.repeated_nothing();
         if restarted {
             self.restarted("it no longer holds the batch last applied");
@@ -148,6 +178,10 @@ impl Feed {
 
     /// Gives up what is missing in front of a batch and applies it.
     pub(super) fn jump(&mut self, gap: Gap, payload: &[u8]) {
+        self.moving(|feed| feed.jump_now(gap, payload))
+    }
+
+    fn jump_now(&mut self, gap: Gap, payload: &[u8]) {
         self.lost(gap.from, gap.to);
         if !self.apply(wire::decode(payload), Way::Repeated(gap.to)) {
             self.lost(gap.to, gap.to.saturating_add(1));

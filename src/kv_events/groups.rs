@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 use hashbrown::HashMap;
 
 use super::wire::{Kind, Part};
-use crate::index::GroupNeed;
+use crate::index::{GroupNeed, Taught, TaughtGroup};
 
 /// Groups that are remembered; the index tells no more apart.
 const MOST: usize = 64;
@@ -34,6 +34,20 @@ impl Groups {
         }
     }
 
+    /// What was learned, for whoever goes on in the place of this reader.
+    pub(super) fn teach(&self, taught: &mut Taught) {
+        let told = self.known.iter().map(|(&id, &(kind, window))| TaughtGroup { id, kind: number(kind), window });
+        taught.groups = told.collect();
+        taught.groups.sort_unstable_by_key(|group| group.id);
+        taught.main_group = self.main;
+    }
+
+    /// The same as another reader has learned it.
+    pub(super) fn taught(taught: &Taught) -> Self {
+        let known = taught.groups.iter().take(MOST).map(|group| (group.id, (kind(group.kind), group.window)));
+        Self { known: known.collect(), main: taught.main_group }
+    }
+
     pub(super) fn kind(&self, group: u32) -> Option<Kind> {
         self.known.get(&group).map(|(kind, _)| *kind)
     }
@@ -55,6 +69,18 @@ impl Groups {
             _ => GroupNeed::whole(stride),
         }
     }
+}
+
+/// Kinds with their numbers; a new one gets a new number.
+const KINDS: [Kind; 5] =
+    [Kind::Unknown, Kind::Main, Kind::Partial(Part::Window), Kind::Partial(Part::State), Kind::Partial(Part::Other)];
+
+fn number(kind: Kind) -> u8 {
+    KINDS.iter().position(|known| *known == kind).unwrap_or_default() as u8
+}
+
+fn kind(number: u8) -> Kind {
+    KINDS.get(usize::from(number)).copied().unwrap_or(Kind::Unknown)
 }
 
 #[cfg(test)]

@@ -111,6 +111,16 @@ impl Reblocker {
         *self = Self { gaps: self.gaps, ..Self::new(self.ours, self.media) };
     }
 
+    /// Sizes of the engine's blocks by tier; `None` where parts of our blocks are remembered here, which nobody else knows.
+    pub(super) fn sizes(&self) -> Option<[Option<u32>; Tier::ALL.len()]> {
+        self.chains.is_none().then(|| self.sizes.map(|size| size.map(|size| size.0.get())))
+    }
+
+    /// Goes on with sizes that another reader has met.
+    pub(super) fn resume(&mut self, sizes: [Option<u32>; Tier::ALL.len()]) {
+        self.sizes = sizes.map(|size| BlockSize::new(size?));
+    }
+
     /// Tokens per block of the engine on the device, once it has told.
     pub(super) fn engine(&self) -> Option<BlockSize> {
         self.sizes[Tier::Device as usize]

@@ -45,6 +45,11 @@ impl Entry {
 }
 
 impl Salts {
+    /// Whether no salt was ever named.
+    pub(super) fn is_empty(&self) -> bool {
+        !self.used
+    }
+
     pub(super) fn clear(&mut self) {
         self.blocks.clear();
         self.full = false;

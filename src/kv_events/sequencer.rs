@@ -8,7 +8,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// A digest of a payload, to recognise it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Digest(u64);
+pub struct Digest(pub u64);
 
 impl Digest {
     /// Digest of one payload.
@@ -93,6 +93,17 @@ pub struct Sequencer {
 }
 
 impl Sequencer {
+    /// Goes on behind a batch that somebody else has applied. Whatever comes live from now on was published after that, so
+    /// a number that is no higher is a new life.
+    pub fn resumed(seq: u64, digest: Digest) -> Self {
+        Self { applied: Some(Mark { seq, digest }), last_live: Some(seq) }
+    }
+
+    /// The newest applied batch.
+    pub fn applied(&self) -> Option<(u64, Digest)> {
+        self.applied.map(|Mark { seq, digest }| (seq, digest))
+    }
+
     /// Takes note of a live batch and says what to do with it.
     ///
     /// Numbers that do not rise are a new life of the engine, but for the very batch that was applied last: two

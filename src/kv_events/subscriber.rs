@@ -207,8 +207,11 @@ impl Listener {
 
     /// An engine is there: find out what was missed before.
     async fn attached(&mut self) {
+        let takes_over = self.feed.takes_over();
         match self.catch_up().await {
             Some(Ok(())) => {}
+            // The number of the next batch tells whether one is missing.
+            None if takes_over => {}
             // Nothing is known that could be out of date, and an engine without history has nothing to repeat.
             Some(Err(Incomplete::Empty)) | None if self.feed.is_fresh() => {}
             missed => {
@@ -337,8 +340,12 @@ mod tests {
         let block_size = BlockSize::new(2).unwrap();
         let (media, resync) = (MediaTokens::default(), SharedResync::default());
         let spec = SourceSpec { rank, source, block_size, media, resync };
-        let sink =
-            RankSink { apply: Box::new(|_| Outcome::Ok), doubt: Box::new(|| 0), settle: Box::new(Settled::default) };
+        let sink = RankSink {
+            apply: Box::new(|_| Outcome::Ok),
+            doubt: Box::new(|| 0),
+            settle: Box::new(Settled::default),
+            position: Default::default(),
+        };
         let witness = Witness::default();
         let metrics = Arc::new(Metrics::new());
         let (state, _) = watch::channel(SourceState::default());

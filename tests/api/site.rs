@@ -195,6 +195,11 @@ impl Engine {
         format!(", kv_events: {{endpoint: '{}'}}", self.endpoint)
     }
 
+    /// The number of the batch published last.
+    pub(crate) fn last(&self) -> u64 {
+        self.sent - 1
+    }
+
     /// Stores the blocks of the first so many tokens, under names from `first` on.
     pub(crate) async fn store(&mut self, first: u64, count: u32) {
         let names: Vec<u64> = (first..first + u64::from(count / 4)).collect();

@@ -11,6 +11,7 @@ use tonic_health::pb::health_client::HealthClient;
 use warmroute::api::pb;
 use warmroute::api::pb::dump_events_response::Kind;
 use warmroute::block::{BlockHashes, Salt};
+use warmroute::index::dump::Reader;
 use warmroute::index::{KvEvent, Overlaps, PrefixIndex, RankWriter};
 use warmroute::worker::{BlockSize, Slot};
 
@@ -97,6 +98,42 @@ async fn a_dump_builds_an_index_that_answers_the_same() {
     let gone = |page: &serde_json::Value| page["members"].as_array().is_some_and(|members| members.len() == 2);
     site.until("worker 1 gone", gone, "debug/fleet").await;
     assert_eq!(dump(&site, Vec::new()).await, one);
+}
+
+/// The bytes of a copy.
+async fn copy(site: &Site, worker: u64) -> Result<Vec<u8>, Code> {
+    let asked = pb::CopyRankRequest { worker: rank(worker) };
+    let mut stream = site.client.clone().copy_rank(asked).await.map_err(|status| status.code())?.into_inner();
+    let mut bytes = Vec::new();
+    while let Some(pb::CopyRankResponse { piece }) = stream.message().await.unwrap() {
+        bytes.extend(piece);
+    }
+    Ok(bytes)
+}
+
+#[tokio::test]
+async fn a_copy_of_a_rank_restores_it_and_says_where_its_events_are() {
+    let mut engine = Engine::start().await;
+    let more = "readiness: {event_sources_deadline: 50ms}\n";
+    let site = Site::start(more, &[worker(1, &engine.listed()), worker(2, "")]).await;
+    let nothing = copy(&site, 1).await.unwrap();
+    assert_eq!(Reader::new(&nothing[..]).unwrap().single().unwrap().position(), None, "nothing was heard yet");
+    store(&site, &mut engine, 1, 100, 48).await;
+    let bytes = copy(&site, 1).await.unwrap();
+    let held = Reader::new(&bytes[..]).unwrap().single().unwrap();
+    let position = held.position().unwrap();
+    assert!(position.seq <= engine.last());
+    assert_eq!(position.taught.sizes[0], Some(4));
+    let index = PrefixIndex::new();
+    let mut writer = index.join(Slot(7));
+    writer.restore(&held);
+    let (prompt, mut found): (Vec<u32>, _) = ((0..48).collect(), Overlaps::new());
+    index.overlaps(&BlockHashes::of(&prompt, BlockSize::new(4).unwrap(), &Salt::default()), &mut found);
+    assert_eq!(found.get(Slot(7)).device, 12);
+
+    assert_eq!(copy(&site, 2).await, Err(Code::NotFound), "it tells nothing of its cache");
+    let nobody = site.client.clone().copy_rank(pb::CopyRankRequest { worker: None }).await.unwrap_err();
+    assert_eq!(nobody.code(), Code::InvalidArgument);
 }
 
 #[tokio::test]

@@ -4,9 +4,10 @@ use std::collections::HashSet;
 use std::io::{Read, Write};
 use std::num::NonZeroU32;
 
-use super::DumpError;
 use super::frame::{FrameReader, FrameWriter, Kind, Row, rows};
+use super::{DumpError, position};
 use crate::block::{EngineHash, LocalHash};
+use crate::index::Position;
 use crate::index::event::GroupNeed;
 use crate::tier::Tier;
 use crate::worker::{DpRank, WorkerId, WorkerRank};
@@ -21,6 +22,7 @@ const MOST_GROUPS: usize = 64;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankDump {
     pub(in crate::index) rank: WorkerRank,
+    pub(in crate::index) position: Option<Position>,
     pub(in crate::index) blocks: Vec<BlockRow>,
     /// By block.
     pub(in crate::index) names: Vec<PlacedName>,
@@ -29,6 +31,8 @@ pub struct RankDump {
     pub(in crate::index) shares: Vec<Share>,
     /// Whether there are more groups than can be followed.
     pub(in crate::index) more_groups: bool,
+    /// While the engine may hold blocks that were never told: how many of those that were have been evicted since.
+    pub(in crate::index) untold: Option<u64>,
 }
 
 /// One block of a prefix; held if a name stands for it, otherwise a gap in front of one that is.
@@ -96,8 +100,12 @@ impl RankDump {
         let mut head = Vec::new();
         self.rank.worker.0.put(&mut head);
         self.rank.rank.0.put(&mut head);
+        self.untold.unwrap_or(u64::MAX).put(&mut head);
         head.push(u8::from(self.more_groups));
         frames.write(Kind::Rank, &head)?;
+        if let Some(position) = &self.position {
+            frames.write(Kind::Position, &position::bytes(position))?;
+        }
         frames.rows(Kind::Blocks, &self.blocks)?;
         frames.rows(Kind::Names, &self.names)?;
         frames.rows(Kind::Waiting, &self.waiting)?;
@@ -116,13 +124,16 @@ impl RankDump {
             }
             before = kind;
             match kind {
+                Kind::Position if dump.position.is_none() => dump.position = Some(position::of(&payload)?),
                 Kind::Blocks => rows(&payload, &mut dump.blocks)?,
                 Kind::Names => rows(&payload, &mut dump.names)?,
                 Kind::Waiting => rows(&payload, &mut dump.waiting)?,
                 Kind::Groups => rows(&payload, &mut dump.groups)?,
                 Kind::Shares => rows(&payload, &mut dump.shares)?,
                 Kind::RankEnd if payload.is_empty() => break,
-                Kind::Rank | Kind::RankEnd | Kind::End => return Err(DumpError::Malformed("a record has no end")),
+                Kind::Rank | Kind::Position | Kind::RankEnd | Kind::End => {
+                    return Err(DumpError::Malformed("a record has no end"));
+                }
             }
         }
         dump.check()?;
@@ -130,20 +141,23 @@ impl RankDump {
     }
 
     fn of_head(head: &[u8]) -> Result<Self, DumpError> {
-        let &[ref id @ .., a, b, c, d, more] = head else {
+        if head.len() != 2 * u64::SIZE + u32::SIZE + 1 {
             return Err(DumpError::Malformed("a rank without a number"));
-        };
-        let worker = id.try_into().map_err(|_| DumpError::Malformed("a rank without a worker"))?;
-        let rank =
-            WorkerRank { worker: WorkerId(u64::from_le_bytes(worker)), rank: DpRank(u32::from_le_bytes([a, b, c, d])) };
+        }
+        let (worker, rest) = head.split_at(u64::SIZE);
+        let (number, rest) = rest.split_at(u32::SIZE);
+        let rank = WorkerRank { worker: WorkerId(u64::get(worker)?), rank: DpRank(u32::get(number)?) };
+        let (untold, more) = rest.split_at(u64::SIZE);
         Ok(Self {
             rank,
+            position: None,
             blocks: Vec::new(),
             names: Vec::new(),
             waiting: Vec::new(),
             groups: Vec::new(),
             shares: Vec::new(),
-            more_groups: more != 0,
+            more_groups: more != [0],
+            untold: Some(u64::get(untold)?).filter(|untold| *untold != u64::MAX),
         })
     }
 

@@ -17,6 +17,7 @@ const CHECKSUM: usize = size_of::<u64>();
 #[repr(u8)]
 pub(super) enum Kind {
     Rank = 1,
+    Position,
     Blocks,
     Names,
     Waiting,
@@ -27,8 +28,17 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    const ALL: [Kind; 8] =
-        [Kind::Rank, Kind::Blocks, Kind::Names, Kind::Waiting, Kind::Groups, Kind::Shares, Kind::RankEnd, Kind::End];
+    const ALL: [Kind; 9] = [
+        Kind::Rank,
+        Kind::Position,
+        Kind::Blocks,
+        Kind::Names,
+        Kind::Waiting,
+        Kind::Groups,
+        Kind::Shares,
+        Kind::RankEnd,
+        Kind::End,
+    ];
 }
 
 /// Something of fixed size within a frame.

@@ -59,7 +59,7 @@ fn read(bytes: &[u8]) -> Result<Vec<RankDump>, DumpError> {
 }
 
 /// A dump without the order of its blocks, which depends on how the tries came to be.
-pub(in crate::index) fn content(dump: &RankDump) -> impl PartialEq + std::fmt::Debug + use<> {
+pub(crate) fn content(dump: &RankDump) -> impl PartialEq + std::fmt::Debug + use<> {
     let mut paths: Vec<Vec<LocalHash>> = Vec::new();
     for block in &dump.blocks {
         let mut path = block.parent.map(|parent| paths[parent as usize].clone()).unwrap_or_default();
@@ -115,8 +115,8 @@ fn what_is_no_dump_or_of_another_version_is_named() {
     assert!(matches!(read(b"{}"), Err(DumpError::Truncated)));
     assert!(matches!(read(b"{\"version\": 1}"), Err(DumpError::Magic)));
     let mut newer = bytes();
-    newer[8] = 2;
-    assert!(matches!(read(&newer), Err(DumpError::Version(2))));
+    newer[8] = 3;
+    assert!(matches!(read(&newer), Err(DumpError::Version(3))));
     assert!(matches!(read(&[bytes(), vec![0]].concat()), Err(DumpError::Malformed(_))));
     let mut lost = Vec::new();
     begin(&mut lost).unwrap();

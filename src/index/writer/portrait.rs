@@ -26,12 +26,14 @@ impl RankWriter {
     pub fn portrait(&self, rank: WorkerRank) -> RankDump {
         let mut dump = RankDump {
             rank,
+            position: None,
             blocks: Vec::new(),
             names: Vec::with_capacity(self.names.len()),
             waiting: self.waiting().collect(),
             groups: Vec::new(),
             shares: Vec::new(),
             more_groups: false,
+            untold: self.untold,
         };
         self.place_names(&mut dump);
         if let Some(groups) = &self.groups {
@@ -95,7 +97,7 @@ impl RankWriter {
         for event in dump.tell(Telling::Once) {
             self.apply(&event);
         }
-        if dump.is_doubted() {
+        if dump.is_doubted() || dump.untold.is_some() {
             self.doubt();
         }
         for name in &dump.names {
@@ -105,6 +107,7 @@ impl RankWriter {
             self.recount(name.engine, name.copies);
         }
         self.restore_groups(dump);
+        self.untold = dump.untold;
         self.tally.doubts.lock().close();
         let needs = self.groups.as_ref().map(|groups| Arc::new(groups.needs().clone()));
         let mut seats = self.index.seats.write();

@@ -1,7 +1,10 @@
+mod takeover;
+
 use super::*;
 use crate::block::hash::{Windows, locals};
 use crate::block::{BlockHashes, Salt};
-use crate::index::{GroupNeed, Overlaps, PrefixIndex, Settled};
+use crate::index::dump::RankDump;
+use crate::index::{GroupNeed, Overlaps, PrefixIndex, RankWriter, Settled, SharedPosition};
 use crate::trust::Resync;
 use crate::trust::{Facts, Trust};
 use crate::worker::{Attach, DpRank, EventSource, Slot, WorkerId};
@@ -27,7 +30,12 @@ fn play(block_size: u32) -> (Arc<Metrics>, Vec<KvEvent>) {
         heard.lock().push(event.clone());
         writer.apply(event)
     };
-    let sink = RankSink { apply: Box::new(apply), doubt: Box::new(|| 0), settle: Box::new(Settled::default) };
+    let sink = RankSink {
+        apply: Box::new(apply),
+        doubt: Box::new(|| 0),
+        settle: Box::new(Settled::default),
+        position: Default::default(),
+    };
     assert_eq!(Feed::new(&spec, sink, metrics.clone(), Witness::default()).live(0, &payload), None);
     let told = told.lock().clone();
     (metrics, told)
@@ -59,6 +67,7 @@ fn a_group_with_blocks_of_another_size_is_counted_by_that_reason() {
 struct Real {
     feed: Feed,
     index: Arc<PrefixIndex>,
+    writer: Arc<parking_lot::Mutex<RankWriter>>,
     witness: Witness,
     metrics: Arc<Metrics>,
     /// The number of the next batch.
@@ -67,6 +76,11 @@ struct Real {
 
 impl Real {
     fn new(resync: Resync) -> Self {
+        Self::begun(resync, None)
+    }
+
+    /// It goes on with what another one knows.
+    fn begun(resync: Resync, from: Option<&RankDump>) -> Self {
         let shared = SharedResync::default();
         shared.set(resync);
         let spec = SourceSpec {
@@ -83,15 +97,22 @@ impl Real {
         };
         let (index, witness, metrics) = (PrefixIndex::new(), Witness::default(), Arc::new(Metrics::new()));
         let writer = Arc::new(parking_lot::Mutex::new(index.join(Slot(0))));
-        let (doubted, settled) = (writer.clone(), writer.clone());
+        let position = SharedPosition::default();
+        if let Some(from) = from {
+            writer.lock().restore(from);
+            *position.lock() = from.position().cloned();
+        }
+        let (applied, doubted, settled) = (writer.clone(), writer.clone(), writer.clone());
         let sink = RankSink {
-            apply: Box::new(move |event| writer.lock().apply(event)),
+            apply: Box::new(move |event| applied.lock().apply(event)),
             doubt: Box::new(move || doubted.lock().doubt()),
             settle: Box::new(move || settled.lock().settle()),
+            position,
         };
         witness.note(|source| source.linked(crate::trust::Link::Attached));
         let feed = Feed::new(&spec, sink, metrics.clone(), witness.clone());
-        Self { feed, index, witness, metrics, next: 0 }
+        let next = feed.expected();
+        Self { feed, index, writer, witness, metrics, next }
     }
 
     /// Sends a batch without a replay endpoint.

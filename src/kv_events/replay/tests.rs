@@ -36,6 +36,7 @@ fn sink(held: &Arc<Mutex<Held>>) -> RankSink {
             1
         }),
         settle: Box::new(Default::default),
+        position: Default::default(),
     }
 }
 
