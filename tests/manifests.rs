@@ -95,11 +95,17 @@ fn parsed(set: &Set) -> Config {
     config.unwrap_or_else(|errors| panic!("{}: {errors:?}", set.name))
 }
 
-/// The ports at which warmroute listens: ext_proc, health, admin, and xDS where it has its own.
-fn listens(config: &Config) -> (u64, u64, u64, Option<u64>) {
+/// The ports at which warmroute listens: ext_proc, health, admin, xDS where it has its own, and the API where it is on.
+fn listens(config: &Config) -> (u64, u64, u64, [Option<u64>; 2]) {
+    let api = config.api.as_ref().map(|api| api.listen);
     let xds = config.envoy.as_ref().and_then(|envoy| envoy.xds.as_ref()?.listen);
     let port = |address: std::net::SocketAddr| u64::from(address.port());
-    (port(config.listen.tcp.unwrap()), port(config.listen.health.unwrap()), port(config.admin.listen), xds.map(port))
+    (
+        port(config.listen.tcp.unwrap()),
+        port(config.listen.health.unwrap()),
+        port(config.admin.listen),
+        [xds, api].map(|listen| listen.map(port)),
+    )
 }
 
 fn is_warmroute(pod: &Pods<'_>) -> bool {
@@ -263,7 +269,7 @@ fn selectors_select_pods() {
 fn ports_of_warmroute_agree() {
     for set in sets() {
         let config = parsed(set);
-        let (ext_proc, health, admin, xds) = listens(&config);
+        let (ext_proc, health, admin, [xds, api]) = listens(&config);
         let pod = warmroute(set);
         for (name, port) in [("ext-proc", ext_proc), ("health", health), ("admin", admin)] {
             assert_eq!(pod.port(&json!(name)), Some(port), "{}: {name}", set.name);
@@ -275,7 +281,7 @@ fn ports_of_warmroute_agree() {
         let annotations = &pod.owner["spec"]["template"]["metadata"]["annotations"];
         assert_eq!(annotations["prometheus.io/port"], json!(admin.to_string()));
 
-        let all: BTreeSet<u64> = [Some(ext_proc), Some(health), Some(admin), xds].into_iter().flatten().collect();
+        let all: BTreeSet<u64> = [Some(ext_proc), Some(health), Some(admin), xds, api].into_iter().flatten().collect();
         let policies = set
             .all("NetworkPolicy")
             .filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["app"] == "warmroute");
@@ -285,7 +291,7 @@ fn ports_of_warmroute_agree() {
             for port in service["spec"]["ports"].as_array().unwrap() {
                 let target = pod.port(&port["targetPort"]).or(port["targetPort"].as_u64());
                 assert!(
-                    target.is_some_and(|target| [Some(ext_proc), xds].contains(&Some(target))),
+                    target.is_some_and(|target| [Some(ext_proc), xds, api].contains(&Some(target))),
                     "{}: {port}",
                     set.name
                 );
@@ -296,6 +302,17 @@ fn ports_of_warmroute_agree() {
                     set.name
                 );
             }
+        }
+        if let Some(from) = config.takeover.and_then(|takeover| takeover.from) {
+            let (service, port) = from.strip_prefix("http://").unwrap().split_once(':').unwrap();
+            assert_eq!(port.parse().ok(), api, "{}: they copy from one another", set.name);
+            let ports = &set.find("Service", &json!(service))["spec"]["ports"];
+            assert!(ports.as_array().unwrap().iter().any(|own| own["port"].as_u64() == api), "{}: {from}", set.name);
+            let policies = set
+                .all("NetworkPolicy")
+                .filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["app"] == "warmroute");
+            let reaches: BTreeSet<u64> = policies.flat_map(|policy| policy_ports(&policy["spec"]["egress"])).collect();
+            assert!(reaches.contains(&api.unwrap()), "{}: policies let nobody out to the others", set.name);
         }
         for picker in set.all("InferencePool").map(|pool| &pool["spec"]["endpointPickerRef"]) {
             let ports = &set.find("Service", &picker["name"])["spec"]["ports"];

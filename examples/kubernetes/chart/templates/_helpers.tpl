@@ -3,6 +3,11 @@
 {{- splitList ":" . | last -}}
 {{- end -}}
 
+{{/* Where other replicas are served. */}}
+{{- define "warmroute.api" -}}
+{{- with .Values.config.api }}{{ include "warmroute.port" .listen }}{{ end -}}
+{{- end -}}
+
 {{- define "warmroute.xds" -}}
 {{- with .Values.config.envoy }}{{ with .xds }}{{ with .listen }}{{ include "warmroute.port" . }}{{ end }}{{ end }}{{ end -}}
 {{- end -}}
