@@ -53,13 +53,13 @@ async fn the_fixtures_flags_alone_serve_the_pool() {
     server.put("pods", pod("backend-2", all[1], "primary", false));
     server.put("pods", pod("stranger", all[2], "secondary", true));
     server.put("inferencepools", pool(&[first]));
-    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
-    assert_eq!(picker.health(PROBED).await, Some(NotServing), "no pod is ready");
+    assert!(until(SOON, async || is_ready(&picker).await).await, "the pool is known: {}", picker.log());
+    let gateway = Gateway::start(picker.grpc, &backends).await;
+    assert_eq!(gateway.ask(None).await.status, 503, "and has no ready pod");
     server.put("pods", pod("backend-1", all[0], "primary", true));
     server.put("pods", pod("backend-2", all[1], "primary", true));
-    assert!(until(SOON, async || is_ready(&picker).await).await, "{}", picker.log());
+    assert!(until(SOON, async || gateway.ask(None).await.status == 200).await, "{}", picker.log());
 
-    let gateway = Gateway::start(picker.grpc, &backends).await;
     let at = |address: usize, port: u16| format!("{}:{port}", all[address]);
     gateway.sends(Some(&at(0, first)), &[&at(0, first)]).await;
     gateway.sends(Some(&all[1].to_string()), &[&at(1, first)]).await;

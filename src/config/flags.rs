@@ -46,6 +46,8 @@ impl Flags {
             "learn": {"enabled": false},
             "gateway": {"assume": "full_duplex", "conformance": true},
             "failure": {"mode": "fail_closed"},
+            // Ready when the pool is known, and be it empty.
+            "readiness": {"min_initial_workers": 0},
         })
     }
 

@@ -70,9 +70,9 @@ impl Pods {
         false
     }
 
-    /// There is no such pool.
+    /// There is no such pool, or no longer. One that never was is not known to be empty.
     pub(super) fn forget(&mut self) {
-        *self = Self { is_known: true, ..Self::default() };
+        *self = Self { is_known: self.is_known, ..Self::default() };
     }
 
     /// The workers, and what is odd; `None`: nothing was told yet.

@@ -37,6 +37,9 @@ fn a_list_counts_when_it_is_whole_and_changes_count_at_once() {
     assert_eq!(names(&mut pods).unwrap(), ["/d"]);
     pods.forget();
     assert_eq!(names(&mut pods).unwrap(), [""; 0]);
+    let mut never = Pods::default();
+    never.forget();
+    assert_eq!(names(&mut never), None, "there never was such a pool");
 }
 
 #[test]
