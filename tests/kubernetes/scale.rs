@@ -44,6 +44,8 @@ async fn a_thousand_pods_of_two_ranks_that_come_at_once_are_soon_known_to_envoy(
     deployment.start_envoy(&config).await.unwrap();
     assert!(until(PATIENCE, async || endpoints(&deployment).await.len() == PORTS.len()).await);
 
+    let memory = || [deployment.router().unwrap(), deployment.envoy().unwrap()].map(|child| resident(child.pid()));
+    let before = memory();
     let began = Instant::now();
     for nth in 1..PODS {
         let ip = format!("10.8.{}.{}", nth / 250, nth % 250 + 1);
@@ -61,10 +63,9 @@ async fn a_thousand_pods_of_two_ranks_that_come_at_once_are_soon_known_to_envoy(
     assert!(until(PATIENCE, chosen).await);
     println!(
         "{PODS} pods told of after {told:?}; Envoy has {all} endpoints after {known:?}, and all may be chosen after {:?}; \
-         {} MiB warmroute, {} MiB Envoy",
+         MiB of warmroute and Envoy: {:?}, before {before:?}",
         began.elapsed(),
-        resident(deployment.router().unwrap().pid()),
-        resident(deployment.envoy().unwrap().pid()),
+        memory(),
     );
     assert_eq!(server.violations(), [""; 0]);
 }
