@@ -37,6 +37,7 @@ pub use fault::Fault;
 pub use feed::{Feed, Joined};
 
 use crate::entrance::Entrance;
+use crate::index::dump::VERSION;
 use crate::intake::Intake;
 use crate::lifecycle::Readiness;
 use crate::load::ledger::{Change, Refused};
@@ -211,11 +212,17 @@ impl Api {
     }
 
     fn copy(&self, asked: &pb::CopyRankRequest) -> Result<copy::CopyStream, Fault> {
-        let Shared { feed, copies, closing, readiness, .. } = &*self.0;
+        let Shared { feed, entrance, copies, closing, readiness, .. } = &*self.0;
         if !readiness.was_reached() {
             return Err(Fault::NotReady);
         }
         let rank = question::rank(asked.worker)?;
+        if ![0, u32::from(VERSION)].contains(&asked.format) {
+            return Err(Fault::Format(asked.format));
+        }
+        if !entrance.router().trust(rank).is_attached() && feed.ranks().binary_search(&rank).is_ok() {
+            return Err(Fault::Detached(rank));
+        }
         let permit = copies.clone().try_acquire_owned().map_err(|_| Fault::TooMany("copies", dump::MOST))?;
         copy::copy(feed, rank, permit, closing.clone())
     }

@@ -10,7 +10,6 @@ pub mod listen;
 pub mod media;
 mod reblock;
 mod replay;
-mod salts;
 pub mod sequencer;
 mod subscriber;
 pub mod wire;
@@ -50,6 +49,8 @@ pub struct SourceSpec {
     pub rank: WorkerRank,
     /// Where it publishes.
     pub source: EventSource,
+    /// Which engine it is: what is known of another one is of no use for it.
+    pub engine: String,
     /// Tokens per block of its cache.
     pub block_size: BlockSize,
     /// Placeholder tokens of its model.
@@ -59,11 +60,10 @@ pub struct SourceSpec {
 }
 
 impl SourceSpec {
-    /// Which settings events are read by: who has others makes other blocks of the same events.
+    /// Whose events these are and by which settings they are read: who has others makes other blocks of them.
     pub fn reading(&self) -> u64 {
-        let Self { block_size, media: MediaTokens { image, video }, .. } = self;
-        let settings = [Some(block_size.0.get()), *image, *video].map(|token| token.map_or(u64::MAX, u64::from));
-        xxh3_64(&settings.map(u64::to_le_bytes).concat())
+        let Self { engine, block_size, media: MediaTokens { image, video }, .. } = self;
+        xxh3_64(format!("{engine} {} {image:?} {video:?}", block_size.0).as_bytes())
     }
 }
 

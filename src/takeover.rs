@@ -9,11 +9,11 @@ mod snapshot;
 
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
-use parking_lot::Mutex;
 use tokio::sync::OnceCell;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::Instant;
 use tracing::{info, warn};
 
 use crate::index::dump::RankDump;
@@ -26,15 +26,16 @@ pub use snapshot::write;
 pub struct Takeover {
     peer: Option<Peer>,
     file: Option<File>,
-    until: Instant,
+    deadline: Duration,
+    until: OnceLock<Instant>,
     late: Late,
 }
 
-/// The file, and what was found in it and not taken yet.
+/// The file, and what was found in it.
 struct File {
     path: PathBuf,
     max_age: Duration,
-    found: OnceCell<Mutex<HashMap<WorkerRank, RankDump>>>,
+    found: OnceCell<HashMap<WorkerRank, Arc<RankDump>>>,
 }
 
 /// Whose knowledge it is.
@@ -52,46 +53,60 @@ impl Takeover {
         Ok(Self {
             peer: settings.from.as_ref().map(|from| Peer::new(from, settings)).transpose()?,
             file: settings.file.as_ref().map(file),
-            until: Instant::now() + settings.deadline.get(),
+            deadline: settings.deadline.get(),
+            until: OnceLock::new(),
             late: settings.late,
         })
     }
 
-    /// What is known of a rank by whoever reads its events as we do; `None` where that is nothing, or not to be had in time.
-    pub async fn copy(&self, rank: WorkerRank, reading: u64) -> Option<RankDump> {
-        let (from, held) = match self.of_peer(rank).await {
-            Some(held) => (From::Peer, held),
-            None => (From::File, self.of_file(rank).await?),
-        };
-        // Without a position nobody could go on from it.
-        let position = held.position()?;
-        if position.reading != reading {
-            warn!(%rank, ?from, "what is known of the rank was read with another block size or other media tokens; it is learned anew");
-            return None;
+    /// What is known of a rank by whoever reads the events of the same engine as we do; `None` where that is nothing, or not
+    /// to be had in time.
+    pub async fn copy(&self, rank: WorkerRank, reading: u64) -> Option<Arc<RankDump>> {
+        let of_peer = self.of_peer(rank).await.map(Arc::new);
+        if let Some(held) = of_peer.filter(|held| is_of_use(rank, reading, held, From::Peer)) {
+            return Some(held);
         }
-        info!(%rank, ?from, seq = position.seq, "what is known of the rank is taken over");
-        Some(held)
+        self.of_file(rank).await.filter(|held| is_of_use(rank, reading, held, From::File))
     }
 
     async fn of_peer(&self, rank: WorkerRank) -> Option<RankDump> {
         let peer = self.peer.as_ref()?;
-        if self.late == Late::Wait {
-            return peer.ask(rank).await;
+        // It is not before the first rank is known that anything could be asked.
+        let until = *self.until.get_or_init(|| Instant::now() + self.deadline);
+        match peer.ask(rank, (self.late == Late::Cold).then_some(until)).await {
+            Ok(held) => held,
+            Err(problem) => {
+                let problem = format!("{problem:#}");
+                warn!(%rank, problem, "nobody tells what is known of the rank");
+                None
+            }
         }
-        let found = timeout_at(self.until, peer.ask(rank)).await;
-        found.unwrap_or_else(|_| {
-            warn!(%rank, "nobody told in time what is known of the rank");
-            None
-        })
     }
 
-    async fn of_file(&self, rank: WorkerRank) -> Option<RankDump> {
+    async fn of_file(&self, rank: WorkerRank) -> Option<Arc<RankDump>> {
         let File { path, max_age, found } = self.file.as_ref()?;
         let read = async || {
             let (path, max_age) = (path.clone(), *max_age);
             let read = tokio::task::spawn_blocking(move || snapshot::read(&path, max_age, SystemTime::now())).await;
-            Mutex::new(read.unwrap_or_default())
+            read.unwrap_or_default()
         };
-        found.get_or_init(read).await.lock().remove(&rank)
+        // It stays there: while we start, a source may be started more than once.
+        found.get_or_init(read).await.get(&rank).cloned()
     }
+}
+
+/// Whether the source can be gone on with from there.
+fn is_of_use(rank: WorkerRank, reading: u64, held: &RankDump, from: From) -> bool {
+    let Some(position) = held.position() else {
+        info!(%rank, ?from, "what is known of the rank cannot be gone on with");
+        return false;
+    };
+    if position.reading != reading {
+        let because =
+            "what is known of the rank is of another engine, or was read with another block size or media tokens";
+        warn!(%rank, ?from, because);
+        return false;
+    }
+    info!(%rank, ?from, seq = position.seq, "what is known of the rank is taken over");
+    true
 }

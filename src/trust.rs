@@ -125,6 +125,13 @@ impl Standing {
     }
 }
 
+impl Standing {
+    /// Whether its events come in.
+    pub fn is_attached(&self) -> bool {
+        !matches!(self.because, Some(Because::Connecting | Because::Detached))
+    }
+}
+
 /// What is made of trust.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TrustRules {

@@ -185,6 +185,7 @@ impl Site {
         let shared = SharedResync::default();
         shared.set(resync);
         let spec = SourceSpec {
+            engine: String::new(),
             rank: WorkerRank { worker: WorkerId(7), rank: DpRank(0) },
             source: EventSource {
                 endpoint: self.events.clone(),

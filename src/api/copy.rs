@@ -3,10 +3,11 @@
 
 use std::io::{BufWriter, Error, ErrorKind, Write};
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
@@ -20,6 +21,9 @@ use crate::worker::WorkerRank;
 
 /// Bytes of one piece.
 const PIECE: usize = 256 * 1024;
+
+/// How long a copy may take. A caller that takes little now and then would hold it as long as he likes.
+const LONGEST: Duration = Duration::from_secs(600);
 
 /// Pieces made ahead of a caller that takes them slowly.
 const AHEAD: usize = 4;
@@ -42,7 +46,7 @@ pub(super) fn copy(
     tokio::task::spawn_blocking(move || {
         let _permit = permit;
         // A copy that ends early has no end of its own, by which whoever reads it knows.
-        let _ended = tell(&feed, rank, Pieces { send, closing, handle });
+        let _ended = tell(&feed, rank, Pieces { send, closing, handle, until: Instant::now() + LONGEST });
     });
     Ok(ReceiverStream::new(receive))
 }
@@ -61,13 +65,15 @@ struct Pieces {
     send: mpsc::Sender<Result<pb::CopyRankResponse, Status>>,
     closing: CancellationToken,
     handle: Handle,
+    until: Instant,
 }
 
 impl Write for Pieces {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         let piece = bytes[..bytes.len().min(PIECE)].to_vec();
         let length = piece.len();
-        let said = timeout(PATIENCE, self.send.send(Ok(pb::CopyRankResponse { piece })));
+        let until = self.until.min(Instant::now() + PATIENCE);
+        let said = timeout_at(until, self.send.send(Ok(pb::CopyRankResponse { piece })));
         let taken = self.handle.block_on(self.closing.run_until_cancelled(said));
         taken.and_then(|said| said.ok()?.ok()).map(|()| length).ok_or(Error::from(ErrorKind::BrokenPipe))
     }

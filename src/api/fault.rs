@@ -6,6 +6,7 @@ use tonic::metadata::MetadataValue;
 use tonic::{Code, Status};
 
 use crate::entrance::Refusal;
+use crate::index::dump::VERSION;
 use crate::load::ledger::Refused;
 use crate::router::{Reason, RouteError};
 use crate::schedule::Ineligible;
@@ -53,6 +54,12 @@ pub enum Fault {
     /// There are as many already as there may be.
     #[error("there are {1} {0} already")]
     TooMany(&'static str, usize),
+    /// Nobody listens to its events now, so what is known may be anything.
+    #[error("the events of worker rank {0} do not come in")]
+    Detached(WorkerRank),
+    /// Dumps are written otherwise.
+    #[error("dumps of version {0} are not written here, only those of version {VERSION}")]
+    Format(u32),
     /// Nothing of use is known yet.
     #[error("this one is not ready itself")]
     NotReady,
@@ -97,6 +104,7 @@ impl Fault {
             Fault::BookedElsewhere { .. } | Fault::Booking(Refused::Booked { .. }) => (Code::AlreadyExists, None),
             Fault::Booking(Refused::NotServing { .. }) => (Code::NotFound, None),
             Fault::Booking(Refused::Full { .. } | Refused::Blocks { .. }) => (Code::ResourceExhausted, Some(SOON)),
+            Fault::Detached(_) | Fault::Format(_) => (Code::FailedPrecondition, None),
             Fault::NotReady => (Code::Unavailable, Some(SOON)),
             Fault::TooMany(..) => (Code::ResourceExhausted, Some(SOON)),
             Fault::Refusal(Refusal::Overflow { retry_after, .. } | Refusal::Deadline { retry_after, .. }) => {
@@ -141,7 +149,9 @@ mod tests {
         let rank = WorkerRank { worker: WorkerId(7), rank: DpRank(0) };
         let retry_after = Duration::from_millis(1500);
         let full = Refusal::Deadline { class: "default".into(), waited: Duration::ZERO, retry_after };
-        let cases: [(Fault, Code, Option<&str>); 15] = [
+        let cases: [(Fault, Code, Option<&str>); 17] = [
+            (Fault::Detached(rank), Code::FailedPrecondition, None),
+            (Fault::Format(1), Code::FailedPrecondition, None),
             (Fault::NotReady, Code::Unavailable, Some("1")),
             (Fault::argument("x"), Code::InvalidArgument, None),
             (Fault::Body(Reason::Unreadable), Code::InvalidArgument, None),

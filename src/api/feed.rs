@@ -67,9 +67,7 @@ impl Feed {
     /// What a rank holds, and up to which of its events. These wait meanwhile.
     pub fn copy(&self, rank: WorkerRank) -> Option<RankDump> {
         let seat = self.writers.lock().get(&rank)?.upgrade()?;
-        let position = seat.position.lock();
-        let writer = seat.writer.lock();
-        writer.as_ref().map(|writer| writer.portrait(rank).at(position.clone()))
+        seat.position.copy(|| Some(seat.writer.lock().as_ref()?.portrait(rank)))
     }
 
     /// Reads a writer; its events wait meanwhile, and nothing else does. That is in proportion to what the rank holds:
@@ -93,9 +91,8 @@ impl Joined {
 
     /// Begins with what another router knows of the rank.
     pub fn restore(&self, dump: &RankDump) {
-        let mut position = self.0.position.lock();
-        self.lock().as_mut().into_iter().for_each(|writer| writer.restore(dump));
-        *position = dump.position().cloned();
+        let writer = || self.lock().as_mut().into_iter().for_each(|writer| writer.restore(dump));
+        self.0.position.restore(dump, writer);
     }
 
     /// Applies one event.

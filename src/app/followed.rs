@@ -28,9 +28,12 @@ pub(super) fn task_name(rank: WorkerRank) -> String {
 }
 
 /// Writes down what is known, for the next start.
-pub(super) fn leave(file: &Path, feed: &Feed) {
-    let ranks = feed.ranks().into_iter().filter_map(|rank| feed.copy(rank));
-    match takeover::write(file, ranks.filter(|held| held.position().is_some())) {
+pub(super) fn leave(file: &Path, feed: &Feed, router: &Router) {
+    // Whoever was not heard at the end may hold anything by now.
+    let heard = feed.ranks().into_iter().filter(|rank| router.trust(*rank).is_attached());
+    let ranks = heard.filter_map(|rank| feed.copy(rank)).filter(|held| held.position().is_some());
+    match takeover::write(file, ranks) {
+        Ok(0) => info!(file = %file.display(), "nothing is known that could be left for the next start"),
         Ok(ranks) => info!(file = %file.display(), ranks, "what is known is left for the next start"),
         Err(problem) => warn!(problem = format!("{problem:#}"), "what is known is not left for the next start"),
     }

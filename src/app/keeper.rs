@@ -135,10 +135,12 @@ impl Keeper {
                 self.apply(rest).await;
             }
             self.apply(workers).await;
+            self.look_who_is_unasked();
         }
-        if let Some(file) = self.snapshot.take() {
-            let feed = self.feed.clone();
-            let left = tokio::task::spawn_blocking(move || followed::leave(&file, &feed)).await;
+        // Whoever ends while he starts knows less than the file.
+        if let Some(file) = self.snapshot.take().filter(|_| self.takeover.is_none()) {
+            let (feed, router) = (self.feed.clone(), self.router.clone());
+            let left = tokio::task::spawn_blocking(move || followed::leave(&file, &feed, &router)).await;
             if let Err(problem) = left {
                 warn!(%problem, "what is known is not left for the next start");
             }
@@ -231,13 +233,13 @@ impl Keeper {
             let _ready = guard.then("what the initial workers say of themselves");
             self.unasked = Some(Unasked { workers, _ready });
         }
-        self.look_who_is_unasked(&fleet);
     }
 
     /// Lets readiness go on when every initial worker was asked for its settings, whatever it answered: an event source
     /// that only it knew of is among those that are waited for by now.
-    fn look_who_is_unasked(&mut self, fleet: &Fleet) {
+    fn look_who_is_unasked(&mut self) {
         let Some(unasked) = &mut self.unasked else { return };
+        let fleet = self.router.fleet();
         let said = &self.heard;
         let is_there = |asked: &Asked| fleet.worker(asked.0).is_some_and(|worker| worker.endpoint == asked.1);
         unasked.workers.retain(|asked| is_there(asked) && !said.off && !said.asked.contains(asked));
@@ -271,6 +273,7 @@ impl Keeper {
         let spec = SourceSpec {
             rank: member.rank,
             source: source.clone(),
+            engine: format!("{} {}", member.worker.model.as_str(), member.worker.endpoint),
             block_size: member.worker.block_size,
             media: self.media.get(&member.worker.model).copied().unwrap_or_default(),
             resync: self.resync.clone(),

@@ -32,7 +32,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("disaggregation", disaggregation(config).into_iter().collect()),
         ("sessions", config.sessions.as_ref().map(|sessions| sessions.problems()).unwrap_or_default()),
         ("replicas", config.replicas.as_ref().map(|replicas| replicas.problems()).unwrap_or_default()),
-        ("takeover", config.takeover.as_ref().map(|takeover| takeover.problems()).unwrap_or_default()),
+        ("takeover", takeover(config)),
         ("approximate", config.approximate.problems()),
         ("shared_cache", config.shared_cache.as_ref().map(|cache| cache.problems()).unwrap_or_default()),
         ("learn", config.learn.problems()),
@@ -220,6 +220,11 @@ fn models(models: &[ModelConfig]) -> Vec<Problem> {
         problems.extend(model.problems().into_iter().map(|problem| problem.within(at).within("models")));
     }
     problems
+}
+
+fn takeover(config: &Config) -> Vec<Problem> {
+    let sources = config.readiness.event_sources_deadline.get();
+    config.takeover.as_ref().map(|takeover| takeover.problems(sources)).unwrap_or_default()
 }
 
 fn workers(config: &Config) -> Vec<Problem> {

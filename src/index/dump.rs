@@ -21,7 +21,7 @@ use crate::worker::WorkerRank;
 /// First bytes of a dump.
 const MAGIC: [u8; 8] = *b"wrmindex";
 /// Version of the format.
-const VERSION: u16 = 2;
+pub const VERSION: u16 = 2;
 
 /// Why a dump cannot be read.
 #[derive(Debug, thiserror::Error)]
@@ -134,10 +134,11 @@ impl RankDump {
         self.position.as_ref()
     }
 
-    /// The same with a position.
+    /// The same as it is after a while in which nobody listened.
     #[must_use]
-    pub fn at(self, position: Option<Position>) -> Self {
-        Self { position, ..self }
+    pub fn of_the_past(mut self) -> Self {
+        self.position.iter_mut().for_each(|position| position.live = false);
+        self
     }
 }
 

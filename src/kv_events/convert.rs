@@ -5,14 +5,16 @@
 
 use std::collections::HashSet;
 use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::groups::Groups;
 use super::media::{self, MediaTokens};
 use super::reblock::{Fit, Reblocker, Regrouped, Run};
-use super::salts::Salts;
 use super::wire::{Event, ExtraKey, Kind, Locality, Medium, Origin, Ownership, Stored};
 use crate::block::{EngineHash, Salt};
-use crate::index::{Forgotten, GroupNeed, KvEvent, Outcome, Taught};
+use crate::index::{Forgotten, GroupNeed, KvEvent, Outcome, Salts, Taught};
 use crate::tier::Tier;
 use crate::worker::BlockSize;
 
@@ -110,7 +112,8 @@ enum Admission {
 pub struct Normalizer {
     block_size: BlockSize,
     groups: Groups,
-    salts: Salts,
+    /// Shared with who copies them, while no event is converted.
+    salts: Arc<Mutex<Salts>>,
     reblocker: Reblocker,
 }
 
@@ -118,7 +121,13 @@ impl Normalizer {
     /// A normalizer that has learned nothing yet.
     pub fn new(block_size: BlockSize, media: MediaTokens) -> Self {
         let reblocker = Reblocker::new(block_size, media);
-        Self { block_size, groups: Groups::default(), salts: Salts::default(), reblocker }
+        Self { block_size, groups: Groups::default(), salts: Arc::default(), reblocker }
+    }
+
+    /// The same with a memory of salts that others see.
+    #[must_use]
+    pub(super) fn salted(self, salts: Arc<Mutex<Salts>>) -> Self {
+        Self { salts, ..self }
     }
 
     /// One that goes on in the place of another, which has [`Normalizer::taught`] this.
@@ -129,11 +138,10 @@ impl Normalizer {
         self
     }
 
-    /// What later events lean on, if another one could go on with that. Salts and parts of blocks are remembered here
-    /// and nowhere else: they take as much memory as the index.
+    /// What later events lean on beside the salts, if another one could go on with that. Parts of blocks are remembered here
+    /// and nowhere else.
     pub fn taught(&self) -> Option<Taught> {
-        let sizes = self.reblocker.sizes().filter(|_| self.salts.is_empty())?;
-        let mut taught = Taught { sizes, ..Taught::default() };
+        let mut taught = Taught { sizes: self.reblocker.sizes()?, ..Taught::default() };
         self.groups.teach(&mut taught);
         Some(taught)
     }
@@ -146,21 +154,21 @@ impl Normalizer {
 
     /// Forgets the blocks: none is held any more.
     pub fn emptied(&mut self) {
-        self.salts.clear();
+        self.salts.lock().clear();
         self.reblocker.clear();
     }
 
     /// Events were lost for good, so often by now.
     pub fn doubt(&mut self, gaps: u32) {
-        self.salts.doubt(gaps);
+        self.salts.lock().doubt(gaps);
         self.reblocker.doubt(gaps);
     }
 
     /// The index has taken these for gone; what else it is to be told of them.
     pub fn forgotten(&mut self, forgotten: &Forgotten) -> Vec<KvEvent> {
-        self.salts.forget(&forgotten.names);
+        self.salts.lock().forget(&forgotten.names);
         let (parts, events) = self.reblocker.forgotten(forgotten);
-        self.salts.forget(&parts);
+        self.salts.lock().forget(&parts);
         events
     }
 
@@ -189,7 +197,7 @@ impl Normalizer {
             }
             Event::Removed { hashes, origin } => match self.admission(origin)? {
                 Admission::Main(tier) => {
-                    self.salts.removed(hashes, tier);
+                    self.salts.lock().removed(hashes, tier);
                     Ok(regrouped(self.reblocker.removed(hashes, tier)))
                 }
                 Admission::Group(reason, group) => {
@@ -271,7 +279,7 @@ impl Normalizer {
         }
         let fit = fit.ok_or(Filtered::BlockSize { engine: stored.block_size })?;
         if is_known {
-            self.salts.stored(&stored.hashes, tier, salt.cache.as_deref());
+            self.salts.lock().stored(&stored.hashes, tier, salt.cache.as_deref());
         }
         let run = Run {
             parent: stored.parent,
@@ -301,13 +309,14 @@ impl Normalizer {
     fn salt(&self, stored: &Stored) -> Result<(Salt, bool), Filtered> {
         let lora = stored.lora.clone().filter(|name| !name.is_empty());
         let named = stored.cache_salt.as_deref().or_else(|| salt_in_keys(stored));
+        let salts = self.salts.lock();
         let (cache, is_known) = match (named, stored.parent) {
             (Some(""), _) | (None, None) => (None, true),
             (Some(salt), _) => (Some(salt), true),
             (None, Some(parent)) => {
-                let of_parent = self.salts.of(parent).map_err(|_| Filtered::AmbiguousSalt)?;
-                let own = || stored.hashes.first().and_then(|first| self.salts.own(*first));
-                if self.salts.knows(parent) { (of_parent, true) } else { (own(), own().is_some()) }
+                let of_parent = salts.of(parent).map_err(|_| Filtered::AmbiguousSalt)?;
+                let own = || stored.hashes.first().and_then(|first| salts.own(*first));
+                if salts.knows(parent) { (of_parent, true) } else { (own(), own().is_some()) }
             }
         };
         Ok((Salt { lora, cache: cache.map(str::to_owned) }, is_known))

@@ -60,7 +60,7 @@ struct Complaints {
 impl Feed {
     pub(super) fn new(spec: &SourceSpec, sink: RankSink, metrics: Arc<Metrics>, witness: Witness) -> Self {
         let from = sink.position.lock().clone();
-        let anew = Normalizer::new(spec.block_size, spec.media);
+        let anew = Normalizer::new(spec.block_size, spec.media).salted(sink.position.salts().clone());
         let (sequencer, normalizer) = match &from {
             Some(from) => (Sequencer::resumed(from.seq, Digest(from.digest)), anew.resumed(&from.taught)),
             None => (Sequencer::default(), anew),
@@ -206,6 +206,10 @@ impl Feed {
 
     /// What was missed while detached cannot be found out.
     pub(super) fn doubt(&mut self) {
+        self.moving(Self::doubt_now);
+    }
+
+    fn doubt_now(&mut self) {
         self.witness.note(Source::missed);
         if self.resync.clears() {
             tracing::info!(rank = %self.rank, "what is known of this rank is forgotten, to be learned anew");
@@ -265,7 +269,7 @@ impl Feed {
     fn lost(&mut self, from: u64, to: u64) {
         tracing::warn!(rank = %self.rank, from, to, "KV event batches are lost; what is known of this rank may be out of date");
         self.witness.note(|source| source.lost(to - from));
-        self.doubt();
+        self.doubt_now();
     }
 
     fn restarted(&mut self, evidence: &'static str) {

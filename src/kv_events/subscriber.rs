@@ -339,7 +339,7 @@ mod tests {
         let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
         let block_size = BlockSize::new(2).unwrap();
         let (media, resync) = (MediaTokens::default(), SharedResync::default());
-        let spec = SourceSpec { rank, source, block_size, media, resync };
+        let spec = SourceSpec { rank, source, engine: String::new(), block_size, media, resync };
         let sink = RankSink {
             apply: Box::new(|_| Outcome::Ok),
             doubt: Box::new(|| 0),

@@ -1,6 +1,7 @@
 //! Settings of the start with what is known already.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tonic::transport::Endpoint;
@@ -70,8 +71,8 @@ impl TakeoverConfig {
         }
     }
 
-    /// Mistakes of meaning.
-    pub fn problems(&self) -> Vec<Problem> {
+    /// Mistakes of meaning, where event sources are waited for so long.
+    pub fn problems(&self, sources: Duration) -> Vec<Problem> {
         let mut problems = self.problems_of_tls();
         match &self.from {
             None if self.file.is_none() => {
@@ -81,10 +82,17 @@ impl TakeoverConfig {
                 problems.push(Problem::of("late", "`wait` waits for another one, which `from` has to name"));
             }
             Some(from) if !is_service(from) => {
-                let text = format!("`{from}` is no address of a service; write for example http://warmroute-api:9005");
+                let text = format!("`{from}` is no address of a service; write for example http://warmroute:9903");
                 problems.push(Problem::of("from", text));
             }
             _ => {}
+        }
+        if self.from.is_some() && self.deadline.get() >= sources {
+            let text = format!(
+                "no time would be left to go on in the events: give less than readiness.event_sources_deadline, {}",
+                humantime::format_duration(sources)
+            );
+            problems.push(Problem::of("deadline", text));
         }
         if let Some(folder) = self.file.as_ref().and_then(|file| file.parent()).filter(|folder| !folder.is_dir()) {
             problems.push(Problem::of("file", format!("there is no folder {}", folder.display())));
@@ -99,6 +107,10 @@ impl TakeoverConfig {
             if let Some(file) = file.as_ref().filter(|file| !file.is_file()) {
                 problems.push(Problem::of(key, format!("there is no file {}", file.display())));
             }
+        }
+        let given = files.into_iter().find(|(_, file)| file.is_some());
+        if let Some((key, _)) = given.filter(|_| self.from.as_ref().is_none_or(|from| !from.starts_with("https://"))) {
+            problems.push(Problem::of(key, "it is of no use unless `from` begins with https://"));
         }
         if self.cert_file.is_some() != self.key_file.is_some() {
             let (key, missing) =

@@ -1,9 +1,11 @@
 //! The file that is left at the end for the next start.
 
 use std::collections::HashMap;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{BufReader, BufWriter, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, ensure};
@@ -15,22 +17,27 @@ use crate::worker::WorkerRank;
 /// Bytes read or written at a time.
 const BUFFER: usize = 1 << 20;
 
-/// Writes what is held, rank by rank. The file is either whole or as it was before.
+/// Writes what is held, rank by rank. The file is either whole or as it was before, as it also stays where there is nothing.
 pub fn write(path: &Path, ranks: impl Iterator<Item = RankDump>) -> anyhow::Result<u32> {
-    let beside = path.with_added_extension("part");
+    let beside = path.with_added_extension(format!("{}.part", std::process::id()));
     let written = write_beside(&beside, ranks).and_then(|ranks| {
-        std::fs::rename(&beside, path)?;
+        match ranks {
+            0 => std::fs::remove_file(&beside)?,
+            _ => std::fs::rename(&beside, path)?,
+        }
         Ok(ranks)
     });
     if written.is_err() {
-        // What is not whole is of no use to anybody; if it cannot be removed, the next one is written over it.
+        // What is not whole is of no use to anybody; if it cannot be removed, it stays.
         let _ = std::fs::remove_file(&beside);
     }
     written.with_context(|| format!("cannot write {}", path.display()))
 }
 
 fn write_beside(path: &Path, ranks: impl Iterator<Item = RankDump>) -> std::io::Result<u32> {
-    let mut out = BufWriter::with_capacity(BUFFER, File::create(path)?);
+    // The salts of tenants are in it.
+    let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    let mut out = BufWriter::with_capacity(BUFFER, file);
     let mut count = 0;
     dump::begin(&mut out)?;
     for held in ranks {
@@ -44,7 +51,7 @@ fn write_beside(path: &Path, ranks: impl Iterator<Item = RankDump>) -> std::io::
 }
 
 /// What the file says, if it is fresh enough. Without one, or with a damaged one, we start without.
-pub(super) fn read(path: &Path, max_age: Duration, now: SystemTime) -> HashMap<WorkerRank, RankDump> {
+pub(super) fn read(path: &Path, max_age: Duration, now: SystemTime) -> HashMap<WorkerRank, Arc<RankDump>> {
     if !path.exists() {
         return HashMap::new();
     }
@@ -61,13 +68,13 @@ pub(super) fn read(path: &Path, max_age: Duration, now: SystemTime) -> HashMap<W
     }
 }
 
-fn try_read(path: &Path, max_age: Duration, now: SystemTime) -> anyhow::Result<HashMap<WorkerRank, RankDump>> {
+fn try_read(path: &Path, max_age: Duration, now: SystemTime) -> anyhow::Result<HashMap<WorkerRank, Arc<RankDump>>> {
     let file = File::open(path)?;
     // A file from the future is one of a clock that was set back.
     let age = now.duration_since(file.metadata()?.modified()?).unwrap_or_default();
     ensure!(age <= max_age, "it is {} s old, and may be {} s (`takeover.max_age`)", age.as_secs(), max_age.as_secs());
     let ranks = Reader::new(BufReader::with_capacity(BUFFER, file))?;
-    Ok(ranks.map(|held| held.map(|held| (held.rank(), held))).collect::<Result<_, _>>()?)
+    Ok(ranks.map(|held| held.map(|held| (held.rank(), Arc::new(held.of_the_past())))).collect::<Result<_, _>>()?)
 }
 
 #[cfg(test)]
@@ -92,16 +99,21 @@ mod tests {
         let (minute, now) = (Duration::from_secs(60), SystemTime::now());
         assert_eq!(read(&path, minute, now), HashMap::new(), "there is none");
         assert_eq!(write(&path, [held(1), held(2)].into_iter()).unwrap(), 2);
-        let both: HashMap<_, _> = [held(1), held(2)].map(|held| (held.rank(), held)).into();
+        let both: HashMap<_, _> = [held(1), held(2)].map(|held| (held.rank(), Arc::new(held))).into();
         assert_eq!(read(&path, minute, now), both);
         assert_eq!(read(&path, minute, now - minute), both, "the clock was set back");
         assert_eq!(read(&path, minute, now + 2 * minute), HashMap::new(), "too old");
 
         // Somebody else's folder is in the place of the file to be written.
-        std::fs::create_dir(folder.path().join("index.warmroute.part")).unwrap();
+        let part = folder.path().join(format!("index.warmroute.{}.part", std::process::id()));
+        std::fs::create_dir(&part).unwrap();
         let problem = format!("{:#}", write(&path, [held(3)].into_iter()).unwrap_err());
         assert!(problem.contains("index.warmroute"), "{problem}");
         assert_eq!(read(&path, minute, now), both);
+        std::fs::remove_dir(part).unwrap();
+        assert_eq!(write(&path, std::iter::empty()).unwrap(), 0);
+        assert_eq!(read(&path, minute, now), both, "nothing is no reason to forget");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "and nothing else is left");
 
         let mut bytes = std::fs::read(&path).unwrap();
         bytes.truncate(bytes.len() - 1);

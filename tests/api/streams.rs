@@ -11,7 +11,7 @@ use tonic_health::pb::health_client::HealthClient;
 use warmroute::api::pb;
 use warmroute::api::pb::dump_events_response::Kind;
 use warmroute::block::{BlockHashes, Salt};
-use warmroute::index::dump::Reader;
+use warmroute::index::dump::{Reader, VERSION};
 use warmroute::index::{KvEvent, Overlaps, PrefixIndex, RankWriter};
 use warmroute::worker::{BlockSize, Slot};
 
@@ -102,7 +102,11 @@ async fn a_dump_builds_an_index_that_answers_the_same() {
 
 /// The bytes of a copy.
 async fn copy(site: &Site, worker: u64) -> Result<Vec<u8>, Code> {
-    let asked = pb::CopyRankRequest { worker: rank(worker) };
+    copy_in(site, rank(worker), 0).await
+}
+
+async fn copy_in(site: &Site, worker: Option<pb::WorkerRank>, format: u32) -> Result<Vec<u8>, Code> {
+    let asked = pb::CopyRankRequest { worker, format };
     let mut stream = site.client.clone().copy_rank(asked).await.map_err(|status| status.code())?.into_inner();
     let mut bytes = Vec::new();
     while let Some(pb::CopyRankResponse { piece }) = stream.message().await.unwrap() {
@@ -132,8 +136,15 @@ async fn a_copy_of_a_rank_restores_it_and_says_where_its_events_are() {
     assert_eq!(found.get(Slot(7)).device, 12);
 
     assert_eq!(copy(&site, 2).await, Err(Code::NotFound), "it tells nothing of its cache");
-    let nobody = site.client.clone().copy_rank(pb::CopyRankRequest { worker: None }).await.unwrap_err();
-    assert_eq!(nobody.code(), Code::InvalidArgument);
+    assert_eq!(copy_in(&site, None, 0).await, Err(Code::InvalidArgument));
+    assert_eq!(copy_in(&site, rank(1), 1).await, Err(Code::FailedPrecondition), "nobody writes that format any more");
+    assert!(copy_in(&site, rank(1), u32::from(VERSION)).await.is_ok());
+    drop(engine);
+    let deadline = Instant::now() + PATIENCE;
+    while copy(&site, 1).await != Err(Code::FailedPrecondition) {
+        assert!(Instant::now() < deadline, "what is known of an engine that is not heard is told");
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
 }
 
 #[tokio::test]

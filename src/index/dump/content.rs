@@ -3,12 +3,14 @@
 use std::collections::HashSet;
 use std::io::{Read, Write};
 use std::num::NonZeroU32;
+use std::sync::Arc;
 
 use super::frame::{FrameReader, FrameWriter, Kind, Row, rows};
 use super::{DumpError, position};
 use crate::block::{EngineHash, LocalHash};
 use crate::index::Position;
 use crate::index::event::GroupNeed;
+use crate::index::salts::{SaltRow, Salted, SaltsDump};
 use crate::tier::Tier;
 use crate::worker::{DpRank, WorkerId, WorkerRank};
 
@@ -33,6 +35,7 @@ pub struct RankDump {
     pub(in crate::index) more_groups: bool,
     /// While the engine may hold blocks that were never told: how many of those that were have been evicted since.
     pub(in crate::index) untold: Option<u64>,
+    pub(in crate::index) salts: SaltsDump,
 }
 
 /// One block of a prefix; held if a name stands for it, otherwise a gap in front of one that is.
@@ -101,7 +104,8 @@ impl RankDump {
         self.rank.worker.0.put(&mut head);
         self.rank.rank.0.put(&mut head);
         self.untold.unwrap_or(u64::MAX).put(&mut head);
-        head.push(u8::from(self.more_groups));
+        let SaltsDump { used, full, names, rows: salts } = &self.salts;
+        head.push(flags([self.more_groups, *used, *full]));
         frames.write(Kind::Rank, &head)?;
         if let Some(position) = &self.position {
             frames.write(Kind::Position, &position::bytes(position))?;
@@ -111,6 +115,8 @@ impl RankDump {
         frames.rows(Kind::Waiting, &self.waiting)?;
         frames.rows(Kind::Groups, &self.groups)?;
         frames.rows(Kind::Shares, &self.shares)?;
+        names.iter().try_for_each(|name| frames.write(Kind::SaltName, name.as_bytes()))?;
+        frames.rows(Kind::Salts, salts)?;
         frames.write(Kind::RankEnd, &[])
     }
 
@@ -130,6 +136,8 @@ impl RankDump {
                 Kind::Waiting => rows(&payload, &mut dump.waiting)?,
                 Kind::Groups => rows(&payload, &mut dump.groups)?,
                 Kind::Shares => rows(&payload, &mut dump.shares)?,
+                Kind::SaltName => dump.salts.names.push(text(&payload)?),
+                Kind::Salts => rows(&payload, &mut dump.salts.rows)?,
                 Kind::RankEnd if payload.is_empty() => break,
                 Kind::Rank | Kind::Position | Kind::RankEnd | Kind::End => {
                     return Err(DumpError::Malformed("a record has no end"));
@@ -148,6 +156,7 @@ impl RankDump {
         let (number, rest) = rest.split_at(u32::SIZE);
         let rank = WorkerRank { worker: WorkerId(u64::get(worker)?), rank: DpRank(u32::get(number)?) };
         let (untold, more) = rest.split_at(u64::SIZE);
+        let is_set = |bit: usize| more.first().is_some_and(|flags| flags & (1 << bit) != 0);
         Ok(Self {
             rank,
             position: None,
@@ -156,7 +165,8 @@ impl RankDump {
             waiting: Vec::new(),
             groups: Vec::new(),
             shares: Vec::new(),
-            more_groups: more != [0],
+            more_groups: is_set(0),
+            salts: SaltsDump { used: is_set(1), full: is_set(2), ..SaltsDump::default() },
             untold: Some(u64::get(untold)?).filter(|untold| *untold != u64::MAX),
         })
     }
@@ -178,8 +188,20 @@ impl RankDump {
         let groups: HashSet<u32> = self.groups.iter().map(|(id, _)| *id).collect();
         sound(groups.len() == self.groups.len() && groups.len() <= MOST_GROUPS, "groups that cannot be told apart")?;
         let shares = self.shares.iter().all(|share| (share.group as usize) < self.groups.len() && share.copies > 0);
-        sound(shares, "a share of no group")
+        sound(shares, "a share of no group")?;
+        let SaltsDump { names, rows, .. } = &self.salts;
+        let named = |row: &SaltRow| !matches!(row.salt, Salted::By(number) if number as usize >= names.len());
+        sound(rows.iter().all(named), "a salt without a name")?;
+        sound(rows.is_sorted_by(|a, b| a.engine < b.engine), "salts are not in the order of names")
     }
+}
+
+fn flags<const N: usize>(flags: [bool; N]) -> u8 {
+    flags.into_iter().rev().fold(0, |bits, flag| bits << 1 | u8::from(flag))
+}
+
+fn text(bytes: &[u8]) -> Result<Arc<str>, DumpError> {
+    std::str::from_utf8(bytes).map(Arc::from).map_err(|_| DumpError::Malformed("a salt that is no text"))
 }
 
 impl Row for u64 {
@@ -225,7 +247,7 @@ impl Row for Copies {
 
     fn put(&self, out: &mut Vec<u8>) {
         self.counts.iter().for_each(|count| count.put(out));
-        out.push(self.doubted.iter().rev().fold(0, |bits, doubted| bits << 1 | u8::from(*doubted)));
+        out.push(flags(self.doubted));
     }
 
     fn get(bytes: &[u8]) -> Result<Self, DumpError> {
@@ -319,5 +341,35 @@ impl Row for Share {
             copies: u32::get(&bytes[12..16])?,
             doubted: bytes[16] != 0,
         })
+    }
+}
+
+impl Row for SaltRow {
+    const SIZE: usize = 12 + Copies::SIZE;
+
+    fn put(&self, out: &mut Vec<u8>) {
+        self.engine.0.put(out);
+        let salt = match self.salt {
+            Salted::Nothing => ROOT,
+            Salted::Unknown => ROOT - 1,
+            Salted::By(number) => number,
+        };
+        salt.put(out);
+        self.copies.iter().for_each(|count| count.put(out));
+        out.push(flags(self.doubted));
+    }
+
+    fn get(bytes: &[u8]) -> Result<Self, DumpError> {
+        let salt = match u32::get(&bytes[8..12])? {
+            ROOT => Salted::Nothing,
+            unknown if unknown == ROOT - 1 => Salted::Unknown,
+            number => Salted::By(number),
+        };
+        let (mut copies, mut doubted) = ([0; Tier::ALL.len()], [false; Tier::ALL.len()]);
+        for (tier, count) in copies.iter_mut().enumerate() {
+            *count = u32::get(&bytes[12 + 4 * tier..16 + 4 * tier])?;
+            doubted[tier] = bytes[28] & (1 << tier) != 0;
+        }
+        Ok(Self { engine: EngineHash(u64::get(&bytes[..8])?), salt, copies, doubted })
     }
 }

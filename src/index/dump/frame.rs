@@ -23,12 +23,14 @@ pub(super) enum Kind {
     Waiting,
     Groups,
     Shares,
+    SaltName,
+    Salts,
     RankEnd,
     End,
 }
 
 impl Kind {
-    const ALL: [Kind; 9] = [
+    const ALL: [Kind; 11] = [
         Kind::Rank,
         Kind::Position,
         Kind::Blocks,
@@ -36,6 +38,8 @@ impl Kind {
         Kind::Waiting,
         Kind::Groups,
         Kind::Shares,
+        Kind::SaltName,
+        Kind::Salts,
         Kind::RankEnd,
         Kind::End,
     ];

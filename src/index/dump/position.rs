@@ -4,19 +4,19 @@ use super::DumpError;
 use super::frame::{Row, rows};
 use crate::index::{Position, Taught, TaughtGroup};
 
-/// Number, digest, reading, main group, sizes, size last told, whether stores were dropped.
+/// Number, digest, reading, main group, sizes, size last told, flags.
 const HEAD: usize = 3 * u64::SIZE + 6 * u32::SIZE + 1;
 
 /// Nothing, where a number may be missing. No engine has as many groups, or tokens in a block or a window.
 const NONE: u32 = u32::MAX;
 
 pub(super) fn bytes(position: &Position) -> Vec<u8> {
-    let Position { seq, digest, reading, taught } = position;
+    let Position { seq, digest, reading, live, taught } = position;
     let mut bytes = Vec::with_capacity(HEAD + taught.groups.len() * TaughtGroup::SIZE);
     [seq, digest, reading].into_iter().for_each(|number| number.put(&mut bytes));
     let rest = std::iter::once(taught.main_group).chain(taught.sizes).chain([taught.engine]);
     rest.for_each(|number| number.unwrap_or(NONE).put(&mut bytes));
-    bytes.push(u8::from(taught.dropped));
+    bytes.push(u8::from(taught.dropped) | u8::from(*live) << 1);
     taught.groups.iter().for_each(|group| group.put(&mut bytes));
     bytes
 }
@@ -25,13 +25,14 @@ pub(super) fn of(bytes: &[u8]) -> Result<Position, DumpError> {
     let (head, groups) = bytes.split_at_checked(HEAD).ok_or(DumpError::Malformed("half a position"))?;
     let (numbers, rest) = head.split_at(3 * u64::SIZE);
     let number = |at: usize| u64::get(&numbers[at * u64::SIZE..(at + 1) * u64::SIZE]);
-    let (options, dropped) = rest.split_at(6 * u32::SIZE);
+    let (options, flags) = rest.split_at(6 * u32::SIZE);
     let option = |at: usize| u32::get(&options[at * u32::SIZE..(at + 1) * u32::SIZE]).map(some);
     let sizes = [option(1)?, option(2)?, option(3)?, option(4)?];
+    let is_set = |bit: usize| flags.first().is_some_and(|flags| flags & (1 << bit) != 0);
     let (main_group, engine) = (option(0)?, option(5)?);
-    let mut taught = Taught { main_group, groups: Vec::new(), sizes, engine, dropped: dropped != [0] };
+    let mut taught = Taught { main_group, groups: Vec::new(), sizes, engine, dropped: is_set(0) };
     rows(groups, &mut taught.groups)?;
-    Ok(Position { seq: number(0)?, digest: number(1)?, reading: number(2)?, taught })
+    Ok(Position { seq: number(0)?, digest: number(1)?, reading: number(2)?, live: is_set(1), taught })
 }
 
 fn some(number: u32) -> Option<u32> {

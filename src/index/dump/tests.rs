@@ -2,6 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::block::{EngineHash, LocalHash};
+use crate::index::salts::{SaltRow, Salted};
 use crate::index::{GroupNeed, KvEvent, PrefixIndex, RankWriter, StoredBlock};
 use crate::tier::Tier;
 use crate::worker::{DpRank, Slot, WorkerId, WorkerRank};
@@ -70,7 +71,19 @@ pub(crate) fn content(dump: &RankDump) -> impl PartialEq + std::fmt::Debug + use
     let mut names: Vec<_> = dump.names.iter().map(name).collect();
     names.sort_by_key(|(engine, ..)| *engine);
     paths.sort();
-    (names, paths, dump.waiting.clone(), dump.groups.clone(), dump.shares.clone())
+    let salt = |row: &SaltRow| match row.salt {
+        Salted::By(number) => (*row, Some(dump.salts.names[number as usize].clone())),
+        _ => (*row, None),
+    };
+    // Numbers of salts depend on the order in which they are met.
+    let salts = dump
+        .salts
+        .rows
+        .iter()
+        .map(salt)
+        .map(|(row, name)| (row.engine, row.salt == Salted::Unknown, name, row.copies, row.doubted));
+    let salts = (dump.salts.used, dump.salts.full, salts.collect::<Vec<_>>());
+    (names, paths, dump.waiting.clone(), dump.groups.clone(), dump.shares.clone(), salts)
 }
 
 #[test]
@@ -134,9 +147,14 @@ fn a_length_that_is_only_claimed_reserves_nothing() {
 
 #[test]
 fn sound_frames_that_contradict_one_another_are_refused() {
-    let sound = read(&bytes()).unwrap().remove(0);
+    let mut sound = read(&bytes()).unwrap().remove(0);
+    let row = |engine| SaltRow { engine: EngineHash(engine), salt: Salted::By(0), copies: [1; 4], doubted: [false; 4] };
+    sound.salts.names.push("tenant".into());
+    sound.salts.rows = vec![row(1), row(2)];
     type Damage = fn(&mut RankDump);
-    let cases: [(&str, Damage); 8] = [
+    let cases: [(&str, Damage); 10] = [
+        ("a salt without a name", |dump| dump.salts.rows[0].salt = Salted::By(1)),
+        ("salts are not in the order of names", |dump| dump.salts.rows.swap(0, 1)),
         ("a block in front of its parent", |dump| dump.blocks[0].parent = Some(3)),
         ("a name without a block", |dump| dump.names.last_mut().unwrap().block = 99),
         ("names are not in the order of blocks", |dump| dump.names[0].block = 5),

@@ -9,6 +9,7 @@ use crate::index::SHARDS;
 use crate::index::children::Mixed;
 use crate::index::dump::{ApartName, BlockRow, Copies, PlacedName, RankDump, Share, Telling};
 use crate::index::owners::Layers;
+use crate::index::salts::SaltsDump;
 use crate::index::trie::{BlockId, Trie};
 use crate::tier::Tier;
 use crate::worker::WorkerRank;
@@ -34,6 +35,7 @@ impl RankWriter {
             shares: Vec::new(),
             more_groups: false,
             untold: self.untold,
+            salts: SaltsDump::default(),
         };
         self.place_names(&mut dump);
         if let Some(groups) = &self.groups {

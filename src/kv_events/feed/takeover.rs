@@ -27,7 +27,7 @@ impl Feed {
         let ((seq, digest), taught) = self.sequencer.applied().zip(self.normalizer.taught())?;
         let engine = standing.engine_block_size.map(|size| size.0.get());
         let taught = Taught { engine, dropped: self.dropped, ..taught };
-        Some(Position { seq, digest: digest.0, reading: self.reading, taught })
+        Some(Position { seq, digest: digest.0, reading: self.reading, live: true, taught })
     }
 
     /// Whether this is where another reader was a moment ago, so that the number of the next batch tells if any is missing.
@@ -37,6 +37,6 @@ impl Feed {
         let engine = from.taught.engine.and_then(BlockSize::new);
         self.witness.note(|source| engine.into_iter().for_each(|engine| source.sized(engine)));
         self.moving(Self::settle_doubts);
-        true
+        from.live
     }
 }

@@ -17,6 +17,7 @@ fn play(block_size: u32) -> (Arc<Metrics>, Vec<KvEvent>) {
     let payload: Vec<u8> = (0..hex.len()).step_by(2).map(byte).collect();
     let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
     let spec = SourceSpec {
+        engine: String::new(),
         rank,
         source: EventSource { endpoint: String::new(), topic: String::new(), attach: Attach::Connect, replay: None },
         block_size: BlockSize::new(block_size).unwrap(),
@@ -84,6 +85,7 @@ impl Real {
         let shared = SharedResync::default();
         shared.set(resync);
         let spec = SourceSpec {
+            engine: String::new(),
             rank: WorkerRank { worker: WorkerId(1), rank: DpRank(0) },
             source: EventSource {
                 endpoint: String::new(),
@@ -99,8 +101,7 @@ impl Real {
         let writer = Arc::new(parking_lot::Mutex::new(index.join(Slot(0))));
         let position = SharedPosition::default();
         if let Some(from) = from {
-            writer.lock().restore(from);
-            *position.lock() = from.position().cloned();
+            position.restore(from, || writer.lock().restore(from));
         }
         let (applied, doubted, settled) = (writer.clone(), writer.clone(), writer.clone());
         let sink = RankSink {

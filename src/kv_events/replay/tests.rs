@@ -43,6 +43,7 @@ fn sink(held: &Arc<Mutex<Held>>) -> RankSink {
 fn feed(held: &Arc<Mutex<Held>>) -> Feed {
     let source = EventSource { endpoint: String::new(), topic: String::new(), attach: Attach::Connect, replay: None };
     let spec = SourceSpec {
+        engine: String::new(),
         rank: WorkerRank { worker: WorkerId(1), rank: DpRank(0) },
         source,
         block_size: BlockSize::new(1).unwrap(),

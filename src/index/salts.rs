@@ -11,14 +11,14 @@ use crate::tier::Tier;
 
 /// The parent was stored under different salts, so that inheriting would be a guess.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Ambiguous;
+pub(crate) struct Ambiguous;
 
 /// Blocks that are remembered per rank. Beyond, the salts of further ones cannot be told, and what follows them is dropped.
 const MOST: usize = if cfg!(test) { 1 << 12 } else { 1 << 22 };
 
 /// Salts by block.
 #[derive(Debug, Default)]
-pub(super) struct Salts {
+pub(crate) struct Salts {
     blocks: HashMap<EngineHash, Entry>,
     /// Whether this rank has ever named a salt.
     used: bool,
@@ -45,24 +45,62 @@ impl Entry {
 }
 
 impl Salts {
-    /// Whether no salt was ever named.
-    pub(super) fn is_empty(&self) -> bool {
-        !self.used
+    /// All of it as a value, by block.
+    pub(super) fn dump(&self) -> SaltsDump {
+        let mut numbers: HashMap<&str, u32> = HashMap::new();
+        let mut dump = SaltsDump { used: self.used, full: self.full, ..SaltsDump::default() };
+        for (&engine, entry) in &self.blocks {
+            let salt = match &entry.salt {
+                Ok(None) => Salted::Nothing,
+                Ok(Some(name)) if name.len() <= LONGEST => {
+                    let number = *numbers.entry(name).or_insert_with(|| {
+                        dump.names.push(name.clone());
+                        dump.names.len() as u32 - 1
+                    });
+                    Salted::By(number)
+                }
+                Ok(Some(_)) | Err(Ambiguous) => Salted::Unknown,
+            };
+            let doubts =
+                entry.copies.iter().zip(entry.counted).map(|(copies, counted)| *copies > 0 && counted != self.gaps);
+            let mut doubted = [false; Tier::ALL.len()];
+            doubted.iter_mut().zip(doubts).for_each(|(of, doubt)| *of = doubt);
+            dump.rows.push(SaltRow { engine, salt, copies: entry.copies, doubted });
+        }
+        dump.rows.sort_unstable_by_key(|row| row.engine);
+        dump
     }
 
-    pub(super) fn clear(&mut self) {
+    /// The same again.
+    pub(super) fn restored(dump: &SaltsDump) -> Self {
+        let mut salts = Self { used: dump.used, full: dump.full || dump.rows.len() > MOST, ..Self::default() };
+        let name = |number: u32| dump.names.get(number as usize).cloned();
+        for row in dump.rows.iter().take(MOST) {
+            let salt = match row.salt {
+                Salted::Nothing => Ok(None),
+                Salted::By(number) => name(number).map(Some).ok_or(Ambiguous),
+                Salted::Unknown => Err(Ambiguous),
+            };
+            // A gap that was long ago.
+            let counted = row.doubted.map(|doubted| if doubted { u32::MAX } else { salts.gaps });
+            salts.blocks.insert(row.engine, Entry { salt, copies: row.copies, counted });
+        }
+        salts
+    }
+
+    pub(crate) fn clear(&mut self) {
         self.blocks.clear();
         self.full = false;
     }
 
     /// Events were lost for good, so often by now. As in the index, the next store counts the copies of a block from one
     /// again.
-    pub(super) fn doubt(&mut self, gaps: u32) {
+    pub(crate) fn doubt(&mut self, gaps: u32) {
         self.gaps = gaps;
     }
 
     /// These are gone.
-    pub(super) fn forget(&mut self, names: &[(EngineHash, Tier)]) {
+    pub(crate) fn forget(&mut self, names: &[(EngineHash, Tier)]) {
         for (block, tier) in names {
             let Some(entry) = self.blocks.get_mut(block) else { continue };
             entry.copies[*tier as usize] = 0;
@@ -73,18 +111,18 @@ impl Salts {
     }
 
     /// The salt of a block itself, where it is known.
-    pub(super) fn own(&self, block: EngineHash) -> Option<&str> {
+    pub(crate) fn own(&self, block: EngineHash) -> Option<&str> {
         self.blocks.get(&block)?.salt.as_ref().ok()?.as_deref()
     }
 
     /// Whether the salt of a block is known, so that what follows it is known to have the same.
-    pub(super) fn knows(&self, block: EngineHash) -> bool {
+    pub(crate) fn knows(&self, block: EngineHash) -> bool {
         self.blocks.contains_key(&block)
     }
 
     /// The salt to inherit from a parent. An unknown parent carries none: it was there before any salt was named, or it is
     /// gone, and then what follows it is dropped.
-    pub(super) fn of(&self, parent: EngineHash) -> Result<Option<&str>, Ambiguous> {
+    pub(crate) fn of(&self, parent: EngineHash) -> Result<Option<&str>, Ambiguous> {
         match self.blocks.get(&parent) {
             None if self.full => Err(Ambiguous),
             None => Ok(None),
@@ -92,7 +130,7 @@ impl Salts {
         }
     }
 
-    pub(super) fn stored(&mut self, blocks: &[EngineHash], tier: Tier, salt: Option<&str>) {
+    pub(crate) fn stored(&mut self, blocks: &[EngineHash], tier: Tier, salt: Option<&str>) {
         self.used |= salt.is_some();
         if !self.used {
             return;
@@ -117,7 +155,7 @@ impl Salts {
     }
 
     /// Forgets blocks whose last copy left.
-    pub(super) fn removed(&mut self, blocks: &[EngineHash], tier: Tier) {
+    pub(crate) fn removed(&mut self, blocks: &[EngineHash], tier: Tier) {
         for block in blocks {
             let Some(entry) = self.blocks.get_mut(block) else { continue };
             let copies = &mut entry.copies[tier as usize];
@@ -127,6 +165,39 @@ impl Salts {
             }
         }
     }
+}
+
+/// Longest salt that is copied.
+const LONGEST: usize = 1 << 16;
+
+/// Salts by block, as a value.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct SaltsDump {
+    pub(super) used: bool,
+    pub(super) full: bool,
+    pub(super) names: Vec<Arc<str>>,
+    pub(super) rows: Vec<SaltRow>,
+}
+
+/// The salt of one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SaltRow {
+    pub(super) engine: EngineHash,
+    pub(super) salt: Salted,
+    /// By tier.
+    pub(super) copies: [u32; Tier::ALL.len()],
+    pub(super) doubted: [bool; Tier::ALL.len()],
+}
+
+/// Which salt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Salted {
+    /// None.
+    Nothing,
+    /// The one of this number.
+    By(u32),
+    /// More than one.
+    Unknown,
 }
 
 #[cfg(test)]
