@@ -1,7 +1,11 @@
 //! Compiles our own protocols. No `protoc` is needed: the compiler is a Rust library.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    const PROTOS: [&str; 2] = ["proto/warmroute/v1/router.proto", "proto/warmroute/replica/v1/replica.proto"];
+    const PROTOS: [&str; 3] = [
+        "proto/warmroute/v1/router.proto",
+        "proto/warmroute/index/v1/index.proto",
+        "proto/warmroute/replica/v1/replica.proto",
+    ];
     PROTOS.iter().for_each(|proto| println!("cargo::rerun-if-changed={proto}"));
     let files = protox::compile(PROTOS, ["proto"])?;
     tonic_prost_build::configure().compile_fds(files)?;

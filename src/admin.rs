@@ -51,6 +51,8 @@ pub struct Admin {
     pub cluster: Page,
     /// How the replicas stand.
     pub replicas: Page,
+    /// Those who are asked for the index; null where it is ours.
+    pub remote_index: Page,
 }
 
 /// What a page shows, asked for anew each time.
@@ -67,10 +69,7 @@ pub fn routes(admin: Admin) -> Routes {
         .route("/debug/envoys", get(|State(admin): State<Admin>| async move { Json((admin.envoys)()) }))
         .route("/debug/cluster", get(|State(admin): State<Admin>| async move { Json((admin.cluster)()) }))
         .route("/debug/replicas", get(|State(admin): State<Admin>| async move { Json((admin.replicas)()) }))
-        .route(
-            "/debug/index",
-            get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().index().stats())) }),
-        )
+        .route("/debug/index", get(|State(admin): State<Admin>| async move { Json(index(&admin)) }))
         .route(
             "/debug/parity",
             get(|State(admin): State<Admin>| async move { Json(json!(admin.entrance.router().parity().shown())) }),
@@ -82,6 +81,13 @@ pub fn routes(admin: Admin) -> Routes {
         .route(AUDIT, get(|State(admin): State<Admin>| async move { Json(admin.audit.totals()) }))
         .route(explain::PAGE, explain::page())
         .with_state(admin)
+}
+
+/// What the index holds, and who is asked for what it does not.
+fn index(admin: &Admin) -> Value {
+    let mut page = json!(admin.entrance.router().index().stats());
+    page["remote"] = (admin.remote_index)();
+    page
 }
 
 async fn ready(State(admin): State<Admin>) -> Response {
@@ -158,7 +164,9 @@ fn gauge_sources(metrics: &Metrics, router: &Router) {
 fn gauge_predictions(metrics: &Metrics, router: &Router) {
     metrics.worker_predicted_blocks.clear();
     for rank in router.predictions().stats() {
-        metrics.worker_predicted_blocks.get_or_create(&RankLabels::from(rank.rank)).set(gauge(rank.blocks));
+        // Two may predict for one rank, and the longer memory holds what the shorter does.
+        let blocks = metrics.worker_predicted_blocks.get_or_create_owned(&RankLabels::from(rank.rank));
+        blocks.set(blocks.get().max(gauge(rank.blocks)));
     }
 }
 

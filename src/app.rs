@@ -39,7 +39,7 @@ use tracing::info;
 
 use crate::admin::explain::WayIn;
 use crate::admin::{self, Admin};
-use crate::api::{self, Api, Feed};
+use crate::api::{self, Api, ApiConfig, Feed};
 use crate::audit::Audit;
 use crate::config::Config;
 use crate::entrance::Entrance;
@@ -48,6 +48,7 @@ use crate::ext_proc::wire::ExtProc;
 use crate::intake::{Intake, Models};
 use crate::lifecycle::{Readiness, supervise};
 use crate::metrics::{Metrics, PoolLabels};
+use crate::remote_index::{self, ServedIndex, ServedModel};
 use crate::replica::Replica;
 use crate::router::Router;
 use crate::telemetry::LogFilter;
@@ -179,8 +180,8 @@ impl App {
     }
 
     fn intake(&self, config: &Config, models: Models, router: &Arc<Router>) -> anyhow::Result<Arc<Intake>> {
-        let Reloader { cluster, metrics, .. } = &*self.reloader;
-        parts::intake(config, (models, cluster), &self.reloader.client(), router, metrics)
+        let Reloader { cluster, metrics, asker, .. } = &*self.reloader;
+        parts::intake(config, (models, cluster), &self.reloader.client(), router, (metrics, asker.clone()))
     }
 
     fn judge_tokens(&mut self, config: &Config, router: &Arc<Router>) {
@@ -314,6 +315,8 @@ impl App {
     ) -> Admin {
         let cluster = self.reloader.cluster.clone();
         let replicas = move || replica.as_ref().map_or(Value::Null, |replica| replica.shown());
+        let asker = self.reloader.asker.clone();
+        let remote_index = move || asker.as_ref().map_or(Value::Null, |asker| asker.shown());
         let listeners = move || envoys.as_ref().map_or(Value::Null, |envoys| json!(envoys.listeners()));
         Admin {
             entrance: entrance.clone(),
@@ -325,6 +328,7 @@ impl App {
             envoys: Arc::new(listeners),
             cluster: Arc::new(move || cluster.load().shown.clone()),
             replicas: Arc::new(replicas),
+            remote_index: Arc::new(remote_index),
         }
     }
 
@@ -393,15 +397,36 @@ impl App {
         Ok(live)
     }
 
+    /// Our index, for those who have none.
+    fn index(&self, parts: &api::Parts, settings: &ApiConfig) -> ServedIndex {
+        let intake = parts.intake.clone();
+        let find = move |name: Option<&str>| {
+            let model = intake.load().named(name)?.model;
+            let hashing = model.agreement();
+            Some(ServedModel { name: model.name.clone(), block_size: model.block_size, hashing })
+        };
+        ServedIndex::new(remote_index::Parts {
+            router: parts.entrance.router().clone(),
+            find: Box::new(find),
+            readiness: self.readiness.clone(),
+            metrics: parts.metrics.clone(),
+            most_blocks: settings.most_blocks as usize,
+        })
+    }
+
     /// Serves callers that are not Envoy, and ends what they book and forget.
     async fn serve_api(&mut self, sockets: &Sockets, config: &Config, parts: api::Parts) -> anyhow::Result<()> {
         let Some(settings) = &config.api else { return Ok(()) };
         let (metrics, stop) = (parts.metrics.clone(), self.stop.clone());
+        let index = self.index(&parts, settings);
         let api = Api::new(parts, settings);
         let listener = sockets.bind_api(settings).await?;
         self.api_address = listener.address();
         let server = Swap::new(api.server(most_bytes(config)));
-        let routes = Routes::new(self.health.service()).add_service(server.clone());
+        let mut routes = Routes::new(self.health.service()).add_service(server.clone());
+        if config.serve_index {
+            routes = routes.add_service(index.server());
+        }
         let of_reload = api.clone();
         self.reloader.part("api", move |next| {
             let (place, server) = (server.clone(), of_reload.server(most_bytes(&next.config)));

@@ -171,7 +171,11 @@ impl Audit {
     fn settle(&self, answered: &Answered) {
         let needed = judge::needs_events(&answered.foreseen, answered.said) && !answered.moved;
         let slot = self.router.fleet().slot(answered.foreseen.chosen).filter(|_| needed);
-        let told = slot.map_or(Told::No, |slot| answered.told(self.router.index(), slot));
+        let told = match self.router.is_remote() {
+            // Whoever keeps the index hears of the events, and is not asked again for the sake of a cause.
+            true => Told::Forgotten,
+            false => slot.map_or(Told::No, |slot| answered.told(self.router.index(), slot)),
+        };
         let evidence = Evidence { told, moved: answered.moved };
         let verdict = judge(&answered.foreseen, answered.said, evidence);
         self.count(&verdict);

@@ -1,5 +1,6 @@
 //! Blocks of tokens and their names: what the index, the load tracker and the engines' events agree on.
 
+pub mod agreement;
 pub mod hash;
 pub mod multimodal;
 pub mod placeholders;

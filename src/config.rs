@@ -37,6 +37,7 @@ use crate::intake::rewrite::RewritesConfig;
 use crate::lifecycle::config::{DrainConfig, ReadinessConfig, ReloadConfig};
 use crate::openai::paths::PathsConfig;
 use crate::prefill::By;
+use crate::remote_index::config::RemoteIndexConfig;
 use crate::replica::config::ReplicasConfig;
 use crate::router::{RouterSettings, Tracking};
 use crate::schedule::Weights;
@@ -124,6 +125,12 @@ pub struct Config {
     /// Where what is cached is copied from at the start; none: it is learned from the engines alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub takeover: Option<TakeoverConfig>,
+    /// Whether those who keep no index of their own may ask ours.
+    #[serde(default)]
+    pub serve_index: bool,
+    /// Those who are asked for what is cached where; none: it is learned from the engines.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub use_remote_index: Option<RemoteIndexConfig>,
     /// What is believed of caches that say nothing.
     #[serde(default)]
     pub approximate: ApproximateConfig,
@@ -309,6 +316,9 @@ impl Config {
         }
         if let Some(takeover) = &mut self.takeover {
             takeover.resolve(folder);
+        }
+        if let Some(remote) = &mut self.use_remote_index {
+            remote.resolve(folder);
         }
         self.listen.resolve(folder);
         self.admin.resolve(folder);

@@ -35,6 +35,7 @@ use owners::Layer;
 pub(crate) use paths::{Entered, PathEnd, PathWriter};
 pub use position::{Position, SharedPosition, Taught, TaughtGroup};
 pub(crate) use salts::Salts;
+pub use seats::Grouped;
 use seats::Seats;
 use trie::Trie;
 use writer::Place;
@@ -151,6 +152,11 @@ impl PrefixIndex {
             into.limit(&trie, hashes.locals(), plan, u32::try_from(most).unwrap_or(u32::MAX));
         }
         into.settle(plan);
+    }
+
+    /// Whose cache has several groups at this instant.
+    pub fn grouped(&self) -> Grouped {
+        Grouped::of(self.seats.read().plan())
     }
 
     /// Leading blocks of a prompt that a slot holds in whatever tier, also where they are of no use alone.

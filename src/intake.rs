@@ -16,6 +16,7 @@ mod media;
 mod models;
 mod pace;
 mod queue;
+mod remote;
 pub mod rewrite;
 mod sessions;
 mod shared;
@@ -47,6 +48,7 @@ use crate::entrance::SessionWord;
 use crate::openai::{self, Api, Hidden, Opaque, Paths, Shape};
 use crate::parity::Standing;
 use crate::prompt::{EncodeError, Encoder, Tokens};
+use crate::remote_index::Asker;
 use crate::router::{Prompt, Reason, RouteRequest};
 use crate::worker::ModelName;
 use config::ClientsConfig;
@@ -138,6 +140,8 @@ pub struct Parts {
     pub sessions: Option<SessionSigns>,
     /// A cache that all workers share.
     pub shared: Option<Shared>,
+    /// Those who keep the index, where it is kept elsewhere.
+    pub remote: Option<Arc<Asker>>,
     /// Where tokens come from, by model; of others they are ours.
     pub tokens: TokenSources,
 }
@@ -216,9 +220,7 @@ impl Intake {
             None => Encoded::unread(0, Reason::NotInference),
         };
         let mut taken = Taken { api, ..self.taken(encoded, headers, pool) };
-        if let Some(shared) = &self.parts.shared {
-            shared.look_up(&mut taken.request).await;
-        }
+        taken.times.extend(self.ask_others(&mut taken.request, true).await);
         taken
     }
 

@@ -31,6 +31,7 @@ pub mod sessions;
 pub mod admission;
 pub mod audit;
 pub mod entrance;
+pub mod remote_index;
 pub mod replica;
 pub mod router;
 

@@ -74,6 +74,11 @@ impl Readiness {
         self.pending.borrow().iter().cloned().collect()
     }
 
+    /// Whether nothing is pending.
+    pub fn is_ready(&self) -> bool {
+        self.pending.borrow().is_empty()
+    }
+
     /// Tells of every change.
     pub fn changes(&self) -> watch::Receiver<BTreeSet<String>> {
         self.pending.subscribe()

@@ -75,7 +75,7 @@ metrics! {
     audit_answers: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Tokens of the answers that said what they found cached, by kind: prompt, available (on the best candidate), captured (on the chosen one), by_chance (on one by chance), delivered (by the engine)
     audit_tokens: Family<ModelTokensLabels, Counter> = Family::default();
-    /// Prompt tokens that were not found cached, by cause: block_alignment, workload (nobody had them), load_spill (another worker was chosen for its load), evicted (meanwhile, as its events tell), stale_index (they do not), unknown (one of these two: too much was told since), parity (the engine's tokens are others), served_elsewhere, guess (the cache was guessed), unforeseen (routed by load)
+    /// Prompt tokens that were not found cached, by cause: block_alignment, workload (nobody had them), load_spill (another worker was chosen for its load), evicted (meanwhile, as its events tell), stale_index (they do not), unknown (one of these two: too much was told since, or the index is kept elsewhere), parity (the engine's tokens are others), served_elsewhere, guess (the cache was guessed), unforeseen (routed by load)
     audit_missed_tokens: Family<CauseLabels, Counter> = Family::default();
     /// Answers that found more or less cached than was foreseen, by cause; as the missed tokens', and stored_meanwhile
     audit_errors: Family<CauseLabels, Counter> = Family::default();
@@ -157,6 +157,10 @@ metrics! {
     prefill_time_error: Family<ModelRoleLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
     /// Shared cache look-ups that failed, by reason
     shared_cache_errors: Family<ReasonLabel, Counter> = Family::default();
+    /// Questions to the servers of the index, by outcome: answered, hedged_won (by one who was asked because another was slow), late, failed, refused (its blocks are not ours), busy (too many under way), out (all servers are left out)
+    remote_index_questions: Family<OutcomeLabel, Counter> = Family::default();
+    /// Time that a request waited for the servers of the index, in seconds
+    remote_index_seconds: Histogram = Histogram::new(exponential_buckets(0.0001, 2.0, 12));
     /// Distinct blocks that live requests hold on a worker rank
     worker_active_decode_blocks: Family<RankLabels, Gauge> = Family::default();
     /// Prompt tokens on a worker rank whose requests have not shown their first token

@@ -14,6 +14,7 @@ mod predictions;
 mod prepared;
 mod question;
 mod ranking;
+mod remote;
 mod served;
 mod settings;
 mod sightings;
@@ -35,16 +36,16 @@ pub use placing::Booked;
 pub use predictions::Predictions;
 pub use prepared::Prepared;
 pub use question::{Decoders, Prefilled, Priority, Prompt, RouteRequest, Step};
+pub use remote::{Remote, RemoteAnswer, RemoteRank, RemoteRanks};
 pub use served::Moved;
 pub use settings::{RouterSettings, Tracking, WhenOverloaded};
 pub use sources::{AllLearned, SharedAgreed, SharedSource, Sources};
 
 use crate::admission::{Attempt, Gate};
-use crate::block::BlockHashes;
 use crate::block::tracking::unshared;
 use crate::fleet::{Fleet, Member};
 use crate::health::Health;
-use crate::index::{Overlaps, PrefixIndex};
+use crate::index::PrefixIndex;
 use crate::load::{LoadTracker, LoadView};
 use crate::parity::Parity;
 use crate::schedule::{Occupancy, Overload};
@@ -56,6 +57,7 @@ use leg::{Decision, Legs, Undecided};
 use pools::{Pools, Standings};
 use prepared::{Blocks, Looked, Scratch};
 use ranking::Ranking;
+use remote::Saying;
 
 type HearOverloaded = Box<dyn Fn(WorkerId, Duration) + Send + Sync>;
 
@@ -64,6 +66,10 @@ pub struct Router {
     fleet: ArcSwap<Fleet>,
     index: Arc<PrefixIndex>,
     predictions: Predictions,
+    /// Whether the index is kept elsewhere.
+    remote: bool,
+    /// What others are told of our event sources.
+    saying: Saying,
     load: Arc<LoadTracker>,
     overload: Overload,
     hear_overloaded: OnceLock<HearOverloaded>,
@@ -84,6 +90,8 @@ impl Router {
             fleet: ArcSwap::from_pointee(Fleet::empty()),
             index,
             predictions: Predictions::default(),
+            remote: false,
+            saying: Saying::default(),
             load,
             overload: Overload::new(settings.overload),
             hear_overloaded: OnceLock::new(),
@@ -211,28 +219,18 @@ impl Router {
     pub fn look_up(&self, prepared: &mut Prepared) {
         let started = Instant::now();
         prepared.forget_overlaps();
-        prepared.generation = self.fleet.load().generation();
-        prepared.trust = self.sources.table();
+        let fleet = self.fleet.load();
+        prepared.generation = fleet.generation();
+        let (prompt, remote) = (&prepared.request.prompt, &prepared.request.remote);
+        prepared.trust = self.trusted(remote);
         prepared.differing = self.differing(&prepared.request);
-        let prompt = &prepared.request.prompt;
-        for hashes in prompt.blocks() {
+        for (nth, hashes) in prompt.blocks().iter().enumerate() {
             // The last token of a beginning is not the last of the prompt.
             let tokens = if let Prompt::Beginning { .. } = prompt { prompt.tokens() as usize } else { hashes.tokens() };
-            prepared.overlaps.push(Looked { tokens, ..Looked::new(self.cached_where(hashes), hashes) });
+            let table = self.cached_where((nth, hashes), remote, &fleet);
+            prepared.overlaps.push(Looked { tokens, ..Looked::new(table, hashes) });
         }
         prepared.index_time = started.elapsed();
-    }
-
-    /// What everybody has cached of a prompt, or should have.
-    fn cached_where(&self, hashes: &BlockHashes) -> Overlaps {
-        let mut table = self.scratch.take();
-        self.index.overlaps(hashes, &mut table);
-        if self.predictions.any() {
-            let mut other = self.scratch.take();
-            self.predictions.raise(hashes, &mut table, &mut other);
-            self.scratch.give([other]);
-        }
-        table
     }
 
     /// Most tokens that anybody who might compute a request's prompts has cached of them.
@@ -295,6 +293,7 @@ impl Router {
             probes,
             sighting: None,
             prompts: Vec::new(),
+            remote: prepared.request.remote.clone(),
             leases: Vec::new(),
             own_leases: 0,
             took_over: matches!(prepared.request.step, Step::Decode(_)),
@@ -391,7 +390,8 @@ impl Router {
     fn mode(&self, prepared: &Prepared, chosen: &Member, candidates: &[&Member]) -> (Mode, Option<Reason>) {
         let told = |member: &Member| prepared.overlap(member).total() > 0;
         let counts = |member: &&Member| prepared.standing(member).trust.counts(told(member));
-        let guessed = chosen.worker.event_source(chosen.rank.rank).is_none() && self.predictions.of(chosen).is_some();
+        let away = self.is_away(&prepared.request.remote);
+        let guessed = self.is_guessed(prepared, chosen);
         let prompt = &prepared.request.prompt;
         let because = prompt.because();
         match prompt {
@@ -399,6 +399,7 @@ impl Router {
             // Hardly anything was shown.
             Prompt::Beginning { known, .. } if known.is_empty() => (Mode::LoadOnly, because),
             _ if prepared.differs(chosen) => (Mode::LoadOnly, Some(Reason::ParityMismatch)),
+            _ if away => (if guessed { Mode::Approximate } else { Mode::LoadOnly }, Some(Reason::IndexAway)),
             _ if guessed => (Mode::Approximate, because),
             _ if !candidates.iter().any(counts) => (Mode::LoadOnly, Some(prepared.why_cold(candidates))),
             // It was not chosen for anything that it was known to hold.

@@ -11,7 +11,7 @@ mod material;
 mod secrets;
 
 pub use acceptor::{Acceptor, Protocol};
-pub use client::{believing_the_system, client};
+pub use client::{ClientFiles, believing_the_system, client};
 pub use config::TlsConfig;
 pub use door::{Connection, Door, DoorLimits};
 pub use files::Pace;

@@ -10,7 +10,7 @@ use std::process::{Command, Output};
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::sync::watch;
 use warmroute::config::{Config, SessionsConfig, WorkerSource};
 use warmroute::disagg::Conditional;
@@ -20,6 +20,7 @@ use warmroute::discovery::file::{self, WorkersFile};
 use warmroute::engine_sessions::config::{EngineKind, EngineSessionsConfig};
 use warmroute::intake::engine_tokens::config::EngineTokensConfig;
 use warmroute::metrics::{Metrics, OutcomeLabel};
+use warmroute::remote_index::config::RemoteIndexConfig;
 use warmroute::settings::Period;
 use warmroute::shared_cache::SharedCacheConfig;
 use warmroute::worker::{Attach, BlockSize, DpRank, Role};
@@ -80,6 +81,17 @@ fn example() -> (PathBuf, String) {
     (path, text)
 }
 
+/// Sections that go with anything but one another.
+const EITHER: [&str; 2] = ["takeover", "use_remote_index"];
+
+/// The example with everything switched on that is off by default, but for one section.
+fn example_with_all_but(without: &str) -> (PathBuf, String) {
+    let (path, text) = example_with_all();
+    let (before, rest) = text.split_once(&format!("\n{without}:\n")).unwrap();
+    let rest = rest.split_inclusive('\n').skip_while(|line| line.starts_with(' '));
+    (path, format!("{before}\n{}", rest.collect::<String>()))
+}
+
 /// The example with everything switched on that is off by default.
 fn example_with_all() -> (PathBuf, String) {
     let (path, text) = example();
@@ -115,7 +127,11 @@ fn the_example_says_the_defaults() {
 
 #[test]
 fn what_is_off_in_the_example_says_its_defaults_as_well() {
-    let (path, text) = example_with_all();
+    let (path, text) = example_with_all_but("use_remote_index");
+    let takeover = Config::parse(&path, text.as_bytes()).unwrap().takeover.unwrap();
+    let least = json!({"from": takeover.from});
+    assert_eq!(takeover, serde_json::from_value(least).unwrap());
+    let (path, text) = example_with_all_but("takeover");
     let config = Config::parse(&path, text.as_bytes()).unwrap_or_else(|errors| panic!("{errors:?}\n{text}"));
     let sessions = config.sessions.unwrap();
     assert_eq!(sessions.engine, Some(EngineSessionsConfig::of(EngineKind::Sglang)));
@@ -124,6 +140,8 @@ fn what_is_off_in_the_example_says_its_defaults_as_well() {
     assert_eq!(config.disaggregation.conditional, Some(Conditional::default()));
     let cache = config.shared_cache.unwrap();
     assert_eq!(cache, SharedCacheConfig::at(cache.url.clone()));
+    let remote = config.use_remote_index.unwrap();
+    assert_eq!(remote, RemoteIndexConfig::of(remote.servers.clone()));
     let [class] = &config.queue.classes[..] else { panic!("{:?}", config.queue) };
     assert_eq!((class.policy, class.quantum), (Some(config.queue.policy), 1));
 }
@@ -169,14 +187,16 @@ fn the_valid_files_set_every_key_to_something_else() {
 
 #[test]
 fn every_key_is_written_in_the_example() {
-    let (path, text) = example_with_all();
-    let written: Value = serde_saphyr::from_str(&text).unwrap();
-    let resolved = Config::parse(&path, text.as_bytes()).unwrap().to_yaml().unwrap();
-    let resolved: Value = serde_saphyr::from_str(&resolved).unwrap();
-    let written = keys(&written, "");
-    assert!(written.len() > 100, "{written:?}");
-    for key in keys(&resolved, "") {
-        assert!(written.contains(&key), "examples/warmroute.yaml says nothing of {key}");
+    for without in EITHER {
+        let (path, text) = example_with_all_but(without);
+        let written: Value = serde_saphyr::from_str(&text).unwrap();
+        let resolved = Config::parse(&path, text.as_bytes()).unwrap().to_yaml().unwrap();
+        let resolved: Value = serde_saphyr::from_str(&resolved).unwrap();
+        let written = keys(&written, "");
+        assert!(written.len() > 100, "{written:?}");
+        for key in keys(&resolved, "") {
+            assert!(written.contains(&key), "examples/warmroute.yaml says nothing of {key}");
+        }
     }
 }
 

@@ -39,6 +39,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("discovery", 4),
     ("engine_client", 4),
     ("engine_sessions", 4),
+    ("remote_index", 4),
     ("replica", 4),
     ("takeover", 4),
     ("xds", 4),
@@ -66,6 +67,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("intake", "engine_client"),
     ("intake", "openai"),
     ("intake", "prompt"),
+    ("intake", "remote_index"),
     ("intake", "shared_cache"),
     ("prefill", "engine_client"),
     ("prefill", "openai"),
@@ -80,7 +82,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
 /// Text that may appear only in these modules.
 const CONFINED: &[(&str, &[&str])] = &[
     ("envoy_types", &["ext_proc", "xds", "app"]),
-    ("tonic", &["api", "ext_proc", "takeover", "xds", "app"]),
+    ("tonic", &["api", "ext_proc", "remote_index", "takeover", "tls", "xds", "app"]),
     ("kube::", &["discovery"]),
     ("zeromq", &["kv_events"]),
     ("async_nats", &["replica"]),

@@ -54,6 +54,7 @@ impl Bed {
             tracking: TrackingHash::Public,
             sessions: None,
             shared: None,
+            remote: None,
             tokens: HashMap::new(),
         });
         let (index, load) = (PrefixIndex::new(), LoadTracker::new(Instant::now));

@@ -62,9 +62,7 @@ pub(super) async fn read(intake: &Arc<Intake>, question: Option<pb::Question>, s
         pb::question::Prompt::Tokens(tokens) => of_tokens(intake, question, tokens.ids, shape)?,
         pb::question::Prompt::Blocks(blocks) => of_blocks(intake, &question, blocks, shape)?,
     };
-    if shape.shared {
-        intake.ask_shared(&mut asked.request).await;
-    }
+    intake.ask_others(&mut asked.request, shape.shared).await;
     Ok(asked)
 }
 

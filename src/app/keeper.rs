@@ -24,7 +24,6 @@ use crate::kv_events::{SharedResync, SourceSpec};
 use crate::learned::{Agreed, Given, Learned, Mismatch};
 use crate::lifecycle::{self, Readiness, ReadyGuard};
 use crate::metrics::Metrics;
-use crate::predict::{EffectivePolicy, RankPrediction};
 use crate::router::{AllLearned, Router};
 use crate::takeover::Takeover;
 use crate::worker::{ModelName, Worker, WorkerId, WorkerRank};
@@ -254,22 +253,19 @@ impl Keeper {
         self.takeover = None;
     }
 
-    /// What a worker can hold decides what is believed to be left there, unless that leaves by time alone.
+    /// What a worker can hold decides what is believed to be left there.
     fn refit(&self, before: &Fleet, changed: &[Member]) {
         let blocks = |member: &Member| member.worker.capacity.total_kv_blocks;
         let other = |member: &&Member| before.member(member.slot).is_none_or(|old| blocks(old) != blocks(member));
         for member in changed.iter().filter(other) {
-            let by_time = |found: &RankPrediction| {
-                found.rank == member.rank && matches!(found.policy, EffectivePolicy::Ttl { fallback: false, .. })
-            };
-            if !self.router.predictions().stats().any(|found| by_time(&found)) {
-                self.router.predictions().open(member);
-            }
+            self.router.predictions().refit(member);
         }
     }
 
     fn start_source(&mut self, member: &Member) {
-        let Some(source) = member.worker.event_source(member.rank.rank) else { return };
+        let Some(source) = member.worker.event_source(member.rank.rank).filter(|_| !self.router.is_remote()) else {
+            return;
+        };
         let spec = SourceSpec {
             rank: member.rank,
             source: source.clone(),

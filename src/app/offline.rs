@@ -31,7 +31,7 @@ impl Offline {
         let entrance = parts::entrance(config, rand::random());
         let router = entrance.router();
         let client = EngineClient::new(&config.engines)?;
-        let intake = parts::intake(config, (models, &SharedCluster::default()), &client, router, &metrics)?;
+        let intake = parts::intake(config, (models, &SharedCluster::default()), &client, router, (&metrics, None))?;
         let change = router.fleet().reconcile(workers(config).await?);
         for member in &change.added {
             router.load().open(member.slot, member.rank);

@@ -16,6 +16,7 @@ use crate::load::LoadTracker;
 use crate::metrics::Metrics;
 use crate::openai::Paths;
 use crate::predict::Predictor;
+use crate::remote_index::Asker;
 use crate::router::{Predictions, Router};
 use crate::sessions::Sessions;
 use crate::shared_cache::HttpSharedCache;
@@ -28,9 +29,11 @@ pub(super) fn entrance(config: &Config, seed: u64) -> Arc<Entrance> {
     let predictions = Predictions {
         without_events: config.approximate.without_events().map(predictor),
         beside_events: config.approximate.beside_events().map(predictor),
+        everywhere: false,
     };
     let router = Router::new(PrefixIndex::new(), load.clone(), config.router_settings(), seed);
-    let router = Arc::new(router.predicting(predictions));
+    let router = router.predicting(predictions);
+    let router = Arc::new(if config.use_remote_index.is_some() { router.without_index() } else { router });
     let prefill = if config.load.prefill_durations { Prefill::Shrinks } else { Prefill::Steady };
     let admission = Admission::new(router.clone(), &config.queue, prefill);
     let nudged = Arc::downgrade(&admission);
@@ -56,13 +59,19 @@ pub(super) fn envoys(config: &Config, metrics: &Arc<Metrics>) -> Option<Arc<Envo
     Some(Envoys::new(envoy.clusters(), metrics.clone()))
 }
 
+/// Those who are asked for the index, where it is kept elsewhere.
+pub(super) fn asker(config: &Config, metrics: &Arc<Metrics>) -> anyhow::Result<Option<Arc<Asker>>> {
+    let asker = config.use_remote_index.as_ref().map(|settings| Asker::new(settings, metrics.clone()));
+    Ok(asker.transpose()?.map(Arc::new))
+}
+
 /// The way from a body to a question.
 pub(super) fn intake(
     config: &Config,
     (models, cluster): (Models, &SharedCluster),
     client: &EngineClient,
     router: &Arc<Router>,
-    metrics: &Arc<Metrics>,
+    (metrics, remote): (&Arc<Metrics>, Option<Arc<Asker>>),
 ) -> anyhow::Result<Arc<Intake>> {
     let shared = config.shared_cache.as_ref().map(HttpSharedCache::new).transpose()?;
     let signs = config.sessions.as_ref().map(|sessions| SessionSigns {
@@ -87,6 +96,7 @@ pub(super) fn intake(
         tracking,
         sessions: signs,
         tokens,
+        remote,
         shared: shared.map(|cache| Shared { cache: Arc::new(cache), metrics: metrics.clone() }),
     }))
 }

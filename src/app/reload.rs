@@ -14,11 +14,12 @@ use super::encoders::{Encoders, Loaded};
 use super::parts;
 use super::subjects::{self, Subjects};
 use crate::config::{Adopted, Config};
-use crate::engine_client::{EngineClient, EngineError};
+use crate::engine_client::EngineClient;
 use crate::intake::{Intake, SharedCluster};
 use crate::lifecycle::follow::FileWatch;
 use crate::metrics::{Metrics, OutcomeLabel};
 use crate::prompt::Encoder;
+use crate::remote_index::Asker;
 use crate::router::Router;
 use crate::settings::{ConfigError, Problem, Step};
 use crate::worker::ModelName;
@@ -68,6 +69,8 @@ pub struct Reloader {
     router: Arc<Router>,
     /// What a cluster says of requests, which no reload changes.
     pub(super) cluster: SharedCluster,
+    /// Those who are asked for the index, whom no reload changes either.
+    pub(super) asker: Option<Arc<Asker>>,
     encoders: Encoders,
     client: ArcSwap<EngineClient>,
     subjects: ArcSwap<Subjects>,
@@ -81,8 +84,9 @@ pub struct Reloader {
 
 impl Reloader {
     /// A process that begins with this configuration.
-    pub(super) fn new(config: Arc<Config>, router: Arc<Router>, metrics: Arc<Metrics>) -> Result<Self, EngineError> {
+    pub(super) fn new(config: Arc<Config>, router: Arc<Router>, metrics: Arc<Metrics>) -> anyhow::Result<Self> {
         let client = ArcSwap::from_pointee(EngineClient::new(&config.engines)?);
+        let asker = parts::asker(&config, &metrics).context("the servers of the index cannot be asked")?;
         let shown = Arc::new(ArcSwap::from_pointee(page(1, &config, &[])));
         metrics.config_generation.set(1);
         let (encoders, parts) = (Encoders::new(&metrics), parking_lot::Mutex::default());
@@ -90,6 +94,7 @@ impl Reloader {
             metrics,
             router,
             cluster: SharedCluster::default(),
+            asker,
             encoders,
             client,
             subjects: ArcSwap::default(),
@@ -194,7 +199,13 @@ impl Reloader {
         let client = self.client.load().renewed(&config.engines).context("engines cannot be changed")?;
         let models = loaded.models.clone();
         Ok(Next {
-            intake: parts::intake(config, (models, &self.cluster), &client, &self.router, &self.metrics)?,
+            intake: parts::intake(
+                config,
+                (models, &self.cluster),
+                &client,
+                &self.router,
+                (&self.metrics, self.asker.clone()),
+            )?,
             subjects: Arc::new(subjects::load(config, &loaded.models, &self.subjects.load()).await?),
             config: config.clone(),
             client,

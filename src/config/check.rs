@@ -33,6 +33,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("sessions", config.sessions.as_ref().map(|sessions| sessions.problems()).unwrap_or_default()),
         ("replicas", config.replicas.as_ref().map(|replicas| replicas.problems()).unwrap_or_default()),
         ("takeover", takeover(config)),
+        ("use_remote_index", config.use_remote_index.as_ref().map(|remote| remote.problems()).unwrap_or_default()),
         ("approximate", config.approximate.problems()),
         ("shared_cache", config.shared_cache.as_ref().map(|cache| cache.problems()).unwrap_or_default()),
         ("learn", config.learn.problems()),
@@ -51,6 +52,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         .collect();
     problems.extend(uncounted(config));
     problems.extend(without_use(config));
+    problems.extend(index(config));
     problems.extend(addresses(config));
     problems.extend(models(&config.models));
     problems.extend(workers(config));
@@ -163,6 +165,33 @@ fn without_use(config: &Config) -> Vec<Problem> {
     {
         let text = "no worker has `role: prefill`, so every request would be refused; add one, or leave this out";
         problems.push(Problem::at([Step::from("disaggregation"), "enforce".into()], text));
+    }
+    problems
+}
+
+/// Who keeps the index, and who does not.
+fn index(config: &Config) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    if config.serve_index && config.api.is_none() {
+        let text =
+            "it is served where `api` listens, and that is not there; give `api: {listen: ...}`, or leave this out";
+        problems.push(Problem::of("serve_index", text));
+    }
+    let Some(remote) = &config.use_remote_index else { return problems };
+    if config.serve_index {
+        let text = "who asks others keeps no index that could be served; keep either `serve_index` or this";
+        problems.push(Problem::of("use_remote_index", text));
+    }
+    if config.takeover.is_some() {
+        let text = "who asks others for the index keeps none that could be copied; leave this out";
+        problems.push(Problem::of("takeover", text));
+    }
+    if remote.deadline >= config.limits.exchange_deadline {
+        let text = format!(
+            "{} is not less than `limits.exchange_deadline` ({}), and Envoy waits for both; the default is 10ms",
+            remote.deadline, config.limits.exchange_deadline
+        );
+        problems.push(Problem::at([Step::from("use_remote_index"), "deadline".into()], text));
     }
     problems
 }

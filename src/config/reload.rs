@@ -36,6 +36,8 @@ impl Config {
         config.sessions = self.sessions.clone();
         config.replicas = self.replicas.clone();
         config.takeover = self.takeover.clone();
+        config.serve_index = self.serve_index;
+        config.use_remote_index = self.use_remote_index.clone();
         config.approximate = self.approximate.clone();
         config.readiness = self.readiness.clone();
         config.envoy = self.envoy.clone();

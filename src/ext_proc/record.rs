@@ -157,6 +157,7 @@ impl Record {
                 self.metrics.served_elsewhere.get_or_create(&OutcomeLabel { outcome }).inc();
             }
         }
+        admitted.booked.forget_remote();
         for (worker, change) in changes {
             info!(%worker, status = head.status, ?change, "the health of a worker changed");
         }
@@ -432,7 +433,7 @@ mod tests {
         let load = LoadTracker::new(Instant::now);
         let ttl = Ttl { ttl: Duration::from_secs(120), most_blocks_per_rank: 1000 };
         let predictor = Predictor::new(Policy::Ttl(ttl), Instant::now);
-        let predictions = Predictions { without_events: Some(predictor), beside_events: None };
+        let predictions = Predictions { without_events: Some(predictor), ..Predictions::default() };
         let worker =
             Worker::new(WorkerId(1), "127.0.0.1:8000".parse().unwrap(), "m".into(), BlockSize::new(4).unwrap());
         let change = Fleet::empty().reconcile(vec![worker]);

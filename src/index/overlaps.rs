@@ -143,23 +143,40 @@ impl Overlaps {
     /// Raises what is found to what another answer finds on the device. Slots of models with cache groups stay: that a
     /// prompt was there says nothing of what the groups have kept of it.
     pub fn raise(&mut self, other: &Overlaps) {
-        for (slot, blocks) in other.iter().filter(|(_, blocks)| blocks.device > 0) {
+        self.raise_where(other, |_| true);
+    }
+
+    /// The same for some slots only.
+    pub fn raise_where(&mut self, other: &Overlaps, may: impl Fn(Slot) -> bool) {
+        for (slot, blocks) in other.iter().filter(|(slot, blocks)| blocks.device > 0 && may(*slot)) {
             let raised = self.get(slot).raised(blocks.device);
             match self.seat(slot) {
                 Some(seat) if self.plan.as_ref().is_some_and(|plan| plan.needs(seat).is_some()) => {}
                 Some(seat) => self.put(seat, raised),
-                None => {
-                    if self.beside.len() <= slot.at() {
-                        self.beside.resize(slot.at() + 1, TierBlocks::default());
-                    }
-                    // Entries that are found are never zero.
-                    if self.beside[slot.at()].total() == 0 {
-                        self.found_beside.push(slot);
-                    }
-                    self.beside[slot.at()] = raised;
-                }
+                None => self.put_beside(slot, raised),
             }
         }
+    }
+
+    /// Takes over what somebody else found, in place of whatever was found here.
+    pub fn take_over(&mut self, found: impl IntoIterator<Item = (Slot, TierBlocks)>) {
+        self.clear();
+        self.plan = None;
+        found
+            .into_iter()
+            .filter(|(_, blocks)| blocks.total() > 0)
+            .for_each(|(slot, found)| self.put_beside(slot, found));
+    }
+
+    fn put_beside(&mut self, slot: Slot, blocks: TierBlocks) {
+        if self.beside.len() <= slot.at() {
+            self.beside.resize(slot.at() + 1, TierBlocks::default());
+        }
+        // Entries that are found are never zero.
+        if self.beside[slot.at()].total() == 0 {
+            self.found_beside.push(slot);
+        }
+        self.beside[slot.at()] = blocks;
     }
 
     pub(super) fn clear(&mut self) {

@@ -42,6 +42,26 @@ pub(super) struct Plan {
     needs: Vec<Option<Arc<Needs>>>,
 }
 
+/// Whose cache has several groups: that a prompt was there says nothing of what these have kept of it.
+#[derive(Clone, Debug, Default)]
+pub struct Grouped(Arc<Plan>);
+
+impl Grouped {
+    pub(super) fn of(plan: &Arc<Plan>) -> Self {
+        Self(plan.clone())
+    }
+
+    /// Whether this slot's has.
+    pub fn has(&self, slot: Slot) -> bool {
+        self.0.seat(slot).is_some_and(|seat| self.0.needs(seat).is_some())
+    }
+
+    /// Whether nobody came or went between the two.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
 impl Plan {
     /// Whether any seat has needs.
     pub(super) fn any_needs(&self) -> bool {

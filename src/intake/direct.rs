@@ -21,11 +21,4 @@ impl Intake {
         request.constraints.adapter = named.adapter.clone();
         request
     }
-
-    /// Adds what the cache that all workers share holds of a prompt, if there is one.
-    pub async fn ask_shared(&self, request: &mut RouteRequest) {
-        if let Some(shared) = &self.parts.shared {
-            shared.look_up(request).await;
-        }
-    }
 }

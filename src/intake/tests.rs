@@ -18,6 +18,7 @@ fn parts(models: Models, clients: ClientsConfig, limits: Limits) -> Parts {
         tracking: TrackingHash::Public,
         sessions: None,
         shared: None,
+        remote: None,
         tokens: Default::default(),
     }
 }

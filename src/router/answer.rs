@@ -81,6 +81,8 @@ pub enum Reason {
     Deadline,
     /// No event source of any candidate has caught up.
     IndexCold,
+    /// No server of the index answered.
+    IndexAway,
     /// The blocks of no candidate's engine can be brought to the size that is configured.
     BlockSizeMismatch,
     /// No worker is known.
@@ -127,6 +129,7 @@ impl Reason {
             Reason::TokenizerBusy => "tokenizer_busy",
             Reason::Deadline => "deadline",
             Reason::IndexCold => "index_cold",
+            Reason::IndexAway => "index_away",
             Reason::BlockSizeMismatch => "block_size_mismatch",
             Reason::NoFleet => "no_fleet",
             Reason::NoCandidate => "no_candidate",

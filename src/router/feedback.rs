@@ -108,7 +108,7 @@ impl Router {
         let worker = booked.route.prefill()?.to.rank.worker;
         if outcome == Outcome::Failure {
             let of_prefill = booked.leases.drain(booked.own_leases.min(booked.leases.len())..);
-            of_prefill.zip(&booked.prompts).for_each(|(lease, hashes)| _ = lease.revoke(hashes));
+            of_prefill.zip(booked.prompts.iter().cycle()).for_each(|(lease, hashes)| _ = lease.revoke(hashes));
         }
         let mut probes = std::mem::take(&mut booked.probes);
         let change = self.verdict(worker, outcome, &mut probes, self.load.now());

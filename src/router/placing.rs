@@ -11,6 +11,7 @@ use super::leg::{Legs, Undecided};
 use super::pools::Pools;
 use super::prepared::Prepared;
 use super::question::Prefilled;
+use super::remote::Remote;
 use crate::admission::{Attempt, Gate, Placing};
 use crate::block::BlockHashes;
 use crate::fleet::Member;
@@ -35,6 +36,8 @@ pub struct Booked {
     pub(super) sighting: Option<Sighting>,
     /// Its prompts, as far as they are known, until it is known who serves it.
     pub(super) prompts: Vec<BlockHashes>,
+    /// What was said of them by whoever keeps the index.
+    pub(super) remote: Remote,
     /// Who will have them cached; whoever answers comes first. Empty where nothing is predicted.
     pub(super) expected: Vec<Member>,
     /// How many of the leases, from the first on, are on the worker rank that answers.
@@ -55,6 +58,11 @@ impl Booked {
     /// Gives its prompts away, as far as they are known; it is over.
     pub fn take_prompts(&mut self) -> Vec<BlockHashes> {
         std::mem::take(&mut self.prompts)
+    }
+
+    /// It is known who serves it: what was said of its prompts elsewhere is not needed any longer.
+    pub fn forget_remote(&mut self) {
+        self.remote = Remote::NotAsked;
     }
 
     /// The answer fills one more block, on the worker rank that writes it.
@@ -90,13 +98,13 @@ impl Router {
 
     /// What will be cached where, once the request is sent.
     pub(super) fn expected(&self, legs: &Legs<'_>) -> Vec<Member> {
-        legs.chosen().filter(|member| self.predictions.of(member).is_some()).cloned().collect()
+        legs.chosen().filter(|member| self.predictions.any_of(member)).cloned().collect()
     }
 
     /// The request is on its way: its prompts will be cached where it goes, as far as that is predicted.
     pub fn expect_booked(&self, booked: &mut Booked) {
         for member in booked.expected.drain(..) {
-            booked.leases.extend(booked.prompts.iter().filter_map(|hashes| self.predictions.record(&member, hashes)));
+            booked.leases.extend(self.predictions.record(&member, &booked.prompts));
             if member.rank == booked.chosen {
                 booked.own_leases = booked.leases.len();
             }

@@ -1,12 +1,14 @@
 //! What routed prompts are taken to have left behind: in the caches of workers that say nothing, and, for a moment, in
-//! those of workers whose events are still on their way.
+//! those of workers whose events are still on their way. Where the index is kept elsewhere both are kept for everybody: who
+//! says nothing is known only with its answer, and without one nobody does.
 
 use std::sync::Arc;
 
+use super::remote::Known;
 use crate::block::BlockHashes;
 use crate::fleet::Member;
 use crate::index::Overlaps;
-use crate::predict::{Lease, Predictor, RankPrediction};
+use crate::predict::{EffectivePolicy, Lease, Predictor, RankPrediction};
 
 /// Both kinds of prediction, as far as they are wanted.
 #[derive(Clone, Default)]
@@ -15,29 +17,44 @@ pub struct Predictions {
     pub without_events: Option<Arc<Predictor>>,
     /// For the others, until the event comes.
     pub beside_events: Option<Arc<Predictor>>,
+    /// Whether both are kept for every worker rank.
+    pub everywhere: bool,
 }
 
 impl Predictions {
     /// Who predicts for a worker rank.
-    pub fn of(&self, member: &Member) -> Option<&Arc<Predictor>> {
-        match member.worker.event_source(member.rank.rank) {
-            None => self.without_events.as_ref(),
-            Some(_) => self.beside_events.as_ref(),
-        }
+    fn of(&self, member: &Member) -> impl Iterator<Item = &Arc<Predictor>> {
+        let is_silent = member.worker.event_source(member.rank.rank).is_none();
+        let silent = self.without_events.iter().filter(move |_| is_silent || self.everywhere);
+        silent.chain(self.beside_events.iter().filter(move |_| !is_silent || self.everywhere))
+    }
+
+    /// Whether anybody predicts for a worker rank.
+    pub(super) fn any_of(&self, member: &Member) -> bool {
+        self.of(member).next().is_some()
     }
 
     /// Begins to predict for a worker rank.
     pub fn open(&self, member: &Member) {
-        if let Some(predictor) = self.of(member) {
+        for predictor in self.of(member) {
+            predictor.open(member.slot, member.rank, member.worker.capacity.total_kv_blocks);
+        }
+    }
+
+    /// A worker rank holds more or less than it did: what is believed to be left there begins anew, unless that leaves by
+    /// time alone.
+    pub fn refit(&self, member: &Member) {
+        let by_time = |found: &RankPrediction| {
+            found.rank == member.rank && matches!(found.policy, EffectivePolicy::Ttl { fallback: false, .. })
+        };
+        for predictor in self.of(member).filter(|predictor| !predictor.stats().ranks.iter().any(by_time)) {
             predictor.open(member.slot, member.rank, member.worker.capacity.total_kv_blocks);
         }
     }
 
     /// Forgets a worker rank.
     pub fn close(&self, member: &Member) {
-        if let Some(predictor) = self.of(member) {
-            predictor.close(member.slot);
-        }
+        self.of(member).for_each(|predictor| predictor.close(member.slot));
     }
 
     /// Lets what is due expire.
@@ -51,16 +68,30 @@ impl Predictions {
     }
 
     /// Raises what is known of a prompt to what is predicted.
-    pub(super) fn raise(&self, hashes: &BlockHashes, table: &mut Overlaps, scratch: &mut Overlaps) {
-        for predictor in self.all() {
+    pub(super) fn raise(
+        &self,
+        hashes: &BlockHashes,
+        (table, scratch): (&mut Overlaps, &mut Overlaps),
+        known: Known<'_>,
+    ) {
+        if let Some(predictor) = &self.without_events {
             predictor.overlaps(hashes, scratch);
-            table.raise(scratch);
+            table.raise_where(scratch, |slot| known.is_silent(slot));
+        }
+        if let Some(predictor) = &self.beside_events {
+            predictor.overlaps(hashes, scratch);
+            table.raise_where(scratch, |slot| known.is_telling(slot));
         }
     }
 
-    /// A prompt goes to this worker rank.
-    pub(super) fn record(&self, member: &Member, hashes: &BlockHashes) -> Option<Lease> {
-        Some(self.of(member)?.record(member.slot, member.rank, hashes))
+    /// Prompts go to this worker rank. Predictor by predictor, and of each in the order of the prompts; the first lease is
+    /// the one that grows with the answer.
+    pub(super) fn record(&self, member: &Member, prompts: &[BlockHashes]) -> Vec<Lease> {
+        let of_prompts = |predictor: &Arc<Predictor>| {
+            let record = |hashes| predictor.record(member.slot, member.rank, hashes);
+            prompts.iter().map(record).collect::<Vec<_>>()
+        };
+        self.of(member).flat_map(of_prompts).collect()
     }
 
     pub(super) fn any(&self) -> bool {

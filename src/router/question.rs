@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Prefill, Reason};
+use super::{Prefill, Reason, Remote};
 use crate::block::{BlockHashes, SequenceHash};
 use crate::disagg::Bypass;
 use crate::parity::Foretold;
@@ -74,6 +74,8 @@ pub struct RouteRequest {
     pub tracked: Option<Vec<Arc<[SequenceHash]>>>,
     /// Ranges of blocks, sorted and disjoint, that a cache shared by all workers holds.
     pub shared: Vec<Range<u32>>,
+    /// What is cached where, as far as somebody else was asked for it.
+    pub remote: Remote,
     /// Whom the request may go to. The role is the router's to fill in.
     pub constraints: Constraints,
     /// The only worker that may do the prefill.
@@ -177,6 +179,7 @@ impl RouteRequest {
             foretold: Foretold::Nothing,
             tracked: None,
             shared: Vec::new(),
+            remote: Remote::NotAsked,
             constraints: Constraints::default(),
             prefill_pin: None,
             affinity: None,

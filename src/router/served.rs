@@ -4,7 +4,7 @@
 use super::placing::Booked;
 use super::prepared::{Counting, Looked};
 use super::{Router, destination, prepared};
-use crate::fleet::Member;
+use crate::fleet::{Fleet, Member};
 use crate::health::Condition;
 use crate::load::Booking;
 use crate::worker::{Endpoint, WorkerRank};
@@ -35,7 +35,7 @@ impl Router {
         if there.iter().any(|member| member.worker.model == booked.route.model) {
             there.retain(|member| member.worker.model == booked.route.model);
         }
-        let moved = self.relocate(booked, &there);
+        let moved = self.relocate(booked, &there, &fleet);
         self.expect_at(booked, moved);
         match moved {
             Some(member) => {
@@ -51,14 +51,16 @@ impl Router {
     }
 
     /// Moves the booking to one of these; none where nobody is there any more.
-    fn relocate<'f>(&self, booked: &mut Booked, there: &[&'f Member]) -> Option<&'f Member> {
-        let looked = |hashes| Looked::new(self.cached_where(hashes), hashes);
-        let looked: Vec<Looked> = if there.is_empty() { vec![] } else { booked.prompts.iter().map(looked).collect() };
+    fn relocate<'f>(&self, booked: &mut Booked, there: &[&'f Member], fleet: &Fleet) -> Option<&'f Member> {
+        let remote = booked.remote.clone();
+        let looked = |(nth, hashes)| Looked::new(self.cached_where((nth, hashes), &remote, fleet), hashes);
+        let prompts = booked.prompts.iter().enumerate().filter(|_| !there.is_empty());
+        let looked: Vec<Looked> = prompts.map(looked).collect();
         let to = booked.route.to;
         // The request still names the rank that it was to go to.
         let named = to.several_ranks.then_some(to.rank.rank);
         let by_durations = self.settings().tracking.prefill_durations;
-        let trust = self.sources.table();
+        let trust = self.trusted(&remote);
         let counting =
             |member: &Member| Counting { engine: trust.standing(member.rank).engine_block_size, as_reported: false };
         let differing = booked.differing.clone();
@@ -89,10 +91,9 @@ impl Router {
         self.expect_booked(booked);
         let own = std::mem::take(&mut booked.own_leases).min(booked.leases.len());
         let own = booked.leases.drain(..own);
-        let generated: u64 = own.zip(&booked.prompts).map(|(lease, hashes)| lease.revoke(hashes)).sum();
+        let generated: u64 = own.zip(booked.prompts.iter().cycle()).map(|(lease, hashes)| lease.revoke(hashes)).sum();
         let Some(member) = moved.filter(|member| member.worker.block_size == booked.route.block_size) else { return };
-        let mut leases: Vec<_> =
-            booked.prompts.iter().filter_map(|hashes| self.predictions.record(member, hashes)).collect();
+        let mut leases = self.predictions.record(member, &booked.prompts);
         if let Some(lease) = leases.first_mut() {
             lease.grow(generated);
         }

@@ -42,6 +42,18 @@ impl Trusted {
     }
 }
 
+impl Trusted {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (WorkerRank, Standing)> {
+        self.0.iter().map(|(rank, standing)| (*rank, *standing))
+    }
+}
+
+impl FromIterator<(WorkerRank, Standing)> for Trusted {
+    fn from_iter<T: IntoIterator<Item = (WorkerRank, Standing)>>(standings: T) -> Self {
+        Self(standings.into_iter().collect())
+    }
+}
+
 impl Sources {
     /// Facts of this source are told from now on.
     pub fn watch(&self, rank: WorkerRank, source: SharedSource) {

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use tonic::transport::Endpoint;
 
 use crate::settings::{Period, Problem};
+use crate::tls::ClientFiles;
 
 /// `takeover:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -73,7 +74,7 @@ impl TakeoverConfig {
 
     /// Mistakes of meaning, where event sources are waited for so long.
     pub fn problems(&self, sources: Duration) -> Vec<Problem> {
-        let mut problems = self.problems_of_tls();
+        let mut problems = self.files().problems(self.from.as_ref().is_some_and(|from| from.starts_with("https://")));
         match &self.from {
             None if self.file.is_none() => {
                 problems.push(Problem::of("from", "neither `from` nor `file` says where what is known is to be had"));
@@ -100,23 +101,8 @@ impl TakeoverConfig {
         problems
     }
 
-    fn problems_of_tls(&self) -> Vec<Problem> {
-        let mut problems = Vec::new();
-        let files = [("ca_file", &self.ca_file), ("cert_file", &self.cert_file), ("key_file", &self.key_file)];
-        for (key, file) in files {
-            if let Some(file) = file.as_ref().filter(|file| !file.is_file()) {
-                problems.push(Problem::of(key, format!("there is no file {}", file.display())));
-            }
-        }
-        let given = files.into_iter().find(|(_, file)| file.is_some());
-        if let Some((key, _)) = given.filter(|_| self.from.as_ref().is_none_or(|from| !from.starts_with("https://"))) {
-            problems.push(Problem::of(key, "it is of no use unless `from` begins with https://"));
-        }
-        if self.cert_file.is_some() != self.key_file.is_some() {
-            let (key, missing) =
-                if self.cert_file.is_some() { ("cert_file", "key_file") } else { ("key_file", "cert_file") };
-            problems.push(Problem::of(key, format!("`{missing}` belongs to it and is missing")));
-        }
-        problems
+    /// The files for TLS.
+    pub(super) fn files(&self) -> ClientFiles<'_> {
+        ClientFiles { ca: self.ca_file.as_ref(), cert: self.cert_file.as_ref(), key: self.key_file.as_ref() }
     }
 }

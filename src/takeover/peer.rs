@@ -1,17 +1,16 @@
 //! Another warmroute that is asked for what it knows.
 
 use std::io::{self, BufReader, Read as _};
-use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context as _, anyhow};
+use anyhow::anyhow;
 use bytes::Bytes;
 use futures_util::stream::{self, Stream};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::io::{StreamReader, SyncIoBridge};
 use tokio_util::sync::CancellationToken;
-use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
+use tonic::transport::Endpoint;
 use tonic::{Code, Status, Streaming};
 use tracing::debug;
 
@@ -55,7 +54,7 @@ impl Peer {
     pub(super) fn new(from: &str, settings: &TakeoverConfig) -> anyhow::Result<Self> {
         let mut endpoint = Endpoint::from_shared(from.to_owned())?.connect_timeout(WAITS.0);
         if from.starts_with("https://") {
-            endpoint = endpoint.tls_config(tls(settings)?)?;
+            endpoint = endpoint.tls_config(settings.files().read()?)?;
         }
         Ok(Self { endpoint, turns: Semaphore::new(AT_ONCE) })
     }
@@ -134,17 +133,4 @@ fn of_dump(error: DumpError) -> Failure {
         DumpError::Magic | DumpError::Version(_) | DumpError::Malformed(_) => Failure::ForGood(error.into()),
         DumpError::Io(_) | DumpError::Checksum | DumpError::Truncated => Failure::ForNow(error.into()),
     }
-}
-
-fn tls(settings: &TakeoverConfig) -> anyhow::Result<ClientTlsConfig> {
-    let read = |file: &PathBuf| std::fs::read(file).with_context(|| format!("cannot read {}", file.display()));
-    let mut tls = ClientTlsConfig::new();
-    tls = match &settings.ca_file {
-        Some(file) => tls.ca_certificate(Certificate::from_pem(read(file)?)),
-        None => tls.with_enabled_roots(),
-    };
-    if let (Some(cert), Some(key)) = (&settings.cert_file, &settings.key_file) {
-        tls = tls.identity(Identity::from_pem(read(cert)?, read(key)?));
-    }
-    Ok(tls)
 }

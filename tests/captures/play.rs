@@ -92,6 +92,7 @@ fn intake(block_size: BlockSize, media: MediaTokens, encoders: &[Arc<Encoder>; 2
         tracking: TrackingHash::Public,
         sessions: None,
         shared: None,
+        remote: None,
         tokens: Default::default(),
     })
 }

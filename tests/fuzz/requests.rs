@@ -95,6 +95,7 @@ fn intake(trusted: bool, named: bool) -> Arc<Intake> {
             final_headers: vec!["x-final".to_owned()],
         }),
         shared: None,
+        remote: None,
         tokens: Default::default(),
     })
 }

@@ -57,6 +57,7 @@ impl Pages {
             envoys: Arc::new(|| serde_json::Value::Null),
             cluster: Arc::new(|| serde_json::Value::Null),
             replicas: Arc::new(|| serde_json::Value::Null),
+            remote_index: Arc::new(|| serde_json::Value::Null),
         };
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}{PAGE}", listener.local_addr().unwrap());

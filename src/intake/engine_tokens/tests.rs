@@ -57,6 +57,7 @@ fn intake(config: &EngineTokensConfig, media: MediaTokens) -> (Arc<Intake>, Arc<
         tracking: crate::block::TrackingHash::Public,
         sessions: None,
         shared: None,
+        remote: None,
         tokens: HashMap::from([("m".into(), source)]),
     };
     (Intake::new(parts), metrics)

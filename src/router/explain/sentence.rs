@@ -134,6 +134,7 @@ fn because(reason: Reason) -> &'static str {
         Reason::TokenizerBusy => "too many prompts wait for the tokenizer",
         Reason::Deadline => "the tokenizer took longer than its deadline",
         Reason::IndexCold => "no event source of any candidate has caught up",
+        Reason::IndexAway => "no server of the index answered",
         Reason::BlockSizeMismatch => "the blocks of the engines cannot be brought to the configured size",
         Reason::NoFleet | Reason::NoCandidate | Reason::Unsatisfied | Reason::NoPrefill => "there is no candidate",
         Reason::BadPin => "the request is pinned to a worker that will not do",

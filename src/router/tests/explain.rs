@@ -290,7 +290,7 @@ fn an_explanation_takes_no_probe_records_no_blocks_and_latches_nothing() {
     let told = clock.clone();
     let without_events = Some(Predictor::new(policy, move || told.now()));
     let router = clocked([sized], RouterSettings { overload, ..RouterSettings::default() }, &clock);
-    let router = router.predicting(Predictions { without_events, beside_events: None });
+    let router = router.predicting(Predictions { without_events, ..Predictions::default() });
     router.fleet().members().for_each(|member| router.predictions().open(member));
 
     fails(&router, 1);

@@ -185,7 +185,7 @@ fn predicted(workers: impl IntoIterator<Item = Worker>) -> Router {
     let policy = Policy::Lru { default_blocks: Some(100), fallback };
     let without_events = Some(Predictor::new(policy, Instant::now));
     let router = router_of(workers, RouterSettings::default());
-    let router = router.predicting(Predictions { without_events, beside_events: None });
+    let router = router.predicting(Predictions { without_events, ..Predictions::default() });
     router.fleet().members().for_each(|member| router.predictions().open(member));
     router
 }

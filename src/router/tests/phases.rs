@@ -261,7 +261,7 @@ fn a_placed_request_leaves_no_prediction_before_it_is_sent_and_only_the_answerin
     let without_events = Some(crate::predict::Predictor::new(policy, move || told.now()));
     let workers = [with_role(1, Role::Prefill), with_role(11, Role::Decode)];
     let router = clocked(workers, RouterSettings::default(), &clock);
-    let router = router.predicting(Predictions { without_events, beside_events: None });
+    let router = router.predicting(Predictions { without_events, ..Predictions::default() });
     router.fleet().members().for_each(|member| router.predictions().open(member));
     let held = || {
         let mut held: Vec<_> =
