@@ -6,20 +6,20 @@
 #[path = "../examples/support/mod.rs"]
 mod support;
 
+#[path = "envoy_e2e/another.rs"]
+mod another;
 #[path = "envoy_e2e/deployment.rs"]
 #[expect(dead_code, reason = "other tests use more of it")]
 mod deployment;
 #[path = "envoy_e2e/openmetrics.rs"]
 mod openmetrics;
 
-use std::path::PathBuf;
-
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 
-use deployment::{Answered, Deployment, PATIENCE, essay, fast, programs, telling};
-use support::child::Child;
-use support::ports::{FreePort, Ready, until, wait_ready};
+use another::Another;
+use deployment::{Answered, Deployment, PATIENCE, essay, fast, telling};
+use support::ports::{FreePort, until};
 use support::stack::MODEL;
 
 /// Requests that are compared.
@@ -28,48 +28,6 @@ const REQUESTS: usize = 800;
 const PROMPTS: usize = 200;
 /// Requests while something is wrong.
 const MEANWHILE: usize = 60;
-
-/// One more of us beside the deployment's own.
-struct Another {
-    name: &'static str,
-    child: Child,
-    admin: u16,
-    socket: PathBuf,
-}
-
-impl Another {
-    /// The configuration of the deployment's own, with a socket and a page of its own and these sections.
-    async fn start(deployment: &Deployment, name: &'static str, more: &Value) -> Self {
-        let admin = FreePort::find().unwrap().release();
-        let text = std::fs::read(deployment.run_dir.join("warmroute.yaml")).unwrap();
-        let mut config: Value = serde_json::from_slice(&text).unwrap();
-        let socket = deployment.run_dir.join(format!("{name}.sock"));
-        config["listen"]["unix"] = json!(socket);
-        config["admin"]["listen"] = json!(format!("127.0.0.1:{admin}"));
-        let sections = config.as_object_mut().unwrap();
-        for section in ["envoy", "api", "serve_index"] {
-            sections.remove(section);
-        }
-        sections.extend(more.as_object().unwrap().clone());
-        let file = deployment.run_dir.join(format!("{name}.yaml"));
-        std::fs::write(&file, config.to_string()).unwrap();
-        let mut command = std::process::Command::new(&programs().warmroute[0]);
-        command.arg("serve").arg("--config").arg(&file);
-        let child = Child::spawn(name, &command, &deployment.run_dir).unwrap();
-        let another = Self { name, child, admin, socket };
-        wait_ready(Ready::Http(&another.page("/readyz")), PATIENCE, &another.child).await.unwrap();
-        another
-    }
-
-    fn page(&self, page: &str) -> String {
-        format!("http://127.0.0.1:{}{page}", self.admin)
-    }
-
-    async fn index(&self, deployment: &Deployment) -> Value {
-        let page = deployment.http.get(self.page("/debug/index")).send().await.unwrap();
-        page.json().await.unwrap_or_else(|error| panic!("{}: {error}\n{}", self.name, self.child.log_tail()))
-    }
-}
 
 async fn complete(deployment: &Deployment, topic: usize) -> Answered {
     let body = json!({"model": MODEL, "prompt": essay(topic % PROMPTS), "max_tokens": 1});
@@ -112,7 +70,7 @@ async fn judged(deployment: &Deployment, page: &str, topic: usize) -> Value {
 }
 
 async fn metrics(deployment: &Deployment, asker: &Another) -> openmetrics::Page {
-    let page = deployment.http.get(asker.page("/metrics")).send().await.unwrap();
+    let page = deployment.http.get(asker.url("/metrics")).send().await.unwrap();
     openmetrics::Page::read(&page.text().await.unwrap())
 }
 
@@ -137,13 +95,11 @@ async fn who_asks_for_the_index_routes_as_who_keeps_it_and_loses_servers_without
     let asking = json!({"use_remote_index": {"servers": servers, "deadline": "5s", "hedge": "20ms"}});
     let asker = Another::start(&deployment, "asker", &asking).await;
     // From now on Envoy asks the one without an index.
-    let first = deployment.standalone().ext_proc_socket();
-    let envoy = envoy.replace(&first.display().to_string(), &asker.socket.display().to_string());
-    deployment.start_envoy(&envoy).await.unwrap();
+    deployment.start_envoy(&asker.envoy_config(&deployment)).await.unwrap();
     let of_asker = hit_rate(&deployment, 5).await;
     println!("hit rate of a server {of_server:.4}, of the asker {of_asker:.4}: {:.4} of it", of_asker / of_server);
     assert!(of_asker >= 0.98 * of_server, "{of_asker} of {of_server}");
-    let index = asker.index(&deployment).await;
+    let index = asker.index().await;
     assert_eq!((&index["total"]["device"], &index["distinct_blocks"]), (&json!(0), &json!(0)));
     assert_eq!(index["remote"][1]["ranks"], 4, "{index}");
 
@@ -152,7 +108,7 @@ async fn who_asks_for_the_index_routes_as_who_keeps_it_and_loses_servers_without
     let mut found = 0;
     for topic in 0..20 {
         let ours = judged(&deployment, &deployment.admin_url("/debug/explain"), topic).await;
-        assert_eq!(judged(&deployment, &asker.page("/debug/explain"), topic).await, ours);
+        assert_eq!(judged(&deployment, &asker.url("/debug/explain"), topic).await, ours);
         found += ours.as_array().unwrap().iter().filter(|rank| rank["overlap"]["device"] != 0).count();
     }
     assert!(found >= 20, "each prompt is somewhere: {found}");
@@ -175,7 +131,7 @@ async fn who_asks_for_the_index_routes_as_who_keeps_it_and_loses_servers_without
     let third = Another::start(&deployment, "third", &serving(ports[1])).await;
     let exact = async || complete(&deployment, 7).await.mode() == "exact";
     assert!(until(PATIENCE, exact).await, "{}", asker.child.log_tail());
-    let known = third.index(&deployment).await["total"]["device"].as_u64().unwrap();
+    let known = third.index().await["total"]["device"].as_u64().unwrap();
     assert!(known > 0, "{}", third.child.log_tail());
     assert_eq!(modes(&deployment, 60).await, ["exact"]);
     let log = std::fs::read_to_string(asker.child.log()).unwrap();

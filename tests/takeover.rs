@@ -6,6 +6,8 @@
 #[path = "../examples/support/mod.rs"]
 mod support;
 
+#[path = "envoy_e2e/another.rs"]
+mod another;
 #[path = "envoy_e2e/deployment.rs"]
 #[expect(dead_code, reason = "other tests use more of it")]
 mod deployment;
@@ -13,15 +15,14 @@ mod deployment;
 #[expect(dead_code, reason = "other tests use more of it")]
 mod openmetrics;
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
+use another::Another;
 use deployment::{Deployment, PATIENCE, essay, fast, programs, telling};
-use support::child::Child;
-use support::ports::{FreePort, Ready, until, wait_ready};
+use support::ports::{FreePort, until};
 use support::stack::{EngineSpec, MODEL};
 
 /// Requests that are compared.
@@ -53,58 +54,15 @@ async fn hit_rate(deployment: &Deployment, from: usize, requests: usize) -> f64 
     cached / prompt
 }
 
-/// Another warmroute for the same workers, beside the first.
-struct Another {
-    child: Child,
-    socket: PathBuf,
-    admin: String,
-    http: reqwest::Client,
+/// Blocks on the device that it knows of.
+async fn known(another: &Another) -> u64 {
+    another.index().await["total"]["device"].as_u64().unwrap()
 }
 
-impl Another {
-    fn spawn(deployment: &Deployment, name: &str, more: &Value) -> Self {
-        let text = std::fs::read(deployment.run_dir.join("warmroute.yaml")).unwrap();
-        let mut config: Value = serde_json::from_slice(&text).unwrap();
-        let socket = deployment.run_dir.join(format!("{name}.sock"));
-        let admin = format!("127.0.0.1:{}", FreePort::find().unwrap().release());
-        config["listen"] = json!({"unix": socket});
-        config["admin"] = json!({"listen": admin});
-        let all = config.as_object_mut().unwrap();
-        ["api", "envoy", "takeover"].iter().for_each(|own| _ = all.remove(*own));
-        all.extend(more.as_object().unwrap().clone());
-        let file = deployment.run_dir.join(format!("{name}.yaml"));
-        std::fs::write(&file, config.to_string()).unwrap();
-        let mut command = std::process::Command::new(&programs().warmroute[0]);
-        command.arg("serve").arg("--config").arg(&file);
-        let child = Child::spawn(name, &command, &deployment.run_dir).unwrap();
-        Self { child, socket, admin, http: deployment.http.clone() }
-    }
-
-    async fn start(deployment: &Deployment, name: &str, more: &Value) -> Self {
-        let another = Self::spawn(deployment, name, more);
-        another.is_ready().await;
-        another
-    }
-
-    async fn is_ready(&self) {
-        wait_ready(Ready::Http(&self.url("/readyz")), PATIENCE, &self.child).await.unwrap();
-    }
-
-    fn url(&self, page: &str) -> String {
-        format!("http://{}{page}", self.admin)
-    }
-
-    /// Blocks on the device that it knows of.
-    async fn known(&self) -> u64 {
-        let index = json_of(&self.http, &self.url("/debug/index")).await.unwrap();
-        index["total"]["device"].as_u64().unwrap()
-    }
-
-    /// Waits until it knows exactly what the engines hold.
-    async fn settles(&self, deployment: &Deployment) {
-        let same = async || self.known().await == deployment.cached_blocks().await;
-        assert!(until(PATIENCE, same).await, "{} and {}", self.known().await, deployment.cached_blocks().await);
-    }
+/// Waits until it knows exactly what the engines hold.
+async fn settles(another: &Another, deployment: &Deployment) {
+    let same = async || known(another).await == deployment.cached_blocks().await;
+    assert!(until(PATIENCE, same).await, "{} and {}", known(another).await, deployment.cached_blocks().await);
 }
 
 /// A deployment whose warmroute can be copied from at this address.
@@ -127,23 +85,20 @@ async fn the_first_requests_of_a_new_one_find_what_those_of_its_peer_found() {
 
     // One that has to learn for itself, for comparison, and one that copies while requests go on.
     let cold = Another::start(&deployment, "cold", &json!({})).await;
-    let known = deployment.cached_blocks().await;
-    assert!(cold.known().await < known / 2, "the engines repeat {} of {known} blocks", cold.known().await);
+    let held = deployment.cached_blocks().await;
+    assert!(known(&cold).await < held / 2, "the engines repeat {} of {held} blocks", known(&cold).await);
     let from = json!({"takeover": {"from": api}});
     let starts = Another::start(&deployment, "new", &from);
     let (new, _) = tokio::join!(starts, hit_rate(&deployment, 1, 100));
-    new.settles(&deployment).await;
+    settles(&new, &deployment).await;
 
     // From now on Envoy asks the new one.
-    let envoy = deployment.envoy_config();
-    let first = deployment.standalone().ext_proc_socket();
-    let envoy = envoy.replace(&first.display().to_string(), &new.socket.display().to_string());
-    deployment.start_envoy(&envoy).await.unwrap();
+    deployment.start_envoy(&new.envoy_config(&deployment)).await.unwrap();
     let of_new = hit_rate(&deployment, 5, REQUESTS).await;
     println!("hit rate of the peer {of_peer:.4}, of the new one {of_new:.4}: {:.4} of it", of_new / of_peer);
     assert!(of_new >= 0.98 * of_peer, "{of_new} of {of_peer}");
     // Both go on.
-    new.settles(&deployment).await;
+    settles(&new, &deployment).await;
     deployment.settle().await;
 }
 
@@ -197,7 +152,7 @@ async fn where_nobody_tells_we_start_cold_or_wait_as_it_is_configured() {
     deployment.settle().await;
     let nobody = format!("http://127.0.0.1:{}", FreePort::find().unwrap().release());
     let alone = Another::start(&deployment, "alone", &json!({"takeover": {"from": nobody, "deadline": "1s"}})).await;
-    assert!(alone.known().await < deployment.cached_blocks().await);
+    assert!(known(&alone).await < deployment.cached_blocks().await);
 
     // Two that wait for one another know nothing; when one of them need not wait any longer, the other one need not either.
     let [one, two] = [0, 1].map(|_| format!("127.0.0.1:{}", FreePort::find().unwrap().release()));
@@ -214,5 +169,5 @@ async fn where_nobody_tells_we_start_cold_or_wait_as_it_is_configured() {
     let _other =
         Another::start(&deployment, "other", &json!({"api": {"listen": two}, "takeover": {"from": api}})).await;
     waits.is_ready().await;
-    waits.settles(&deployment).await;
+    settles(&waits, &deployment).await;
 }
