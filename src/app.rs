@@ -142,6 +142,7 @@ impl App {
         app.feed(&config, &entrance, feed.clone(), envoys.clone())?;
         let discovery = app.discovery(&sockets, &config, envoys).await?;
         app.keep_time(&entrance, &metrics);
+        app.keep_in_touch();
         app.tell_engines(&config, &entrance, &metrics)?;
         let models = app.reloader.load_models().await?;
         if let Some(socket) = &config.listen.unix {

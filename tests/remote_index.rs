@@ -95,7 +95,8 @@ async fn who_asks_for_the_index_routes_as_who_keeps_it_and_loses_servers_without
     let asking = json!({"use_remote_index": {"servers": servers, "deadline": "5s", "hedge": "20ms"}});
     let asker = Another::start(&deployment, "asker", &asking).await;
     // From now on Envoy asks the one without an index.
-    deployment.start_envoy(&asker.envoy_config(&deployment)).await.unwrap();
+    let envoy = asker.envoy_config(&deployment);
+    deployment.start_envoy(&envoy).await.unwrap();
     let of_asker = hit_rate(&deployment, 5).await;
     println!("hit rate of a server {of_server:.4}, of the asker {of_asker:.4}: {:.4} of it", of_asker / of_server);
     assert!(of_asker >= 0.98 * of_server, "{of_asker} of {of_server}");

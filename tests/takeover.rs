@@ -93,7 +93,8 @@ async fn the_first_requests_of_a_new_one_find_what_those_of_its_peer_found() {
     settles(&new, &deployment).await;
 
     // From now on Envoy asks the new one.
-    deployment.start_envoy(&new.envoy_config(&deployment)).await.unwrap();
+    let envoy = new.envoy_config(&deployment);
+    deployment.start_envoy(&envoy).await.unwrap();
     let of_new = hit_rate(&deployment, 5, REQUESTS).await;
     println!("hit rate of the peer {of_peer:.4}, of the new one {of_new:.4}: {:.4} of it", of_new / of_peer);
     assert!(of_new >= 0.98 * of_peer, "{of_new} of {of_peer}");

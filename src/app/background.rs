@@ -140,6 +140,19 @@ impl App {
         });
     }
 
+    /// Keeps in touch with those who are asked for the index.
+    pub(super) fn keep_in_touch(&mut self) {
+        let Some(asker) = self.reloader.asker.clone() else { return };
+        let (metrics, stop) = (self.reloader.metrics.clone(), self.stop.clone());
+        self.background.spawn(async move {
+            supervise("remote_index", &metrics, stop, || {
+                let asker = asker.clone();
+                async move { match asker.keep().await {} }
+            })
+            .await;
+        });
+    }
+
     /// Starts what tells engines of sessions, if they are to be told.
     pub(super) fn tell_engines(
         &mut self,

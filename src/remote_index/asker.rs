@@ -1,6 +1,7 @@
 //! Asking: one server in turn, another one beside it when it is slow, and nobody any longer than the deadline. The first
 //! good answer wins, and what is still under way then is dropped, which cancels it.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -11,7 +12,7 @@ use futures_util::stream::FuturesUnordered;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 use tracing::{debug, info, warn};
@@ -31,6 +32,10 @@ const LONGEST_ANSWER: usize = 16 << 20;
 /// How long a connection may take to be made, and be silent before it is asked whether it is still there.
 const CONNECT: Duration = Duration::from_secs(1);
 const SILENCE: Duration = Duration::from_secs(5);
+
+/// How long a trial may take, and how often it is looked whether one is due.
+const TRIAL: Duration = Duration::from_secs(2);
+const LOOK: Duration = Duration::from_millis(100);
 
 /// What is asked.
 #[derive(Clone, Copy, Debug)]
@@ -122,6 +127,7 @@ impl Asker {
         };
         let started = Instant::now();
         let answer = match self.permits.try_acquire() {
+            _ if question.prompts.len() > wire::MOST_PROMPTS => Err(Missed::Refused),
             Ok(_permit) => self.race(question, block_size, started).await,
             Err(_) => Err(Missed::Busy),
         };
@@ -204,6 +210,42 @@ impl Asker {
         (pick, answer)
     }
 
+    /// Connects, and tries again and again those who are left out, for ever. A connection is made only while somebody waits
+    /// for it, and requests do not wait for long.
+    pub async fn keep(&self) -> Infallible {
+        let all = (0..self.servers.len()).map(|server| self.try_out(Pick { server, trial: false }));
+        futures_util::future::join_all(all).await;
+        let mut trials = FuturesUnordered::new();
+        let mut looks = tokio::time::interval(LOOK);
+        loop {
+            tokio::select! {
+                _ = looks.tick() => {
+                    while let Some(pick) = self.due() {
+                        trials.push(self.try_out(pick));
+                    }
+                }
+                Some(()) = trials.next() => {}
+            }
+        }
+    }
+
+    fn due(&self) -> Option<Pick> {
+        self.choice.lock().due(Instant::now().into_std())
+    }
+
+    /// Asks something that nobody answers but everybody refuses who is ready.
+    async fn try_out(&self, pick: Pick) {
+        let mut trial = Race::new(self);
+        trial.open.push(pick);
+        let mut client = self.servers[pick.server].client.clone();
+        let ended = match timeout(TRIAL, client.overlaps(pb::OverlapsRequest::default())).await {
+            Err(_) => Ended::Late,
+            Ok(Err(status)) if !is_refusal(status.code()) => Ended::Failed,
+            Ok(_) => Ended::Answered,
+        };
+        trial.end(pick, ended);
+    }
+
     fn tell(&self, news: Option<News>) {
         let url = |server: usize| self.servers[server].url.as_str();
         match news {
@@ -243,6 +285,13 @@ impl Asker {
     }
 }
 
+/// Whether a server is well that answers so: the question is not for it.
+fn is_refusal(code: Code) -> bool {
+    use Code::{FailedPrecondition, InvalidArgument, OutOfRange, ResourceExhausted, Unimplemented};
+    // The codes of tonic itself for a message that is too long are among them.
+    matches!(code, FailedPrecondition | InvalidArgument | OutOfRange | ResourceExhausted | Unimplemented)
+}
+
 impl Server {
     fn new(url: &str, settings: &RemoteIndexConfig) -> anyhow::Result<Self> {
         let mut endpoint = Endpoint::from_shared(url.to_owned())?
@@ -265,13 +314,16 @@ impl Server {
     ) -> Result<RemoteAnswer, wire::Nonsense> {
         let version = answer.ranks_version;
         let prompts = wire::found(&answer.prompts, asked)?;
-        let ranks = match &answer.ranks {
-            Some(said) => {
+        let newest = self.known.load_full().filter(|newest| newest.version == version);
+        let ranks = match (&answer.ranks, newest) {
+            // Another answer has brought them meanwhile.
+            (_, Some(newest)) => newest.ranks.clone(),
+            (Some(said), None) => {
                 let ranks = Arc::new(wire::ranks(said)?);
                 self.known.store(Some(Arc::new(Known { version, ranks: ranks.clone() })));
                 ranks
             }
-            None => {
+            (None, None) => {
                 let same = known.filter(|known| known.version == version).ok_or(wire::Nonsense::Version(version))?;
                 same.ranks.clone()
             }
@@ -281,7 +333,7 @@ impl Server {
     }
 
     fn refused(&self, status: &Status) -> Missed {
-        let refused = matches!(status.code(), Code::FailedPrecondition | Code::InvalidArgument | Code::Unimplemented);
+        let refused = is_refusal(status.code());
         // Once, and not with every request, until it answers something.
         if refused && !self.refuses.swap(true, Ordering::Relaxed) {
             let (code, because) = (status.code(), status.message());
@@ -305,8 +357,8 @@ impl<'a> Race<'a> {
         Self { asker, asked: Vec::new(), open: Vec::new() }
     }
 
-    fn begin(&mut self, first: impl FnOnce(&mut Servers, std::time::Instant) -> Option<Pick>) -> Option<Pick> {
-        let pick = first(&mut self.asker.choice.lock(), Instant::now().into_std())?;
+    fn begin(&mut self, first: impl FnOnce(&mut Servers) -> Option<Pick>) -> Option<Pick> {
+        let pick = first(&mut self.asker.choice.lock())?;
         self.asked.push(pick);
         self.open.push(pick);
         Some(pick)
@@ -314,7 +366,7 @@ impl<'a> Race<'a> {
 
     fn beside(&mut self) -> Option<Pick> {
         let asked = self.asked.clone();
-        self.begin(|servers, _| servers.beside(&asked))
+        self.begin(|servers| servers.beside(&asked))
     }
 
     /// Somebody did not answer; whom to ask in its place.
@@ -322,7 +374,7 @@ impl<'a> Race<'a> {
         // Who refuses is well.
         self.end(pick, if missed == Missed::Refused { Ended::Answered } else { Ended::Failed });
         let asked = self.asked.clone();
-        self.begin(|servers, _| servers.instead(&asked))
+        self.begin(|servers| servers.instead(&asked))
     }
 
     /// Somebody has answered; whether it was not the first who was asked. Who was asked before and has not is slow.

@@ -3,12 +3,13 @@
 
 use std::time::{Duration, Instant};
 
-/// For so long a server that failed is left out, and after each vain trial for twice as long.
-const FIRST_PAUSE: Duration = Duration::from_secs(1);
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// For so long a server that failed is left alone. Requests do not try it again, so it need not be spared more than that.
+const PAUSE: Duration = Duration::from_secs(1);
 
-/// A server that is slow so many times in a row has failed. One time proves nothing.
+/// A server that is slow so many times in a row has failed. One time proves nothing, and neither do many questions that were
+/// under way at one time.
 const STRIKES: u32 = 3;
+const APART: Duration = Duration::from_millis(5);
 
 /// What every question adds to the budget of second questions, and the most it can hold. When all servers are slow, to ask
 /// each of them twice as much would be the end of them.
@@ -26,8 +27,9 @@ pub(super) struct Servers {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Server {
-    /// How often in a row it was slow.
+    /// How often in a row it was slow, and when last.
     strikes: u32,
+    struck: Option<Instant>,
     out: Option<Out>,
 }
 
@@ -35,8 +37,7 @@ struct Server {
 #[derive(Clone, Copy, Debug)]
 struct Out {
     until: Instant,
-    pause: Duration,
-    /// Whether somebody is trying it.
+    /// Whether it is being tried.
     tried: bool,
 }
 
@@ -45,7 +46,7 @@ struct Out {
 pub(super) struct Pick {
     /// Its number.
     pub(super) server: usize,
-    /// Whether it was out, and this question finds out whether it still is.
+    /// Whether it was out, and it is only to be found out whether it still is.
     pub(super) trial: bool,
 }
 
@@ -79,27 +80,27 @@ impl Servers {
         Self { servers: vec![Server::default(); count], next: 0, hedges: MOST_HEDGES }
     }
 
-    /// Whom a new question goes to; nobody where all are left out. Whoever has been out for long enough comes first, once:
-    /// the question can still go to another one.
-    pub(super) fn first(&mut self, now: Instant) -> Option<Pick> {
+    /// Whom a new question goes to; nobody where all are left out.
+    pub(super) fn first(&mut self) -> Option<Pick> {
         self.hedges = (self.hedges + HEDGES_PER_QUESTION).min(MOST_HEDGES);
-        let due = |server: &Server| server.out.is_some_and(|out| !out.tried && out.until <= now);
-        if let Some(server) = self.servers.iter().position(due) {
-            self.servers[server].out.iter_mut().for_each(|out| out.tried = true);
-            return Some(Pick { server, trial: true });
-        }
         self.well(&[])
+    }
+
+    /// Who has been out for long enough to be tried again.
+    pub(super) fn due(&mut self, now: Instant) -> Option<Pick> {
+        let due = |server: &Server| server.out.is_some_and(|out| !out.tried && out.until <= now);
+        let server = self.servers.iter().position(due)?;
+        self.servers[server].out.iter_mut().for_each(|out| out.tried = true);
+        Some(Pick { server, trial: true })
     }
 
     /// Whom a question goes to as well, because those who were asked are slow.
     pub(super) fn beside(&mut self, asked: &[Pick]) -> Option<Pick> {
-        // To find out that somebody is still out must not cost the others their second question.
-        let price = if asked.iter().any(|pick| pick.trial) { 0.0 } else { 1.0 };
-        if self.hedges < price {
+        if self.hedges < 1.0 {
             return None;
         }
         let found = self.well(asked)?;
-        self.hedges -= price;
+        self.hedges -= 1.0;
         Some(found)
     }
 
@@ -117,11 +118,12 @@ impl Servers {
         match ended {
             Ended::Left => None,
             Ended::Answered => {
-                server.strikes = 0;
+                (server.strikes, server.struck) = (0, None);
                 server.out.take().map(|_| News::Back(pick.server))
             }
+            Ended::Late if server.struck.is_some_and(|struck| now < struck + APART) => None,
             Ended::Late if !pick.trial && server.strikes + 1 < STRIKES => {
-                server.strikes += 1;
+                (server.strikes, server.struck) = (server.strikes + 1, Some(now));
                 None
             }
             Ended::Late | Ended::Failed => self.leave_out(pick, now),
@@ -135,15 +137,12 @@ impl Servers {
 
     fn leave_out(&mut self, pick: Pick, now: Instant) -> Option<News> {
         let server = &mut self.servers[pick.server];
-        server.strikes = 0;
-        let pause = match server.out {
-            None => FIRST_PAUSE,
-            Some(out) if pick.trial => (out.pause * 2).min(LONGEST_PAUSE),
-            // One of many that were under way when it failed: it has been counted.
-            Some(_) => return None,
-        };
         let was_well = server.out.is_none();
-        server.out = Some(Out { until: now + pause, pause, tried: false });
+        if !was_well && !pick.trial {
+            // One of many that were under way when it failed: it has been counted.
+            return None;
+        }
+        *server = Server { out: Some(Out { until: now + PAUSE, tried: false }), ..Server::default() };
         let all = self.servers.iter().all(|server| server.out.is_some());
         let news = if all { News::AllOut(pick.server) } else { News::Out(pick.server) };
         was_well.then_some(news)
@@ -167,70 +166,77 @@ mod tests {
         Pick { server, trial: false }
     }
 
-    fn firsts(servers: &mut Servers, now: Instant, times: usize) -> Vec<Option<usize>> {
-        (0..times).map(|_| servers.first(now).map(|pick| pick.server)).collect()
+    fn firsts(servers: &mut Servers, times: usize) -> Vec<Option<usize>> {
+        (0..times).map(|_| servers.first().map(|pick| pick.server)).collect()
     }
 
     #[test]
     fn those_who_are_well_take_turns() {
         let (mut servers, now) = (Servers::new(3), Instant::now());
-        assert_eq!(firsts(&mut servers, now, 4), [Some(0), Some(1), Some(2), Some(0)]);
+        assert_eq!(firsts(&mut servers, 4), [Some(0), Some(1), Some(2), Some(0)]);
         assert_eq!(servers.ended(pick(1), Ended::Failed, now), Some(News::Out(1)));
-        assert_eq!(firsts(&mut servers, now, 3), [Some(2), Some(0), Some(2)]);
-        assert_eq!(Servers::new(0).first(now), None);
+        assert_eq!(firsts(&mut servers, 3), [Some(2), Some(0), Some(2)]);
+        assert_eq!(Servers::new(0).first(), None);
     }
 
     #[test]
-    fn who_failed_is_tried_by_one_at_a_time_after_longer_and_longer_pauses() {
+    fn who_failed_is_tried_now_and_then_and_asked_again_once_it_answers() {
         let (mut servers, mut now) = (Servers::new(2), Instant::now());
         servers.ended(pick(0), Ended::Failed, now);
         // Others that were under way change nothing.
-        assert_eq!(servers.ended(pick(0), Ended::Failed, now), None);
-        for pause in [1, 2, 4, 8, 16, 30, 30] {
-            let pause = Duration::from_secs(pause);
-            assert_eq!(firsts(&mut servers, now + pause - Duration::from_millis(1), 3), [Some(1); 3]);
-            now += pause;
-            let trial = servers.first(now).unwrap();
-            assert_eq!(trial, Pick { server: 0, trial: true });
-            assert_eq!(firsts(&mut servers, now, 2), [Some(1); 2], "one at a time");
-            assert_eq!(servers.ended(trial, Ended::Late, now), None, "a trial that is late is in vain");
+        assert_eq!(servers.ended(pick(0), Ended::Failed, now + PAUSE / 2), None);
+        for ended in [Ended::Late, Ended::Failed, Ended::Late] {
+            assert_eq!(servers.due(now + PAUSE - Duration::from_millis(1)), None);
+            now += PAUSE;
+            let trial = servers.due(now).unwrap();
+            assert_eq!((trial, servers.due(now)), (Pick { server: 0, trial: true }, None), "one at a time");
+            assert_eq!(firsts(&mut servers, 2), [Some(1); 2], "no request tries it");
+            assert_eq!(servers.ended(trial, ended, now), None, "it is no news");
         }
-        now += LONGEST_PAUSE;
-        let left = servers.first(now).unwrap();
+        now += PAUSE;
+        let left = servers.due(now).unwrap();
         servers.ended(left, Ended::Left, now);
-        let again = servers.first(now).unwrap();
-        assert_eq!((left, again), (Pick { server: 0, trial: true }, Pick { server: 0, trial: true }), "given back");
+        let again = servers.due(now).unwrap();
+        assert_eq!(left, again, "given back");
         assert_eq!(servers.ended(again, Ended::Answered, now), Some(News::Back(0)));
         assert!(servers.is_well(0));
-        servers.ended(pick(0), Ended::Failed, now);
-        assert_eq!(servers.first(now + FIRST_PAUSE).unwrap().server, 0, "the first pause is short again");
     }
 
     #[test]
-    fn slowness_counts_only_in_a_row() {
-        let (mut servers, now) = (Servers::new(2), Instant::now());
+    fn slowness_counts_only_in_a_row_and_not_of_one_moment() {
+        let (mut servers, mut now) = (Servers::new(2), Instant::now());
+        let mut late = |servers: &mut Servers, server: usize| {
+            now += APART;
+            servers.ended(pick(server), Ended::Late, now)
+        };
         for _ in 0..5 {
-            servers.ended(pick(0), Ended::Late, now);
-            servers.ended(pick(0), Ended::Late, now);
-            servers.ended(pick(0), Ended::Answered, now);
+            late(&mut servers, 0);
+            late(&mut servers, 0);
+            servers.ended(pick(0), Ended::Answered, Instant::now());
         }
         assert!(servers.is_well(0));
-        let news: Vec<_> = (0..3).map(|_| servers.ended(pick(0), Ended::Late, now)).collect();
+        let news: Vec<_> = (0..3).map(|_| late(&mut servers, 0)).collect();
         assert_eq!(news, [None, None, Some(News::Out(0))]);
-        let news: Vec<_> = (0..3).map(|_| servers.ended(pick(1), Ended::Late, now)).collect();
+        let news: Vec<_> = (0..3).map(|_| late(&mut servers, 1)).collect();
         assert_eq!(news, [None, None, Some(News::AllOut(1))]);
-        assert_eq!(servers.first(now), None);
-        // Both are tried, each by one.
-        let later = now + FIRST_PAUSE;
-        assert_eq!(firsts(&mut servers, later, 3), [Some(0), Some(1), None]);
+        assert_eq!(servers.first(), None);
+        // Both are tried.
+        let trials: Vec<_> = (0..3).map(|_| servers.due(now + PAUSE).map(|pick| pick.server)).collect();
+        assert_eq!(trials, [Some(0), Some(1), None]);
+
+        let (mut servers, now) = (Servers::new(1), Instant::now());
+        for _ in 0..100 {
+            servers.ended(pick(0), Ended::Late, now);
+        }
+        assert!(servers.is_well(0), "a hundred questions were under way while it stood still once");
     }
 
     #[test]
     fn second_questions_are_a_tenth_and_a_few() {
-        let (mut servers, now) = (Servers::new(2), Instant::now());
+        let mut servers = Servers::new(2);
         let mut hedged = 0;
         for _ in 0..10_000 {
-            let first = servers.first(now).unwrap();
+            let first = servers.first().unwrap();
             hedged += usize::from(servers.beside(&[first]).is_some_and(|second| second.server != first.server));
         }
         assert!((1000..=1016).contains(&hedged), "{hedged}");
@@ -239,23 +245,20 @@ mod tests {
     #[test]
     fn nobody_is_asked_the_same_twice() {
         let (mut servers, now) = (Servers::new(1), Instant::now());
-        let only = servers.first(now).unwrap();
+        let only = servers.first().unwrap();
         assert_eq!((servers.beside(&[only]), servers.instead(&[only])), (None, None));
         let mut servers = Servers::new(2);
         servers.ended(pick(0), Ended::Failed, now);
-        let only = servers.first(now).unwrap();
+        let only = servers.first().unwrap();
         assert_eq!((only.server, servers.beside(&[only])), (1, None), "the other one is out");
     }
 
     #[test]
-    fn a_trial_costs_nothing_of_the_budget() {
-        let (mut servers, now) = (Servers::new(3), Instant::now());
+    fn who_fails_costs_nothing_of_the_budget() {
+        let mut servers = Servers::new(3);
         servers.hedges = 0.0;
-        servers.ended(pick(0), Ended::Failed, now);
-        let trial = servers.first(now + FIRST_PAUSE).unwrap();
-        assert!(trial.trial && servers.beside(&[trial]).is_some());
-        let other = servers.first(now).unwrap();
-        assert_eq!(servers.beside(&[other]), None);
-        assert!(servers.instead(&[other]).is_some(), "who fails costs nothing either");
+        let first = servers.first().unwrap();
+        assert_eq!(servers.beside(&[first]), None);
+        assert!(servers.instead(&[first]).is_some());
     }
 }

@@ -99,8 +99,9 @@ impl RemoteIndexConfig {
         }
         let mut seen = HashSet::new();
         for (at, server) in self.servers.iter().enumerate() {
+            let is_written_so = ["http://", "https://"].iter().any(|scheme| server.starts_with(scheme));
             let url = reqwest::Url::parse(server).ok();
-            if !url.is_some_and(|url| ["http", "https"].contains(&url.scheme()) && url.has_host()) {
+            if !is_written_so || !url.is_some_and(|url| url.has_host() && url.path() == "/") {
                 let text = format!("`{server}` is no address of a service; write for example http://index-0:9903");
                 problems.push(Problem::at([Step::from("servers"), at.into()], text));
             } else if !seen.insert(server) {

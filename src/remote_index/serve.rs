@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use arc_swap::ArcSwapOption;
+use parking_lot::Mutex;
 use prost::Message as _;
 use thiserror::Error;
 use tonic::{Code, Request, Response, Status};
@@ -50,7 +50,7 @@ pub struct ServedIndex(Arc<Shared>);
 
 struct Shared {
     parts: Parts,
-    said: ArcSwapOption<Said>,
+    said: Mutex<Option<Arc<Said>>>,
 }
 
 /// What is said of the worker ranks, as a message.
@@ -93,7 +93,7 @@ impl Refusal {
 impl ServedIndex {
     /// A service of these parts.
     pub fn new(parts: Parts) -> Self {
-        Self(Arc::new(Shared { parts, said: ArcSwapOption::empty() }))
+        Self(Arc::new(Shared { parts, said: Mutex::default() }))
     }
 
     /// The same as a gRPC server.
@@ -128,14 +128,16 @@ impl ServedIndex {
 
     /// What is said of the worker ranks, made once for as long as nothing changes.
     fn said(&self, of: &Arc<RemoteRanks>) -> Arc<Said> {
-        if let Some(said) = self.0.said.load_full().filter(|said| Arc::ptr_eq(&said.of, of)) {
-            return said;
+        // While it is made, others wait who would make the same.
+        let mut last = self.0.said.lock();
+        if let Some(said) = last.as_ref().filter(|said| Arc::ptr_eq(&said.of, of)) {
+            return said.clone();
         }
         let ranks = wire::said(of);
         // The hash of what it says: it holds beyond this process, and 0 says that none is known.
         let version = xxh3_64(&ranks.encode_to_vec()).max(1);
         let said = Arc::new(Said { of: of.clone(), version, ranks });
-        self.0.said.store(Some(said.clone()));
+        *last = Some(said.clone());
         said
     }
 }

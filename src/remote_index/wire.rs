@@ -12,8 +12,8 @@ use crate::router::{RemoteRank, RemoteRanks};
 use crate::trust::{Because, Standing, Trust};
 use crate::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
 
-/// Most prompts of a question; a request with more of them is not looked at either.
-pub(super) const MOST_PROMPTS: usize = 1024;
+/// Most prompts of a question. All ranks could hold each, and all of them would be told.
+pub(super) const MOST_PROMPTS: usize = 64;
 
 /// Bytes of a question beside its hashes.
 const AROUND: usize = 64 << 10;
