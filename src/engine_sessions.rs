@@ -5,7 +5,7 @@
 //! SGLang: `POST /open_session` with `{"capacity_of_str_len": 65536, "session_id": "…"}`, and `"streaming"` and `"timeout"`
 //! where they are configured; it answers 200 and the id, or an error where the id is open already. `POST /close_session`
 //! with `{"session_id": "…"}`. The id is the one that the client's requests name. Groups are not opened: an engine's session
-//! is one conversation, and a group is many.
+//! is one conversation, and a group is many. Of several routers the one tells that bound the session, or has inherited it.
 
 pub mod config;
 
@@ -171,7 +171,7 @@ impl EngineSessions {
     fn follow(&self, lanes: &mut Lanes) {
         for moved in self.sessions.moves() {
             match moved {
-                Moved::Came(Stay { group: true, .. }) | Moved::Left(Stay { group: true, .. }) => {}
+                Moved::Came(stay) | Moved::Left(stay) | Moved::HandedOver(stay) if stay.group => {}
                 Moved::Came(stay) => {
                     if let Some(place) = self.came(stay)
                         && !lanes.open(place)
@@ -185,6 +185,14 @@ impl EngineSessions {
                     if let Some(place) = place {
                         let is_open = known.open.contains(&place);
                         lanes.close(place, is_open);
+                    }
+                }
+                Moved::HandedOver(stay) => {
+                    let mut known = self.known.lock();
+                    if let Some(place) = known.bound.remove(&(stay.target.worker, stay.id)) {
+                        known.open.remove(&place);
+                        lanes.forget(&place);
+                        self.metrics.engine_sessions.set(known.open.len() as i64);
                     }
                 }
             }

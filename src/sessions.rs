@@ -132,6 +132,8 @@ pub enum Moved {
     Came(Stay),
     /// It ended, or went to another worker rank.
     Left(Stay),
+    /// It is where it was, but bound by another router, which sees to its end from now on.
+    HandedOver(Stay),
 }
 
 type Clock = Box<dyn Fn() -> Instant + Send + Sync>;
@@ -320,7 +322,8 @@ impl Binding {
 impl Drop for Binding {
     fn drop(&mut self) {
         if !self.decided {
-            let waiters = self.seat.change(Table::unbind);
+            let now = (self.seat.sessions.clock)();
+            let waiters = self.seat.change(|table, key, number| table.unbind(key, number, now));
             waiters.into_iter().for_each(Waker::wake);
         }
     }

@@ -3,23 +3,19 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test, and in what helps it, a failure is a failed test")]
 
-use std::collections::BTreeSet;
+#[path = "engine_sessions/engine.rs"]
+mod engine;
+
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use axum::extract::{Path as UrlPath, State};
-use axum::http::StatusCode;
-use axum::response::{IntoResponse as _, Response};
-use axum::routing::post;
-use axum::{Json, Router as Routes};
 use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
 use proto::external_processor_client::ExternalProcessorClient;
 use proto::processing_request::Request as Message;
-use serde_json::{Value, json};
-use tokio::sync::watch;
+use serde_json::json;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use warmroute::app::App;
@@ -30,102 +26,14 @@ use warmroute::index::PrefixIndex;
 use warmroute::load::LoadTracker;
 use warmroute::metrics::{EngineSessionLabels, Metrics};
 use warmroute::router::{Router, RouterSettings};
-use warmroute::sessions::{Binding, Entry, Hold, SessionName, SessionRules, Sessions};
+use warmroute::sessions::{Binding, Entry, Hold, SessionKey, SessionName, SessionRules, Sessions, Stamp, Use, Word};
 use warmroute::settings::Period;
 use warmroute::worker::{BlockSize, DpRank, Endpoint, Ranks, Worker, WorkerId, WorkerRank};
 
+use engine::{Engine, Manner, close, open};
+
 const DEADLINE: Duration = Duration::from_secs(20);
 const TTL: u64 = 60;
-
-/// How an engine answers.
-#[derive(Clone, Copy, PartialEq)]
-enum Manner {
-    /// As SGLang does.
-    Well,
-    /// Not at all.
-    Never,
-}
-
-#[derive(Default)]
-struct Told {
-    calls: Vec<(String, Value)>,
-    open: BTreeSet<String>,
-    refused: usize,
-}
-
-/// An engine; it ends by drop.
-struct Engine {
-    address: SocketAddr,
-    told: Arc<watch::Sender<Told>>,
-    task: JoinHandle<()>,
-}
-
-impl Drop for Engine {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
-}
-
-type Shared = (Arc<watch::Sender<Told>>, Manner);
-
-async fn endpoint(
-    State((told, manner)): State<Shared>,
-    UrlPath(path): UrlPath<String>,
-    Json(body): Json<Value>,
-) -> Response {
-    let id = body["session_id"].as_str().unwrap().to_owned();
-    let mut answer = StatusCode::NOT_FOUND.into_response();
-    told.send_modify(|told| {
-        answer = match path.as_str() {
-            "open_session" if told.open.insert(id.clone()) => Json(json!(id)).into_response(),
-            "open_session" => {
-                told.refused += 1;
-                StatusCode::BAD_REQUEST.into_response()
-            }
-            "close_session" => {
-                told.open.remove(&id);
-                StatusCode::OK.into_response()
-            }
-            _ => StatusCode::NOT_FOUND.into_response(),
-        };
-        told.calls.push((path, body));
-    });
-    match manner {
-        Manner::Well => answer,
-        Manner::Never => std::future::pending().await,
-    }
-}
-
-impl Engine {
-    async fn start(manner: Manner) -> Self {
-        let told = Arc::new(watch::Sender::new(Told::default()));
-        let routes = Routes::new().route("/{path}", post(endpoint)).with_state((told.clone(), manner));
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let task = tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
-        Self { address, told, task }
-    }
-
-    /// Waits until the engine was told so many things.
-    async fn heard(&self, count: usize) -> Vec<(String, Value)> {
-        let mut told = self.told.subscribe();
-        let heard = tokio::time::timeout(DEADLINE, told.wait_for(|told| told.calls.len() >= count)).await;
-        assert!(heard.is_ok(), "the engine heard {:?}, not {count} calls", self.calls());
-        self.calls()
-    }
-
-    fn calls(&self) -> Vec<(String, Value)> {
-        self.told.borrow().calls.clone()
-    }
-}
-
-fn open(id: &str) -> (String, Value) {
-    ("open_session".to_owned(), json!({ "capacity_of_str_len": 65_536, "session_id": id }))
-}
-
-fn close(id: &str) -> (String, Value) {
-    ("close_session".to_owned(), json!({ "session_id": id }))
-}
 
 /// Sessions on workers 1, 2, … at the given addresses, and the part that tells their engines.
 struct Bed {
@@ -195,6 +103,16 @@ impl Bed {
 
     fn count(&self, call: &'static str, outcome: &'static str) -> u64 {
         self.metrics.engine_session_calls.get_or_create(&EngineSessionLabels { call, outcome }).get()
+    }
+
+    /// Waits until nothing is open because of us.
+    async fn forgets(&self) {
+        let forgotten = async {
+            while self.metrics.engine_sessions.get() > 0 {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        assert!(tokio::time::timeout(DEADLINE, forgotten).await.is_ok());
     }
 
     /// Waits until calls have ended so.
@@ -355,6 +273,36 @@ async fn an_engine_that_hangs_delays_no_other_and_is_told_to_close_what_it_may_h
     bed.counted("close", "timeout", 100).await;
     bed.counted("close", "ok", 1).await;
     assert_eq!(bed.metrics.engine_sessions.get(), 0);
+}
+
+#[tokio::test]
+async fn a_session_that_another_router_sees_to_is_not_closed_until_it_is_inherited() {
+    let engine = Engine::start(Manner::Well).await;
+    let bed = Bed::start(&[engine.address], sglang());
+    bed.sessions.on_word(1, || ());
+    let hold = bed.first("a").bind(rank(1, 0));
+    bed.counted("open", "ok", 1).await;
+    let session = Arc::new(SessionKey { model: None, group: false, id: "a".into() });
+    let bound =
+        |version, by| Word::Bound { session: session.clone(), target: rank(1, 0), stamp: Stamp { version, by } };
+    bed.sessions.take(bound(1, 2), Use::Now);
+    bed.forgets().await;
+    drop(hold);
+    bed.sessions.take(Word::Ended { session: session.clone(), stamp: Stamp { version: 1, by: 2 } }, Use::Now);
+    // Had it been closed for this end, that would have come before.
+    drop(bed.first("b").bind(rank(1, 0)));
+    bed.counted("open", "ok", 2).await;
+    assert_eq!(engine.heard(2).await, [open("a"), open("b")]);
+
+    // The one that has it leaves: it is open already, and closed from here.
+    bed.sessions.take(bound(2, 2), Use::Now);
+    assert_eq!(bed.sessions.inherit(|_| false), 1);
+    bed.counted("open", "status", 1).await;
+    bed.pass(TTL);
+    bed.counted("close", "ok", 2).await;
+    let calls = engine.heard(5).await;
+    assert_eq!(calls[2], open("a"));
+    assert!(calls[3..].contains(&close("a")) && calls[3..].contains(&close("b")), "{calls:?}");
 }
 
 #[tokio::test]

@@ -11,6 +11,9 @@ mod behind_envoy;
 #[path = "envoy_e2e/deployment.rs"]
 #[expect(dead_code, reason = "other tests use more of it")]
 mod deployment;
+#[path = "engine_sessions/engine.rs"]
+#[expect(dead_code, reason = "other tests use more of it")]
+mod engine;
 #[path = "envoy_e2e/openmetrics.rs"]
 #[expect(dead_code, reason = "other tests use more of it")]
 mod openmetrics;
@@ -23,6 +26,7 @@ use tempfile::TempDir;
 use tonic::Request;
 use warmroute::api::pb;
 
+use engine::{Engine, Manner, close, open};
 use site::{Site, attempt, book, worker};
 use support::child::Child;
 use support::debian::NATS;
@@ -73,6 +77,13 @@ impl Nats {
         merge(&mut replicas, more);
         // JSON is YAML.
         format!("replicas: {replicas}\nsessions: {{}}\n")
+    }
+
+    /// One that tells engines of sessions, which it remembers for a second.
+    async fn replica_with_engine(&self, workers: &[String]) -> Site {
+        let settings = self.settings(&json!({}));
+        let sessions = "sessions: {ttl: 1s, engine: {kind: sglang}}";
+        Site::start(&settings.replace("sessions: {}", sessions), workers).await
     }
 
     async fn replica(&self, workers: &[String]) -> Site {
@@ -203,6 +214,36 @@ async fn a_session_is_bound_for_all_and_a_worker_that_one_finds_overloaded_is_le
         site.stop();
         site.stopped().await;
     }
+}
+
+#[tokio::test]
+async fn the_engine_keeps_a_session_whose_replica_leaves_as_long_as_another_uses_it() {
+    let (nats, engine) = (Nats::started(), Engine::start(Manner::Well).await);
+    let workers = [format!("- {{id: 1, endpoint: '{}'}}\n", engine.address)];
+    let (a, b) = (nats.replica_with_engine(&workers).await, nats.replica_with_engine(&workers).await);
+    knows(&a, 1).await;
+    knows(&b, 1).await;
+    let session = pb::Session { id: "s".to_owned(), ..pb::Session::default() };
+    let asked = |request: &str| pb::RouteRequest { session: Some(session.clone()), ..book(request, 0, 9) };
+    a.route(asked("first")).await.unwrap();
+    assert_eq!(engine.heard(1).await, [open("s")]);
+    let known = |page: &Value| page.as_str().unwrap().contains("\nwarmroute_sessions 1\n");
+    b.until("the session is known", known, "metrics").await;
+    b.route(asked("second")).await.unwrap();
+    assert!(a.free("first", 0).await);
+    a.stop();
+    a.stopped().await;
+    // It is open already, so that this is refused; had it been closed, it would be open again.
+    assert_eq!(engine.heard(2).await, [open("s"), open("s")]);
+    assert!(engine.told.borrow().open.contains("s"));
+    assert!(b.free("second", 0).await);
+    assert_eq!(engine.heard(3).await[2], close("s"), "its time is over");
+    // Nobody else is there who would see to another one.
+    b.route(asked("third")).await.unwrap();
+    engine.heard(4).await;
+    b.stop();
+    b.stopped().await;
+    assert_eq!(engine.calls()[3..], [open("s"), close("s")]);
 }
 
 #[tokio::test]

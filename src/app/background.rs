@@ -158,12 +158,13 @@ impl App {
         &mut self,
         config: &Config,
         entrance: &Arc<Entrance>,
-        metrics: &Arc<Metrics>,
+        replica: Option<Arc<Replica>>,
     ) -> anyhow::Result<()> {
+        let metrics = self.reloader.metrics.clone();
         let engine = config.sessions.as_ref().and_then(|sessions| sessions.engine.clone());
         let (Some(engine), Some(sessions)) = (engine, entrance.sessions()) else { return Ok(()) };
         let engines = EngineSessions::new(engine, sessions.clone(), entrance.router().clone(), metrics.clone())?;
-        let (metrics, stop) = (metrics.clone(), self.stop.clone());
+        let stop = self.stop.clone();
         self.background.spawn(async move {
             supervise("engine_sessions", &metrics, stop, || {
                 let engines = engines.clone();
@@ -173,8 +174,10 @@ impl App {
                 }
             })
             .await;
-            // Our sessions end with us, and the next of us would open them anew.
-            engines.close_all(FAREWELL).await;
+            // Our sessions end with us, and the next of us would open them anew; with others they go on.
+            if !replica.is_some_and(|replica| replica.has_heirs()) {
+                engines.close_all(FAREWELL).await;
+            }
         });
         Ok(())
     }

@@ -128,7 +128,8 @@ impl Learner {
                     (known, asking) = (HashMap::new(), Asking::new());
                 }
             }
-            let task = tasks.borrow_and_update().clone();
+            // Not as seen: what came since is still to be answered with a new beginning.
+            let task = tasks.borrow().clone();
             if !task.settings.enabled {
                 self.said.send_if_modified(|said| !std::mem::replace(said, off()).off);
                 continue;

@@ -99,6 +99,14 @@ impl Lanes {
         self.tidy(place.endpoint);
     }
 
+    /// Forgets what is still to be said of a session: somebody else sees to it.
+    pub(super) fn forget(&mut self, place: &Place) {
+        if let Some(lane) = self.lanes.get_mut(&place.endpoint) {
+            lane.forget(&place.id);
+        }
+        self.tidy(place.endpoint);
+    }
+
     /// Forgets what waits for an engine.
     pub(super) fn discard(&mut self, endpoint: Endpoint) {
         if let Some(lane) = self.lanes.get_mut(&endpoint) {

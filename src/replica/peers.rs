@@ -34,6 +34,8 @@ pub(super) struct Peers {
     lease: Duration,
     looked: Option<Instant>,
     peers: BTreeMap<ReplicaId, Peer>,
+    /// Whether somebody has gone whose bonds of sessions may be nobody's now.
+    bereft: bool,
 }
 
 /// What is to be done next.
@@ -108,7 +110,7 @@ pub(super) struct Shown {
 
 impl Peers {
     pub(super) fn new(own: ReplicaId, lease: Duration) -> Self {
-        Self { own, lease, looked: None, peers: BTreeMap::new() }
+        Self { own, lease, looked: None, peers: BTreeMap::new(), bereft: false }
     }
 
     /// A batch of a peer.
@@ -119,6 +121,7 @@ impl Peers {
         }
         if batch.leaving {
             outcome.noted.extend(self.peers.remove(&from).map(|peer| Noted::Left(from, peer.name)));
+            self.bereft = true;
             return outcome;
         }
         outcome.wishes.extend(batch.hello.then_some(Wish::Sign));
@@ -177,6 +180,7 @@ impl Peers {
         let silent = |peer: &Peer| now.saturating_duration_since(peer.heard) > self.lease;
         for (id, peer) in self.peers.extract_if(.., |_, peer| silent(peer)) {
             outcome.noted.push(Noted::Silent(id, peer.name, peer.mirror.len()));
+            self.bereft = true;
         }
         for (id, peer) in &mut self.peers {
             peer.mirror.settle(world);
@@ -193,6 +197,12 @@ impl Peers {
     /// Whether everything is known that those told of whom we know.
     pub(super) fn are_level(&self) -> bool {
         self.peers.values().all(|peer| matches!(peer.standing, Standing::Level { .. }))
+    }
+
+    /// Whether it is for us to see to what those have left behind who are gone. It is asked for once; whoever else should
+    /// have done it is told of in the same way when it goes.
+    pub(super) fn inherit(&mut self) -> bool {
+        std::mem::take(&mut self.bereft) && self.peers.keys().all(|peer| self.own < *peer)
     }
 
     pub(super) fn knows(&self, peer: ReplicaId) -> bool {

@@ -1,7 +1,6 @@
 //! One replica at work: what happens here goes out in batches, what comes in is counted, and now and then it is looked at
 //! what time has changed. All of it is done in one task, beside the requests.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -53,7 +52,8 @@ pub struct Replica {
     entrance: Arc<Entrance>,
     metrics: Arc<Metrics>,
     state: Mutex<State>,
-    connected: AtomicBool,
+    /// Since when there is a connection.
+    connected: Mutex<Option<Instant>>,
     link: Mutex<Option<Arc<Link>>>,
     words: Notify,
     tell: mpsc::UnboundedSender<Told>,
@@ -104,7 +104,7 @@ impl Replica {
             entrance,
             metrics,
             state: Mutex::new(state),
-            connected: AtomicBool::new(false),
+            connected: Mutex::new(None),
             link: Mutex::new(None),
             words: Notify::new(),
             tell,
@@ -142,7 +142,7 @@ impl Replica {
         json!({
             "replica": self.id,
             "group": self.settings.group,
-            "connected": self.connected.load(Ordering::Relaxed),
+            "connected": self.is_connected(),
             "reservations": state.own.len(),
             "peers": state.peers.shown(Instant::now()),
             "word_takes_ms": self.rates.lock().0.delay().map(|seconds| seconds * 1e3),
@@ -219,6 +219,15 @@ impl Replica {
                 }
             }
         }
+    }
+
+    fn is_connected(&self) -> bool {
+        self.connected.lock().is_some()
+    }
+
+    /// Whether others are there, who see to what we leave behind.
+    pub fn has_heirs(&self) -> bool {
+        self.is_connected() && self.state.lock().peers.len() > 0
     }
 
     /// Says goodbye, once nothing is booked here any more.
@@ -322,7 +331,7 @@ impl Replica {
 
     /// What happened to the connection.
     async fn changed(&self, link: &Link, event: &async_nats::Event) {
-        let was_up = self.connected.load(Ordering::Relaxed);
+        let was_up = self.is_connected();
         let is_up = match event {
             async_nats::Event::Connected => true,
             async_nats::Event::Disconnected | async_nats::Event::Closed => false,
@@ -332,7 +341,9 @@ impl Replica {
             }
             _ => was_up,
         };
-        self.connected.store(is_up, Ordering::Relaxed);
+        if is_up != was_up {
+            *self.connected.lock() = is_up.then(Instant::now);
+        }
         self.metrics.replica_connected.set(i64::from(is_up));
         match (was_up, is_up) {
             (false, true) => info!(replica = %self.id, group = self.settings.group, "connected to NATS"),
@@ -365,6 +376,7 @@ impl Replica {
     fn look(&self) -> Outcome {
         let outcome = self.within(|State { peers, .. }, world, now| peers.look(world, now));
         self.reckon();
+        self.inherit();
         let mut starting = self.starting.lock();
         let now = Instant::now();
         let is_over = |starting: &mut Starting| {
@@ -375,11 +387,25 @@ impl Replica {
         outcome
     }
 
+    /// Sees to the sessions that were bound by those who are gone. Who was cut off itself waits until it has heard of all
+    /// who are not.
+    fn inherit(&self) {
+        let Some(sessions) = self.entrance.sessions() else { return };
+        if !self.connected.lock().is_some_and(|since| since.elapsed() >= self.settings.lease.get()) {
+            return;
+        }
+        let peers = &mut self.state.lock().peers;
+        if peers.inherit() {
+            let sessions = sessions.inherit(|by| peers.knows(ReplicaId(by)));
+            debug!(sessions, "the sessions of those who are gone are seen to here");
+        }
+    }
+
     /// Lets the router reckon with what is under way to us.
     fn reckon(&self) {
         let (rates, looked) = &mut *self.rates.lock();
         let elapsed = std::mem::replace(looked, Instant::now()).elapsed();
-        if !self.connected.load(Ordering::Relaxed) {
+        if !self.is_connected() {
             rates.forget();
         }
         let router = self.entrance.router();

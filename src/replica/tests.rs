@@ -1,5 +1,6 @@
 //! Replicas over a network that loses and repeats messages: whatever happens, once it is whole again all count the same.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,7 +18,7 @@ use super::wire::Names;
 use super::{ReplicaId, Told, wire};
 use crate::block::SequenceHash;
 use crate::load::{Booking, LoadTracker, News, RankLoad, Reservation, Sequences, Until};
-use crate::sessions::{Entry, SessionName, SessionRules, Sessions};
+use crate::sessions::{Entry, Moved, SessionName, SessionRules, Sessions};
 use crate::worker::{DpRank, Slot, WorkerId, WorkerRank};
 
 const LEASE: Duration = Duration::from_secs(5);
@@ -41,6 +42,8 @@ struct Replica {
     known: u64,
     generation: u64,
     random: SmallRng,
+    /// The sessions whose ends it sees to.
+    sees_to: BTreeMap<String, WorkerRank>,
 }
 
 impl Replica {
@@ -51,6 +54,7 @@ impl Replica {
         let of_sessions = clock.clone();
         let sessions = Sessions::new(SessionRules::default(), move || *of_sessions.lock());
         sessions.on_word(id.0, || ());
+        sessions.on_move(|| ());
         let news = Arc::<Mutex<Vec<News>>>::default();
         let heard = news.clone();
         load.on_news(move |news| heard.lock().push(news));
@@ -68,6 +72,7 @@ impl Replica {
             known: 0,
             generation: 0,
             random,
+            sees_to: BTreeMap::new(),
         };
         replica.learn(RANKS);
         replica
@@ -147,9 +152,27 @@ impl Replica {
                 let part = SnapshotPart::decode(&part.encode_to_vec()[..]).unwrap();
                 self.peers.take(part, &world, now, &mut self.random)
             }
-            Sent::Look => self.peers.look(&world, now),
+            Sent::Look => {
+                let outcome = self.peers.look(&world, now);
+                if self.peers.inherit() {
+                    self.sessions.inherit(|by| self.peers.knows(ReplicaId(by)));
+                }
+                outcome
+            }
         };
+        self.follow();
         (outcome.wishes, outcome.noted)
+    }
+
+    fn follow(&mut self) {
+        for moved in self.sessions.moves() {
+            match moved {
+                Moved::Came(stay) => assert_eq!(self.sees_to.insert(stay.id, stay.target), None),
+                Moved::Left(stay) | Moved::HandedOver(stay) => {
+                    assert_eq!(self.sees_to.remove(&stay.id), Some(stay.target));
+                }
+            }
+        }
     }
 
     fn loads(&self) -> Vec<RankLoad> {
@@ -376,6 +399,11 @@ proptest! {
             for id in (0..5).filter(|_| certain) {
                 prop_assert_eq!(targets(replica, id), targets(&site.replicas[0], id), "session {}", id);
             }
+        }
+        for id in (0..5).filter(|_| !lossy || !steps.iter().any(|(_, step)| matches!(step, Step::Restart))) {
+            let there = targets(&site.replicas[0], id);
+            let seen = site.replicas.iter().filter_map(|replica| replica.sees_to.get(&format!("s{id}")));
+            prop_assert_eq!(seen.copied().collect::<Vec<_>>(), there.into_iter().collect::<Vec<_>>(), "session {}", id);
         }
         // And when all has ended, nothing is left.
         site.replicas.iter_mut().for_each(|replica| replica.held.clear());

@@ -35,8 +35,8 @@ pub(super) enum Step {
 pub(super) enum Bond {
     /// Nobody decides, and somebody should: only while earlier requests of the session still run.
     Loose,
-    /// A request is deciding.
-    Deciding,
+    /// A request is deciding; meanwhile another router has bound it there.
+    Deciding(Option<WorkerRank>),
     Bound(WorkerRank),
 }
 
@@ -109,18 +109,18 @@ impl Table {
                     Step::Bound { number, target }
                 }
                 Bond::Loose => {
-                    session.bond = Bond::Deciding;
+                    session.bond = Bond::Deciding(None);
                     session.ending = false;
                     Step::First { number }
                 }
-                Bond::Deciding => Step::Wait,
+                Bond::Deciding(_) => Step::Wait,
             });
         }
         if !self.has_room() {
             return Err(Refused::Full { most: self.rules.most_sessions });
         }
         let number = self.next_number();
-        self.sessions.insert(key.clone(), Session::new(number, Bond::Deciding));
+        self.sessions.insert(key.clone(), Session::new(number, Bond::Deciding(None)));
         Ok(Step::First { number })
     }
 
@@ -146,13 +146,23 @@ impl Table {
         waiters
     }
 
-    /// The request that should have decided gave up. Gives out who has to be woken.
-    pub(super) fn unbind(&mut self, key: &Arc<Key>, number: u64) -> Vec<Waker> {
+    /// The request that should have decided gave up, so what another router has decided meanwhile holds. Gives out who has
+    /// to be woken.
+    pub(super) fn unbind(&mut self, key: &Arc<Key>, number: u64, now: Instant) -> Vec<Waker> {
         let Some(session) = self.session(key, number) else { return Vec::new() };
-        session.bond = Bond::Loose;
+        let elsewhere = match session.bond {
+            Bond::Deciding(elsewhere) => elsewhere,
+            Bond::Loose | Bond::Bound(_) => None,
+        };
+        session.bond = elsewhere.map_or(Bond::Loose, Bond::Bound);
         let waiters = session.wakers();
-        if session.running == 0 {
-            self.sessions.remove(key);
+        match (session.running, elsewhere) {
+            (0, Some(_)) => {
+                session.idle = Some(now);
+                self.idle.insert((now, number), key.clone());
+            }
+            (0, None) => drop(self.sessions.remove(key)),
+            _ => {}
         }
         waiters
     }
@@ -170,7 +180,7 @@ impl Table {
                 }
                 self.idle.insert((now, number), key.clone());
             }
-            Bond::Deciding => {}
+            Bond::Deciding(_) => {}
             Bond::Bound(_) if last => {
                 self.tell_end(key);
                 self.remove(key);
@@ -183,7 +193,7 @@ impl Table {
     pub(super) fn rebind(&mut self, key: &Arc<Key>, number: u64, target: WorkerRank) {
         let Some(session) = self.session(key, number) else { return };
         match session.bond {
-            Bond::Deciding => {}
+            Bond::Deciding(_) => {}
             Bond::Bound(left) if left == target => {}
             bond => {
                 session.bond = Bond::Bound(target);
@@ -247,6 +257,11 @@ impl Table {
     }
 
     pub(super) fn retain(&mut self, known: impl Fn(WorkerId) -> bool) {
+        for session in self.sessions.values_mut() {
+            if let Bond::Deciding(elsewhere) = &mut session.bond {
+                *elsewhere = elsewhere.filter(|target| known(target.worker));
+            }
+        }
         let lost = |session: &Session| match session.bond {
             Bond::Bound(target) if !known(target.worker) => Some(target),
             _ => None,
@@ -295,6 +310,10 @@ impl Table {
 
     pub(super) fn note_moves(&mut self) {
         self.moves.get_or_insert_default();
+    }
+
+    pub(super) fn notes_moves(&self) -> bool {
+        self.moves.is_some()
     }
 
     pub(super) fn has_moved(&self) -> bool {

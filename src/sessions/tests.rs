@@ -6,6 +6,7 @@ use super::*;
 use crate::worker::DpRank;
 
 mod model;
+mod words;
 
 const TTL: u64 = 10;
 
@@ -44,7 +45,7 @@ fn left(sessions: &Sessions) -> Vec<Stay> {
     sessions.expire();
     let left = |moved| match moved {
         Moved::Left(stay) => Some(stay),
-        Moved::Came(_) => None,
+        Moved::Came(_) | Moved::HandedOver(_) => None,
     };
     sessions.moves().into_iter().filter_map(left).collect()
 }

@@ -83,6 +83,12 @@ impl Sessions {
             Word::Ended { session, stamp } => table.end(&session, stamp),
         });
     }
+
+    /// Makes the bonds ours whose makers are gone, so that somebody sees to the ends of their sessions; how many. Where nobody
+    /// asks for moves, nothing has to be seen to.
+    pub fn inherit(&self, is_there: impl Fn(u64) -> bool) -> usize {
+        self.change(|table| table.inherit(is_there))
+    }
 }
 
 impl Session {
@@ -115,7 +121,7 @@ impl Table {
     pub(super) fn all_words(&self) -> Vec<Word> {
         let bound = |(key, session): (&Arc<Key>, &Session)| match session.bond {
             Bond::Bound(target) => Some(Word::Bound { session: key.clone(), target, stamp: session.stamp }),
-            Bond::Loose | Bond::Deciding => None,
+            Bond::Loose | Bond::Deciding(_) => None,
         };
         self.sessions.iter().filter_map(bound).collect()
     }
@@ -152,14 +158,17 @@ impl Table {
         let before = std::mem::replace(&mut session.stamp, stamp);
         let left = match session.bond {
             // Who decides here does so after this bond.
-            Bond::Deciding => None,
+            Bond::Deciding(_) => {
+                session.bond = Bond::Deciding(Some(target));
+                None
+            }
             Bond::Loose => {
                 session.bond = Bond::Bound(target);
                 None
             }
             Bond::Bound(left) => {
                 session.bond = Bond::Bound(target);
-                (left != target && before.by == own).then_some(left)
+                (before.by == own).then_some(left)
             }
         };
         let is_news = is == Use::Now || before < stamp;
@@ -167,9 +176,30 @@ impl Table {
             self.idle.remove(&(since, number));
             self.idle.insert((now, number), key.clone());
         }
-        if let Some(left) = left {
-            self.note(Moved::Left, &key, left);
+        match left {
+            Some(left) if left != target => self.note(Moved::Left, &key, left),
+            Some(_) if stamp.by != own => self.note(Moved::HandedOver, &key, target),
+            _ => {}
         }
+    }
+
+    fn inherit(&mut self, is_there: impl Fn(u64) -> bool) -> usize {
+        if !self.notes_moves() {
+            return 0;
+        }
+        let own = self.own;
+        let orphan = |(key, session): (&Arc<Key>, &Session)| match session.bond {
+            Bond::Bound(target) if session.stamp.by != own && !is_there(session.stamp.by) => {
+                Some((key.clone(), target))
+            }
+            _ => None,
+        };
+        let orphans: Vec<_> = self.sessions.iter().filter_map(orphan).collect();
+        for (key, target) in &orphans {
+            self.stamp(key, *target);
+            self.note(Moved::Came, key, *target);
+        }
+        orphans.len()
     }
 
     fn adopt_new(&mut self, key: Arc<Key>, target: WorkerRank, stamp: Stamp, now: Instant) {
@@ -192,7 +222,7 @@ impl Table {
                 self.remove(key);
             }
             // Another request has begun it anew.
-            None if session.bond == Bond::Deciding => {}
+            None if matches!(session.bond, Bond::Deciding(_)) => session.bond = Bond::Deciding(None),
             None => session.ending = true,
         }
     }
