@@ -19,6 +19,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::load::News;
+use crate::router::Routed;
 use crate::sessions::Word;
 use crate::worker::WorkerId;
 
@@ -55,6 +56,8 @@ enum Told {
     Session(Word),
     /// A worker has too much to do.
     Overloaded(WorkerId, Duration),
+    /// Prompts go to a worker rank whose cache is predicted.
+    Routed(Routed),
     /// The first token of an exchange of this name was seen, where nobody waits for it.
     FirstTokenOf(String),
 }

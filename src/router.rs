@@ -33,7 +33,8 @@ pub use explain::{Explanation, Judged, PhaseExplained};
 pub use feedback::{Answer, AnswerFrom};
 pub use outside::{Elsewhere, Foreign, Surveyed};
 pub use placing::Booked;
-pub use predictions::Predictions;
+use predictions::HearRouted;
+pub use predictions::{Predictions, Routed};
 pub use prepared::Prepared;
 pub use question::{Decoders, Prefilled, Priority, Prompt, RouteRequest, Step};
 pub use remote::{Remote, RemoteAnswer, RemoteRank, RemoteRanks};
@@ -73,6 +74,7 @@ pub struct Router {
     load: Arc<LoadTracker>,
     overload: Overload,
     hear_overloaded: OnceLock<HearOverloaded>,
+    hear_routed: OnceLock<HearRouted>,
     unheard: ArcSwap<UnheardOf>,
     health: Arc<Health>,
     durations: Durations,
@@ -95,6 +97,7 @@ impl Router {
             load,
             overload: Overload::new(settings.overload),
             hear_overloaded: OnceLock::new(),
+            hear_routed: OnceLock::new(),
             unheard: ArcSwap::default(),
             health: Health::new(settings.health),
             durations: Durations::default(),

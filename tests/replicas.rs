@@ -148,6 +148,27 @@ async fn what_one_books_counts_at_the_other_from_the_beginning_to_the_end() {
 }
 
 #[tokio::test]
+async fn what_one_routes_to_a_worker_without_events_all_expect_to_be_cached_there() {
+    let nats = Nats::started();
+    let (a, b) = (nats.replica(&two()).await, nats.replica(&two()).await);
+    knows(&a, 1).await;
+    knows(&b, 1).await;
+    let asked = || pb::RouteRequest { book: None, ..book("", 0, 22) };
+    let expected = async || b.route(asked()).await.unwrap().predicted_cached_tokens;
+    a.route(asked()).await.unwrap();
+    assert_eq!(expected().await, 0, "a question is not a request");
+    let there = a.route(book("r", 0, 22)).await.unwrap().decode.unwrap().worker;
+    assert!(a.free("r", 0).await);
+    assert!(support::ports::until(site::PATIENCE, async || expected().await == 20).await, "five blocks of four tokens");
+    b.loaded((0, 0, 0)).await;
+    assert_eq!(b.route(asked()).await.unwrap().decode.unwrap().worker, there);
+    for site in [a, b] {
+        site.stop();
+        site.stopped().await;
+    }
+}
+
+#[tokio::test]
 async fn one_that_is_killed_loses_its_bookings_after_its_lease_and_one_that_leaves_at_once() {
     let mut nats = Nats::started();
     let (a, b) = (nats.replica(&two()).await, nats.replica(&two()).await);

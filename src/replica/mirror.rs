@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::Told;
 use super::wire::NOWHERE;
 use crate::load::{Booking, BookingId, Live, LoadTracker, News, Reservation};
+use crate::router::Routed;
 use crate::sessions::{Sessions, Use};
 use crate::worker::{Slot, WorkerId, WorkerRank};
 
@@ -22,6 +23,7 @@ pub(super) struct World<'a> {
     pub(super) sessions: Option<&'a Sessions>,
     pub(super) overloaded: &'a dyn Fn(WorkerId, Duration),
     pub(super) first_token: &'a dyn Fn(&str),
+    pub(super) routed: &'a dyn Fn(Routed),
     /// Something was booked just now.
     pub(super) booked: &'a dyn Fn(&Booking),
 }
@@ -59,6 +61,7 @@ impl Mirror {
             }
             Told::Overloaded(worker, left) => (world.overloaded)(worker, left),
             Told::FirstTokenOf(name) => (world.first_token)(&name),
+            Told::Routed(routed) => (world.routed)(routed),
         }
     }
 

@@ -94,6 +94,8 @@ impl Replica {
         let (of_load, of_router) = (tell.clone(), tell.clone());
         router.load().on_news(move |news| _ = of_load.send(Told::Load(news)));
         router.on_overloaded(move |worker, left| _ = of_router.send(Told::Overloaded(worker, left)));
+        let of_predictions = tell.clone();
+        router.on_routed(move |routed| _ = of_predictions.send(Told::Routed(routed)));
         let peers = Peers::new(id, settings.lease.get());
         let random = SmallRng::seed_from_u64(rand::random());
         let state = State { own: Own::new(id, name), peers, random };
@@ -433,6 +435,7 @@ impl Replica {
                     self.rates.lock().0.note((member.worker.model.clone(), booking.until), booking);
                 }
             },
+            routed: &|routed| router.routed_elsewhere(routed),
             first_token: &|name| self.first_token.get().into_iter().for_each(|hear| hear(name)),
         };
         let mut state = self.state.lock();

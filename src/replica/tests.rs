@@ -16,10 +16,11 @@ use super::peers::{Noted, Peers, Wish};
 use super::proto::{Batch, Event, SnapshotPart};
 use super::wire::Names;
 use super::{ReplicaId, Told, wire};
-use crate::block::SequenceHash;
+use crate::block::{LocalHash, SequenceHash};
 use crate::load::{Booking, LoadTracker, News, RankLoad, Reservation, Sequences, Until};
+use crate::router::Routed;
 use crate::sessions::{Entry, Moved, SessionName, SessionRules, Sessions};
-use crate::worker::{DpRank, Slot, WorkerId, WorkerRank};
+use crate::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
 
 const LEASE: Duration = Duration::from_secs(5);
 const RANKS: u64 = 4;
@@ -141,6 +142,7 @@ impl Replica {
             overloaded: &|_, _| (),
             first_token: &|_| (),
             booked: &|_| (),
+            routed: &|_| (),
         };
         let outcome = match message {
             // As bytes, as they come.
@@ -549,5 +551,16 @@ fn what_comes_out_of_a_message_is_what_went_in() {
         }
         assert_eq!(back, told);
     }
+    let prompts = vec![vec![LocalHash(1), LocalHash(2)], vec![LocalHash(3)]];
+    let routed = Routed { rank: rank(2), block_size: BlockSize::new(16).unwrap(), prompts };
+    let back = |most_named| {
+        let event = wire::event(&Told::Routed(routed.clone()), most_named);
+        match wire::told(event, &mut Names::new(&mut SmallRng::seed_from_u64(1))) {
+            Some(Told::Routed(routed)) => routed,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(back(100), routed);
+    assert_eq!(back(1).prompts, [vec![LocalHash(1)], vec![]], "as much of it as there is room for");
     assert_eq!(wire::told(Event::default(), &mut Names::new(&mut SmallRng::seed_from_u64(1))), None);
 }

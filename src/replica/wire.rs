@@ -9,11 +9,12 @@ use rand::Rng;
 use super::Told;
 use super::proto::event::Event as Any;
 use super::proto::{self, Event};
-use crate::block::SequenceHash;
 use crate::block::tracking::unshared;
+use crate::block::{LocalHash, SequenceHash};
 use crate::load::{Booking, BookingId, Live, News, Sequences, Until};
+use crate::router::Routed;
 use crate::sessions::{SessionKey, Stamp, Word};
-use crate::worker::{DpRank, Slot, WorkerId, WorkerRank};
+use crate::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
 
 /// The slot of somebody who is not here. Whoever books looks up the right one.
 pub(super) const NOWHERE: Slot = Slot(u32::MAX);
@@ -53,6 +54,7 @@ pub(super) fn event(told: &Told, most_named: usize) -> Event {
             Any::Overloaded(proto::Overloaded { worker: worker.0, milliseconds: left.as_millis() as u64 })
         }
         Told::FirstTokenOf(name) => Any::FirstTokenOf(name.clone()),
+        Told::Routed(routed) => Any::Routed(self::routed(routed, most_named)),
     };
     Event { event: Some(any) }
 }
@@ -92,6 +94,22 @@ fn booking(booking: &Booking, left: &mut usize) -> proto::Booking {
         track_prefill: booking.track_prefill,
         prefill_microseconds: booking.prefill_time.map(|time| time.as_micros() as u64),
         until_first_token: booking.until == Until::FirstToken,
+    }
+}
+
+/// Of what a message has no room for, the beginning is told: that is a prefix, too.
+fn routed(routed: &Routed, most_named: usize) -> proto::Routed {
+    let mut left = most_named;
+    let prompt = |locals: &Vec<LocalHash>| {
+        let named = locals.len().min(left);
+        left -= named;
+        proto::LocalBlocks { hashes: locals[..named].iter().map(|hash| hash.0).collect() }
+    };
+    proto::Routed {
+        worker: routed.rank.worker.0,
+        rank: routed.rank.rank.0,
+        block_size: routed.block_size.0.get(),
+        prompts: routed.prompts.iter().map(prompt).collect(),
     }
 }
 
@@ -144,6 +162,14 @@ pub(super) fn told(event: Event, names: &mut Names<'_, impl Rng>) -> Option<Told
             stamp: Stamp { version: told.version, by: told.by },
         }),
         Any::FirstTokenOf(name) => Told::FirstTokenOf(name),
+        Any::Routed(told) => {
+            let prompt = |prompt: proto::LocalBlocks| prompt.hashes.into_iter().map(LocalHash).collect();
+            Told::Routed(Routed {
+                rank: rank(told.worker, told.rank),
+                block_size: BlockSize::new(told.block_size)?,
+                prompts: told.prompts.into_iter().map(prompt).collect(),
+            })
+        }
         Any::Overloaded(told) => Told::Overloaded(WorkerId(told.worker), Duration::from_millis(told.milliseconds)),
     })
 }

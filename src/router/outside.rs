@@ -129,7 +129,7 @@ impl Router {
     /// Its prompt will be cached where it went, as far as that is predicted.
     pub fn expect_cached(&self, foreign: &Foreign) -> Vec<Lease> {
         let blocks = foreign.prepared.request.prompt.blocks();
-        self.predictions.record(&foreign.member, blocks)
+        self.expect(&foreign.member, blocks)
     }
 
     /// These workers answered a request with that status, as a caller says; says what that changed, for the log. Probes of

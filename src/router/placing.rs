@@ -104,7 +104,7 @@ impl Router {
     /// The request is on its way: its prompts will be cached where it goes, as far as that is predicted.
     pub fn expect_booked(&self, booked: &mut Booked) {
         for member in booked.expected.drain(..) {
-            booked.leases.extend(self.predictions.record(&member, &booked.prompts));
+            booked.leases.extend(self.expect(&member, &booked.prompts));
             if member.rank == booked.chosen {
                 booked.own_leases = booked.leases.len();
             }

@@ -4,11 +4,13 @@
 
 use std::sync::Arc;
 
+use super::Router;
 use super::remote::Known;
-use crate::block::BlockHashes;
+use crate::block::{BlockHashes, LocalHash};
 use crate::fleet::Member;
 use crate::index::Overlaps;
 use crate::predict::{EffectivePolicy, Lease, Predictor, RankPrediction};
+use crate::worker::{BlockSize, WorkerRank};
 
 /// Both kinds of prediction, as far as they are wanted.
 #[derive(Clone, Default)]
@@ -100,5 +102,50 @@ impl Predictions {
 
     fn all(&self) -> impl Iterator<Item = &Arc<Predictor>> {
         self.without_events.iter().chain(&self.beside_events)
+    }
+}
+
+/// Prompts that go to a worker rank of which something is predicted, for other routers that are to predict the same.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Routed {
+    /// Where they go.
+    pub rank: WorkerRank,
+    /// Tokens per block.
+    pub block_size: BlockSize,
+    /// The complete blocks of each.
+    pub prompts: Vec<Vec<LocalHash>>,
+}
+
+pub(super) type HearRouted = Box<dyn Fn(Routed) + Send + Sync>;
+
+impl Router {
+    /// From now on `hear` is told of what is predicted, as it happens; it must be quick. Who called first is the one who
+    /// hears.
+    pub fn on_routed(&self, hear: impl Fn(Routed) + Send + Sync + 'static) {
+        self.hear_routed.set(Box::new(hear)).ok();
+    }
+
+    /// Prompts go to this worker rank, so they will be cached there, as far as that is predicted.
+    pub(super) fn expect(&self, member: &Member, prompts: &[BlockHashes]) -> Vec<Lease> {
+        let leases = self.predictions.record(member, prompts);
+        if let Some(hear) = self.hear_routed.get().filter(|_| !leases.is_empty()) {
+            let prompts = prompts.iter().map(|hashes| hashes.locals().to_vec()).collect();
+            hear(Routed { rank: member.rank, block_size: member.worker.block_size, prompts });
+        }
+        leases
+    }
+
+    /// Another router has routed prompts. What their requests hold is not known here: their blocks may leave before others
+    /// that nobody uses any more, though not before older ones.
+    pub fn routed_elsewhere(&self, routed: Routed) {
+        let fleet = self.fleet();
+        let member = fleet.slot(routed.rank).and_then(|slot| fleet.member(slot));
+        let Some(member) = member.filter(|member| member.worker.block_size == routed.block_size) else { return };
+        let hashes = |locals: Vec<LocalHash>| {
+            let tokens = locals.len().saturating_mul(routed.block_size.tokens());
+            BlockHashes::chain(tokens, routed.block_size, locals)
+        };
+        let prompts: Vec<BlockHashes> = routed.prompts.into_iter().map(hashes).collect();
+        drop(self.predictions.record(member, &prompts));
     }
 }

@@ -93,7 +93,7 @@ impl Router {
         let own = booked.leases.drain(..own);
         let generated: u64 = own.zip(booked.prompts.iter().cycle()).map(|(lease, hashes)| lease.revoke(hashes)).sum();
         let Some(member) = moved.filter(|member| member.worker.block_size == booked.route.block_size) else { return };
-        let mut leases = self.predictions.record(member, &booked.prompts);
+        let mut leases = self.expect(member, &booked.prompts);
         if let Some(lease) = leases.first_mut() {
             lease.grow(generated);
         }
