@@ -155,9 +155,15 @@ impl EngineSessions {
         }
     }
 
-    /// Closes everything that is open, and gives up on what takes longer than `within`.
-    pub async fn close_all(&self, within: Duration) {
-        let open: Vec<Place> = self.known.lock().open.iter().cloned().collect();
+    /// Closes what is open, and gives up on what takes longer than `within`. Where there are heirs, what is in use is left
+    /// to them.
+    pub async fn close_all(&self, within: Duration, has_heirs: bool) {
+        self.follow(&mut Lanes::default());
+        let open: Vec<Place> = {
+            let known = self.known.lock();
+            let used: HashSet<&Place> = known.bound.values().filter(|_| has_heirs).collect();
+            known.open.iter().filter(|place| !used.contains(place)).cloned().collect()
+        };
         let closing = stream::iter(open).for_each_concurrent(AT_ONCE_AT_THE_END, |place| async {
             self.tell(place, Word::Close).await;
         });
@@ -171,12 +177,20 @@ impl EngineSessions {
     fn follow(&self, lanes: &mut Lanes) {
         for moved in self.sessions.moves() {
             match moved {
-                Moved::Came(stay) | Moved::Left(stay) | Moved::HandedOver(stay) if stay.group => {}
+                Moved::Came(stay) | Moved::Left(stay) | Moved::HandedOver(stay) | Moved::Inherited(stay)
+                    if stay.group => {}
                 Moved::Came(stay) => {
                     if let Some(place) = self.came(stay)
                         && !lanes.open(place)
                     {
                         self.count(Word::Open, "overflow");
+                    }
+                }
+                Moved::Inherited(stay) => {
+                    if let Some(place) = self.came(stay) {
+                        // Whoever is gone has opened it, so it is closed at its end whatever becomes of this.
+                        self.known.lock().open.insert(place.clone());
+                        lanes.open(place);
                     }
                 }
                 Moved::Left(stay) => {

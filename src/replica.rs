@@ -5,6 +5,8 @@
 
 pub mod config;
 
+mod gate;
+mod heir;
 mod link;
 mod mirror;
 mod own;

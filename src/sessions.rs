@@ -134,6 +134,8 @@ pub enum Moved {
     Left(Stay),
     /// It is where it was, but bound by another router, which sees to its end from now on.
     HandedOver(Stay),
+    /// It is where another router has bound it that is gone.
+    Inherited(Stay),
 }
 
 type Clock = Box<dyn Fn() -> Instant + Send + Sync>;
@@ -277,7 +279,8 @@ impl Hold {
     /// This request goes somewhere else and takes the session with it: soft affinity. While another request decides
     /// anew, that one's word counts.
     pub fn rebind(&mut self, target: WorkerRank) {
-        self.seat.change(|table, key, number| table.rebind(key, number, target));
+        let now = (self.seat.sessions.clock)();
+        self.seat.change(|table, key, number| table.rebind(key, number, target, now));
         self.target = target;
     }
 
@@ -313,7 +316,8 @@ impl Binding {
     /// The session goes there, with all that wait for it.
     pub fn bind(mut self, target: WorkerRank) -> Hold {
         self.decided = true;
-        let waiters = self.seat.change(|table, key, number| table.bind(key, number, target));
+        let now = (self.seat.sessions.clock)();
+        let waiters = self.seat.change(|table, key, number| table.bind(key, number, target, now));
         waiters.into_iter().for_each(Waker::wake);
         Hold { seat: self.seat.clone(), target }
     }

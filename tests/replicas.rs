@@ -79,10 +79,10 @@ impl Nats {
         format!("replicas: {replicas}\nsessions: {{}}\n")
     }
 
-    /// One that tells engines of sessions, which it remembers for a second.
+    /// One that tells engines of sessions, which it remembers for three seconds.
     async fn replica_with_engine(&self, workers: &[String]) -> Site {
         let settings = self.settings(&json!({}));
-        let sessions = "sessions: {ttl: 1s, engine: {kind: sglang}}";
+        let sessions = "sessions: {ttl: 3s, engine: {kind: sglang}}\ndrain: {grace: 500ms}";
         Site::start(&settings.replace("sessions: {}", sessions), workers).await
     }
 
@@ -155,11 +155,16 @@ async fn what_one_routes_to_a_worker_without_events_all_expect_to_be_cached_ther
     knows(&b, 1).await;
     let asked = || pb::RouteRequest { book: None, ..book("", 0, 22) };
     let expected = async || b.route(asked()).await.unwrap().predicted_cached_tokens;
-    a.route(asked()).await.unwrap();
-    assert_eq!(expected().await, 0, "a question is not a request");
+    let question = || {
+        let prompt = pb::question::Prompt::Tokens(pb::Tokens { ids: (500..522).collect() });
+        let question = Some(pb::Question { prompt: Some(prompt), ..pb::Question::default() });
+        pb::RouteRequest { question, ..asked() }
+    };
+    a.route(question()).await.unwrap();
     let there = a.route(book("r", 0, 22)).await.unwrap().decode.unwrap().worker;
     assert!(a.free("r", 0).await);
     assert!(support::ports::until(site::PATIENCE, async || expected().await == 20).await, "five blocks of four tokens");
+    assert_eq!(b.route(question()).await.unwrap().predicted_cached_tokens, 0, "a question is not a request");
     b.loaded((0, 0, 0)).await;
     assert_eq!(b.route(asked()).await.unwrap().decode.unwrap().worker, there);
     for site in [a, b] {
@@ -265,6 +270,25 @@ async fn the_engine_keeps_a_session_whose_replica_leaves_as_long_as_another_uses
     b.stop();
     b.stopped().await;
     assert_eq!(engine.calls()[3..], [open("s"), close("s")]);
+}
+
+#[tokio::test]
+async fn where_all_leave_nobody_leaves_a_session_to_another() {
+    let (nats, engine) = (Nats::started(), Engine::start(Manner::Well).await);
+    let workers = [format!("- {{id: 1, endpoint: '{}'}}\n", engine.address)];
+    let (a, b) = (nats.replica_with_engine(&workers).await, nats.replica_with_engine(&workers).await);
+    knows(&a, 1).await;
+    knows(&b, 1).await;
+    for (site, id) in [(&a, "of a"), (&b, "of b")] {
+        let session = Some(pb::Session { id: id.to_owned(), ..pb::Session::default() });
+        site.route(pb::RouteRequest { session, ..book(id, 0, 9) }).await.unwrap();
+    }
+    engine.heard(2).await;
+    a.stop();
+    b.stop();
+    a.stopped().await;
+    b.stopped().await;
+    assert!(engine.told.borrow().open.is_empty(), "{:?}", engine.calls());
 }
 
 #[tokio::test]

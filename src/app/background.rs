@@ -54,7 +54,8 @@ impl App {
         let settings = config.replicas.as_ref()?;
         let name = settings.name.clone().or_else(tls::host_name).unwrap_or_default();
         let (metrics, ready) = (self.reloader.metrics.clone(), self.readiness.wait_for(REPLICAS));
-        let replica = Replica::new(settings, name, (entrance.clone(), metrics.clone()), ready);
+        let replica =
+            Replica::new(settings, name, (entrance.clone(), metrics.clone()), (ready, self.readiness.clone()));
         let (talking, stop) = (replica.clone(), self.stop.clone());
         self.background.spawn(async move {
             supervise("replicas", &metrics, stop, || {
@@ -175,9 +176,7 @@ impl App {
             })
             .await;
             // Our sessions end with us, and the next of us would open them anew; with others they go on.
-            if !replica.is_some_and(|replica| replica.has_heirs()) {
-                engines.close_all(FAREWELL).await;
-            }
+            engines.close_all(FAREWELL, replica.is_some_and(|replica| replica.has_heirs())).await;
         });
         Ok(())
     }

@@ -24,6 +24,7 @@ pub(super) struct Own {
     most_bytes: usize,
     /// Of the last batch with events.
     sequence: u64,
+    draining: bool,
     live: BTreeMap<BookingId, Live>,
     untold: Untold,
     batches: Vec<Batch>,
@@ -42,12 +43,17 @@ impl Own {
     pub(super) fn new(id: ReplicaId, name: String) -> Self {
         let most_bytes = MOST_BYTES - ENVELOPE;
         let (live, untold, batches) = (BTreeMap::new(), Untold::default(), Vec::new());
-        Self { id, name, most_bytes, sequence: 0, live, untold, batches }
+        Self { id, name, most_bytes, sequence: 0, draining: false, live, untold, batches }
     }
 
     /// Makes no message of more than so many bytes, as far as that can be.
     pub(super) fn limit(&mut self, bytes: usize) {
         self.most_bytes = bytes.min(MOST_BYTES).saturating_sub(ENVELOPE).max(ENVELOPE);
+    }
+
+    /// Says from now on that we are about to leave; whether that is news.
+    pub(super) fn drain(&mut self) -> bool {
+        !std::mem::replace(&mut self.draining, true)
     }
 
     /// Something happened here.
@@ -78,7 +84,8 @@ impl Own {
 
     /// A sign of life.
     pub(super) fn sign(&self) -> Batch {
-        Batch { replica: self.id.0, name: self.name.clone(), sequence: self.sequence, ..Batch::default() }
+        let (replica, name, sequence, draining) = (self.id.0, self.name.clone(), self.sequence, self.draining);
+        Batch { replica, name, sequence, draining, ..Batch::default() }
     }
 
     /// How everything stands at the last batch. What is not told yet has to be told first.

@@ -34,8 +34,8 @@ pub(super) struct Peers {
     lease: Duration,
     looked: Option<Instant>,
     peers: BTreeMap<ReplicaId, Peer>,
-    /// Whether somebody has gone whose bonds of sessions may be nobody's now.
-    bereft: bool,
+    /// Since when somebody is gone whose bonds of sessions may be nobody's now.
+    bereft: Option<Instant>,
 }
 
 /// What is to be done next.
@@ -73,6 +73,7 @@ pub(super) struct Outcome {
 struct Peer {
     name: String,
     heard: Instant,
+    draining: bool,
     standing: Standing,
     mirror: Mirror,
 }
@@ -110,7 +111,7 @@ pub(super) struct Shown {
 
 impl Peers {
     pub(super) fn new(own: ReplicaId, lease: Duration) -> Self {
-        Self { own, lease, looked: None, peers: BTreeMap::new(), bereft: false }
+        Self { own, lease, looked: None, peers: BTreeMap::new(), bereft: None }
     }
 
     /// A batch of a peer.
@@ -121,7 +122,7 @@ impl Peers {
         }
         if batch.leaving {
             outcome.noted.extend(self.peers.remove(&from).map(|peer| Noted::Left(from, peer.name)));
-            self.bereft = true;
+            self.bereft.get_or_insert(now);
             return outcome;
         }
         outcome.wishes.extend(batch.hello.then_some(Wish::Sign));
@@ -132,11 +133,13 @@ impl Peers {
             outcome.noted.push(Noted::Came(from, batch.name.clone()));
             outcome.wishes.push(Wish::Ask(from));
             let standing = Standing::Behind(Behind::new(now));
-            let peer = Peer { name: batch.name.clone(), heard: now, standing, mirror: Mirror::default() };
+            let peer =
+                Peer { name: batch.name.clone(), heard: now, draining: false, standing, mirror: Mirror::default() };
             self.peers.insert(from, peer);
         }
         let Some(peer) = self.peers.get_mut(&from) else { return outcome };
         peer.heard = now;
+        peer.draining |= batch.draining;
         if !peer.hear(batch, world, rng) {
             outcome.noted.push(Noted::Gap(from));
             outcome.wishes.push(Wish::Ask(from));
@@ -180,7 +183,7 @@ impl Peers {
         let silent = |peer: &Peer| now.saturating_duration_since(peer.heard) > self.lease;
         for (id, peer) in self.peers.extract_if(.., |_, peer| silent(peer)) {
             outcome.noted.push(Noted::Silent(id, peer.name, peer.mirror.len()));
-            self.bereft = true;
+            self.bereft.get_or_insert(now);
         }
         for (id, peer) in &mut self.peers {
             peer.mirror.settle(world);
@@ -199,10 +202,18 @@ impl Peers {
         self.peers.values().all(|peer| matches!(peer.standing, Standing::Level { .. }))
     }
 
-    /// Whether it is for us to see to what those have left behind who are gone. It is asked for once; whoever else should
-    /// have done it is told of in the same way when it goes.
-    pub(super) fn inherit(&mut self) -> bool {
-        std::mem::take(&mut self.bereft) && self.peers.keys().all(|peer| self.own < *peer)
+    /// Whether it is for us to see to what those have left behind who are gone: of those who are there, for the one with the
+    /// lowest number, and for all others if that one, which may never have known of it, has not done it two leases later. It is
+    /// answered with yes once.
+    pub(super) fn inherit(&mut self, now: Instant) -> bool {
+        let is_first = self.peers.keys().all(|peer| self.own < *peer);
+        let is_due = |since: &mut Instant| is_first || now.saturating_duration_since(*since) > self.lease * 2;
+        self.bereft.take_if(is_due).is_some()
+    }
+
+    /// Those who will be there when we are gone.
+    pub(super) fn heirs(&self) -> usize {
+        self.peers.values().filter(|peer| !peer.draining).count()
     }
 
     pub(super) fn knows(&self, peer: ReplicaId) -> bool {

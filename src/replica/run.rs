@@ -14,6 +14,7 @@ use tokio::sync::{Notify, mpsc};
 use tracing::{debug, info, warn};
 
 use super::config::ReplicasConfig;
+use super::gate::Gate;
 use super::link::{Heard, Link};
 use super::mirror::World;
 use super::own::Own;
@@ -23,9 +24,10 @@ use super::rates::{Kind, Rates};
 use super::{ReplicaId, Told};
 use crate::entrance::Entrance;
 use crate::fleet::Member;
-use crate::lifecycle::ReadyGuard;
+use crate::lifecycle::{Readiness, ReadyGuard};
 use crate::load::Until;
 use crate::metrics::{Metrics, OutcomeLabel};
+use crate::router::Routed;
 use crate::worker::Role;
 
 /// Events that are taken in at one go.
@@ -47,13 +49,15 @@ type HearFirstToken = Box<dyn Fn(&str) + Send + Sync>;
 
 /// This process among its peers.
 pub struct Replica {
-    settings: ReplicasConfig,
+    pub(super) settings: ReplicasConfig,
     id: ReplicaId,
-    entrance: Arc<Entrance>,
+    pub(super) entrance: Arc<Entrance>,
     metrics: Arc<Metrics>,
-    state: Mutex<State>,
+    pub(super) state: Mutex<State>,
+    gate: Arc<Gate>,
+    pub(super) readiness: Readiness,
     /// Since when there is a connection.
-    connected: Mutex<Option<Instant>>,
+    pub(super) connected: Mutex<Option<Instant>>,
     link: Mutex<Option<Arc<Link>>>,
     words: Notify,
     tell: mpsc::UnboundedSender<Told>,
@@ -67,9 +71,9 @@ pub struct Replica {
     complained: Mutex<String>,
 }
 
-struct State {
-    own: Own,
-    peers: Peers,
+pub(super) struct State {
+    pub(super) own: Own,
+    pub(super) peers: Peers,
     random: SmallRng,
 }
 
@@ -86,7 +90,7 @@ impl Replica {
         settings: &ReplicasConfig,
         name: String,
         (entrance, metrics): (Arc<Entrance>, Arc<Metrics>),
-        ready: ReadyGuard,
+        (ready, readiness): (ReadyGuard, Readiness),
     ) -> Arc<Self> {
         let id = ReplicaId(rand::random());
         let (tell, news) = mpsc::unbounded_channel();
@@ -94,8 +98,13 @@ impl Replica {
         let (of_load, of_router) = (tell.clone(), tell.clone());
         router.load().on_news(move |news| _ = of_load.send(Told::Load(news)));
         router.on_overloaded(move |worker, left| _ = of_router.send(Told::Overloaded(worker, left)));
-        let of_predictions = tell.clone();
-        router.on_routed(move |routed| _ = of_predictions.send(Told::Routed(routed)));
+        let (of_predictions, gate) = (tell.clone(), Arc::<Gate>::default());
+        let admits = gate.clone();
+        router.on_routed(move |member, prompts| {
+            if admits.admits() {
+                _ = of_predictions.send(Told::Routed(Routed::of(member, prompts)));
+            }
+        });
         let peers = Peers::new(id, settings.lease.get());
         let random = SmallRng::seed_from_u64(rand::random());
         let state = State { own: Own::new(id, name), peers, random };
@@ -106,6 +115,8 @@ impl Replica {
             entrance,
             metrics,
             state: Mutex::new(state),
+            gate,
+            readiness,
             connected: Mutex::new(None),
             link: Mutex::new(None),
             words: Notify::new(),
@@ -193,6 +204,9 @@ impl Replica {
                 _ = looks.tick() => {
                     let outcome = self.look();
                     self.settle(&link, outcome).await;
+                    if self.begins_to_drain() {
+                        self.sign(&link, Batch::default()).await;
+                    }
                     link.echo(self.began.elapsed().as_nanos() as u64).await;
                 }
             }
@@ -223,13 +237,8 @@ impl Replica {
         }
     }
 
-    fn is_connected(&self) -> bool {
+    pub(super) fn is_connected(&self) -> bool {
         self.connected.lock().is_some()
-    }
-
-    /// Whether others are there, who see to what we leave behind.
-    pub fn has_heirs(&self) -> bool {
-        self.is_connected() && self.state.lock().peers.len() > 0
     }
 
     /// Says goodbye, once nothing is booked here any more.
@@ -283,7 +292,12 @@ impl Replica {
     /// Takes note of what happened here.
     fn note(&self, told: impl Iterator<Item = Told>) {
         let own = &mut self.state.lock().own;
-        told.for_each(|told| own.note(&told));
+        for told in told {
+            if matches!(told, Told::Routed(_)) {
+                self.gate.taken();
+            }
+            own.note(&told);
+        }
     }
 
     fn note_words(&self) {
@@ -389,20 +403,6 @@ impl Replica {
         outcome
     }
 
-    /// Sees to the sessions that were bound by those who are gone. Who was cut off itself waits until it has heard of all
-    /// who are not.
-    fn inherit(&self) {
-        let Some(sessions) = self.entrance.sessions() else { return };
-        if !self.connected.lock().is_some_and(|since| since.elapsed() >= self.settings.lease.get()) {
-            return;
-        }
-        let peers = &mut self.state.lock().peers;
-        if peers.inherit() {
-            let sessions = sessions.inherit(|by| peers.knows(ReplicaId(by)));
-            debug!(sessions, "the sessions of those who are gone are seen to here");
-        }
-    }
-
     /// Lets the router reckon with what is under way to us.
     fn reckon(&self) {
         let (rates, looked) = &mut *self.rates.lock();
@@ -441,6 +441,7 @@ impl Replica {
         let mut state = self.state.lock();
         let outcome = work(&mut state, &world, Instant::now());
         self.metrics.replica_peers.set(state.peers.len() as i64);
+        self.gate.heard_by(state.peers.len());
         self.metrics.replica_reservations.set(state.peers.reservations() as i64);
         outcome
     }

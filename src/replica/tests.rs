@@ -49,7 +49,8 @@ struct Replica {
 
 impl Replica {
     fn new(number: u64, clock: &Arc<Mutex<Instant>>) -> Self {
-        let id = ReplicaId(number * 7919 + 1);
+        // In no order, so that a newcomer may be the first of all.
+        let id = ReplicaId(number.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let of_load = clock.clone();
         let load = LoadTracker::new(move || *of_load.lock());
         let of_sessions = clock.clone();
@@ -156,7 +157,7 @@ impl Replica {
             }
             Sent::Look => {
                 let outcome = self.peers.look(&world, now);
-                if self.peers.inherit() {
+                if self.peers.inherit(now) {
                     self.sessions.inherit(|by| self.peers.knows(ReplicaId(by)));
                 }
                 outcome
@@ -169,7 +170,9 @@ impl Replica {
     fn follow(&mut self) {
         for moved in self.sessions.moves() {
             match moved {
-                Moved::Came(stay) => assert_eq!(self.sees_to.insert(stay.id, stay.target), None),
+                Moved::Came(stay) | Moved::Inherited(stay) => {
+                    assert_eq!(self.sees_to.insert(stay.id, stay.target), None)
+                }
                 Moved::Left(stay) | Moved::HandedOver(stay) => {
                     assert_eq!(self.sees_to.remove(&stay.id), Some(stay.target));
                 }
@@ -273,7 +276,7 @@ impl Site {
     /// The network is whole again, and everybody has had the time to find out.
     fn heal(&mut self) {
         self.lossy = false;
-        for _ in 0..8 {
+        for _ in 0..16 {
             for at in 0..self.replicas.len() {
                 self.tell(at);
                 let sign = self.replicas[at].own.sign();

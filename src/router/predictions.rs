@@ -116,21 +116,29 @@ pub struct Routed {
     pub prompts: Vec<Vec<LocalHash>>,
 }
 
-pub(super) type HearRouted = Box<dyn Fn(Routed) + Send + Sync>;
+pub(super) type HearRouted = Box<dyn Fn(&Member, &[BlockHashes]) + Send + Sync>;
+
+impl Routed {
+    /// These prompts go there.
+    pub fn of(member: &Member, prompts: &[BlockHashes]) -> Self {
+        let prompts = prompts.iter().map(|hashes| hashes.locals().to_vec()).collect();
+        Self { rank: member.rank, block_size: member.worker.block_size, prompts }
+    }
+}
 
 impl Router {
     /// From now on `hear` is told of what is predicted, as it happens; it must be quick. Who called first is the one who
     /// hears.
-    pub fn on_routed(&self, hear: impl Fn(Routed) + Send + Sync + 'static) {
+    pub fn on_routed(&self, hear: impl Fn(&Member, &[BlockHashes]) + Send + Sync + 'static) {
         self.hear_routed.set(Box::new(hear)).ok();
     }
 
     /// Prompts go to this worker rank, so they will be cached there, as far as that is predicted.
     pub(super) fn expect(&self, member: &Member, prompts: &[BlockHashes]) -> Vec<Lease> {
         let leases = self.predictions.record(member, prompts);
-        if let Some(hear) = self.hear_routed.get().filter(|_| !leases.is_empty()) {
-            let prompts = prompts.iter().map(|hashes| hashes.locals().to_vec()).collect();
-            hear(Routed { rank: member.rank, block_size: member.worker.block_size, prompts });
+        let is_predicted = || !leases.is_empty() && prompts.iter().any(|hashes| !hashes.is_empty());
+        if let Some(hear) = self.hear_routed.get().filter(|_| is_predicted()) {
+            hear(member, prompts);
         }
         leases
     }

@@ -59,7 +59,7 @@ pub(super) struct Session {
 /// All sessions.
 #[derive(Debug)]
 pub(super) struct Table {
-    rules: SessionRules,
+    pub(super) rules: SessionRules,
     pub(super) sessions: HashMap<Arc<Key>, Session>,
     /// The sessions of which no request runs, in the order of their last use.
     pub(super) idle: BTreeMap<(Instant, u64), Arc<Key>>,
@@ -92,7 +92,6 @@ impl Table {
 
     pub(super) fn enter(&mut self, key: &Arc<Key>, now: Instant) -> Result<Step, Refused> {
         self.expire(now);
-        let most = self.most_notes();
         if let Some(session) = self.sessions.get_mut(key) {
             let number = session.number;
             return Ok(match session.bond {
@@ -103,9 +102,7 @@ impl Table {
                     if let Some(since) = session.idle.take() {
                         self.idle.remove(&(since, number));
                     }
-                    if let Some(words) = self.words.as_mut().filter(|words| words.len() < most) {
-                        words.extend(session.again(key, target, now, self.rules.ttl / 4));
-                    }
+                    self.tell_again(key, now);
                     Step::Bound { number, target }
                 }
                 Bond::Loose => {
@@ -135,13 +132,13 @@ impl Table {
     }
 
     /// The request that decided runs in the session from now on. Gives out who has to be woken.
-    pub(super) fn bind(&mut self, key: &Arc<Key>, number: u64, target: WorkerRank) -> Vec<Waker> {
+    pub(super) fn bind(&mut self, key: &Arc<Key>, number: u64, target: WorkerRank, now: Instant) -> Vec<Waker> {
         let Some(session) = self.session(key, number) else { return Vec::new() };
         session.bond = Bond::Bound(target);
         session.running += 1;
         let waiters = session.wakers();
         self.running += 1;
-        self.stamp(key, target);
+        self.stamp(key, target, now);
         self.note(Moved::Came, key, target);
         waiters
     }
@@ -157,10 +154,7 @@ impl Table {
         session.bond = elsewhere.map_or(Bond::Loose, Bond::Bound);
         let waiters = session.wakers();
         match (session.running, elsewhere) {
-            (0, Some(_)) => {
-                session.idle = Some(now);
-                self.idle.insert((now, number), key.clone());
-            }
+            (0, Some(_)) => self.rest(key, number, now),
             (0, None) => drop(self.sessions.remove(key)),
             _ => {}
         }
@@ -174,11 +168,10 @@ impl Table {
         let (last, bond, ending) = (session.running == 0, session.bond, session.ending);
         self.running -= 1;
         match bond {
+            // A long request was in use until now, whoever else knows only that it began.
             Bond::Bound(_) if last && !ending => {
-                if let Some(session) = self.session(key, number) {
-                    session.idle = Some(now);
-                }
-                self.idle.insert((now, number), key.clone());
+                self.rest(key, number, now);
+                self.tell_again(key, now);
             }
             Bond::Deciding(_) => {}
             Bond::Bound(_) if last => {
@@ -190,7 +183,7 @@ impl Table {
         }
     }
 
-    pub(super) fn rebind(&mut self, key: &Arc<Key>, number: u64, target: WorkerRank) {
+    pub(super) fn rebind(&mut self, key: &Arc<Key>, number: u64, target: WorkerRank, now: Instant) {
         let Some(session) = self.session(key, number) else { return };
         match session.bond {
             Bond::Deciding(_) => {}
@@ -203,7 +196,7 @@ impl Table {
                 {
                     self.note(Moved::Left, key, left);
                 }
-                self.stamp(key, target);
+                self.stamp(key, target, now);
                 self.note(Moved::Came, key, target);
             }
         }
@@ -224,6 +217,14 @@ impl Table {
     pub(super) fn finish(&mut self, key: &Arc<Key>, number: u64) {
         if let Some(session) = self.session(key, number).filter(|_| !key.group) {
             session.ending = true;
+        }
+    }
+
+    /// No request of the session runs from now on.
+    fn rest(&mut self, key: &Arc<Key>, number: u64, now: Instant) {
+        if let Some(session) = self.session(key, number) {
+            session.idle = Some(now);
+            self.idle.insert((now, number), key.clone());
         }
     }
 

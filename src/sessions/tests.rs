@@ -45,7 +45,7 @@ fn left(sessions: &Sessions) -> Vec<Stay> {
     sessions.expire();
     let left = |moved| match moved {
         Moved::Left(stay) => Some(stay),
-        Moved::Came(_) | Moved::HandedOver(_) => None,
+        Moved::Came(_) | Moved::HandedOver(_) | Moved::Inherited(_) => None,
     };
     sessions.moves().into_iter().filter_map(left).collect()
 }

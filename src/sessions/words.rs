@@ -3,7 +3,7 @@
 //! in whatever order they hear of them.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::table::{Bond, Key, Session, Table};
 use super::{Moved, SessionKey, Sessions};
@@ -17,6 +17,9 @@ pub struct Stamp {
     /// Who made it.
     pub by: u64,
 }
+
+/// Sessions that are inherited at one go.
+const AT_ONCE: usize = 1024;
 
 /// Whether a session is told of because it is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,18 +90,11 @@ impl Sessions {
     /// Makes the bonds ours whose makers are gone, so that somebody sees to the ends of their sessions; how many. Where nobody
     /// asks for moves, nothing has to be seen to.
     pub fn inherit(&self, is_there: impl Fn(u64) -> bool) -> usize {
-        self.change(|table| table.inherit(is_there))
-    }
-}
-
-impl Session {
-    /// A word that it is still in use, unless that was told not so long ago.
-    pub(super) fn again(&mut self, key: &Arc<Key>, target: WorkerRank, now: Instant, every: Duration) -> Option<Word> {
-        let due = self.told.is_none_or(|told| now.saturating_duration_since(told) >= every);
-        if due {
-            self.told = Some(now);
-        }
-        due.then(|| Word::Bound { session: key.clone(), target, stamp: self.stamp })
+        let now = (self.clock)();
+        let orphans = self.table.lock().orphans(is_there);
+        // Requests of sessions do not wait for all of them.
+        orphans.chunks(AT_ONCE).for_each(|some| self.change(|table| table.inherit(some, now)));
+        orphans.len()
     }
 }
 
@@ -126,12 +122,24 @@ impl Table {
         self.sessions.iter().filter_map(bound).collect()
     }
 
+    /// Tells that a session is still in use, unless that was told not so long ago.
+    pub(super) fn tell_again(&mut self, key: &Arc<Key>, now: Instant) {
+        let every = self.rules.ttl / 4;
+        let Some(session) = self.sessions.get_mut(key) else { return };
+        let Bond::Bound(target) = session.bond else { return };
+        if session.told.is_none_or(|told| now.saturating_duration_since(told) >= every) {
+            session.told = Some(now);
+            let stamp = session.stamp;
+            self.word(Word::Bound { session: key.clone(), target, stamp });
+        }
+    }
+
     /// A bond of ours, after all that we know of; it is told.
-    pub(super) fn stamp(&mut self, key: &Arc<Key>, target: WorkerRank) {
+    pub(super) fn stamp(&mut self, key: &Arc<Key>, target: WorkerRank, now: Instant) {
         let own = self.own;
         let Some(session) = self.sessions.get_mut(key) else { return };
         session.stamp = Stamp { version: session.stamp.version.saturating_add(1), by: own };
-        session.told = None;
+        session.told = Some(now);
         let stamp = session.stamp;
         self.word(Word::Bound { session: key.clone(), target, stamp });
     }
@@ -145,13 +153,17 @@ impl Table {
     pub(super) fn adopt(&mut self, key: Arc<Key>, (target, stamp): (WorkerRank, Stamp), is: Use, now: Instant) {
         self.expire(now);
         let own = self.own;
-        let Some(session) = self.sessions.get_mut(&key) else { return self.adopt_new(key, target, stamp, now) };
+        let Some(session) = self.sessions.get_mut(&key) else { return self.adopt_new(&key, target, stamp, now) };
         if session.stamp > stamp {
             // Who tells of an older bond does not know of this one.
             if let Bond::Bound(target) = session.bond {
                 let stamp = session.stamp;
                 self.word(Word::Bound { session: key, target, stamp });
             }
+            return;
+        }
+        if session.stamp == stamp && !matches!(session.bond, Bond::Bound(_)) {
+            // That one was given up here, which whoever tells of it does not know.
             return;
         }
         let number = session.number;
@@ -183,33 +195,41 @@ impl Table {
         }
     }
 
-    fn inherit(&mut self, is_there: impl Fn(u64) -> bool) -> usize {
+    /// The sessions that were bound by those who are gone.
+    fn orphans(&self, is_there: impl Fn(u64) -> bool) -> Vec<(Arc<Key>, Stamp)> {
         if !self.notes_moves() {
-            return 0;
+            return Vec::new();
         }
-        let own = self.own;
-        let orphan = |(key, session): (&Arc<Key>, &Session)| match session.bond {
-            Bond::Bound(target) if session.stamp.by != own && !is_there(session.stamp.by) => {
-                Some((key.clone(), target))
-            }
-            _ => None,
+        let is_orphan = |(_, Session { bond, stamp, .. }): &(&Arc<Key>, &Session)| {
+            matches!(bond, Bond::Bound(_)) && stamp.by != self.own && !is_there(stamp.by)
         };
-        let orphans: Vec<_> = self.sessions.iter().filter_map(orphan).collect();
-        for (key, target) in &orphans {
-            self.stamp(key, *target);
-            self.note(Moved::Came, key, *target);
-        }
-        orphans.len()
+        self.sessions.iter().filter(is_orphan).map(|(key, session)| (key.clone(), session.stamp)).collect()
     }
 
-    fn adopt_new(&mut self, key: Arc<Key>, target: WorkerRank, stamp: Stamp, now: Instant) {
+    /// Makes those of these bonds ours that still hold.
+    fn inherit(&mut self, orphans: &[(Arc<Key>, Stamp)], now: Instant) {
+        for (key, stamp) in orphans {
+            let holds = self.sessions.get(key).filter(|session| session.stamp == *stamp).map(|session| session.bond);
+            if let Some(Bond::Bound(target)) = holds {
+                self.stamp(key, target, now);
+                self.note(Moved::Inherited, key, target);
+            }
+        }
+    }
+
+    fn adopt_new(&mut self, key: &Arc<Key>, target: WorkerRank, stamp: Stamp, now: Instant) {
         if !self.may_be_called(&key.id) || !self.has_room() {
             return;
         }
         let number = self.next_number();
         let session = Session { idle: Some(now), stamp, ..Session::new(number, Bond::Bound(target)) };
         self.idle.insert((now, number), key.clone());
-        self.sessions.insert(key, session);
+        self.sessions.insert(key.clone(), session);
+        if stamp.by == self.own && self.notes_moves() {
+            // It was ours, and we have forgotten it while others used it.
+            self.stamp(key, target, now);
+            self.note(Moved::Came, key, target);
+        }
     }
 
     /// The last request of a session has ended at another router.

@@ -41,11 +41,13 @@ impl Site {
     /// `more` is added to the configuration.
     pub(crate) async fn start(more: &str, workers: &[String]) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let mut text = String::from(
-            "listen: {tcp: '127.0.0.1:0'}\nadmin: {listen: '127.0.0.1:0'}\nworkers_file: workers.yaml\ndrain: {grace: 0s}\n",
-        );
+        let mut text =
+            String::from("listen: {tcp: '127.0.0.1:0'}\nadmin: {listen: '127.0.0.1:0'}\nworkers_file: workers.yaml\n");
         if !more.contains("models:") {
             text.push_str("models: [{name: m, aliases: [alias], adapters: [tuned], block_size: 4}]\n");
+        }
+        if !more.contains("drain:") {
+            text.push_str("drain: {grace: 0s}\n");
         }
         if !more.contains("api:") {
             text.push_str("api: {listen: '127.0.0.1:0'}\n");

@@ -291,7 +291,7 @@ impl Life {
     fn follow(&mut self) {
         self.sessions.expire();
         for moved in self.sessions.moves() {
-            let (Moved::Came(stay) | Moved::Left(stay) | Moved::HandedOver(stay)) = &moved;
+            let (Moved::Came(stay) | Moved::Left(stay) | Moved::HandedOver(stay) | Moved::Inherited(stay)) = &moved;
             let id = IDS.iter().position(|id| *id == stay.id).unwrap();
             assert_eq!(stay.group, IDS[id] == "p");
             let here = stay.target.worker.0;
@@ -302,7 +302,7 @@ impl Life {
                     let at = self.model.ended.iter().position(|one| *one == (id, here));
                     self.model.ended.swap_remove(at.unwrap_or_else(|| panic!("{stay:?} has not ended")));
                 }
-                Moved::HandedOver(_) => panic!("{stay:?} was handed over to nobody"),
+                Moved::HandedOver(_) | Moved::Inherited(_) => panic!("{stay:?}, and there is nobody else"),
             }
         }
     }

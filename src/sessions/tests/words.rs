@@ -101,7 +101,7 @@ fn whoever_inherits_sessions_sees_to_their_ends() {
     assert_eq!(a.inherit(|by| by == 2), 0, "its maker is there");
     assert_eq!(a.inherit(|_| false), 1, "b is gone");
     assert_eq!(a.inherit(|_| false), 0);
-    assert_eq!(a.moves(), [Moved::Came(stay(2))]);
+    assert_eq!(a.moves(), [Moved::Inherited(stay(2))]);
     talk(&[&a, &c]);
     assert_eq!(c.moves(), []);
     // It was not: then it hears that the session is no longer its own.
@@ -114,6 +114,40 @@ fn whoever_inherits_sessions_sees_to_their_ends() {
     let mut ends = left(&a);
     ends.sort_by_key(|stay| stay.target);
     assert_eq!(ends.iter().map(|stay| stay.target).collect::<Vec<_>>(), [rank(1), rank(2)]);
+}
+
+#[test]
+fn what_was_given_up_is_not_taken_back_from_those_who_do_not_know() {
+    let ((a, _), (b, hands)) = (router(1), router(2));
+    let hold = first(enter(&a, "a")).bind(rank(1));
+    talk(&[&a, &b]);
+    let deciding = first(hold.gone().unwrap());
+    assert_eq!(a.moves(), [Moved::Came(stay(1)), Moved::Left(stay(1))]);
+    hands.forward(TTL / 2);
+    drop(bound(enter(&b, "a")));
+    talk(&[&a, &b]);
+    drop(deciding);
+    assert_eq!((a.counts(), a.moves()), (Counts::default(), vec![]));
+}
+
+#[test]
+fn a_session_that_is_used_elsewhere_is_kept_by_who_has_bound_it_or_comes_anew() {
+    let ((a, hands_of_a), (b, hands_of_b)) = (router(1), router(2));
+    drop(first(enter(&a, "a")).bind(rank(1)));
+    talk(&[&a, &b]);
+    // A request that takes longer than the session's time: its end is told, too.
+    let long = bound(enter(&b, "a"));
+    [&hands_of_a, &hands_of_b].into_iter().for_each(|hands| hands.forward(TTL - 1));
+    drop(long);
+    talk(&[&a, &b]);
+    [&hands_of_a, &hands_of_b].into_iter().for_each(|hands| hands.forward(TTL - 1));
+    assert_eq!(left(&a), []);
+    // Forgotten here, and still in use there: it is ours again.
+    hands_of_a.forward(1);
+    assert_eq!(left(&a), [stay(1)]);
+    drop(bound(enter(&b, "a")));
+    talk(&[&a, &b]);
+    assert_eq!(a.moves(), [Moved::Came(stay(1))]);
 }
 
 #[test]
