@@ -127,6 +127,7 @@ pub(crate) struct Counts {
     pub(crate) rooms_unmet: AtomicU64,
     pub(crate) rooms_mismatched: AtomicU64,
     pub(crate) aborted: AtomicU64,
+    pub(crate) prefills: AtomicU64,
 }
 
 pub(crate) fn count(counter: &AtomicU64) {

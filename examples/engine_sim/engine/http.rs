@@ -175,6 +175,7 @@ async fn hang_or_refuse(hangs: bool, refuses: Option<u16>) -> Result<(), Refusal
 
 /// What goes wrong with prefills only; an answer if that is what goes wrong.
 async fn trouble_prefills(engine: &Engine) -> Result<Option<Response>, Refusal> {
+    count(&engine.counts.prefills);
     let faults = engine.mood.faults();
     hang_or_refuse(faults.hang_prefills, faults.refuse_prefills).await?;
     tokio::time::sleep(Duration::from_millis(faults.slow_prefill_ms)).await;

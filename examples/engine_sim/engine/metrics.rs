@@ -161,6 +161,12 @@ pub(crate) fn render_own(model: &str, samples: &[Sample], (counts, rooms_waiting
             read(&counts.rooms_mismatched),
         ),
         ("aborted_total", "counter", "Requests aborted by name.", read(&counts.aborted)),
+        (
+            "prefills_asked_total",
+            "counter",
+            "Requests that only prefill, whatever becomes of them.",
+            read(&counts.prefills),
+        ),
     ] {
         // Writing to a String cannot fail.
         writeln!(page, "# HELP engine_sim:{name} {help}\n# TYPE engine_sim:{name} {kind}").ok();
