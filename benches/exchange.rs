@@ -10,6 +10,7 @@ use prost::Message as _;
 use warmroute::ext_proc::exchange::{Answers, Effect, Exchange, Options, Start};
 use warmroute::ext_proc::headers::{RequestHead, ResponseHead};
 use warmroute::ext_proc::message::{BodyMode, Message, Modes};
+use warmroute::ext_proc::wire::Piece;
 use warmroute::router::{Destination, Mode, Steer};
 use warmroute::worker::{DpRank, WorkerId, WorkerRank};
 
@@ -36,7 +37,7 @@ fn transcript(request: BodyMode, bytes: usize) -> Vec<Message> {
     let size = if request == BodyMode::FullDuplex { CHUNK } else { bytes };
     for at in (0..bytes).step_by(size) {
         let end = (at + size).min(bytes);
-        messages.push(Message::RequestBody { body: body.slice(at..end), end: end == bytes });
+        messages.push(Message::RequestBody(Piece::new(body.slice(at..end), end == bytes)));
     }
     let head = ResponseHead { status: 200, event_stream: true, ..ResponseHead::default() };
     messages.push(Message::ResponseHeaders { head, end: false });

@@ -51,6 +51,8 @@ metrics! {
     degradations: Family<ReasonLabel, Counter> = Family::default();
     /// Exchanges by how they ended: complete, closed (the answer had begun; its end was not shown to us), abandoned, own_answer (refused, or asked for the choice only)
     exchanges: Family<OutcomeLabel, Counter> = Family::default();
+    /// Messages of Envoy that could not be decoded or were larger than the limit; the stream of each ends with an error
+    unreadable_messages: Counter = Counter::default();
     /// Exchanges that are open now
     exchanges_open: Gauge = Gauge::default();
     /// Time of one stage of a decision, in microseconds

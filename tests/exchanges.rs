@@ -11,6 +11,10 @@ mod compare;
 mod damage;
 #[path = "exchanges/play.rs"]
 mod play;
+#[path = "exchanges/protocol.rs"]
+mod protocol;
+#[path = "exchanges/raw.rs"]
+mod raw;
 #[path = "exchanges/script.rs"]
 mod script;
 #[path = "exchanges/site.rs"]

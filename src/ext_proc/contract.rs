@@ -7,6 +7,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::headers::{self, RequestHead};
+use super::metadata::SUBSET;
 use super::mutation::HeaderChanges;
 use crate::router::Steer;
 use crate::worker::Endpoint;
@@ -63,8 +64,9 @@ const LLM_D: [(Field, &str); 2] =
     [(Field::PrefillEndpoint, headers::PREFILL_ENDPOINT), (Field::SharedRank, headers::DATA_PARALLEL_RANK)];
 
 /// Further names that only we, or the gateway, may use.
-const RESERVED: [&str; 5] = [
+const RESERVED: [&str; 6] = [
     "x-gateway-destination-endpoint-served",
+    SUBSET,
     headers::MODE,
     headers::DROPPED,
     headers::PREFILL_CLUSTER,

@@ -198,14 +198,14 @@ impl Exchange {
         let context = &self.context;
         match message {
             Message::RequestHeaders { head, end } => self.request.on_headers(context, head, end),
-            Message::RequestBody { body, end } => self.request.on_body(context, body, end),
+            Message::RequestBody(piece) => self.request.on_body(context, piece),
             Message::RequestTrailers => self.request.on_trailers(context),
             Message::ResponseHeaders { head, end } => {
                 // Where Envoy answered by itself, a route that comes later must not be sent.
                 self.request.stop_routing();
                 self.response.on_headers(context, head, end)
             }
-            Message::ResponseBody { body, end } => self.response.on_body(context, body, end),
+            Message::ResponseBody(piece) => self.response.on_body(context, piece),
             Message::ResponseTrailers => self.response.on_trailers(context),
         }
     }

@@ -1,6 +1,5 @@
 //! Envoy's messages in our words: wire types in, the few things a decision needs out.
 
-use bytes::Bytes;
 use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::BodySendMode;
 
 use super::headers::{self, RequestHead, ResponseHead};
@@ -21,6 +20,16 @@ pub enum BodyMode {
     Streamed,
     /// Chunk by chunk, and every byte has to be sent back by us.
     FullDuplex,
+    /// Message by message (`GRPC`), and each has to be sent back by us. A mode that this version does not know is handled
+    /// in the same way: the request is routed by its headers, and what comes of the body is sent back.
+    Grpc,
+}
+
+impl BodyMode {
+    /// Whether the body reaches its destination only through our replies.
+    pub fn is_sent_back(self) -> bool {
+        matches!(self, BodyMode::FullDuplex | BodyMode::Grpc)
+    }
 }
 
 impl From<BodySendMode> for BodyMode {
@@ -30,7 +39,8 @@ impl From<BodySendMode> for BodyMode {
             BodySendMode::BufferedPartial => BodyMode::BufferedPartial,
             BodySendMode::Streamed => BodyMode::Streamed,
             BodySendMode::FullDuplexStreamed => BodyMode::FullDuplex,
-            _ => BodyMode::None,
+            BodySendMode::Grpc => BodyMode::Grpc,
+            BodySendMode::None => BodyMode::None,
         }
     }
 }
@@ -43,6 +53,7 @@ impl From<BodyMode> for BodySendMode {
             BodyMode::BufferedPartial => BodySendMode::BufferedPartial,
             BodyMode::Streamed => BodySendMode::Streamed,
             BodyMode::FullDuplex => BodySendMode::FullDuplexStreamed,
+            BodyMode::Grpc => BodySendMode::Grpc,
         }
     }
 }
@@ -74,12 +85,7 @@ pub enum Message {
         end: bool,
     },
     /// A part of the request body, or all of it.
-    RequestBody {
-        /// The bytes.
-        body: Bytes,
-        /// Nothing follows.
-        end: bool,
-    },
+    RequestBody(Piece),
     /// The request ended with trailers.
     RequestTrailers,
     /// The response began.
@@ -90,12 +96,7 @@ pub enum Message {
         end: bool,
     },
     /// A part of the response body.
-    ResponseBody {
-        /// The bytes.
-        body: Bytes,
-        /// Nothing follows.
-        end: bool,
-    },
+    ResponseBody(Piece),
     /// The response ended with trailers.
     ResponseTrailers,
 }
@@ -127,29 +128,19 @@ impl Incoming {
             Part::RequestHeaders(headers) => {
                 Message::RequestHeaders { head: RequestHead::read(headers.headers), end: headers.end_of_stream }
             }
-            Part::RequestBody(body) => {
-                let (body, end) = bytes(body);
-                Message::RequestBody { body, end }
-            }
+            Part::RequestBody(piece) => Message::RequestBody(piece),
             Part::RequestTrailers(_) => Message::RequestTrailers,
             Part::ResponseHeaders(headers) => Message::ResponseHeaders {
                 head: ResponseHead::read(headers.headers.as_ref(), &wire.attributes).served_by(told.served.as_deref()),
                 end: headers.end_of_stream,
             },
-            Part::ResponseBody(body) => {
-                let (body, end) = bytes(body);
-                Message::ResponseBody { body, end }
-            }
+            Part::ResponseBody(piece) => Message::ResponseBody(piece),
             Part::ResponseTrailers(_) => Message::ResponseTrailers,
         });
         Self { modes, told, message }
     }
 }
 
-fn bytes(piece: Piece) -> (Bytes, bool) {
-    (piece.body, piece.end_of_stream || piece.end_of_stream_without_message)
-}
-
 fn mode(wire: i32) -> BodyMode {
-    BodySendMode::try_from(wire).map_or(BodyMode::None, BodyMode::from)
+    BodySendMode::try_from(wire).map_or(BodyMode::Grpc, BodyMode::from)
 }

@@ -23,6 +23,7 @@ use super::exchange::Directions;
 use super::headers;
 use super::message::BodyMode;
 use super::metadata::{EXCHANGE, LB, OURS};
+use super::wire::Piece;
 use crate::router::Destination;
 
 /// Key of the candidates' scores.
@@ -167,9 +168,34 @@ pub fn pieces(to: To, body: &[u8], end: bool) -> impl Iterator<Item = Processing
             end_of_stream: end && piece + 1 == count,
             ..StreamedBodyResponse::default()
         };
-        let mutation = BodyMutation { mutation: Some(Mutation::StreamedResponse(streamed)) };
-        wrap(to, CommonResponse { body_mutation: Some(mutation), ..CommonResponse::default() })
+        send_back(to, streamed)
     })
+}
+
+/// One message of a body in mode `GRPC` on its way back, whole and with the flags that it came with.
+pub fn message(to: To, piece: &Piece) -> ProcessingResponse {
+    let streamed = StreamedBodyResponse {
+        body: piece.body.to_vec(),
+        end_of_stream: piece.end_of_stream,
+        end_of_stream_without_message: piece.end_of_stream_without_message,
+        grpc_message_compressed: piece.grpc_message_compressed,
+        ..StreamedBodyResponse::default()
+    };
+    send_back(to, streamed)
+}
+
+fn send_back(to: To, streamed: StreamedBodyResponse) -> ProcessingResponse {
+    let mutation = BodyMutation { mutation: Some(Mutation::StreamedResponse(streamed)) };
+    wrap(to, CommonResponse { body_mutation: Some(mutation), ..CommonResponse::default() })
+}
+
+/// The replies to a part of a body that nothing is changed of.
+pub fn unchanged(to: To, mode: BodyMode, piece: &Piece) -> Vec<ProcessingResponse> {
+    match mode {
+        BodyMode::FullDuplex => pieces(to, &piece.body, piece.is_last()).collect(),
+        BodyMode::Grpc => vec![message(to, piece)],
+        _ => vec![go_on(to, HeaderChanges::default())],
+    }
 }
 
 /// Lets request trailers go on.
@@ -248,7 +274,7 @@ fn modes(request: BodySendMode, response: BodySendMode) -> ProcessingMode {
         response_body_mode: response.into(),
         // Full duplex cannot do without.
         request_trailer_mode: match request {
-            BodySendMode::FullDuplexStreamed => HeaderSendMode::Send.into(),
+            BodySendMode::FullDuplexStreamed | BodySendMode::Grpc => HeaderSendMode::Send.into(),
             _ => HeaderSendMode::Skip.into(),
         },
         // The trailers' slot keeps the gRPC stream open until the response ends: that is our sign of the end.

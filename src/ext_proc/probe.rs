@@ -4,8 +4,9 @@
 
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 
-use super::message::{BodyMode, Incoming, Message, Modes};
+use super::message::{Incoming, Message, Modes};
 use super::mutation::{self, HeaderChanges, To};
+use super::wire::Piece;
 
 /// What is told to Envoy, and whether that was the last of it.
 #[derive(Debug)]
@@ -30,7 +31,7 @@ pub(super) struct Probe {
 impl Probe {
     /// Whether a stream that begins like this is one of the filter.
     pub(super) fn begins(first: &Incoming) -> bool {
-        let response = matches!(first.message, Some(Message::ResponseHeaders { .. } | Message::ResponseBody { .. }));
+        let response = matches!(first.message, Some(Message::ResponseHeaders { .. } | Message::ResponseBody(_)));
         response && first.told.exchange.is_some()
     }
 
@@ -44,29 +45,26 @@ impl Probe {
         let (replies, seen, over) = match incoming.message {
             None => (Vec::new(), false, false),
             Some(Message::RequestHeaders { .. }) => (go_on(To::RequestHeaders), false, false),
-            Some(Message::RequestBody { body, end }) => (self.pass(To::RequestBody, &body, end), false, false),
+            Some(Message::RequestBody(piece)) => (self.pass(To::RequestBody, &piece), false, false),
             Some(Message::RequestTrailers) => (vec![mutation::request_trailers()], false, false),
             Some(Message::ResponseHeaders { end, .. }) => (go_on(To::ResponseHeaders), false, end),
-            Some(Message::ResponseBody { body, end }) => {
-                let seen = !body.is_empty();
-                (self.pass(To::ResponseBody, &body, end), seen, seen || end)
+            Some(Message::ResponseBody(piece)) => {
+                let seen = !piece.body.is_empty();
+                (self.pass(To::ResponseBody, &piece), seen, seen || piece.is_last())
             }
             Some(Message::ResponseTrailers) => (vec![mutation::response_trailers()], false, true),
         };
-        // In full duplex an early end would lose the rest of the answer.
-        let duplex = self.modes.is_some_and(|modes| modes.response == BodyMode::FullDuplex);
+        // Where the answer passes through us, an early end would lose the rest of it.
+        let duplex = self.modes.is_some_and(|modes| modes.response.is_sent_back());
         let first = seen && !self.seen;
         self.seen |= seen;
         Answered { replies, first_token: self.name.clone().filter(|_| first), ends: over && !duplex }
     }
 
-    fn pass(&self, to: To, body: &[u8], end: bool) -> Vec<ProcessingResponse> {
+    fn pass(&self, to: To, piece: &Piece) -> Vec<ProcessingResponse> {
         let modes = self.modes.unwrap_or_default();
         let mode = if to == To::RequestBody { modes.request } else { modes.response };
-        match mode {
-            BodyMode::FullDuplex => mutation::pieces(to, body, end).collect(),
-            _ => vec![mutation::go_on(to, HeaderChanges::default())],
-        }
+        mutation::unchanged(to, mode, piece)
     }
 }
 
@@ -74,6 +72,7 @@ impl Probe {
 mod tests {
     use super::*;
     use crate::ext_proc::headers::ResponseHead;
+    use crate::ext_proc::message::BodyMode;
     use crate::ext_proc::metadata::Told;
 
     fn incoming(message: Message, name: Option<&str>) -> Incoming {
@@ -82,7 +81,7 @@ mod tests {
     }
 
     fn body(bytes: &'static [u8], end: bool) -> Message {
-        Message::ResponseBody { body: bytes.into(), end }
+        Message::ResponseBody(Piece::new(bytes, end))
     }
 
     #[test]

@@ -35,27 +35,36 @@ impl Replies {
     }
 }
 
-type Work = Pin<Box<dyn Future<Output = ()> + Send>>;
+type Work = Pin<Box<dyn Future<Output = Result<(), Status>> + Send>>;
 
 /// An exchange at work, as the stream of its replies.
 pub struct Replying {
     replies: Replies,
     /// None once it is over.
     work: Option<Work>,
+    /// The status that the stream ends with, behind all replies.
+    failed: Option<Status>,
 }
 
 impl Replying {
-    pub(super) fn new<F: Future<Output = ()> + Send + 'static>(work: impl FnOnce(Replies) -> F) -> Self {
+    pub(super) fn new<F>(work: impl FnOnce(Replies) -> F) -> Self
+    where
+        F: Future<Output = Result<(), Status>> + Send + 'static,
+    {
         let replies = Replies::default();
-        Self { work: Some(Box::pin(work(replies.clone()))), replies }
+        Self { work: Some(Box::pin(work(replies.clone()))), replies, failed: None }
     }
 
     fn go_on(&mut self, cx: &mut Context<'_>) {
         let Some(work) = &mut self.work else { return };
         // A panic ends the stream as if there was nothing more to say: Envoy would take a reset for an error of the request.
         let polled = catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(cx)));
-        if polled.is_err() || polled.is_ok_and(|polled| polled.is_ready()) {
-            self.work = None;
+        if let Ok(Poll::Pending) = polled {
+            return;
+        }
+        self.work = None;
+        if let Ok(Poll::Ready(Err(status))) = polled {
+            self.failed = Some(status);
         }
     }
 }
@@ -83,7 +92,7 @@ impl Stream for Replying {
         self.go_on(cx);
         match self.replies.take() {
             Some(reply) => Poll::Ready(Some(Ok(reply))),
-            None if self.work.is_none() => Poll::Ready(None),
+            None if self.work.is_none() => Poll::Ready(self.failed.take().map(Err)),
             None => Poll::Pending,
         }
     }
@@ -114,6 +123,7 @@ mod tests {
                     tokio::task::yield_now().await;
                 }
             }
+            Ok(())
         });
         let numbers: Vec<_> = replying.map(|reply| number(&reply.unwrap())).collect().await;
         assert_eq!(numbers, (0..100).collect::<Vec<_>>());
@@ -128,6 +138,7 @@ mod tests {
                 replies.send(numbered(at)).await;
                 *counted.lock() += 1;
             }
+            Ok(())
         });
         replying.next().await.unwrap().unwrap();
         assert_eq!(*made.lock(), REPLIES);
@@ -146,6 +157,7 @@ mod tests {
                 replies.send(numbered(at)).await;
             }
             *hears.lock() = said.ok();
+            Ok(())
         });
         replying.next().await.unwrap().unwrap();
         tell.send("done").unwrap();
@@ -162,6 +174,17 @@ mod tests {
         });
         let numbers: Vec<_> = replying.map(|reply| number(&reply.unwrap())).collect().await;
         assert_eq!(numbers, [1]);
+    }
+
+    #[tokio::test]
+    async fn an_error_status_follows_the_replies() {
+        let mut replying = Replying::new(|replies| async move {
+            replies.send(numbered(1)).await;
+            Err(Status::internal("no message"))
+        });
+        assert_eq!(number(&replying.next().await.unwrap().unwrap()), 1);
+        assert_eq!(replying.next().await.unwrap().unwrap_err().message(), "no message");
+        assert!(replying.next().await.is_none());
     }
 
     #[tokio::test]

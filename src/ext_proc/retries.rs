@@ -13,6 +13,7 @@ use tokio::sync::{mpsc, oneshot};
 use super::headers::RequestHead;
 use super::message::{BodyMode, Incoming, Message};
 use super::mutation::{self, HeaderChanges, To};
+use super::wire::Piece;
 use crate::prefill::{Cleaned, clean};
 use crate::worker::Endpoint;
 
@@ -133,7 +134,7 @@ impl Retry {
     /// What Envoy has to hear before a message is taken, because it will take long.
     pub(super) fn hold(&self, incoming: &Incoming) -> Option<ProcessingResponse> {
         let asks =
-            matches!(incoming.message, Some(Message::RequestBody { .. })) && matches!(self.whose, Whose::Prepared(..));
+            matches!(incoming.message, Some(Message::RequestBody(_))) && matches!(self.whose, Whose::Prepared(..));
         (asks && !self.longest.is_zero()).then(|| mutation::hold(self.longest + HOLD_MARGIN))
     }
 
@@ -156,7 +157,7 @@ impl Retry {
                 };
                 go_on(To::RequestHeaders, None)
             }
-            Some(Message::RequestBody { body, .. }) => {
+            Some(Message::RequestBody(Piece { body, .. })) => {
                 let again = match std::mem::replace(&mut self.whose, Whose::Foreign) {
                     Whose::Foreign => return go_on(To::RequestBody, Some("as_it_is")),
                     Whose::Prepared(name, head, to) => retries.ask(&name, (head, to, body.clone())).await,
@@ -225,7 +226,7 @@ mod tests {
         if first.outcome.is_some() {
             return (None, first.outcome);
         }
-        let body = Message::RequestBody { body: HANDED.into(), end: true };
+        let body = Message::RequestBody(Piece::new(HANDED, true));
         let answered = retry.on_message(retries, incoming(body, exchange)).await;
         (sent(&answered).map(<[u8]>::to_vec), answered.outcome)
     }

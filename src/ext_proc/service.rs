@@ -1,6 +1,7 @@
 //! The gRPC service: the task of each stream feeds the exchange and carries out its effects. What an exchange holds is a
 //! value of that task, so that whatever ends the stream (the answer's end, the client, Envoy, us) releases the load by drop.
 
+use std::error::Error as _;
 use std::future::{Ready, ready};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +13,7 @@ use prometheus_client::metrics::family::Family;
 use tonic::metadata::MetadataMap;
 use tonic::server::StreamingService;
 use tonic::{Request, Response, Status, Streaming};
-use tracing::{trace, warn};
+use tracing::{debug, trace, warn};
 
 use super::exchange::{Options, Start};
 use super::first_tokens::FirstTokens;
@@ -56,6 +57,7 @@ pub struct Kept {
     pub(super) held: Arc<Held>,
     pub(super) audit: Arc<Audit>,
     warned: AtomicBool,
+    warned_of_unreadable: AtomicBool,
 }
 
 impl Kept {
@@ -69,6 +71,7 @@ impl Kept {
             held,
             audit,
             warned: AtomicBool::new(false),
+            warned_of_unreadable: AtomicBool::new(false),
         })
     }
 
@@ -86,6 +89,26 @@ impl Kept {
     /// The first token of an exchange was seen by another replica.
     pub fn first_token_of(&self, name: &str) {
         self.first_tokens.seen(name);
+    }
+
+    /// The next message; `None` when the client has sent its last. The status of an error ends the stream: Envoy has either
+    /// sent what cannot be read, or closed the connection and reads no status.
+    pub(super) async fn receive(&self, incoming: &mut Streaming<Asked>) -> Result<Option<Asked>, Status> {
+        incoming.message().await.inspect_err(|status| {
+            // An error of the connection has a source, and is how Envoy ends many streams.
+            if status.source().is_some() {
+                return trace!(%status, "stream closed");
+            }
+            self.metrics.unreadable_messages.inc();
+            if self.warned_of_unreadable.swap(true, Ordering::Relaxed) {
+                return debug!(%status, "an ext_proc message cannot be read");
+            }
+            warn!(
+                %status,
+                "an ext_proc message cannot be read, and its stream ends with this status; further ones are counted in \
+                 warmroute_unreadable_messages_total"
+            );
+        })
     }
 
     /// Says once that a gateway is configured so that prompts cannot be read before it routes.
@@ -112,8 +135,8 @@ impl Service {
         Self { live: Arc::new(live), kept }
     }
 
-    async fn run(self, mut incoming: Streaming<Asked>, replies: Replies, filter: Filter) {
-        let Ok(first) = receive(&mut incoming).await else { return };
+    async fn run(self, mut incoming: Streaming<Asked>, replies: Replies, filter: Filter) -> Result<(), Status> {
+        let Some(first) = self.kept.receive(&mut incoming).await? else { return Ok(()) };
         let first = Incoming::read(first);
         if filter == Filter::Retry {
             return self.retry(first, incoming, replies).await;
@@ -127,10 +150,10 @@ impl Service {
             sampled,
             request_id: format!("{:032x}", rand::random::<u128>()),
         };
-        Stream::new(self.kept, self.live, (incoming, replies), start).run(first).await;
+        Stream::new(self.kept, self.live, (incoming, replies), start).run(first).await
     }
 
-    async fn retry(&self, first: Incoming, mut incoming: Streaming<Asked>, replies: Replies) {
+    async fn retry(&self, first: Incoming, mut incoming: Streaming<Asked>, replies: Replies) -> Result<(), Status> {
         let mut retry = Retry::new(self.live.pipeline.prefills().trusting);
         let mut next = Some(first);
         let mut counted = Counted { by: &self.kept.metrics.prefill_retries, outcome: "left" };
@@ -144,12 +167,13 @@ impl Service {
             }
             match answered.outcome {
                 Some(became) => counted.outcome = became,
-                None => next = receive(&mut incoming).await.ok().map(Incoming::read),
+                None => next = self.kept.receive(&mut incoming).await?.map(Incoming::read),
             }
         }
+        Ok(())
     }
 
-    async fn probe(&self, first: Incoming, mut incoming: Streaming<Asked>, replies: Replies) {
+    async fn probe(&self, first: Incoming, mut incoming: Streaming<Asked>, replies: Replies) -> Result<(), Status> {
         let mut probe = Probe::default();
         let mut next = Some(first);
         let mut counted = Counted { by: &self.kept.metrics.first_token_streams, outcome: "none" };
@@ -162,9 +186,10 @@ impl Service {
                 counted.outcome = if self.kept.first_tokens.seen_here(&name) { "seen" } else { "foreign" };
             }
             if !answered.ends {
-                next = receive(&mut incoming).await.ok().map(Incoming::read);
+                next = self.kept.receive(&mut incoming).await?.map(Incoming::read);
             }
         }
+        Ok(())
     }
 }
 
@@ -212,21 +237,5 @@ impl StreamingService<Asked> for Service {
     fn call(&mut self, request: Request<Streaming<Asked>>) -> Self::Future {
         let (filter, service) = (Filter::of(request.metadata()), self.clone());
         ready(Ok(Response::new(Replying::new(|replies| service.run(request.into_inner(), replies, filter)))))
-    }
-}
-
-/// The stream is over, for whichever of the reasons that all mean the same.
-pub(super) struct Closed;
-
-/// The next message. A stream that ends or fails is over: Envoy closes in any of these ways when the response has ended or
-/// the client has gone, so none of them is an error.
-pub(super) async fn receive(incoming: &mut Streaming<Asked>) -> Result<Asked, Closed> {
-    match incoming.message().await {
-        Ok(Some(message)) => Ok(message),
-        Ok(None) => Err(Closed),
-        Err(status) => {
-            trace!(%status, "stream closed");
-            Err(Closed)
-        }
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
-use tonic::Streaming;
+use tonic::{Status, Streaming};
 
 use super::exchange::{Effect, Exchange, Inbound, Start};
 use super::first_tokens::Awaited;
@@ -18,7 +18,7 @@ use super::record::Record;
 use super::reject;
 use super::replies::Replies;
 use super::retries::{Again, Listening, Try};
-use super::service::{Closed, Kept, Live, receive};
+use super::service::{Kept, Live};
 use super::wire::{Asked, Part};
 use crate::intake::Body;
 use crate::openai;
@@ -50,6 +50,29 @@ pub(super) struct Stream {
     held: Share,
     /// When the request's body has to be there.
     deadline: Instant,
+}
+
+/// What ends the exchange before its own end.
+enum Closed {
+    /// The client has sent its last message, and all replies to its messages were made.
+    ByClient,
+    /// No further message can be read.
+    Failed(Status),
+}
+
+impl Closed {
+    fn status(self) -> Result<(), Status> {
+        match self {
+            Closed::ByClient => Ok(()),
+            Closed::Failed(status) => Err(status),
+        }
+    }
+}
+
+impl From<Status> for Closed {
+    fn from(status: Status) -> Self {
+        Closed::Failed(status)
+    }
 }
 
 /// What happens next.
@@ -90,11 +113,12 @@ impl Stream {
         }
     }
 
-    pub(super) async fn run(mut self, first: Incoming) {
+    /// Runs to the end of the stream, and gives the status it ends with.
+    pub(super) async fn run(mut self, first: Incoming) -> Result<(), Status> {
         // Messages that came while a route was looked for.
         let mut early = VecDeque::new();
-        if self.take(first, &mut early).await.is_err() {
-            return;
+        if let Err(closed) = self.take(first, &mut early).await {
+            return closed.status();
         }
         loop {
             // Many messages may be there at once, and others want their turn.
@@ -126,8 +150,8 @@ impl Stream {
                 },
                 Err(closed) => Err(closed),
             };
-            if done.is_err() {
-                return;
+            if let Err(closed) = done {
+                return closed.status();
             }
         }
     }
@@ -149,7 +173,10 @@ impl Stream {
             biased;
             // Before the end of the stream, which may be there already: what nobody awaits any more is polled once.
             () = first_token => Ok(Event::FirstToken),
-            message = receive(&mut self.incoming) => message.map(|message| Event::Message(Box::new(message))),
+            message = self.kept.receive(&mut self.incoming) => match message? {
+                Some(message) => Ok(Event::Message(Box::new(message))),
+                None => Err(Closed::ByClient),
+            },
             () = tokio::time::sleep_until(self.deadline), if self.exchange.is_gathering() => Ok(Event::Deadline),
             again = tries => Ok(Event::Try(Box::new(again))),
             turn = self.record.turn() => Ok(Event::Turn(turn)),
@@ -250,9 +277,9 @@ impl Stream {
         let (tell, mut told) = oneshot::channel();
         let route = pipeline.route(inbound, move |wait| _ = tell.send(wait));
         tokio::pin!(route);
-        let (mut holding, mut waiting) = (false, 0);
+        let (mut holding, mut waiting, mut half_closed) = (false, 0, false);
         loop {
-            let room = early.len() < EARLY && waiting < EARLY_BYTES;
+            let room = early.len() < EARLY && waiting < EARLY_BYTES && !half_closed;
             tokio::select! {
                 biased;
                 routed = &mut route => return Ok(Some(routed)),
@@ -260,8 +287,13 @@ impl Stream {
                     holding = true;
                     self.hold(wait).await;
                 }
-                message = receive(&mut self.incoming), if room => {
-                    let message = message?;
+                message = self.kept.receive(&mut self.incoming), if room => {
+                    // The replies to earlier messages are still due. Envoy, where its client has left, resets the stream
+                    // behind this, and that drops the exchange.
+                    let Some(message) = message? else {
+                        half_closed = true;
+                        continue;
+                    };
                     waiting += body_bytes(&message);
                     early.push_back(message);
                     if early.back().is_some_and(begins_response) {

@@ -14,7 +14,7 @@ use envoy_types::pb::envoy::service::ext_proc::v3::{
 };
 use envoy_types::pb::google::protobuf::Struct;
 use tonic::Status;
-use tonic::codec::{BufferSettings, Codec};
+use tonic::codec::{BufferSettings, Codec, CompressionEncoding, EnabledCompressionEncodings};
 use tonic::codegen::{Body, BoxFuture, Service as GrpcService, StdError, http};
 use tonic::server::{Grpc, NamedService};
 use tonic_prost::{ProstDecoder, ProstEncoder};
@@ -73,12 +73,27 @@ pub struct Piece {
     /// Nothing follows, and this message says nothing but that.
     #[prost(bool, tag = "3")]
     pub end_of_stream_without_message: bool,
+    /// In mode `GRPC`: the message is compressed.
+    #[prost(bool, tag = "4")]
+    pub grpc_message_compressed: bool,
+}
+
+impl Piece {
+    /// A piece with these bytes.
+    pub fn new(body: impl Into<Bytes>, end_of_stream: bool) -> Self {
+        Self { body: body.into(), end_of_stream, ..Self::default() }
+    }
+
+    /// Whether nothing follows.
+    pub fn is_last(&self) -> bool {
+        self.end_of_stream || self.end_of_stream_without_message
+    }
 }
 
 impl From<HttpBody> for Piece {
     fn from(body: HttpBody) -> Self {
-        let HttpBody { body, end_of_stream, end_of_stream_without_message, .. } = body;
-        Self { body: body.into(), end_of_stream, end_of_stream_without_message }
+        let HttpBody { body, end_of_stream, end_of_stream_without_message, grpc_message_compressed, .. } = body;
+        Self { body: body.into(), end_of_stream, end_of_stream_without_message, grpc_message_compressed }
     }
 }
 
@@ -140,6 +155,14 @@ impl NamedService for ExtProc {
     const NAME: &'static str = SERVICE_NAME;
 }
 
+/// Compressed messages that are accepted. The limit of a message applies to what it is before and after decompression, and
+/// the latter stops at it.
+fn gzip() -> EnabledCompressionEncodings {
+    let mut accepted = EnabledCompressionEncodings::default();
+    accepted.enable(CompressionEncoding::Gzip);
+    accepted
+}
+
 const PATH: &str = "/envoy.service.ext_proc.v3.ExternalProcessor/Process";
 
 impl<B> GrpcService<http::Request<B>> for ExtProc
@@ -161,7 +184,9 @@ where
         }
         let Self { service, most } = self.clone();
         Box::pin(async move {
-            let mut grpc = Grpc::new(Wire).apply_max_message_size_config(Some(most), Some(usize::MAX));
+            let mut grpc = Grpc::new(Wire)
+                .apply_compression_config(gzip(), EnabledCompressionEncodings::default())
+                .apply_max_message_size_config(Some(most), Some(usize::MAX));
             Ok(grpc.streaming(service, request).await)
         })
     }
@@ -188,10 +213,11 @@ mod tests {
 
     fn body() -> impl Strategy<Value = HttpBody> {
         let body = proptest::collection::vec(any::<u8>(), 0..3_000);
-        (body, any::<bool>(), any::<bool>()).prop_map(|(body, end_of_stream, end_of_stream_without_message)| HttpBody {
+        (body, any::<[bool; 3]>()).prop_map(|(body, [end_of_stream, without_message, compressed])| HttpBody {
             body,
             end_of_stream,
-            end_of_stream_without_message,
+            end_of_stream_without_message: without_message,
+            grpc_message_compressed: compressed,
             ..HttpBody::default()
         })
     }
@@ -219,7 +245,7 @@ mod tests {
             request in request(),
             attributes in proptest::collection::hash_map("[a-z.]{0,9}", structure(), 0..3),
             metadata in proptest::option::of(proptest::collection::hash_map("[a-z.]{0,9}", structure(), 0..3)),
-            modes in proptest::option::of((0..5i32, 0..5i32)),
+            modes in proptest::option::of((0..8i32, 0..8i32)),
             observability_mode in any::<bool>(),
         ) {
             let metadata_context =

@@ -22,6 +22,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 /// A running process.
 pub(crate) struct Site {
     pub(crate) gateway: ExternalProcessorClient<Channel>,
+    pub(crate) channel: Channel,
     health: HealthClient<Channel>,
     admin: SocketAddr,
     pages: reqwest::Client,
@@ -52,9 +53,9 @@ impl Site {
         let running = tokio::spawn(app.run_until(shutdown.clone().cancelled_owned()));
         let channel = Channel::from_shared(format!("http://{tcp}")).unwrap().connect().await.unwrap();
         let health = HealthClient::new(channel.clone());
-        let gateway = ExternalProcessorClient::new(channel).max_decoding_message_size(usize::MAX);
+        let gateway = ExternalProcessorClient::new(channel.clone()).max_decoding_message_size(usize::MAX);
         let pages = warmroute::tls::client().build().unwrap();
-        let site = Self { gateway, health, admin, pages, dir, shutdown, running };
+        let site = Self { gateway, channel, health, admin, pages, dir, shutdown, running };
         if workers != json!([]) {
             site.until("readyz", |page| page["ready"] == true).await;
         }
@@ -106,7 +107,7 @@ impl Site {
 
     /// Ends, and waits for it.
     pub(crate) async fn stop(self) {
-        drop((self.gateway, self.health, self.pages));
+        drop((self.gateway, self.channel, self.health, self.pages));
         self.shutdown.cancel();
         timeout(PATIENCE, self.running).await.unwrap().unwrap().unwrap();
     }

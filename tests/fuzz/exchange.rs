@@ -25,13 +25,19 @@ use warmroute::worker::{DpRank, WorkerId, WorkerRank};
 use crate::input::Input;
 use crate::watch::Watch;
 
-const MODES: [BodyMode; 5] =
-    [BodyMode::None, BodyMode::Buffered, BodyMode::BufferedPartial, BodyMode::Streamed, BodyMode::FullDuplex];
+const MODES: [BodyMode; 6] = [
+    BodyMode::None,
+    BodyMode::Buffered,
+    BodyMode::BufferedPartial,
+    BodyMode::Streamed,
+    BodyMode::FullDuplex,
+    BodyMode::Grpc,
+];
 
 const PATHS: [&str; 4] = ["/v1/chat/completions", "/v1/files", "/v1/models", "/v1/audio/speech"];
 
 /// As the wire has them, and one that does not exist.
-const WIRE_MODES: [i32; 6] = [0, 1, 2, 3, 4, 77];
+const WIRE_MODES: [i32; 7] = [0, 1, 2, 3, 4, 5, 77];
 
 /// Messages and other events in the order of the input; then what is missing to an end.
 pub(crate) fn exchange(bytes: &[u8]) {

@@ -7,6 +7,7 @@ use super::{Context, Copied, Directions, Effect, reply, reply_with};
 use crate::ext_proc::headers::{self, RequestHead};
 use crate::ext_proc::message::BodyMode;
 use crate::ext_proc::mutation::{self, HeaderChanges, To};
+use crate::ext_proc::wire::Piece;
 use crate::intake::Body;
 use crate::openai::{self, Api};
 
@@ -87,7 +88,7 @@ impl RequestSide {
         let then = match context.modes.request {
             _ if end => Then::End,
             BodyMode::None => Then::End,
-            BodyMode::Streamed => Then::Relay,
+            BodyMode::Streamed | BodyMode::Grpc => Then::Relay,
             BodyMode::FullDuplex if !wanted => {
                 let (body, more) = (Bytes::new(), BytesMut::new());
                 *self = RequestSide::Routing(Owed::Duplex { head: head.clone(), body, more, end: DuplexEnd::Open });
@@ -114,10 +115,11 @@ impl RequestSide {
         vec![context.inbound(head, body)]
     }
 
-    pub(super) fn on_body(&mut self, context: &Context, chunk: Bytes, end: bool) -> Vec<Effect> {
+    pub(super) fn on_body(&mut self, context: &Context, piece: Piece) -> Vec<Effect> {
+        let end = piece.is_last();
         match self {
             RequestSide::Gather { body, .. } => {
-                body.push(chunk);
+                body.push(piece.body);
                 let duplex = context.modes.request == BodyMode::FullDuplex;
                 if !duplex || end || body.len() > context.options.body_limit {
                     // A buffered body without an end is followed by trailers; one that did not fit, by its rest.
@@ -127,7 +129,7 @@ impl RequestSide {
                 Vec::new()
             }
             RequestSide::Routing(Owed::Duplex { more, end: ended @ DuplexEnd::Open, .. }) => {
-                more.extend_from_slice(&chunk);
+                more.extend_from_slice(&piece.body);
                 if end {
                     *ended = DuplexEnd::Body;
                 }
@@ -138,10 +140,8 @@ impl RequestSide {
                 if end {
                     *self = RequestSide::Ended;
                 }
-                match context.modes.request {
-                    BodyMode::FullDuplex => mutation::pieces(To::RequestBody, &chunk, end).map(reply).collect(),
-                    _ => reply_with(mutation::go_on(To::RequestBody, HeaderChanges::default())),
-                }
+                let replies = mutation::unchanged(To::RequestBody, context.modes.request, &piece);
+                replies.into_iter().map(reply).collect()
             }
             // A second end of stream, or a body nobody announced.
             RequestSide::Routing(_) | RequestSide::Ended => Vec::new(),

@@ -1,12 +1,11 @@
 //! The response side of an exchange: what is shown of the answer, what is told with it, and when its first token comes.
 
-use bytes::Bytes;
-
-use super::{Context, Effect, reply, reply_with};
+use super::{Context, Effect, reply};
 use crate::ext_proc::config::Observe;
 use crate::ext_proc::headers::{self, AnsweredBy, ResponseHead};
 use crate::ext_proc::message::BodyMode;
 use crate::ext_proc::mutation::{self, HeaderChanges, To};
+use crate::ext_proc::wire::Piece;
 use crate::openai::restore::Restorer;
 
 #[derive(Debug)]
@@ -77,6 +76,8 @@ impl ResponseSide {
             return vec![reply(answer), Effect::Answered(head), Effect::FirstToken { seen: false }, Effect::Finished];
         }
         let renamed = context.directions.as_ref().and_then(|found| found.edit.as_ref()?.restore.as_ref());
+        // A message of gRPC is no JSON.
+        let renamed = renamed.filter(|_| context.modes.response != BodyMode::Grpc);
         let restore = renamed.map(|names| Box::new(Restorer::new(&names.served, &names.asked)));
         let wish = Wish::of(context, &head);
         let shown = context.modes.response != BodyMode::None;
@@ -99,12 +100,13 @@ impl ResponseSide {
         effects
     }
 
-    pub(super) fn on_body(&mut self, context: &Context, body: Bytes, end: bool) -> Vec<Effect> {
+    pub(super) fn on_body(&mut self, context: &Context, piece: Piece) -> Vec<Effect> {
+        let end = piece.is_last();
         let mut effects = Vec::new();
         let passed = match self {
             ResponseSide::Ended => return effects,
             ResponseSide::Watched { restore: Some(restore), .. } => {
-                let mut changed = restore.push(&body).into_owned();
+                let mut changed = restore.push(&piece.body).into_owned();
                 if end {
                     changed.extend(restore.finish());
                 }
@@ -112,15 +114,16 @@ impl ResponseSide {
             }
             _ => None,
         };
-        let go_on = || mutation::go_on(To::ResponseBody, HeaderChanges::default());
-        match (context.modes.response, passed) {
-            (BodyMode::FullDuplex, passed) => {
-                let bytes = passed.as_deref().unwrap_or(&body);
-                effects.extend(mutation::pieces(To::ResponseBody, bytes, end).map(reply));
+        let replies = match (context.modes.response, passed) {
+            (mode, None) => mutation::unchanged(To::ResponseBody, mode, &piece),
+            (BodyMode::FullDuplex, Some(changed)) => mutation::pieces(To::ResponseBody, &changed, end).collect(),
+            (_, Some(changed)) => {
+                let go_on = mutation::go_on(To::ResponseBody, HeaderChanges::default());
+                vec![mutation::with_body(go_on, changed)]
             }
-            (_, Some(changed)) => effects.extend(reply_with(mutation::with_body(go_on(), changed))),
-            (_, None) => effects.extend(reply_with(go_on())),
-        }
+        };
+        effects.extend(replies.into_iter().map(reply));
+        let Piece { body, .. } = piece;
         if !body.is_empty() {
             effects.extend(self.on_first_token());
             if matches!(self, ResponseSide::Watched { whole: true, .. }) {
@@ -168,7 +171,7 @@ impl ResponseSide {
 /// Whether the body of the answer comes to us, or would if we asked for it: Envoy takes no such wish in an exchange whose
 /// request body is in full duplex.
 fn can_be_shown(context: &Context) -> bool {
-    context.modes.response != BodyMode::None || context.modes.request != BodyMode::FullDuplex
+    context.modes.response != BodyMode::None || !context.modes.request.is_sent_back()
 }
 
 fn answer_headers(context: &Context, head: &ResponseHead) -> HeaderChanges {

@@ -12,6 +12,7 @@ mod contract;
 use super::*;
 use crate::ext_proc::headers;
 use crate::ext_proc::message::BodyMode;
+use crate::ext_proc::wire::Piece;
 use crate::router::{Destination, Mode};
 use crate::worker::{DpRank, WorkerId, WorkerRank};
 
@@ -45,7 +46,7 @@ fn forged(path: &str) -> Message {
 }
 
 fn body(bytes: &[u8], end: bool) -> Message {
-    Message::RequestBody { body: Bytes::copy_from_slice(bytes), end }
+    Message::RequestBody(Piece::new(bytes.to_vec(), end))
 }
 
 fn response(event_stream: bool, end: bool) -> Message {
@@ -53,7 +54,7 @@ fn response(event_stream: bool, end: bool) -> Message {
 }
 
 fn answer(bytes: &[u8], end: bool) -> Message {
-    Message::ResponseBody { body: Bytes::copy_from_slice(bytes), end }
+    Message::ResponseBody(Piece::new(bytes.to_vec(), end))
 }
 
 fn to_worker() -> Steer {
@@ -194,9 +195,8 @@ fn forged_routing_headers_are_removed_unless_we_set_them() {
 
 #[test]
 fn a_request_without_a_body_is_answered_at_its_headers_in_every_mode() {
-    let modes =
-        [BodyMode::None, BodyMode::Buffered, BodyMode::BufferedPartial, BodyMode::Streamed, BodyMode::FullDuplex];
-    for mode in modes {
+    let buffered = [BodyMode::None, BodyMode::Buffered, BodyMode::BufferedPartial];
+    for mode in buffered.into_iter().chain([BodyMode::Streamed, BodyMode::FullDuplex, BodyMode::Grpc]) {
         let mut exchange = exchange(mode, BodyMode::None);
         assert_eq!(short(exchange.on_message(headers("/v1/models", true))), ["route absent"], "{mode:?}");
         assert_eq!(short(exchange.on_route(to_worker())), [format!("request headers {STEERED}")], "{mode:?}");
@@ -288,6 +288,18 @@ fn a_streamed_body_is_routed_before_it_comes_because_later_is_too_late() {
     assert_eq!(short(exchange.on_route(to_worker())), [format!("request headers {STEERED}")]);
     assert_eq!(short(exchange.on_message(body(b"abc", false))), ["request body"]);
     assert_eq!(short(exchange.on_message(body(b"", true))), ["request body"]);
+}
+
+#[test]
+fn grpc_messages_are_routed_by_their_headers_and_sent_back_whole() {
+    let mut exchange = exchange(BodyMode::Grpc, BodyMode::Grpc);
+    assert_eq!(short(exchange.on_message(headers(CHAT, false))), ["route streamed"]);
+    assert_eq!(short(exchange.on_route(to_worker())), [format!("request headers {STEERED}")]);
+    assert_eq!(short(exchange.on_message(body(&[1; 70_000], false))), ["request body 70000"]);
+    assert_eq!(short(exchange.on_message(body(b"", true))), ["request body 0 end"]);
+    exchange.on_message(response(false, false));
+    assert_eq!(short(exchange.on_message(answer(&[1; 70_000], false))), ["response body 70000"]);
+    assert_eq!(short(exchange.on_message(Message::ResponseTrailers)), ["response trailers", "finished"]);
 }
 
 #[test]

@@ -190,12 +190,13 @@ fn name_of(request: &Request) -> &'static str {
     }
 }
 
-const MODES: [BodySendMode; 5] = [
+const MODES: [BodySendMode; 6] = [
     BodySendMode::None,
     BodySendMode::Buffered,
     BodySendMode::BufferedPartial,
     BodySendMode::Streamed,
     BodySendMode::FullDuplexStreamed,
+    BodySendMode::Grpc,
 ];
 
 fn body_mode() -> impl Strategy<Value = BodySendMode> {
