@@ -106,8 +106,20 @@ fn costs_too_large_to_subtract_still_order_the_candidates() {
 }
 
 #[test]
+fn default_weights_keep_a_long_prefix_on_its_busy_worker() {
+    let question = Question::new(104 * 16, BlockSize::new(16).unwrap());
+    let busy = Load { active_blocks: 240, active_prefill_tokens: 0, active_requests: 2 };
+    let warm = Candidate { overlap: TierBlocks { device: 100, ..TierBlocks::default() }, load: busy, ..candidate() };
+    let idle = Candidate { additional_blocks: 104, ..candidate() };
+    let candidates = [warm, idle];
+    let chosen =
+        |weights: &Weights| choose(&question, &candidates, weights, &mut StdRng::seed_from_u64(1)).unwrap().index;
+    assert_eq!((chosen(&Weights::default()), chosen(&Weights::UNIT)), (0, 1));
+}
+
+#[test]
 fn the_terms_of_a_cost_add_up_to_its_total() {
-    let weights = Weights { decode_active_request_weight: 0.5, shared_cache_multiplier: 0.5, ..Weights::default() };
+    let weights = Weights { decode_active_request_weight: 0.5, shared_cache_multiplier: 0.5, ..Weights::UNIT };
     let mut question = question();
     question.shared = vec![0..1, 2..4];
     let candidates = [Candidate {

@@ -22,7 +22,7 @@ async fn a_request_is_booked_prefilled_answered_and_freed() {
     assert_eq!((answer.prompt_tokens, answer.block_size, answer.candidates), (22, 4, 2));
     assert_eq!((answer.prompts.len(), answer.prompts[0].sequence_hashes.len()), (1, 5));
     let cost = decode.cost.unwrap();
-    assert_eq!((cost.prefill_cost, cost.decode_cost, cost.total), (5.5, 5.0, 10.5), "22 / 4 and 5 blocks");
+    assert_eq!((cost.prefill_cost, cost.decode_cost, cost.total), (44.0, 5.0, 49.0), "8 times 22 / 4, and 5 blocks");
     assert_eq!(decode.potential_decode_blocks, 6, "with the partial tail");
     assert_eq!(site.load().await, (22, 5, 1));
 

@@ -42,7 +42,7 @@ impl Deployment {
             "limits": {"exchange_deadline": "30s"},
             "readiness": {"event_sources_deadline": "60s"},
             // Each live request costs something, so that every term is at work.
-            "schedule": {"decode_active_request_weight": 0.5},
+            "schedule": {"prefill_load_scale": 1, "decode_active_request_weight": 0.5},
             "overload": {"mark": "10m"},
             "log": {"level": "debug"},
         });

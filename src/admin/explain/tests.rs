@@ -116,7 +116,7 @@ async fn a_body_is_the_same_as_text_as_json_and_as_bytes() {
     assert_eq!(explained["mode"], "approximate", "these workers have no events");
     let judged = explained["phases"][0]["judged"].as_array().unwrap();
     assert_eq!(judged.len(), 2);
-    assert!(judged.iter().all(|judged| judged["cost"]["total"] == 4.25), "{judged:?}");
+    assert!(judged.iter().all(|judged| judged["cost"]["total"] == 20.0), "{judged:?}");
     assert_eq!(pages.ask(&json!({ "body": EXACT })).await, explained);
     assert_eq!(pages.ask(&json!({ "bytes": EXACT.as_bytes() })).await, explained);
     let question = Question::new(None, BTreeMap::new(), EXACT.into()).unwrap();

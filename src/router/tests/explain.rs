@@ -11,6 +11,10 @@ use crate::tier::Tier;
 use crate::trust::Standing;
 use crate::worker::DpRank;
 
+fn unit_weights() -> RouterSettings {
+    RouterSettings { weights: Weights::UNIT, ..RouterSettings::default() }
+}
+
 fn rank(id: u64) -> WorkerRank {
     WorkerRank { worker: WorkerId(id), rank: DpRank(0) }
 }
@@ -56,7 +60,7 @@ fn why(explanation: &Explanation, id: u64) -> Option<&str> {
 
 #[test]
 fn an_explanation_shows_tiers_load_every_term_the_runner_up_and_the_margin() {
-    let weights = Weights { decode_active_request_weight: 2.0, ..Weights::default() };
+    let weights = Weights { decode_active_request_weight: 2.0, ..Weights::UNIT };
     let router = router_of((1..=3).map(worker), RouterSettings { weights, ..RouterSettings::default() });
     let mut first = holds(&router, 1, 0..6, Tier::Device);
     store(&mut first, 6..8, Tier::HostPinned);
@@ -89,7 +93,7 @@ fn an_explanation_shows_tiers_load_every_term_the_runner_up_and_the_margin() {
 
 #[test]
 fn ties_are_told_and_the_next_request_draws_what_was_drawn() {
-    let router = router_of((1..=4).map(worker), RouterSettings::default());
+    let router = router_of((1..=4).map(worker), unit_weights());
     let mut winners = BTreeSet::new();
     for _ in 0..40 {
         let explanation = router.explain(request(&[vec![1]]));
@@ -159,7 +163,7 @@ fn every_reason_for_exclusion_is_told() {
         ),
     ];
     for (workers, wish, expected) in cases {
-        let router = router_of(workers, RouterSettings::default());
+        let router = router_of(workers, unit_weights());
         let mut wished = request(&[vec![1]]);
         wish(&mut wished);
         let explanation = router.explain(wished.clone());
@@ -174,7 +178,7 @@ fn every_reason_for_exclusion_is_told() {
 
 #[test]
 fn the_busy_the_ill_and_the_gone_are_told() {
-    let router = router_of((1..=4).map(worker), RouterSettings::default());
+    let router = router_of((1..=4).map(worker), unit_weights());
     let now = router.load().now();
     router.overload.mark(WorkerId(2), now);
     fails(&router, 3);
@@ -189,7 +193,7 @@ fn the_busy_the_ill_and_the_gone_are_told() {
     assert_eq!((phase.winner, phase.runner_up, phase.margin), (Some(rank(1)), None, None));
 
     let mixed = [with_role(1, Role::Prefill), with_role(2, Role::Decode), worker(3)];
-    let explanation = router_of(mixed, RouterSettings::default()).explain(request(&[vec![1]]));
+    let explanation = router_of(mixed, unit_weights()).explain(request(&[vec![1]]));
     assert_eq!(why(&explanation, 3), Some("workers that only decode go before it"));
 }
 
@@ -199,7 +203,7 @@ fn prefill_and_decode_are_explained_apart_each_with_its_runner_up() {
         [(1, Role::Prefill), (2, Role::Prefill), (11, Role::Decode), (12, Role::Decode)]
             .map(|(id, role)| with_role(id, role))
     };
-    let router = router_of(pools(), RouterSettings::default());
+    let router = router_of(pools(), unit_weights());
     let _warm = holds(&router, 2, 0..3, Tier::Device);
     router.set_trust(rank(11), Standing::EXACT);
     let _busy = booked_at(&router, 11, vec![50, 51]);
@@ -236,7 +240,7 @@ fn a_prefill_that_is_not_sent_elsewhere_says_why() {
     assert_eq!(explanation.route.as_ref().unwrap().phases, Phases::Kept(Bypass::LittleToCompute));
     assert!(explanation.sentence.contains("so little is left to compute"), "{}", explanation.sentence);
 
-    let router = router_of(workers(), RouterSettings::default());
+    let router = router_of(workers(), unit_weights());
     router.overload.mark(WorkerId(1), router.load().now());
     let settings = RouterSettings { when_all_overloaded: WhenOverloaded::Reject, ..RouterSettings::default() };
     let rejecting = router_of(workers(), settings);
@@ -251,14 +255,14 @@ fn a_prefill_that_is_not_sent_elsewhere_says_why() {
 
 #[test]
 fn without_a_choice_everybody_is_shown_and_the_sentence_says_why() {
-    let nobody = router_of([], RouterSettings::default()).explain(request(&[vec![1]]));
+    let nobody = router_of([], unit_weights()).explain(request(&[vec![1]]));
     assert_eq!((nobody.mode, nobody.reason, nobody.phases.len()), (Mode::Passthrough, Some(Reason::NoFleet), 0));
     assert_eq!(
         nobody.sentence,
         "Nobody is chosen, because no worker is known; Envoy's own load balancer would choose."
     );
 
-    let router = router_of([worker(1), worker(2)], RouterSettings::default());
+    let router = router_of([worker(1), worker(2)], unit_weights());
     let mut other = request(&[vec![1]]);
     other.model = Some("other".into());
     assert_eq!(router.explain(other).reason, Some(Reason::NoCandidate));
@@ -334,7 +338,7 @@ proptest! {
             router_temperature: f64::from(temperature),
             overlap_score_credit_decay: f64::from(decay),
             decode_active_request_weight: 0.5,
-            ..Weights::default()
+            ..Weights::UNIT
         };
         let role = |role: u8| [Role::Aggregated, Role::Prefill, Role::Decode][usize::from(role)];
         let workers: Vec<_> = roles.iter().zip(1..).map(|(at, id)| with_role(id, role(*at))).collect();
@@ -389,13 +393,13 @@ fn agrees(explanation: &Explanation, route: &Route) -> Result<(), TestCaseError>
 
 #[test]
 fn the_short_form_leaves_out_what_changes_nothing() {
-    let router = router_of([worker(1)], RouterSettings::default());
+    let router = router_of([worker(1)], unit_weights());
     let short = router.explain(request(&[vec![1, 2]])).route.unwrap().short();
     let plain = "worker=1/0 cost=4.250 prefill=2.250 decode=2.000 blocks=2 device=0 cached_tokens=0 candidates=1 ties=1 \
                  reason=index_cold";
     assert_eq!(short, plain);
 
-    let weights = Weights { decode_active_request_weight: 1.0, ..Weights::default() };
+    let weights = Weights { decode_active_request_weight: 1.0, ..Weights::UNIT };
     let tainted = |worker: Worker| Worker { taints: ["gpu".to_owned()].into(), ..worker };
     let workers = [with_role(1, Role::Prefill), tainted(with_role(11, Role::Decode))];
     let router = router_of(workers, RouterSettings { weights, ..RouterSettings::default() });

@@ -36,7 +36,7 @@ fn explanation(phases: Vec<PhaseExplained>) -> Explanation {
         prompt_tokens: 66,
         prompt_blocks: 4,
         block_size: BlockSize::new(16),
-        weights: Weights::default(),
+        weights: Weights::UNIT,
         phases,
         sentence: "Because.".to_owned(),
         route: None,
