@@ -6,6 +6,7 @@ mod place;
 mod reader;
 mod tree;
 mod units;
+mod urls;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -16,6 +17,7 @@ use thiserror::Error;
 pub use place::{Place, Problem, Step};
 pub use tree::{Tree, Value};
 pub use units::{Period, Size};
+pub use urls::has_credentials;
 
 /// One mistake in a settings file: where it is and what would mend it.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]

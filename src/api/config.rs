@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::load::ledger::Rules;
 use crate::settings::{Period, Problem};
-use crate::tls::TlsConfig;
+use crate::tls::{ListenerExposure, TlsConfig};
 
 /// `api:`: the router as a gRPC service. Whoever reaches it may book load and pin requests, and nobody is asked who he is;
 /// so it is off unless the section is there.
@@ -71,18 +71,14 @@ impl ApiConfig {
     fn exposure(&self) -> Vec<Problem> {
         let mut problems: Vec<_> = self.tls.iter().flat_map(TlsConfig::problems).collect();
         problems = problems.into_iter().map(|problem| problem.within("tls")).collect();
-        let mutual = self.tls.as_ref().is_some_and(TlsConfig::is_mutual);
-        if self.unprotected && mutual {
-            let text = "callers need a certificate by `tls.client_ca`; keep either that or this";
-            problems.push(Problem::of("unprotected", text));
-        } else if !self.unprotected && !mutual && !self.listen.ip().to_canonical().is_loopback() {
-            let text = format!(
-                "{} can be reached by others, who could book load and pin requests; give `tls.client_ca`, listen on \
-                 127.0.0.1, or say `unprotected: true`",
-                self.listen
-            );
-            problems.push(Problem::of("listen", text));
-        }
+        let exposure = ListenerExposure {
+            key: "listen",
+            listen: self.listen,
+            tls: self.tls.as_ref(),
+            unprotected: self.unprotected,
+            risk: "book load and pin requests",
+        };
+        problems.extend(exposure.problem());
         problems
     }
 

@@ -9,7 +9,7 @@ use crate::discovery;
 use crate::discovery::config::WorkerConfig;
 use crate::discovery::dns::DnsConfig;
 use crate::discovery::kubernetes::PodsConfig;
-use crate::settings::{Problem, Step};
+use crate::settings::{Problem, Step, has_credentials};
 use crate::worker::Role;
 
 /// Every mistake of meaning.
@@ -57,6 +57,38 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
     problems.extend(models(&config.models));
     problems.extend(workers(config));
     problems.extend(files(config));
+    with_credentials_first(problems, credentials(config))
+}
+
+/// Addresses that hold a password.
+fn credentials(config: &Config) -> Vec<Problem> {
+    let mut urls: Vec<(Vec<Step>, &str)> = Vec::new();
+    if let Some(url) = config.envoy.as_ref().and_then(|envoy| envoy.admin.as_deref()) {
+        urls.push((vec!["envoy".into(), "admin".into()], url));
+    }
+    if let Some(cache) = &config.shared_cache {
+        urls.push((vec!["shared_cache".into(), "url".into()], &cache.url));
+    }
+    for (at, url) in config.use_remote_index.iter().flat_map(|remote| remote.servers.iter().enumerate()) {
+        urls.push((vec!["use_remote_index".into(), "servers".into(), at.into()], url));
+    }
+    if let Some(url) = config.takeover.as_ref().and_then(|takeover| takeover.from.as_deref()) {
+        urls.push((vec!["takeover".into(), "from".into()], url));
+    }
+    for (at, model) in config.models.iter().enumerate() {
+        for (nth, url) in model.engine_tokens.iter().flat_map(|tokens| tokens.urls.iter().enumerate()) {
+            urls.push((vec!["models".into(), at.into(), "engine_tokens".into(), "urls".into(), nth.into()], url));
+        }
+    }
+    let text =
+        "an address is shown on pages and in the log, so it may not hold a password; write it without `user:password@`";
+    urls.into_iter().filter(|(_, url)| has_credentials(url)).map(|(place, _)| Problem::at(place, text)).collect()
+}
+
+/// Other mistakes of an address with a password would quote it.
+fn with_credentials_first(mut problems: Vec<Problem>, credentials: Vec<Problem>) -> Vec<Problem> {
+    problems.retain(|problem| credentials.iter().all(|other| other.trail != problem.trail));
+    problems.extend(credentials);
     problems
 }
 

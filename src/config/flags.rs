@@ -40,7 +40,7 @@ impl Flags {
     /// nothing else. Its ports and its TLS, their headers, and no tokenizer, so that load alone decides.
     pub(super) fn without_file(&self) -> Value {
         json!({
-            "listen": {"tcp": "0.0.0.0:9002", "health": "0.0.0.0:9003", "tls": {"self_signed": true}},
+            "listen": {"tcp": "0.0.0.0:9002", "health": "0.0.0.0:9003", "tls": {"self_signed": true}, "unprotected": true},
             "models": [{"name": self.pool_name}],
             "kubernetes": {"pools": [{"name": self.pool_name, "namespace": self.pool_namespace}]},
             "learn": {"enabled": false},
@@ -67,6 +67,9 @@ impl Flags {
             config.listen.health = all(port);
         }
         self.secure(&mut config.listen.tls);
+        // The flag opens the port to all hosts, as charts of endpoint pickers expect.
+        config.listen.unprotected |=
+            self.grpc_port.is_some() && !config.listen.tls.as_ref().is_some_and(TlsConfig::is_mutual);
         if let Some(port) = self.metrics_port {
             config.admin.listen.set_port(port);
         }

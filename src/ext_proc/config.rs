@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 pub use gateway::{AssumedBodies, FailureConfig, FailureMode, GatewayConfig, Observe};
 
 use crate::settings::{Period, Problem, Size};
-use crate::tls::{DoorLimits, TlsConfig};
+use crate::tls::{DoorLimits, ListenerExposure, TlsConfig};
 
 /// Longest path of the unix socket: Linux takes 107, and it is bound with `.new` behind its name before it is renamed.
 const LONGEST_SOCKET_PATH: usize = 103;
@@ -37,11 +37,14 @@ pub struct ListenConfig {
     /// TLS of the TCP address; none: plaintext.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tls: Option<TlsConfig>,
+    /// Accept every client that reaches a TCP address that is not loopback.
+    #[serde(default)]
+    pub unprotected: bool,
 }
 
 impl Default for ListenConfig {
     fn default() -> Self {
-        Self { tcp: Some((Ipv4Addr::LOCALHOST, 9002).into()), unix: None, health: None, tls: None }
+        Self { tcp: Some((Ipv4Addr::LOCALHOST, 9002).into()), unix: None, health: None, tls: None, unprotected: false }
     }
 }
 
@@ -67,6 +70,16 @@ impl ListenConfig {
                 problems.push(Problem::of("tls", "TLS is for `tcp`, which is not given; give it, or leave this out"));
             }
             problems.extend(tls.problems().into_iter().map(|problem| problem.within("tls")));
+        }
+        if let Some(listen) = self.tcp {
+            let exposure = ListenerExposure {
+                key: "tcp",
+                listen,
+                tls: self.tls.as_ref(),
+                unprotected: self.unprotected,
+                risk: "book load and have engines called",
+            };
+            problems.extend(exposure.problem());
         }
         problems
     }

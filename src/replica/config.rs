@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::settings::{Period, Problem};
+use crate::settings::{Period, Problem, has_credentials};
 
 /// `replicas:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -118,7 +118,7 @@ impl NatsConfig {
             problems.push(Problem::of("servers", "no server is given; write for example nats://nats:4222"));
         }
         for (at, server) in self.servers.iter().enumerate() {
-            if server.contains('@') {
+            if has_credentials(server) {
                 let text = "a server's address is shown on pages, so it may not hold a password; give `user` and `password_file`, or `token_file`";
                 problems.push(Problem::at(["servers".into(), at.into()], text));
             } else if let Err(error) = server.parse::<async_nats::ServerAddr>() {

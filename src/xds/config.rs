@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::settings::Problem;
-use crate::tls::TlsConfig;
+use crate::tls::{ListenerExposure, TlsConfig};
 use crate::worker::{ModelName, Role, Worker};
 
 /// `envoy:`.
@@ -38,6 +38,8 @@ pub struct XdsConfig {
     /// TLS of that address; none: plaintext.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tls: Option<TlsConfig>,
+    /// Accept every client that reaches an address that is not loopback.
+    pub unprotected: bool,
     /// Further clusters, each of some of the workers. `envoy.cluster` has all.
     pub clusters: Vec<ClusterConfig>,
 }
@@ -119,6 +121,14 @@ impl XdsConfig {
             }
             problems.extend(tls.problems().into_iter().map(|problem| problem.within("tls")));
         }
+        let exposure = self.listen.map(|listen| ListenerExposure {
+            key: "listen",
+            listen,
+            tls: self.tls.as_ref(),
+            unprotected: self.unprotected,
+            risk: "see the workers and delay their changes",
+        });
+        problems.extend(exposure.and_then(|exposure| exposure.problem()));
         let mut names = HashSet::from([all]);
         for (at, cluster) in self.clusters.iter().enumerate() {
             let mut refuse =
