@@ -40,19 +40,20 @@ use tracing::info;
 use crate::admin::explain::WayIn;
 use crate::admin::{self, Admin};
 use crate::api::{self, Api, ApiConfig, Feed};
-use crate::audit::Audit;
+use crate::audit::{Audit, Cause};
 use crate::config::Config;
 use crate::entrance::Entrance;
 use crate::ext_proc::service::Kept;
 use crate::ext_proc::wire::ExtProc;
 use crate::intake::{Intake, Models};
 use crate::lifecycle::{Readiness, supervise};
-use crate::metrics::{Metrics, PoolLabels};
+use crate::metrics::{KnownLabels, Metrics, PoolLabels};
 use crate::remote_index::{self, ServedIndex, ServedModel};
 use crate::replica::Replica;
-use crate::router::Router;
+use crate::router::{Reason, Router};
 use crate::telemetry::LogFilter;
 use crate::tls::Secrets;
+use crate::worker::ModelName;
 use crate::xds::{Discovery, Envoys};
 use gateway::Gateway;
 use health::Health;
@@ -197,6 +198,12 @@ impl App {
         metrics: &Arc<Metrics>,
         audit: Arc<Audit>,
     ) -> anyhow::Result<Self> {
+        let models: Vec<ModelName> = config.models.iter().map(|model| model.name.clone()).collect();
+        metrics.start_at_zero(&KnownLabels {
+            models: &models,
+            reasons: &Reason::ALL.map(Reason::as_str),
+            causes: &Cause::ALL.map(Cause::as_str),
+        });
         if let Some(pool) = &config.pool {
             let (name, namespace) = (pool.name.clone().unwrap_or_default(), pool.namespace.clone().unwrap_or_default());
             info!(name, namespace, "serving this pool");

@@ -203,9 +203,15 @@ impl Audit {
         if !verdict.foreseen {
             return;
         }
-        let blocks = verdict.error.map_or(0, |(blocks, _)| blocks);
-        metrics.audit_error_blocks.get_or_create(&ModelLabel::from(&verdict.model)).observe(blocks as f64);
-        if let Some((_, cause)) = verdict.error {
+        if let Some((blocks, cause)) = verdict.error {
+            let by_sign = match blocks {
+                ..0 => Some(&metrics.audit_over_predicted_blocks),
+                0 => None,
+                1.. => Some(&metrics.audit_under_predicted_blocks),
+            };
+            if let Some(family) = by_sign {
+                family.get_or_create(&ModelLabel::from(&verdict.model)).observe(blocks.unsigned_abs() as f64);
+            }
             metrics.audit_errors.get_or_create(&CauseLabels::new(model, cause.as_str())).inc();
         }
     }

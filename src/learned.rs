@@ -62,6 +62,17 @@ impl Agreed {
     }
 }
 
+/// Settings that an engine may report otherwise than configured.
+pub const SETTINGS: [&str; 7] = [
+    "block_size",
+    "data_parallel",
+    "kv_events.endpoint",
+    "kv_events.replay",
+    "kv_events.topic",
+    "media.model",
+    "total_kv_blocks",
+];
+
 /// Two values of one setting.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Mismatch {

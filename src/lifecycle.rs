@@ -111,6 +111,7 @@ where
 {
     let label = TaskLabel { task: name.to_owned() };
     let up = metrics.task_up.get_or_create_owned(&label);
+    drop(metrics.task_restarts.get_or_create(&label));
     let mut backoff = Backoff::default();
     loop {
         up.set(1);

@@ -2,7 +2,9 @@
 //! root makes one [`Metrics`] and hands it to whoever measures. Names here carry the prefix `warmroute_` on the page,
 //! counters the suffix `_total`.
 
+mod format;
 mod labels;
+mod zero;
 
 use std::sync::Mutex;
 
@@ -13,7 +15,9 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets, linear_buckets};
 use prometheus_client::registry::{Metric, Registry};
 
+pub use format::TextFormat;
 pub use labels::*;
+pub use zero::KnownLabels;
 
 /// A family of histograms; the constructor is a plain function pointer so that the type can be named.
 pub type Histograms<L> = Family<L, Histogram, fn() -> Histogram>;
@@ -41,32 +45,40 @@ macro_rules! metrics {
 metrics! {
     /// Number of the configuration in use, counted from 1 at the start
     config_generation: Gauge = Gauge::default();
+    /// 1 while the last read of the configuration file was valid, 0 while an invalid file is ignored
+    config_last_reload_successful: Gauge = Gauge::default();
+    /// Time of the last successful read of the configuration file, in seconds of Unix time
+    config_last_reload_success_timestamp_seconds: Gauge<f64, std::sync::atomic::AtomicU64> = Gauge::default();
+    /// Keys of the configuration file whose values take effect only after a restart
+    config_pending_restart: Gauge = Gauge::default();
     /// Readings of the configuration file after the start by outcome: applied, unchanged, invalid
-    config_reloads: Family<OutcomeLabel, Counter> = Family::default();
+    config_reloads: Family<OutcomeLabel, Counter> = outcomes(&["applied", "unchanged", "invalid"]);
     /// The pool of workers that this process serves, always 1
     pool_info: Family<PoolLabels, Gauge> = Family::default();
-    /// Requests routed or let through, by model and step of the degradation ladder
+    /// Requests routed or let through, by model, step of the degradation ladder and role of the worker that decodes (none: no worker was chosen)
     requests: Family<RequestLabels, Counter> = Family::default();
     /// Requests that took a lower step of the ladder than exact, by reason
     degradations: Family<ReasonLabel, Counter> = Family::default();
     /// Exchanges by how they ended: complete, closed (the answer had begun; its end was not shown to us), abandoned, own_answer (refused, or asked for the choice only)
-    exchanges: Family<OutcomeLabel, Counter> = Family::default();
+    exchanges: Family<OutcomeLabel, Counter> = outcomes(&["complete", "closed", "abandoned", "own_answer"]);
     /// Messages of Envoy that could not be decoded or were larger than the limit; the stream of each ends with an error
     unreadable_messages: Counter = Counter::default();
     /// Exchanges that are open now
     exchanges_open: Gauge = Gauge::default();
     /// Time of one stage of a decision, in microseconds
-    decision_stage_microseconds: Histograms<StageLabel> = histograms(microseconds);
+    decision_stage_microseconds: Histograms<StageLabel> = stages(&["parse", "render", "tokenize", "hash", "index", "choose", "total"]);
     /// Share of a prompt's blocks found cached on the chosen worker rank, 0 to 1
     hit_rate: Histograms<ModelLabel> = histograms(|| Histogram::new(linear_buckets(0.0, 0.05, 21)));
     /// Prompt length in tokens
     prompt_tokens: Histograms<ModelLabel> = histograms(|| Histogram::new(exponential_buckets(32.0, 2.0, 14)));
     /// Output length in tokens, where the answer passed through us
-    output_tokens: Histograms<ModelLabel> = histograms(|| Histogram::new(exponential_buckets(1.0, 2.0, 16)));
+    output_tokens: Histograms<ModelRoleLabels> = histograms(|| Histogram::new(exponential_buckets(1.0, 2.0, 16)));
     /// Time from the request's arrival here to the first token of its answer, in seconds; of an answer that is not a stream, to its headers
-    time_to_first_token_seconds: Histograms<ModelLabel> = histograms(seconds);
+    time_to_first_token_seconds: Histograms<ModelRoleLabels> = histograms(seconds);
+    /// Mean time between the output tokens of one streamed response, in seconds: from its first token to its end, divided by the tokens after the first
+    inter_token_latency_seconds: Histograms<ModelRoleLabels> = histograms(token_seconds);
     /// Time from the request's arrival here to the end of its answer, in seconds
-    request_duration_seconds: Histograms<ModelLabel> = histograms(seconds);
+    request_duration_seconds: Histograms<ModelRoleLabels> = histograms(seconds);
     /// Cached prompt tokens on the best eligible worker rank, summed over requests
     best_cached_tokens: Family<ModelLabel, Counter> = Family::default();
     /// Cached prompt tokens on the chosen worker rank as predicted, summed over requests
@@ -81,8 +93,10 @@ metrics! {
     audit_missed_tokens: Family<CauseLabels, Counter> = Family::default();
     /// Answers that found more or less cached than was foreseen, by cause; as the missed tokens', and stored_meanwhile
     audit_errors: Family<CauseLabels, Counter> = Family::default();
-    /// By how many blocks more (or less) was found cached than was foreseen
-    audit_error_blocks: Histograms<ModelLabel> = histograms(blocks_of_error);
+    /// Blocks predicted as cached that the engine had to compute, for each answer with fewer cached tokens than predicted
+    audit_over_predicted_blocks: Histograms<ModelLabel> = histograms(error_blocks);
+    /// Blocks cached by the engine beyond the prediction, for each answer with more cached tokens than predicted
+    audit_under_predicted_blocks: Histograms<ModelLabel> = histograms(error_blocks);
     /// Requests whose chosen worker rank was not the one with most cached blocks
     non_max_overlap_choices: Family<ModelLabel, Counter> = Family::default();
     /// Routed requests by which workers do which phase
@@ -100,7 +114,7 @@ metrics! {
     /// Bytes of request bodies that are held until they are routed
     held_body_bytes: Gauge = Gauge::default();
     /// Prompts whose tokens were looked for among those of earlier prompts, by outcome: hit, miss, uncut (too short, or without an added token to resume at), failed (tokenised whole instead)
-    prompt_cache_lookups: Family<OutcomeLabel, Counter> = Family::default();
+    prompt_cache_lookups: Family<OutcomeLabel, Counter> = outcomes(&["hit", "miss", "uncut", "failed"]);
     /// Prompt tokens that were taken over from earlier prompts
     prompt_cache_resumed_tokens: Counter = Counter::default();
     /// Tokens of the prompts that hit or missed
@@ -110,19 +124,19 @@ metrics! {
     /// Pieces of earlier prompts that were thrown out to make room
     prompt_cache_evictions: Counter = Counter::default();
     /// Streams of the filter that looks for first tokens, by outcome: seen, foreign (of no exchange that waits), none
-    first_token_streams: Family<OutcomeLabel, Counter> = Family::default();
+    first_token_streams: Family<OutcomeLabel, Counter> = outcomes(&["seen", "foreign", "none"]);
     /// Requests that another endpoint served than was chosen, by what became of their booking: moved, away (released), unknown (an address of nobody we know; it stays)
-    served_elsewhere: Family<OutcomeLabel, Counter> = Family::default();
+    served_elsewhere: Family<OutcomeLabel, Counter> = outcomes(&["moved", "away", "unknown"]);
     /// Engines that were told that nobody waits for a mirrored prefill any longer, by outcome: told, not_ours (the client named the request, so that others might be meant), overflow (too many wait to be told to one engine), or why it failed
-    prefill_aborts: Family<OutcomeLabel, Counter> = Family::default();
+    prefill_aborts: Family<OutcomeLabel, Counter> = outcomes(&["told", "not_ours", "overflow", "unreachable", "timeout", "status"]);
     /// Prefills that were carried out by asking another worker, by outcome: done, refused, busy, full, timeout, failed, left_before_start (taken back), left_after_start (goes on without its client)
-    prefill_calls: Family<OutcomeLabel, Counter> = Family::default();
+    prefill_calls: Family<OutcomeLabel, Counter> = outcomes(&["done", "refused", "busy", "full", "timeout", "failed", "left_before_start", "left_after_start"]);
     /// Time that a called-for prefill took, from the question to its end, in seconds, by outcome as the calls'; what was taken back is not among them
-    prefill_call_seconds: Histograms<OutcomeLabel> = histograms(seconds);
+    prefill_call_seconds: Histograms<OutcomeLabel> = outcome_histograms(&["done", "refused", "busy", "full", "timeout", "failed", "left_after_start"]);
     /// Prefills under way at prefill workers that we asked for them, those of clients who have left among them
     prefills_under_way: Gauge = Gauge::default();
     /// Further tries of Envoy's that it has shown us, by what became of them: prefilled_anew, as_it_is (nothing was prepared for it elsewhere), taken_out (what was prepared for it by an earlier process), given_up (nobody is left who could), left
-    prefill_retries: Family<OutcomeLabel, Counter> = Family::default();
+    prefill_retries: Family<OutcomeLabel, Counter> = outcomes(&["prefilled_anew", "as_it_is", "taken_out", "given_up", "left"]);
     /// Requests whose model was given another name on the way
     rewritten_models: Counter = Counter::default();
     /// Requests that wait for their turn, by class
@@ -131,8 +145,8 @@ metrics! {
     queue_prompt_tokens: Family<ClassLabel, Gauge> = Family::default();
     /// Cached prompt tokens of the requests that wait, by class
     queue_cached_tokens: Family<ClassLabel, Gauge> = Family::default();
-    /// Requests that had to wait since the start, by what became of them; a total that only grows
-    queue_outcomes: Family<ClassOutcomeLabels, Gauge> = Family::default();
+    /// Requests that had to wait, by class and outcome: waited, over_requests, over_prompt_tokens, over_cached_tokens, expired, left
+    queue_outcomes: Family<ClassOutcomeLabels, Counter> = Family::default();
     /// Sessions that are remembered
     sessions: Gauge = Gauge::default();
     /// Requests that run in a session
@@ -160,7 +174,7 @@ metrics! {
     /// Shared cache look-ups that failed, by reason
     shared_cache_errors: Family<ReasonLabel, Counter> = Family::default();
     /// Questions to the servers of the index, by outcome: answered, hedged_won (by one who was asked because another was slow), late, failed, refused (its blocks are not ours), busy (too many under way), out (all servers are left out)
-    remote_index_questions: Family<OutcomeLabel, Counter> = Family::default();
+    remote_index_questions: Family<OutcomeLabel, Counter> = outcomes(&["answered", "hedged_won", "late", "failed", "refused", "busy", "out"]);
     /// Time that a request waited for the servers of the index, in seconds
     remote_index_seconds: Histogram = Histogram::new(exponential_buckets(0.0001, 2.0, 12));
     /// Distinct blocks that live requests hold on a worker rank
@@ -180,19 +194,19 @@ metrics! {
     /// 1 while the last workers file read was valid and is in use, 0 while an older fleet is kept
     workers_file_valid: Gauge = Gauge::default();
     /// Reads of the workers file, by outcome: applied, unchanged, invalid
-    workers_file_reloads: Family<OutcomeLabel, Counter> = Family::default();
+    workers_file_reloads: Family<OutcomeLabel, Counter> = outcomes(&["applied", "unchanged", "invalid"]);
     /// 1 while what a source of workers said last is in use, 0 while an older fleet is kept
     discovery_up: Family<SourceLabel, Gauge> = Family::default();
     /// When a source of workers last said what can be used
     discovery_success_timestamp_seconds: Family<SourceLabel, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
     /// Writes of Envoy's endpoint file, by outcome: written, failed
-    endpoint_file_writes: Family<OutcomeLabel, Counter> = Family::default();
+    endpoint_file_writes: Family<OutcomeLabel, Counter> = outcomes(&["written", "failed"]);
     /// Number of the endpoints that Envoys are told by xDS; grows with every change
     xds_generation: Gauge = Gauge::default();
     /// xDS streams that are open
     xds_streams: Gauge = Gauge::default();
     /// Endpoints told by xDS, by outcome: sent, accepted, refused
-    xds_updates: Family<OutcomeLabel, Counter> = Family::default();
+    xds_updates: Family<OutcomeLabel, Counter> = outcomes(&["sent", "accepted", "refused"]);
     /// From a change of the endpoints until an Envoy says that it has it
     xds_acceptance_seconds: Histogram = Histogram::new(exponential_buckets(0.0005, 2.0, 14));
     /// Whether the connection to NATS is up, by which replicas tell each other what they do
@@ -202,13 +216,13 @@ metrics! {
     /// Reservations of other replicas that count here
     replica_reservations: Gauge = Gauge::default();
     /// Words between replicas by outcome: sent, lost (NATS was not there), received, gap (some were missed), snapshot_given, snapshot_taken, garbage
-    replica_messages: Family<OutcomeLabel, Counter> = Family::default();
+    replica_messages: Family<OutcomeLabel, Counter> = outcomes(&["sent", "lost", "received", "gap", "snapshot_given", "snapshot_taken", "garbage"]);
     /// KV events by kind and outcome
     kv_events: Family<EventLabels, Counter> = Family::default();
     /// Event batches by outcome: applied, stale, undecodable, malformed_frames, other_rank
-    kv_event_batches: Family<OutcomeLabel, Counter> = Family::default();
+    kv_event_batches: Family<OutcomeLabel, Counter> = outcomes(&["applied", "stale", "undecodable", "malformed_frames", "other_rank"]);
     /// Gaps in an engine's batch numbers, by outcome: replayed, partly_replayed, lost
-    kv_event_gaps: Family<OutcomeLabel, Counter> = Family::default();
+    kv_event_gaps: Family<OutcomeLabel, Counter> = outcomes(&["replayed", "partly_replayed", "lost"]);
     /// Engine restarts noticed by batch numbers that went back
     kv_event_restarts: Counter = Counter::default();
     /// How far the event source of a worker rank can be believed: 1 for what holds of exact, incomplete (what it told is true, but it may not have told all), catching_up, stale and absent, 0 for the others
@@ -218,15 +232,15 @@ metrics! {
     /// How long ago the last batch of a worker rank came, in seconds
     kv_event_source_last_event_age_seconds: Family<RankLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
     /// Gaps in the batch numbers of a worker rank since it was attached first, closed or not
-    kv_event_source_gaps: Family<RankLabels, Gauge> = Family::default();
+    kv_event_source_gaps: Family<RankLabels, Counter> = Family::default();
     /// Batches of a worker rank that are lost for good
-    kv_event_source_lost_batches: Family<RankLabels, Gauge> = Family::default();
+    kv_event_source_lost_batches: Family<RankLabels, Counter> = Family::default();
     /// Blocks of a worker rank that may be gone, because events were lost
     kv_event_source_doubted_blocks: Family<RankLabels, Gauge> = Family::default();
     /// Workers whose engine says something else of itself than is configured, by setting
     setting_mismatches: Family<SettingLabel, Gauge> = Family::default();
     /// Questions to engines for their settings, by outcome: ok, not_offered, unreachable, timeout, status, unreadable, too_large, busy
-    engine_settings_asked: Family<OutcomeLabel, Counter> = Family::default();
+    engine_settings_asked: Family<OutcomeLabel, Counter> = outcomes(&["ok", "not_offered", "unreachable", "timeout", "status", "unreadable", "too_large", "busy"]);
     /// Connections that are open now, by listener
     connections: Family<ListenerLabel, Gauge> = Family::default();
     /// Connections that were closed at once because there were too many, by listener
@@ -238,7 +252,7 @@ metrics! {
     /// When the certificate in use ends, in seconds of unix time, by listener
     tls_certificate_expires_seconds: Family<ListenerLabel, Gauge> = Family::default();
     /// Changes of the token for the admin pages, by outcome: applied, invalid (the old one is kept)
-    admin_token_reloads: Family<OutcomeLabel, Counter> = Family::default();
+    admin_token_reloads: Family<OutcomeLabel, Counter> = outcomes(&["applied", "invalid"]);
     /// 1 while a background task runs, 0 while it waits for its next try
     task_up: Family<TaskLabel, Gauge> = Family::default();
     /// Restarts of background tasks
@@ -252,14 +266,14 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// The whole page in the OpenMetrics text format. `refresh` sets what is not measured as it happens but read where it
-    /// lies; no other page is written meanwhile, so that it may clear families first.
-    pub fn page(&self, refresh: impl FnOnce(&Self)) -> Result<String, std::fmt::Error> {
+    /// The whole page. `refresh` sets the values that are read from their owner at each scrape; no other page is written
+    /// meanwhile, so that it may clear families first.
+    pub fn page(&self, format: TextFormat, refresh: impl FnOnce(&Self)) -> Result<String, std::fmt::Error> {
         let registry = self.lock();
         refresh(self);
         let mut page = String::new();
         text::encode(&mut page, &registry)?;
-        Ok(page)
+        Ok(format.convert(page))
     }
 
     /// Notes the time that one stage of a decision took.
@@ -281,8 +295,31 @@ fn histograms<L: Clone + std::hash::Hash + Eq>(make: fn() -> Histogram) -> Histo
     Family::new_with_constructor(make)
 }
 
-fn blocks_of_error() -> Histogram {
-    Histogram::new([-256.0, -64.0, -16.0, -4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0, 16.0, 64.0, 256.0])
+/// A family whose series all start at zero.
+fn outcomes(values: &[&'static str]) -> Family<OutcomeLabel, Counter> {
+    let family = Family::default();
+    values.iter().for_each(|&outcome| drop(family.get_or_create(&OutcomeLabel { outcome })));
+    family
+}
+
+fn outcome_histograms(values: &[&'static str]) -> Histograms<OutcomeLabel> {
+    let family = histograms(seconds);
+    values.iter().for_each(|&outcome| drop(family.get_or_create(&OutcomeLabel { outcome })));
+    family
+}
+
+fn stages(values: &[&'static str]) -> Histograms<StageLabel> {
+    let family = histograms(microseconds);
+    values.iter().for_each(|&stage| drop(family.get_or_create(&StageLabel { stage })));
+    family
+}
+
+fn error_blocks() -> Histogram {
+    Histogram::new([1.0, 2.0, 4.0, 16.0, 64.0, 256.0])
+}
+
+fn token_seconds() -> Histogram {
+    Histogram::new(exponential_buckets(0.001, 1.6, 18))
 }
 
 fn microseconds() -> Histogram {

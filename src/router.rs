@@ -51,7 +51,7 @@ use crate::load::{LoadTracker, LoadView};
 use crate::parity::Parity;
 use crate::schedule::{Occupancy, Overload};
 use crate::trust::Standing;
-use crate::worker::{WorkerId, WorkerRank};
+use crate::worker::{Role, WorkerId, WorkerRank};
 use feedback::Durations;
 pub use leg::UnheardOf;
 use leg::{Decision, Legs, Undecided};
@@ -158,6 +158,11 @@ impl Router {
     /// Believes the event source of a worker rank so far from now on.
     pub fn set_trust(&self, rank: WorkerRank, standing: Standing) {
         self.sources.set(rank, standing);
+    }
+
+    /// The role of a worker rank; none where its worker has left the fleet.
+    pub fn role_of(&self, rank: WorkerRank) -> Option<Role> {
+        self.fleet().worker(rank.worker).map(|worker| worker.role)
     }
 
     /// How far the event source of a worker rank is believed.

@@ -73,13 +73,20 @@ pub enum Role {
     Decode,
 }
 
-impl fmt::Display for Role {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+impl Role {
+    /// The name used in configuration, metrics and logs.
+    pub fn as_str(self) -> &'static str {
+        match self {
             Role::Aggregated => "aggregated",
             Role::Prefill => "prefill",
             Role::Decode => "decode",
-        })
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
     }
 }
 

@@ -22,5 +22,7 @@ mod fleet;
 mod openmetrics;
 #[path = "envoy_e2e/routing.rs"]
 mod routing;
+#[path = "envoy_e2e/strict.rs"]
+mod strict;
 #[path = "envoy_e2e/unroutable.rs"]
 mod unroutable;

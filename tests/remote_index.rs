@@ -70,7 +70,8 @@ async fn judged(deployment: &Deployment, page: &str, topic: usize) -> Value {
 }
 
 async fn metrics(deployment: &Deployment, asker: &Another) -> openmetrics::Page {
-    let page = deployment.http.get(asker.url("/metrics")).send().await.unwrap();
+    let asking = deployment.http.get(asker.url("/metrics")).header("accept", openmetrics::ACCEPT);
+    let page = asking.send().await.unwrap();
     openmetrics::Page::read(&page.text().await.unwrap())
 }
 

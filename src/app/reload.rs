@@ -3,6 +3,7 @@
 //! What must stay until a restart is named in the log.
 
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
 use arc_swap::ArcSwap;
@@ -89,6 +90,7 @@ impl Reloader {
         let asker = parts::asker(&config, &metrics).context("the servers of the index cannot be asked")?;
         let shown = Arc::new(ArcSwap::from_pointee(page(1, &config, &[])));
         metrics.config_generation.set(1);
+        note_valid(&metrics);
         let (encoders, parts) = (Encoders::new(&metrics), parking_lot::Mutex::default());
         Ok(Self {
             metrics,
@@ -152,8 +154,14 @@ impl Reloader {
     pub async fn reload(&self, read: Result<Config, Vec<ConfigError>>) -> Reloaded {
         let mut generation = self.generation.lock().await;
         let outcome = match self.attempt(read, *generation + 1).await {
-            Ok(reloaded) => reloaded,
-            Err(mistakes) => Reloaded::Invalid(mistakes),
+            Ok(reloaded) => {
+                note_valid(&self.metrics);
+                reloaded
+            }
+            Err(mistakes) => {
+                self.metrics.config_last_reload_successful.set(0);
+                Reloaded::Invalid(mistakes)
+            }
         };
         if matches!(outcome, Reloaded::Applied { .. }) {
             *generation += 1;
@@ -175,7 +183,9 @@ impl Reloader {
             };
             problems.into_iter().map(text).collect::<Vec<_>>()
         };
-        let Adopted { config, changed, needs_restart } = self.running().adopt(&read).map_err(unfit)?;
+        let running = self.running();
+        let Adopted { config, changed, needs_restart } = running.adopt(&read).map_err(unfit)?;
+        let pending = pending_changes(&needs_restart, &running.to_json(), &read.to_json());
         let config = Arc::new(config);
         let failed = |error: anyhow::Error| vec![format!("{error:#}")];
         let loaded = self.encoders.load(&config).await.map_err(failed)?;
@@ -184,6 +194,10 @@ impl Reloader {
         let switches = self.prepare(&wanted).map_err(failed)?;
         switches.into_iter().for_each(|switch| switch());
         self.encoders.keep(&loaded);
+        self.metrics.config_pending_restart.set(pending.len() as i64);
+        if !pending.is_empty() {
+            warn!(changes = pending.join(", "), "configuration read: changes that need a restart are not in use");
+        }
         self.client.store(Arc::new(wanted.client));
         self.subjects.store(wanted.subjects);
         if changed.is_empty() && !other_files {
@@ -220,25 +234,24 @@ impl Reloader {
     }
 
     fn report(&self, outcome: &Reloaded, generation: u64) {
-        let (label, needs_restart) = match outcome {
-            Reloaded::Applied { changed, needs_restart } => {
+        let label = match outcome {
+            Reloaded::Applied { changed, .. } => {
                 info!(generation, changed = changed.join(" "), "configuration reloaded");
-                ("applied", &needs_restart[..])
+                "applied"
             }
             Reloaded::Unchanged { needs_restart } => {
-                info!(generation, "configuration read again; nothing changed");
-                ("unchanged", &needs_restart[..])
+                if needs_restart.is_empty() {
+                    info!(generation, "configuration read again; nothing changed");
+                }
+                "unchanged"
             }
             Reloaded::Invalid(mistakes) => {
                 for mistake in mistakes {
                     error!(generation, "configuration not usable, everything stays as it is: {mistake}");
                 }
-                ("invalid", &[][..])
+                "invalid"
             }
         };
-        for key in needs_restart {
-            warn!(key, "needs a restart to change");
-        }
         self.metrics.config_generation.set(i64::try_from(generation).unwrap_or(i64::MAX));
         self.metrics.config_reloads.get_or_create(&OutcomeLabel { outcome: label }).inc();
     }
@@ -281,6 +294,27 @@ fn step(step: &Step) -> String {
         Step::Key(key) => key.clone(),
         Step::At(at) => at.to_string(),
     }
+}
+
+/// The last read of the file was valid.
+fn note_valid(metrics: &Metrics) {
+    metrics.config_last_reload_successful.set(1);
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+    metrics.config_last_reload_success_timestamp_seconds.set(now);
+}
+
+/// Keys that differ between the running configuration and the file, with both values where these are short.
+fn pending_changes(keys: &[String], running: &Value, file: &Value) -> Vec<String> {
+    let value_at = |config: &Value, key: &str| {
+        let value = config.pointer(&format!("/{}", key.replace('.', "/"))).unwrap_or(&Value::Null);
+        (!value.is_object() && !value.is_array())
+            .then(|| value.as_str().map_or_else(|| value.to_string(), str::to_owned))
+    };
+    let described = |key: &String| match (value_at(running, key), value_at(file, key)) {
+        (Some(running), Some(file)) => format!("{key} (running {running}, file {file})"),
+        _ => key.clone(),
+    };
+    keys.iter().map(described).collect()
 }
 
 fn page(generation: u64, config: &Config, needs_restart: &[String]) -> Value {

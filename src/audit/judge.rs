@@ -121,6 +121,21 @@ pub enum Cause {
 }
 
 impl Cause {
+    /// Every cause.
+    pub const ALL: [Self; 11] = [
+        Self::BlockAlignment,
+        Self::Workload,
+        Self::LoadSpill,
+        Self::Evicted,
+        Self::StoredMeanwhile,
+        Self::StaleIndex,
+        Self::Unknown,
+        Self::Parity,
+        Self::ServedElsewhere,
+        Self::Guess,
+        Self::Unforeseen,
+    ];
+
     /// The name in metrics.
     pub fn as_str(self) -> &'static str {
         match self {

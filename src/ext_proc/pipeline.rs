@@ -21,7 +21,7 @@ use crate::openai;
 use crate::prefill::Called;
 use crate::router::{Prompt, Reason, Route, RouteError, Router, Steer};
 use crate::schedule::Subset;
-use crate::worker::ModelName;
+use crate::worker::{ModelName, Role};
 
 /// What became of one request.
 pub enum Routed {
@@ -264,7 +264,7 @@ impl Pipeline {
         let failure = self.failure_of(taken.request.model.as_ref());
         match self.entrance.ask(taken.request, taken.session.as_ref()) {
             Ok(route) => {
-                self.request(model, "query");
+                self.request(model, "query", "none");
                 Routed::Answered(reject::choice(&route, &taken.tokens))
             }
             Err(error) => self.refused(&Refused::Routing(&Refusal::Refused(error), failure), head, model),
@@ -275,18 +275,18 @@ impl Pipeline {
         self.degraded(refused.reason());
         match refused.immediate(&head.request_id, &self.policy) {
             Some(answer) => {
-                self.request(model, "rejected");
+                self.request(model, "rejected", "none");
                 Routed::Answered(answer)
             }
             None => {
-                self.request(model, Steer::PASSTHROUGH.mode.as_str());
+                self.request(model, Steer::PASSTHROUGH.mode.as_str(), "none");
                 Routed::Steered { directions: Box::new(Steer::PASSTHROUGH.into()), admitted: None, remote: None }
             }
         }
     }
 
-    fn request(&self, model: &ModelLabel, mode: &'static str) {
-        self.metrics.requests.get_or_create(&RequestLabels { model: model.model.clone(), mode }).inc();
+    fn request(&self, model: &ModelLabel, mode: &'static str, role: &'static str) {
+        self.metrics.requests.get_or_create(&RequestLabels { model: model.model.clone(), mode, role }).inc();
     }
 
     fn degraded(&self, reason: Reason) {
@@ -296,7 +296,8 @@ impl Pipeline {
     fn count(&self, route: &Route, label: &ModelLabel, hashed: bool) {
         self.metrics.stage("index", route.index_time);
         self.metrics.stage("choose", route.choose_time);
-        self.request(label, route.mode.as_str());
+        let role = self.router().role_of(route.to.rank).map_or("unknown", Role::as_str);
+        self.request(label, route.mode.as_str(), role);
         if let Some(reason) = route.reason {
             self.degraded(reason);
         }

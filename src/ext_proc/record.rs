@@ -13,7 +13,7 @@ use crate::audit::{Answered, Audit, Foreseen, Said};
 use crate::block::BlockHashes;
 use crate::entrance::{Admitted, Entrance};
 use crate::health::Outcome;
-use crate::metrics::{Metrics, ModelLabel, OutcomeLabel, RankLabels};
+use crate::metrics::{Metrics, ModelLabel, ModelRoleLabels, OutcomeLabel, RankLabels};
 use crate::openai::usage::{Kind, Usage, UsageScanner};
 use crate::prefill::{self, Retried, Turn};
 use crate::router::{Answer, AnswerFrom, Mode, Moved, Router};
@@ -34,6 +34,12 @@ pub(super) struct Record {
     /// What is to be known of a prefill that is, or was, another worker's, until the first token.
     remote: Option<Remote>,
     label: Option<ModelLabel>,
+    /// The model and the role of the worker that decodes.
+    role_labels: Option<ModelRoleLabels>,
+    /// Time of the first token of a streamed response.
+    first_token_at: Option<Instant>,
+    /// Time of the end of the response.
+    completed_at: Option<Instant>,
     /// What the engine should find cached.
     foreseen: Option<Foreseen>,
     /// The prompts of the request, once it is over.
@@ -80,6 +86,9 @@ impl Record {
             admitted: None,
             remote: None,
             label: None,
+            role_labels: None,
+            first_token_at: None,
+            completed_at: None,
             foreseen: None,
             prompts: Vec::new(),
             moved: false,
@@ -102,6 +111,10 @@ impl Record {
 
     pub(super) fn routed(&mut self, admitted: Option<Box<Admitted>>) {
         self.label = admitted.as_ref().map(|admitted| ModelLabel::from(&admitted.booked.route.model));
+        self.role_labels = admitted.as_ref().map(|admitted| {
+            let route = &admitted.booked.route;
+            ModelRoleLabels::new(&route.model, self.router.role_of(route.to.rank))
+        });
         self.foreseen = admitted.as_ref().and_then(|admitted| self.audit.foresee(&admitted.booked.route));
         self.admitted = admitted;
         self.admitted_at = Instant::now();
@@ -162,7 +175,7 @@ impl Record {
             info!(%worker, status = head.status, ?change, "the health of a worker changed");
         }
         if from != AnswerFrom::Chosen {
-            let rank = RankLabels::from(chosen);
+            let rank = RankLabels::new(chosen, self.router.role_of(chosen));
             self.metrics.chosen_not_reached.get_or_create(&rank).inc();
         }
     }
@@ -258,9 +271,12 @@ impl Record {
                 self.router.prefilled(&admitted.booked, self.admitted_at.elapsed());
             }
         }
-        if let Some(label) = self.label.as_ref().filter(|_| well) {
+        if let Some(labels) = self.role_labels.as_ref().filter(|_| well) {
             let took = self.arrived.elapsed().as_secs_f64();
-            self.metrics.time_to_first_token_seconds.get_or_create(label).observe(took);
+            self.metrics.time_to_first_token_seconds.get_or_create(labels).observe(took);
+        }
+        if well && seen && self.event_stream {
+            self.first_token_at.get_or_insert_with(Instant::now);
         }
     }
 
@@ -291,6 +307,7 @@ impl Record {
     /// The answer is complete: nothing is held any longer, though Envoy may keep the stream a little.
     pub(super) fn finished(&mut self) {
         self.end = End::Complete;
+        self.completed_at = Some(Instant::now());
         self.release();
         self.note_duration();
         // The last event may lack its empty line.
@@ -315,9 +332,19 @@ impl Record {
     }
 
     fn note_duration(&self) {
-        let Some(label) = &self.label else { return };
+        let Some(labels) = &self.role_labels else { return };
         let took = self.arrived.elapsed().as_secs_f64();
-        self.metrics.request_duration_seconds.get_or_create(label).observe(took);
+        self.metrics.request_duration_seconds.get_or_create(labels).observe(took);
+    }
+
+    fn note_output(&self, tokens: u64) {
+        let Some(labels) = self.role_labels.as_ref().filter(|_| tokens > 0) else { return };
+        self.metrics.output_tokens.get_or_create(labels).observe(tokens as f64);
+        let (Some(first), Some(completed)) = (self.first_token_at, self.completed_at) else { return };
+        if tokens > 1 {
+            let latency = completed.saturating_duration_since(first).as_secs_f64() / (tokens - 1) as f64;
+            self.metrics.inter_token_latency_seconds.get_or_create(labels).observe(latency);
+        }
     }
 
     /// Whether it came as was foreseen, if the whole answer was shown and the engine did what it was asked.
@@ -360,9 +387,7 @@ impl Drop for Record {
         let Some(label) = &self.label else { return };
         let usage = self.usage.usage();
         let output = usage.map_or(self.usage.content_events(), |usage| usage.completion_tokens);
-        if output > 0 {
-            self.metrics.output_tokens.get_or_create(label).observe(output as f64);
-        }
+        self.note_output(output);
         if let Some(cached) = usage.and_then(|usage| usage.cached_tokens) {
             // An engine may say anything, and a counter forgets nothing.
             let most = usage.map_or(0, |usage| usage.prompt_tokens).min(MOST_TOKENS);

@@ -3,7 +3,7 @@
 use prometheus_client::encoding::EncodeLabelSet;
 
 use crate::tier::Tier;
-use crate::worker::{ModelName, WorkerRank};
+use crate::worker::{ModelName, Role, WorkerRank};
 
 /// One label: the model as the engines serve it.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -25,6 +25,8 @@ pub struct RequestLabels {
     pub model: String,
     /// `exact`, `partial`, `approximate`, `load_only` or `passthrough`; `query` where only a choice was asked for, `rejected` by us.
     pub mode: &'static str,
+    /// `aggregated`, `decode`; `none` where no worker was chosen.
+    pub role: &'static str,
 }
 
 /// One label that names a case out of a fixed list.
@@ -110,8 +112,20 @@ impl CauseLabels {
 pub struct ModelRoleLabels {
     /// Model name.
     pub model: String,
-    /// `aggregated`, `prefill`, `decode`.
-    pub role: String,
+    /// `aggregated`, `prefill`, `decode`; `unknown` where the worker has left the fleet.
+    pub role: &'static str,
+}
+
+impl ModelRoleLabels {
+    /// The labels of a model and the role of one of its workers.
+    pub fn new(model: &ModelName, role: Option<Role>) -> Self {
+        Self { model: model.as_str().to_owned(), role: role_name(role) }
+    }
+}
+
+/// The name of a role as a label.
+fn role_name(role: Option<Role>) -> &'static str {
+    role.map_or("unknown", Role::as_str)
 }
 
 /// Stage of a decision.
@@ -146,11 +160,14 @@ pub struct RankLabels {
     pub worker_id: u64,
     /// Data-parallel rank.
     pub dp_rank: u32,
+    /// `aggregated`, `prefill`, `decode`; `unknown` where the worker has left the fleet.
+    pub role: &'static str,
 }
 
-impl From<WorkerRank> for RankLabels {
-    fn from(rank: WorkerRank) -> Self {
-        Self { worker_id: rank.worker.0, dp_rank: rank.rank.0 }
+impl RankLabels {
+    /// The labels of a worker rank with the role of its worker.
+    pub fn new(rank: WorkerRank, role: Option<Role>) -> Self {
+        Self { worker_id: rank.worker.0, dp_rank: rank.rank.0, role: role_name(role) }
     }
 }
 
@@ -161,14 +178,16 @@ pub struct RankTierLabels {
     pub worker_id: u64,
     /// Data-parallel rank.
     pub dp_rank: u32,
+    /// `aggregated`, `prefill`, `decode`; `unknown` where the worker has left the fleet.
+    pub role: &'static str,
     /// Storage tier.
     pub tier: &'static str,
 }
 
 impl RankTierLabels {
     /// The labels of one tier of a worker rank.
-    pub fn new(rank: WorkerRank, tier: Tier) -> Self {
-        Self { worker_id: rank.worker.0, dp_rank: rank.rank.0, tier: tier.as_str() }
+    pub fn new(rank: &RankLabels, tier: Tier) -> Self {
+        Self { worker_id: rank.worker_id, dp_rank: rank.dp_rank, role: rank.role, tier: tier.as_str() }
     }
 }
 
@@ -179,14 +198,16 @@ pub struct RankTrustLabels {
     pub worker_id: u64,
     /// Data-parallel rank.
     pub dp_rank: u32,
+    /// `aggregated`, `prefill`, `decode`; `unknown` where the worker has left the fleet.
+    pub role: &'static str,
     /// `exact`, `incomplete`, `catching_up`, `stale`, `absent`.
     pub trust: &'static str,
 }
 
 impl RankTrustLabels {
     /// The labels of one state of a worker rank's source.
-    pub fn new(rank: WorkerRank, trust: &'static str) -> Self {
-        Self { worker_id: rank.worker.0, dp_rank: rank.rank.0, trust }
+    pub fn new(rank: &RankLabels, trust: &'static str) -> Self {
+        Self { worker_id: rank.worker_id, dp_rank: rank.dp_rank, role: rank.role, trust }
     }
 }
 

@@ -108,6 +108,40 @@ pub enum Reason {
 }
 
 impl Reason {
+    /// Every reason.
+    pub const ALL: [Self; 30] = [
+        Self::NoBody,
+        Self::NotInference,
+        Self::BodyNotShown,
+        Self::BodyCut,
+        Self::BodyStreamed,
+        Self::BodyTooLarge,
+        Self::Unreadable,
+        Self::UnknownModel,
+        Self::NoTokenizer,
+        Self::EncodeFailed,
+        Self::EngineTokensFailed,
+        Self::Multimodal,
+        Self::TooManyPrompts,
+        Self::UnknownPrompt,
+        Self::EngineState,
+        Self::TokenizerBusy,
+        Self::Deadline,
+        Self::IndexCold,
+        Self::IndexAway,
+        Self::BlockSizeMismatch,
+        Self::NoFleet,
+        Self::NoCandidate,
+        Self::BadPin,
+        Self::Overloaded,
+        Self::Unsatisfied,
+        Self::NoPrefill,
+        Self::ParityMismatch,
+        Self::QueueFull,
+        Self::QueueDeadline,
+        Self::RouterFailed,
+    ];
+
     /// The name used in metrics and logs.
     pub fn as_str(self) -> &'static str {
         match self {

@@ -10,7 +10,8 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 use crate::deployment::{Answered, Deployment, PATIENCE, chat, essay, fast, programs, telling};
-use crate::openmetrics::Page;
+use crate::openmetrics::{ACCEPT, Page};
+use crate::strict::{self, PageFormat};
 use crate::support::ports::until;
 use crate::support::stack::MODEL;
 
@@ -67,41 +68,21 @@ async fn readiness_names_what_is_pending_until_nothing_is() {
     }
 }
 
-/// Families that have no member, and so no line, until something is less than perfect, or is used that is not used here.
-const NOT_HERE: [&str; 32] = [
-    "warmroute_admin_token_reloads",
-    "warmroute_api_calls",
-    "warmroute_audit_errors",
+/// Families without a series here: their labels name what this deployment does not have.
+const NOT_HERE: [&str; 9] = [
+    // No worker was unreachable.
     "warmroute_chosen_not_reached",
-    "warmroute_config_reloads",
-    "warmroute_connections_refused",
-    "warmroute_degradations",
+    // The workers come from a file.
     "warmroute_discovery_success_timestamp_seconds",
     "warmroute_discovery_up",
-    "warmroute_engine_session_calls",
-    "warmroute_engine_tokens",
-    "warmroute_kv_event_gaps",
-    "warmroute_non_max_overlap_choices",
-    "warmroute_parity_mismatches",
-    // Looked for two seconds after the answer.
-    "warmroute_parity_sightings",
     "warmroute_pool_info",
-    "warmroute_prefill_aborts",
-    "warmroute_prefill_call_seconds",
-    "warmroute_prefill_calls",
-    "warmroute_prefill_retries",
-    "warmroute_remote_index_questions",
-    "warmroute_replica_messages",
-    "warmroute_served_elsewhere",
-    "warmroute_setting_mismatches",
-    "warmroute_shared_cache_errors",
-    "warmroute_task_restarts",
+    // Only a queue has classes, and only a learned prefill time has an error.
+    "warmroute_prefill_time_error",
     "warmroute_tls_certificate_expires_seconds",
-    "warmroute_tls_handshakes",
-    "warmroute_tls_reloads",
-    "warmroute_tokenizer_comparisons",
+    // Every worker publishes events, and none has published one before the first request.
     "warmroute_worker_predicted_blocks",
-    "warmroute_xds_updates",
+    "warmroute_kv_event_source_lag_seconds",
+    "warmroute_kv_event_source_last_event_age_seconds",
 ];
 
 /// Names and types of all families that `src/metrics.rs` declares.
@@ -153,9 +134,7 @@ async fn the_metrics_page_is_open_metrics_and_shows_the_traffic() {
     }
     deployment.ask("one that does not stream").await.assert_exact();
 
-    let response = deployment.http.get(deployment.admin_url("/metrics")).send().await.unwrap();
-    let content_type = response.headers()["content-type"].to_str().unwrap().to_owned();
-    assert_eq!(content_type, "application/openmetrics-text; version=1.0.0; charset=utf-8");
+    check_formats(&deployment).await;
 
     deployment.metrics_show("all exchanges have ended", |page| page.sum("exchanges_open", &[]) == 0.0).await;
     let page = deployment.metrics().await;
@@ -166,13 +145,62 @@ async fn the_metrics_page_is_open_metrics_and_shows_the_traffic() {
     assert_eq!(indexed, deployment.cached_blocks().await as f64, "what the engines hold");
     assert!(indexed > 30.0, "{indexed}");
     for id in ["1", "2"] {
-        let worker = [("worker_id", id), ("dp_rank", "0")];
+        let worker = [("worker_id", id), ("dp_rank", "0"), ("role", "aggregated")];
         assert_eq!(page.sum("kv_event_source_trust", &[worker[0], worker[1], ("trust", "exact")]), 1.0);
         assert_eq!(page.samples("worker_cached_blocks").count(), 2 * 4, "two engines, four tiers");
         for family in ["worker_active_requests", "worker_active_decode_blocks", "worker_active_prefill_tokens"] {
             assert_eq!((page.samples(family).count(), page.sum(family, &worker)), (2, 0.0), "{family} of {id}");
         }
     }
+}
+
+/// The page in both formats, by the parsers of Prometheus' Python client, which reject what the formats forbid.
+async fn check_formats(deployment: &Deployment) {
+    let page = async |accept: Option<&str>| {
+        let mut asking = deployment.http.get(deployment.admin_url("/metrics"));
+        if let Some(accept) = accept {
+            asking = asking.header("accept", accept);
+        }
+        let response = asking.send().await.unwrap();
+        let content_type = response.headers()["content-type"].to_str().unwrap().to_owned();
+        (content_type, response.text().await.unwrap())
+    };
+    let (content_type, open_metrics) = page(Some(ACCEPT)).await;
+    assert_eq!(content_type, "application/openmetrics-text; version=1.0.0; charset=utf-8");
+    let strict = strict::parse(&open_metrics, PageFormat::OpenMetrics);
+    for accept in [None, Some("text/plain;version=0.0.4"), Some("*/*")] {
+        let (content_type, text) = page(accept).await;
+        assert_eq!(content_type, "text/plain; version=0.0.4; charset=utf-8", "{accept:?}");
+        let types = |families: &BTreeMap<String, (String, usize)>| -> BTreeMap<String, String> {
+            families.iter().map(|(name, (kind, _))| (name.clone(), kind.clone())).collect()
+        };
+        assert_eq!(types(&strict::parse(&text, PageFormat::Prometheus)), types(&strict), "{accept:?}");
+    }
+    for (name, kind) in declared() {
+        let found = strict.get(&name).map(|(kind, samples)| (kind.as_str(), *samples > 0));
+        assert!(found == Some((kind, true)) || NOT_HERE.contains(&name.as_str()), "{name} is {found:?}, not {kind}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn metric_families_are_present_before_the_first_request() {
+    let deployment = Deployment::start(&[fast(1)]).await;
+    let page = deployment.metrics().await;
+    let absent: Vec<String> = declared()
+        .into_keys()
+        .filter(|name| !page.families.contains_key(name) && !NOT_HERE.contains(&name.as_str()))
+        .collect();
+    assert_eq!(absent, Vec::<String>::new(), "{}", page.text());
+    let zero = [
+        ("requests_total", [("mode", "exact"), ("role", "aggregated")]),
+        ("requests_total", [("mode", "passthrough"), ("role", "none")]),
+        ("inter_token_latency_seconds_count", [("model", MODEL), ("role", "aggregated")]),
+    ];
+    for (name, labels) in zero {
+        let found = page.samples(name).filter(|sample| labels.iter().all(|(key, value)| sample.labels[*key] == *value));
+        assert_eq!(found.map(|sample| sample.value).collect::<Vec<_>>(), [0.0], "{name} {labels:?}");
+    }
+    assert!(page.samples("degradations_total").any(|sample| sample.labels["reason"] == "deadline"), "{}", page.text());
 }
 
 /// Nothing on the page is undeclared, and what is declared is on the page.
@@ -196,6 +224,12 @@ fn check_traffic(page: &Page) {
     }
     assert_eq!(page.sum("output_tokens_count", &model), 13.0);
     assert_eq!(page.sum("output_tokens_sum", &model), 26.0);
+    // Two tokens each; the answer in one piece has no time between its tokens.
+    let decoded = [("model", MODEL), ("role", "aggregated")];
+    assert_eq!(page.sum("inter_token_latency_seconds_count", &decoded), 12.0, "{}", page.text());
+    assert!(page.sum("inter_token_latency_seconds_sum", &decoded) > 0.0, "{}", page.text());
+    assert_eq!(page.sum("time_to_first_token_seconds_count", &decoded), 13.0);
+    assert_eq!(page.sum("requests_total", &[("mode", "exact"), ("role", "aggregated")]), 13.0);
     assert_eq!(page.sum("requests_total", &[("model", MODEL), ("mode", "exact")]), 13.0);
     assert_eq!(page.sum("exchanges_total", &[]), 13.0);
     assert_eq!(page.sum("exchanges_total", &[("outcome", "complete")]), 13.0);

@@ -8,7 +8,7 @@ use reqwest::{Response, StatusCode};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::openmetrics::Page;
+use crate::openmetrics::{self, Page};
 use crate::support::ports::until;
 use crate::support::stack::{EngineSpec, MODEL, Programs, Stack};
 
@@ -97,7 +97,8 @@ impl Deployment {
     }
 
     pub(crate) async fn metrics(&self) -> Page {
-        let response = self.http.get(self.admin_url("/metrics")).send().await.unwrap();
+        let asking = self.http.get(self.admin_url("/metrics")).header("accept", openmetrics::ACCEPT);
+        let response = asking.send().await.unwrap();
         assert_eq!(response.status(), StatusCode::OK);
         Page::read(&response.text().await.unwrap())
     }

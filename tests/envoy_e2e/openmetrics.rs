@@ -2,6 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+/// The `Accept` header that asks for this format.
+pub(crate) const ACCEPT: &str = "application/openmetrics-text; version=1.0.0";
+
 type Labels = BTreeMap<String, String>;
 
 /// One line with a value.

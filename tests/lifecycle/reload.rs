@@ -49,7 +49,13 @@ async fn sighup_takes_over_models_workers_limits_headers_and_weights_together() 
     assert_eq!(shown["needs_restart"], json!(["queue.deadline"]));
     assert_eq!(shown["config"]["queue"]["deadline"], "30s");
     let log = process.log();
-    assert!(log.contains("needs a restart to change") && log.contains("queue.deadline"), "{log}");
+    let pending = "queue.deadline (running 30s, file 7s)";
+    assert!(log.contains("changes that need a restart are not in use") && log.contains(pending), "{log}");
+    assert_eq!(process.metric("config_pending_restart").await, 1.0);
+    // Reading the same file again changes nothing that is in use, and says only what still waits for a restart.
+    process.hangup();
+    process.shows(UNCHANGED, 1.0).await;
+    assert!(!process.log().contains("nothing changed"), "{}", process.log());
 }
 
 #[tokio::test]
@@ -63,6 +69,9 @@ async fn a_mistake_leaves_everything_as_it_is_and_is_told_with_its_line() {
     process.shows(INVALID, 1.0).await;
     assert_eq!(process.metric("config_generation").await, 1.0);
     assert!(process.log().contains("warmroute.yaml:6:"), "{}", process.log());
+    assert_eq!(process.metric("config_last_reload_successful").await, 0.0);
+    let last_success = process.metric("config_last_reload_success_timestamp_seconds").await;
+    assert!(last_success > 1.7e9, "{last_success}");
     assert!(steered(&process, "m").await.contains("10.0.0.1:8000"));
     // A tokenizer that cannot be loaded is found out before anything is switched.
     let tokenizer = process.path("tokenizer.json");
@@ -78,6 +87,8 @@ async fn a_mistake_leaves_everything_as_it_is_and_is_told_with_its_line() {
     process.configure(&good.to_string());
     process.hangup();
     process.shows(UNCHANGED, 1.0).await;
+    assert_eq!(process.metric("config_last_reload_successful").await, 1.0);
+    assert!(process.metric("config_last_reload_success_timestamp_seconds").await > last_success);
     assert_eq!(process.metric("config_generation").await, 1.0);
 }
 

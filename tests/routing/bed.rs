@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use warmroute::engine_client::MetricsPage;
 
-use crate::openmetrics::Page;
+use crate::openmetrics::{self, Page};
 use crate::support::ports::until;
 use crate::support::stack::{Engine, EngineSpec, MODEL, Programs, Stack};
 
@@ -174,7 +174,8 @@ impl Bed {
     }
 
     pub(crate) async fn metrics(&self) -> Page {
-        let response = self.http.get(self.stack.admin_url("/metrics")).send().await.unwrap();
+        let asking = self.http.get(self.stack.admin_url("/metrics")).header("accept", openmetrics::ACCEPT);
+        let response = asking.send().await.unwrap();
         assert_eq!(response.status(), StatusCode::OK);
         Page::read(&response.text().await.unwrap())
     }

@@ -66,7 +66,7 @@ async fn a_request_waits_longer_than_envoy_would_and_is_then_served_where_it_was
     }
     bed.quiet().await;
     let page = bed.metrics().await;
-    assert_eq!(page.sum("queue_outcomes", &[("outcome", "waited")]), 2.0, "{}", page.text());
+    assert_eq!(page.sum("queue_outcomes_total", &[("outcome", "waited")]), 2.0, "{}", page.text());
     assert_eq!(page.sum("requests_total", &[("mode", "passthrough")]), 0.0, "{}", page.text());
 }
 
@@ -87,7 +87,12 @@ async fn more_than_may_wait_are_told_to_come_back() {
         assert_eq!(refused.header("x-engine-id"), "", "no engine was asked: {refused:?}");
     }
     let page = bed.metrics().await;
-    assert_eq!(page.sum("queue_outcomes", &[("class", "all"), ("outcome", "over_requests")]), 2.0, "{}", page.text());
+    assert_eq!(
+        page.sum("queue_outcomes_total", &[("class", "all"), ("outcome", "over_requests")]),
+        2.0,
+        "{}",
+        page.text()
+    );
     assert_eq!(page.sum("requests_total", &[("mode", "rejected")]), 2.0, "{}", page.text());
     release(&bed, holder).await;
     for waiter in waiters {
@@ -103,7 +108,7 @@ async fn a_client_that_leaves_while_it_waits_leaves_no_trace() {
     leaves.abort();
     bed.shows("it has left", |page| {
         page.sum("queue_requests", &[]) == 1.0
-            && page.sum("queue_outcomes", &[("outcome", "left")]) == 1.0
+            && page.sum("queue_outcomes_total", &[("outcome", "left")]) == 1.0
             && page.sum("exchanges_open", &[]) == 2.0
     })
     .await;
@@ -122,7 +127,7 @@ async fn who_waited_as_long_as_it_may_is_told_to_come_back() {
     let (code, message) = refused.error(429);
     assert_eq!((code.as_str(), refused.retry_after()), ("queue_timeout", 1), "{message}");
     let page = bed.metrics().await;
-    assert_eq!(page.sum("queue_outcomes", &[("outcome", "expired")]), 1.0, "{}", page.text());
+    assert_eq!(page.sum("queue_outcomes_total", &[("outcome", "expired")]), 1.0, "{}", page.text());
     assert_eq!(page.sum("degradations_total", &[("reason", "queue_deadline")]), 1.0, "{}", page.text());
     release(&bed, holder).await;
     bed.quiet().await;

@@ -156,8 +156,8 @@ async fn nothing_is_left(bed: &Bed, summary: &str) {
     bed.quiet().await;
     bed.shows("sessions are left", |page| page.sum("sessions", &[]) == 0.0).await;
     let page = bed.metrics().await;
-    assert!(page.sum("queue_outcomes", &[("outcome", "waited")]) > 100.0, "{summary}\n{}", page.text());
-    assert!(page.sum("queue_outcomes", &[("outcome", "left")]) > 0.0, "{summary}\n{}", page.text());
+    assert!(page.sum("queue_outcomes_total", &[("outcome", "waited")]) > 100.0, "{summary}\n{}", page.text());
+    assert!(page.sum("queue_outcomes_total", &[("outcome", "left")]) > 0.0, "{summary}\n{}", page.text());
     assert!(page.sum("chosen_not_reached_total", &[("worker_id", "2")]) >= 3.0, "{summary}\n{}", page.text());
     assert_eq!(page.sum("requests_total", &[("mode", "passthrough")]), 0.0, "{summary}\n{}", page.text());
     assert_eq!(page.sum("task_restarts_total", &[("task", "admission")]), 0.0, "{summary}\n{}", page.text());

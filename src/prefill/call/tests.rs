@@ -193,7 +193,7 @@ async fn calls_under_way_are_seen_even_when_their_client_has_left_and_how_long_t
     reply.send((500, "")).unwrap();
     tokio::time::timeout(LONG, under_way.wait()).await.expect("it ends");
     begun.over();
-    let page = metrics.page(|_| {}).unwrap();
+    let page = metrics.page(crate::metrics::TextFormat::OpenMetrics, |_| {}).unwrap();
     for (outcome, count) in [("done", 2), ("failed", 1)] {
         let line = format!("warmroute_prefill_call_seconds_count{{outcome=\"{outcome}\"}} {count}\n");
         assert!(page.contains(&line), "{line}{page}");

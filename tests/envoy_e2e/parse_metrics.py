@@ -1,0 +1,15 @@
+#!/usr/bin/env python3
+"""Parses a metrics page on standard input strictly; prints the type of each family and its number of samples as JSON."""
+
+import json
+import sys
+
+from prometheus_client import parser as prometheus
+from prometheus_client.openmetrics import parser as openmetrics
+
+PARSERS = {
+    "openmetrics": openmetrics.text_string_to_metric_families,
+    "prometheus": prometheus.text_string_to_metric_families,
+}
+families = PARSERS[sys.argv[1]](sys.stdin.read())
+json.dump({family.name: [family.type, len(family.samples)] for family in families}, sys.stdout)
