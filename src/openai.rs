@@ -33,7 +33,7 @@ use thiserror::Error;
 
 pub use api::{Api, Shape};
 pub use chat::{Chat, Content, Message};
-pub use extension::{AgentHints, Extension, QUERY, RoutingConstraints};
+pub use extension::{AgentHints, Extension, QUERY, RoutingConstraints, SessionAction, SessionControl};
 pub use field::text_of;
 pub use form::boundary;
 pub use part::{Meaning, Media, Modality, More, Part, Source, Typed};
