@@ -13,6 +13,8 @@ mod extension;
 mod field;
 mod form;
 mod generate;
+mod json;
+mod lax;
 mod part;
 pub mod paths;
 mod pooling;
@@ -36,6 +38,7 @@ pub use chat::{Chat, Content, Message};
 pub use extension::{AgentHints, Extension, QUERY, RoutingConstraints, SessionAction, SessionControl};
 pub use field::text_of;
 pub use form::boundary;
+pub use json::{JsonError, JsonObject, JsonValue};
 pub use part::{Meaning, Media, Modality, More, Part, Source, Typed};
 pub use paths::Paths;
 
@@ -276,7 +279,8 @@ pub fn is_too_much(api: Api, body: &[u8]) -> bool {
     })
 }
 
-/// Reads a request body. Nesting deeper than 128 levels is refused, so that a body cannot exhaust the stack.
+/// Reads a request body. Nesting deeper than 128 levels is refused, and deeper than 200 in values for templates is not known, so
+/// that a body cannot exhaust the stack.
 pub fn parse(api: Api, body: &[u8]) -> Result<Request, ParseError> {
     let text = std::str::from_utf8(body).map_err(|error| ParseError::NotUtf8(error.valid_up_to()))?;
     // The derived readers would take a list for the fields in their order.

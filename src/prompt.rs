@@ -11,6 +11,7 @@ mod engine;
 mod fast;
 mod files;
 mod illustrate;
+mod inline_systems;
 pub mod media;
 mod methods;
 mod number;

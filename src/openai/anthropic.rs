@@ -1,7 +1,7 @@
-//! The body of Anthropic's `/v1/messages`, as the chat request that vLLM makes of it (`entrypoints/anthropic/serving.py`,
-//! read in 2026 and not run). The system prompt is one message, results of tools are messages before that of the user who brought
-//! them, thoughts and calls belong to the assistant. Where versions of vLLM differ (system messages in the midst, messages
-//! that say nothing, tools that are loaded later) there is no conversation, and nothing is guessed.
+//! The body of Anthropic's `/v1/messages`, as the chat request that vLLM 0.32 makes of it. The system prompt is one message,
+//! results of tools are messages before that of the user who brought them, reasoning and tool calls belong to the assistant.
+//! System messages stay where they are if the template accepts that, and blocks in them may add and remove tools. Where no
+//! captured request shows what the engine does, there is no conversation.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -9,11 +9,15 @@ use std::marker::PhantomData;
 use serde::Deserialize;
 use serde::de::{self, Deserializer, SeqAccess, Unexpected, Visitor};
 use serde_json::value::RawValue;
-use serde_json::{Map, Value, json};
 
 use super::chat::{Chat, Content, Forwarded, Message};
+use super::json::{self, JsonObject, JsonValue};
 use super::part::{Media, Modality, Part, Source, Typed};
-use super::{ParseError, Prompt, Request};
+use super::{ParseError, Prompt, Request, lax};
+
+mod tools;
+
+use tools::ToolChange;
 
 /// Begins a line that Claude Code changes with every request, and that vLLM drops for the sake of its cache.
 const BILLING: &str = "x-anthropic-billing-header";
@@ -22,22 +26,24 @@ const BILLING: &str = "x-anthropic-billing-header";
 struct Body<'a> {
     #[serde(default)]
     model: Option<String>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "lax::flag")]
     stream: Option<bool>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "lax::integer")]
     max_tokens: Option<u64>,
+    #[serde(default)]
+    cache_salt: Option<String>,
     #[serde(default)]
     system: Option<System>,
     #[serde(default)]
     messages: Option<Turns>,
     #[serde(default)]
-    tools: Option<Vec<Map<String, Value>>>,
+    tools: Option<Vec<JsonValue>>,
     #[serde(default)]
     output_config: Option<OutputConfig>,
     #[serde(default)]
     thinking: Option<Thinking>,
-    #[serde(default)]
-    chat_template_kwargs: Option<Map<String, Value>>,
+    #[serde(default, deserialize_with = "json::object")]
+    chat_template_kwargs: Option<JsonObject>,
     #[serde(default)]
     kv_transfer_params: Option<Forwarded>,
     #[serde(default, borrow)]
@@ -60,15 +66,16 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
     let body: Body<'_> = serde_json::from_str(text)?;
     let turns = body.messages.ok_or(ParseError::Missing("messages"))?;
     let System(system) = body.system.unwrap_or_default();
-    let text_bytes = turns.text_bytes + system.len();
+    let sent = body.tools.iter().flatten().map(JsonValue::text_bytes).sum::<usize>();
+    let text_bytes = turns.text_bytes + system.len() + sent;
     let request = Request {
         stream: body.stream.unwrap_or(false),
         max_output_tokens: body.max_tokens,
+        cache_salt: body.cache_salt,
         extension: body.nvext.map(|raw| raw.get().into()),
         ..Request::by_load(body.model, text_bytes)
     };
-    let tools = body.tools.map(|tools| tools.into_iter().map(tool).collect::<Option<Vec<_>>>());
-    let (false, None | Some(Some(_))) = (turns.lost, &tools) else { return Ok(request) };
+    let (false, Ok(tools)) = (turns.lost, tools::function_tools(body.tools, turns.changes)) else { return Ok(request) };
     let system = Some(system).filter(|text| !text.is_empty()).map(|text| Message::of("system", text));
     let messages: Vec<Message> = system.into_iter().chain(turns.messages).collect();
     if messages.is_empty() {
@@ -76,32 +83,17 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
     }
     let chat = Chat {
         messages,
-        tools: tools.flatten(),
+        tools,
         add_generation_prompt: true,
         chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
         reasoning_effort: body.output_config.and_then(|config| config.effort),
         put_together: true,
+        inline_systems: true,
         thinking_off: body.thinking.is_some_and(|thinking| thinking.kind.as_deref() == Some("disabled")),
         forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.has_tokens()),
         ..Chat::default()
     };
     Ok(Request { prompt: Prompt::Chat(Box::new(chat)), ..request })
-}
-
-/// A tool as chat completions have it; `None` for tools of servers and for what versions of the engine treat differently.
-fn tool(mut tool: Map<String, Value>) -> Option<Value> {
-    let given = |key: &str| tool.get(key).is_some_and(|value| !value.is_null());
-    let custom = matches!(tool.get("type"), None | Some(Value::Null)) || tool["type"].as_str() == Some("custom");
-    if !custom || given("strict") || given("defer_loading") {
-        return None;
-    }
-    let Some(Value::Object(mut parameters)) = tool.shift_remove("input_schema") else { return None };
-    if !parameters.contains_key("type") {
-        parameters.insert("type".to_owned(), "object".into());
-    }
-    let (name, description) = (tool.shift_remove("name")?, tool.shift_remove("description"));
-    let function = json!({"name": name, "description": description, "parameters": parameters});
-    Some(json!({"type": "function", "function": function}))
 }
 
 /// The text of the system prompt.
@@ -113,6 +105,8 @@ struct System(String);
 struct Turns {
     messages: Vec<Message>,
     text_bytes: usize,
+    /// Changes of the tools, oldest first.
+    changes: Vec<ToolChange>,
     /// Something cannot be known.
     lost: bool,
 }
@@ -128,7 +122,8 @@ struct Turn {
 struct Blocks {
     plain: Option<String>,
     parts: Vec<Part>,
-    calls: Vec<Value>,
+    calls: Vec<JsonValue>,
+    changes: Vec<ToolChange>,
     thoughts: Option<String>,
     /// Messages that results of tools become.
     results: Vec<Message>,
@@ -156,6 +151,8 @@ struct Block {
     content: Option<Output>,
     #[serde(default)]
     thinking: Option<String>,
+    #[serde(default)]
+    tool: Option<JsonValue>,
 }
 
 /// What a tool says.
@@ -165,16 +162,6 @@ struct Output {
     texts: usize,
     images: Vec<Part>,
     lost: bool,
-}
-
-#[derive(Deserialize)]
-struct OutputBlock {
-    #[serde(default, rename = "type")]
-    kind: Option<String>,
-    #[serde(default)]
-    text: Option<String>,
-    #[serde(default)]
-    source: Option<Picture>,
 }
 
 /// Where an image is: at a URL, or where that is not said, here.
@@ -188,6 +175,11 @@ struct Picture {
 }
 
 impl Picture {
+    fn of(source: &JsonValue) -> Self {
+        let text = |key| source.get(key).and_then(JsonValue::as_str).map(str::to_owned);
+        Self { kind: text("type"), url: text("url"), data: text("data") }
+    }
+
     fn part(self) -> Part {
         let source = match self.kind.as_deref() {
             Some("url") => Source::Url(self.url.unwrap_or_default()),
@@ -200,15 +192,21 @@ impl Picture {
 impl Turns {
     /// Adds a message to the conversation; `None` where it cannot be known how.
     fn fold(&mut self, turn: Turn) -> Option<()> {
+        let Blocks { plain, parts, calls, changes, thoughts, results, lost, .. } = turn.content;
         let is_user = match turn.role.as_str() {
             // What versions of Claude Code call the user.
             "user" | "ctx" | "msg" => true,
             "assistant" => false,
+            "system" => {
+                self.changes.extend(changes);
+                let text = plain.filter(|text| !text.starts_with(BILLING)).unwrap_or_else(|| unbilled(parts));
+                self.messages.extend((!text.is_empty()).then(|| Message::of("system", text)));
+                return (!lost).then_some(());
+            }
             _ => return None,
         };
-        let Blocks { plain, parts, calls, thoughts, results, lost, .. } = turn.content;
-        let foreign = if is_user { !calls.is_empty() || thoughts.is_some() } else { !results.is_empty() };
-        if lost || foreign {
+        // What the assistant says of a tool's result depends on how Python prints it.
+        if lost || !changes.is_empty() || (!is_user && !results.is_empty()) {
             return None;
         }
         self.messages.extend(results);
@@ -220,18 +218,22 @@ impl Turns {
         if content.is_none() && is_user {
             return Some(());
         }
-        if content.is_none() && calls.is_empty() && thoughts.is_none() {
-            return None;
-        }
-        self.messages.push(Message {
-            role: if is_user { "user" } else { "assistant" }.to_owned(),
-            content,
-            tool_calls: Some(calls).filter(|calls| !calls.is_empty()),
-            reasoning: thoughts,
-            ..Message::default()
-        });
+        let (role, tool_calls, reasoning) = match is_user {
+            true => ("user", None, None),
+            false => ("assistant", Some(calls).filter(|calls| !calls.is_empty()), thoughts),
+        };
+        self.messages.push(Message { role: role.to_owned(), content, tool_calls, reasoning, ..Message::default() });
         Some(())
     }
+}
+
+/// The text of an inline system message.
+fn unbilled(parts: Vec<Part>) -> String {
+    let texts = parts.into_iter().filter_map(|part| match part {
+        Part::Typed(Typed { kind: Some(kind), text: Some(text), .. }) if kind == "text" => Some(text),
+        _ => None,
+    });
+    texts.filter(|text| !text.starts_with(BILLING)).collect()
 }
 
 /// A single text is plain content.
@@ -255,16 +257,19 @@ impl Blocks {
                     self.thoughts.get_or_insert_default().push_str(&thinking);
                 }
             }
-            "redacted_thinking" => {}
+            // A reference counts only in the result of a tool.
+            "redacted_thinking" | "tool_reference" => {}
+            "tool_addition" | "tool_removal" => self.changes.push(ToolChange::read(&block.kind, block.tool.as_ref()?)?),
             "tool_use" => {
-                // Without an id the engine takes one from its clock.
-                let id = block.id.filter(|id| !id.is_empty())?;
+                let id = block.id.filter(|id| !id.is_empty()).map(JsonValue::from);
+                let id = id.unwrap_or(JsonValue::Unknown("an id that the engine takes from its clock"));
                 let arguments = block.input.as_ref().map_or("{}", |input| input.get());
                 if !arguments.starts_with('{') {
                     return None;
                 }
-                let function = json!({"name": block.name.unwrap_or_default(), "arguments": arguments});
-                self.calls.push(json!({"id": id, "type": "function", "function": function}));
+                let name = block.name.unwrap_or_default();
+                let function = JsonValue::object([("name", name.into()), ("arguments", arguments.into())]);
+                self.calls.push(JsonValue::object([("id", id), ("type", "function".into()), ("function", function)]));
             }
             "tool_result" => {
                 let Output { text, images, lost, .. } = block.content.unwrap_or_default();
@@ -288,7 +293,8 @@ impl Block {
     fn text_bytes(&self) -> usize {
         let texts = [&self.text, &self.thinking].into_iter().flatten().map(String::len).sum::<usize>();
         let input = self.input.as_ref().map_or(0, |input| input.get().len());
-        texts + input + self.content.as_ref().map_or(0, |content| content.text.len())
+        let tool = self.tool.as_ref().map_or(0, JsonValue::text_bytes);
+        texts + input + tool + self.content.as_ref().map_or(0, |content| content.text.len())
     }
 }
 
@@ -346,23 +352,30 @@ impl Folded for Blocks {
 }
 
 impl Folded for Output {
-    type Element = OutputBlock;
+    type Element = JsonValue;
 
     fn of_text(text: &str) -> Option<Self> {
         Some(Self { text: text.to_owned(), ..Self::default() })
     }
 
-    fn add(&mut self, block: OutputBlock) {
-        match block.kind.as_deref() {
+    fn add(&mut self, block: JsonValue) {
+        match block.get("type").and_then(JsonValue::as_str) {
             Some("text") => {
                 if self.texts > 0 {
                     self.text.push('\n');
                 }
                 self.texts += 1;
-                self.text.push_str(&block.text.unwrap_or_default());
+                match block.get("text") {
+                    None => {}
+                    Some(JsonValue::String(text)) => self.text.push_str(text),
+                    Some(_) => self.lost = true,
+                }
             }
-            Some("image") => self.images.extend(block.source.map(Picture::part)),
-            _ => self.lost = true,
+            Some("image") => self.images.extend(block.get("source").map(|source| Picture::of(source).part())),
+            // No captured request shows what becomes of it.
+            Some("tool_reference") => self.lost = true,
+            // The engine passes over others.
+            _ => self.lost |= !block.is_object(),
         }
     }
 }

@@ -10,7 +10,7 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use super::{ParseError, Request};
 
 /// Bytes that stand for a token where tokens are sent.
-const BYTES_OF_A_TOKEN: usize = 4;
+pub(super) const BYTES_OF_A_TOKEN: usize = 4;
 
 /// The fields with text, of all such APIs.
 const TEXTS: [&str; 10] =

@@ -7,10 +7,10 @@ use serde::Deserialize;
 use serde::de::value::SeqAccessDeserializer;
 use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 use serde_json::value::RawValue;
-use serde_json::{Map, Value};
 
+use super::json::{self, JsonObject, JsonValue};
 use super::part::{Media, Part};
-use super::{ParseError, Prompt, Request, Side, Tokenization};
+use super::{ParseError, Prompt, Request, Side, Tokenization, lax};
 
 /// A conversation and what its rendering depends on.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -18,9 +18,9 @@ pub struct Chat {
     /// The messages, oldest first.
     pub messages: Vec<Message>,
     /// Tools offered to the model, as sent.
-    pub tools: Option<Vec<Value>>,
+    pub tools: Option<Vec<JsonValue>>,
     /// Documents for retrieval templates, as sent.
-    pub documents: Option<Vec<Value>>,
+    pub documents: Option<Vec<JsonValue>>,
     /// Whether the prompt ends where the assistant's answer begins.
     pub add_generation_prompt: bool,
     /// Whether the answer goes on inside the last message.
@@ -28,13 +28,13 @@ pub struct Chat {
     /// A template sent by the client; engines refuse it unless told to trust clients.
     pub chat_template: Option<String>,
     /// Further variables of the template.
-    pub chat_template_kwargs: Map<String, Value>,
+    pub chat_template_kwargs: JsonObject,
     /// How hard to think.
     pub reasoning_effort: Option<String>,
     /// Whether the request says how its images and the like are to be read and cut.
     pub media_options: bool,
     /// Which of the tools the model may or must use, as sent.
-    pub tool_choice: Option<Value>,
+    pub tool_choice: Option<JsonValue>,
     /// Whether it was put together from a request of another API.
     pub put_together: bool,
     /// Whether the client wants no thoughts, in the words of an API where engines find out what that is for a model.
@@ -43,6 +43,8 @@ pub struct Chat {
     pub brings_tokens: bool,
     /// Whether another engine forwards finished prompt tokens that stand in for the messages.
     pub forwarded_tokens: bool,
+    /// Whether system messages may stand behind others, as in `/v1/messages`, where vLLM merges them for some templates.
+    pub inline_systems: bool,
     /// Whether more of its last message and further ones may follow that were not shown.
     pub unfinished: bool,
 }
@@ -57,13 +59,13 @@ pub struct Message {
     pub content: Option<Content>,
     /// Name of the speaker.
     #[serde(default)]
-    pub name: Option<Value>,
+    pub name: Option<JsonValue>,
     /// What some templates are told to do.
     #[serde(default)]
-    pub task: Option<Value>,
+    pub task: Option<JsonValue>,
     /// Calls the assistant made, as sent.
     #[serde(default)]
-    pub tool_calls: Option<Vec<Value>>,
+    pub tool_calls: Option<Vec<JsonValue>>,
     /// Whether the engine put the calls together itself; the order of their keys is another then.
     #[serde(skip)]
     pub calls_put_together: bool,
@@ -78,7 +80,7 @@ pub struct Message {
     pub reasoning_content: Option<String>,
     /// Tools that a developer message brings along.
     #[serde(default)]
-    pub tools: Option<Value>,
+    pub tools: Option<JsonValue>,
 }
 
 /// What a message says.
@@ -125,13 +127,11 @@ impl Chat {
         self.parts().any(Part::is_media)
     }
 
-    /// Bytes of the text in the messages.
+    /// Bytes of the text that reaches the prompt: messages with their tool calls and reasoning, tools and documents.
     pub fn text_bytes(&self) -> usize {
-        let plain = |message: &Message| match &message.content {
-            Some(Content::Text(text)) => text.len(),
-            _ => 0,
-        };
-        self.messages.iter().map(plain).sum::<usize>() + self.parts().map(Part::text_bytes).sum::<usize>()
+        let offered = [&self.tools, &self.documents].into_iter().flatten().flatten();
+        let messages = self.messages.iter().map(Message::text_bytes).sum::<usize>();
+        messages + offered.map(JsonValue::text_bytes).sum::<usize>()
     }
 
     /// What is shown and played, in its order.
@@ -152,49 +152,65 @@ impl Message {
     pub(super) fn of(role: &str, text: String) -> Self {
         Self { role: role.to_owned(), content: Some(Content::Text(text)), ..Self::default() }
     }
+
+    fn text_bytes(&self) -> usize {
+        let reasoning = self.reasoning.as_ref().or(self.reasoning_content.as_ref()).map_or(0, String::len);
+        let calls = self.tool_calls.iter().flatten().map(JsonValue::text_bytes).sum::<usize>();
+        self.content.as_ref().map_or(0, Content::text_bytes) + reasoning + calls
+    }
+}
+
+impl Content {
+    /// Bytes of its text.
+    pub(super) fn text_bytes(&self) -> usize {
+        match self {
+            Self::Text(text) => text.len(),
+            Self::Parts(parts) => parts.iter().map(Part::text_bytes).sum(),
+        }
+    }
 }
 
 #[derive(Deserialize)]
 struct Body<'a> {
     #[serde(default)]
     model: Option<String>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "lax::flag")]
     stream: Option<bool>,
     #[serde(default)]
     cache_salt: Option<String>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "lax::integer")]
     max_tokens: Option<u64>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "lax::integer")]
     max_completion_tokens: Option<u64>,
     #[serde(default)]
     messages: Option<Vec<Message>>,
     #[serde(default)]
-    tools: Option<Vec<Value>>,
+    tools: Option<Vec<JsonValue>>,
     #[serde(default)]
-    documents: Option<Vec<Value>>,
-    #[serde(default)]
+    documents: Option<Vec<JsonValue>>,
+    #[serde(default, deserialize_with = "lax::flag")]
     add_generation_prompt: Option<bool>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "lax::flag")]
     continue_final_message: Option<bool>,
     #[serde(default)]
     chat_template: Option<String>,
-    #[serde(default)]
-    chat_template_kwargs: Option<Map<String, Value>>,
+    #[serde(default, deserialize_with = "json::object")]
+    chat_template_kwargs: Option<JsonObject>,
     #[serde(default)]
     reasoning_effort: Option<String>,
     #[serde(default)]
-    tool_choice: Option<Value>,
+    tool_choice: Option<JsonValue>,
     #[serde(default)]
     input_ids: Option<IgnoredAny>,
-    #[serde(default)]
-    media_io_kwargs: Option<Map<String, Value>>,
-    #[serde(default)]
-    mm_processor_kwargs: Option<Map<String, Value>>,
+    #[serde(default, deserialize_with = "json::object")]
+    media_io_kwargs: Option<JsonObject>,
+    #[serde(default, deserialize_with = "json::object")]
+    mm_processor_kwargs: Option<JsonObject>,
     #[serde(default)]
     kv_transfer_params: Option<Forwarded>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "lax::flag")]
     add_special_tokens: Option<bool>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "lax::integer")]
     truncate_prompt_tokens: Option<i64>,
     #[serde(default, borrow)]
     nvext: Option<&'a RawValue>,
@@ -238,6 +254,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         thinking_off: false,
         brings_tokens: body.input_ids.is_some(),
         forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.has_tokens()),
+        inline_systems: false,
         unfinished: false,
     };
     Ok(Request {

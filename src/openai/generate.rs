@@ -1,14 +1,16 @@
 //! The engines' own APIs of generation: SGLang's `/generate` with a text or tokens, and vLLM's `/inference/v1/generate`
 //! with tokens. SGLang names no model there, only an adapter. Its texts are taken to get the tokenizer's special tokens, as
-//! completions do; no engine was asked.
+//! completions do; no engine was asked. vLLM's tokens are read as loosely as 0.32 reads them.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
+use super::by_load::BYTES_OF_A_TOKEN;
 use super::completion::Prompts;
-use super::{ParseError, Prompt, Request};
+use super::lax::{self, LaxInteger};
+use super::{Hidden, Opaque, ParseError, Prompt, Request};
 
 #[derive(Deserialize)]
 struct Sglang<'a> {
@@ -45,13 +47,16 @@ struct Sglang<'a> {
 struct Vllm<'a> {
     #[serde(default)]
     model: Option<String>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "lax::flag")]
     stream: Option<bool>,
     #[serde(default)]
-    token_ids: Option<Prompts>,
+    token_ids: Option<Vec<LaxInteger<u32>>>,
     /// Images and the like that stand for some of the tokens.
     #[serde(default)]
     features: Option<IgnoredAny>,
+    /// The same before they were turned into tokens. Texts among them change nothing.
+    #[serde(default)]
+    content_parts: Option<Vec<ContentPart>>,
     #[serde(default)]
     cache_salt: Option<String>,
     #[serde(default, borrow)]
@@ -60,10 +65,17 @@ struct Vllm<'a> {
     nvext: Option<&'a RawValue>,
 }
 
+/// A part that tokens may stand for.
+#[derive(Deserialize)]
+struct ContentPart {
+    #[serde(default, rename = "type")]
+    kind: Option<String>,
+}
+
 /// How the answer is made.
 #[derive(Deserialize)]
 struct Sampling {
-    #[serde(default, alias = "max_new_tokens")]
+    #[serde(default, alias = "max_new_tokens", deserialize_with = "lax::integer")]
     max_tokens: Option<u64>,
 }
 
@@ -102,11 +114,15 @@ pub(super) fn sglang(text: &str) -> Result<Request, ParseError> {
 
 pub(super) fn vllm(text: &str) -> Result<Request, ParseError> {
     let body: Vllm<'_> = serde_json::from_str(text)?;
-    let prompt = match body.token_ids {
-        _ if body.features.is_some() => return Ok(Request::by_load(body.model, 0)),
-        Some(Prompts(prompt @ (Prompt::Tokens(_) | Prompt::TooMany))) => prompt,
-        Some(_) => return Err(ParseError::Empty("token_ids")),
-        None => return Err(ParseError::Missing("token_ids")),
+    let tokens = body.token_ids.ok_or(ParseError::Missing("token_ids"))?;
+    if tokens.is_empty() {
+        return Err(ParseError::Empty("token_ids"));
+    }
+    let is_text = |part: &ContentPart| part.kind.as_deref() == Some("text");
+    let text_only = body.features.is_none() && body.content_parts.iter().flatten().all(is_text);
+    let prompt = match text_only {
+        true => Prompt::Tokens(vec![tokens.into_iter().map(|LaxInteger(token)| token).collect()]),
+        false => Prompt::Opaque(Opaque { text_bytes: tokens.len() * BYTES_OF_A_TOKEN, because: Hidden::Assembled }),
     };
     Ok(Request {
         stream: body.stream.unwrap_or(false),

@@ -2,12 +2,13 @@
 //! (`renderers/chat_utils.py` of 0.32): by its type, or where it has none, or where the client names the item itself, by the
 //! first key that holds something.
 
+use std::borrow::Cow;
 use std::fmt;
 
-use serde::de::value::MapAccessDeserializer;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+
+use super::json::{JsonObject, JsonValue};
 
 /// One part of a message.
 #[derive(Clone, Debug, PartialEq)]
@@ -42,14 +43,17 @@ impl<'de> Visitor<'de> for PartVisitor {
         Ok(Part::Bare(text))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, part: A) -> Result<Part, A::Error> {
-        Typed::deserialize(MapAccessDeserializer::new(part)).map(Part::Typed)
+    fn visit_map<A: MapAccess<'de>>(self, mut part: A) -> Result<Part, A::Error> {
+        let mut wire = Wire::default();
+        while let Some(key) = part.next_key::<Cow<'de, str>>()? {
+            wire.read(key, &mut part)?;
+        }
+        Ok(Part::Typed(wire.into()))
     }
 }
 
 /// A part with a type, as sent.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
-#[serde(from = "Wire")]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Typed {
     /// `text`, `image_url` and so on.
     pub kind: Option<String>,
@@ -69,11 +73,11 @@ pub struct More {
     /// A tool that is referred to.
     pub name: Option<String>,
     /// The client's name for an item.
-    pub uuid: Option<Value>,
+    pub uuid: Option<JsonValue>,
     /// What is shown or played.
     pub media: Option<Media>,
     /// Keys of which the engine knows nothing, so that its templates may.
-    pub extra: Map<String, Value>,
+    pub extra: JsonObject,
 }
 
 /// Something that is shown or played.
@@ -179,7 +183,7 @@ impl Part {
     }
 
     /// Keys of which the engine knows nothing.
-    pub fn extra(&self) -> impl Iterator<Item = (&String, &Value)> {
+    pub fn extra(&self) -> impl Iterator<Item = (&String, &JsonValue)> {
         let more = match self {
             Part::Bare(_) => None,
             Part::Typed(part) => part.more.as_deref(),
@@ -193,8 +197,10 @@ impl Part {
     }
 
     pub(super) fn text_bytes(&self) -> usize {
-        match self.meaning() {
-            Meaning::Text(text) => text.len(),
+        match (self, self.meaning()) {
+            (_, Meaning::Text(text)) => text.len(),
+            // Parts of other APIs, such as those of reasoning.
+            (Part::Typed(part), Meaning::Other(_)) => part.text.as_ref().map_or(0, String::len),
             _ => 0,
         }
     }
@@ -203,7 +209,7 @@ impl Part {
         Part::Typed(Typed { kind: Some(kind.to_owned()), text, more: None })
     }
 
-    pub(super) fn of_media(media: Media) -> Self {
+    pub(crate) fn of_media(media: Media) -> Self {
         let kind = format!("{}_url", media.modality.as_str());
         let more = More { media: Some(media), ..More::default() };
         Part::Typed(Typed { kind: Some(kind), text: None, more: Some(Box::new(more)) })
@@ -235,30 +241,19 @@ impl Typed {
 }
 
 /// A part as it is sent.
-#[derive(Deserialize)]
+#[derive(Default)]
 struct Wire {
-    #[serde(default, rename = "type")]
     kind: Option<String>,
-    #[serde(default)]
     text: Option<String>,
-    #[serde(default)]
     refusal: Option<String>,
-    #[serde(default)]
     thinking: Option<String>,
-    #[serde(default, deserialize_with = "string_or_nothing")]
     name: Option<String>,
-    #[serde(default)]
-    uuid: Option<Value>,
-    #[serde(default, deserialize_with = "present")]
+    uuid: Option<JsonValue>,
     image_url: Option<Url>,
-    #[serde(default, deserialize_with = "present")]
     audio_url: Option<Url>,
-    #[serde(default, deserialize_with = "present")]
     video_url: Option<Url>,
-    #[serde(default, deserialize_with = "present")]
     input_audio: Option<Sound>,
-    #[serde(flatten)]
-    extra: Map<String, Value>,
+    extra: JsonObject,
 }
 
 #[derive(Deserialize)]
@@ -283,18 +278,6 @@ enum Named {
     Other(IgnoredAny),
 }
 
-/// A key that is there counts, even where it says `null`.
-fn present<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Option<T>, D::Error> {
-    T::deserialize(deserializer).map(Some)
-}
-
-fn string_or_nothing<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
-    Ok(match Named::deserialize(deserializer)? {
-        Named::Text(text) => Some(text),
-        Named::Other(IgnoredAny) => None,
-    })
-}
-
 impl Url {
     fn source(self) -> Option<Source> {
         match self {
@@ -314,6 +297,31 @@ impl Sound {
 }
 
 impl Wire {
+    /// Reads the value of a key. A key that is there counts for media, even where it says `null`.
+    fn read<'de, A: MapAccess<'de>>(&mut self, key: Cow<'de, str>, part: &mut A) -> Result<(), A::Error> {
+        match &*key {
+            "type" => self.kind = part.next_value()?,
+            "text" => self.text = part.next_value()?,
+            "refusal" => self.refusal = part.next_value()?,
+            "thinking" => self.thinking = part.next_value()?,
+            "name" => {
+                self.name = match part.next_value()? {
+                    Named::Text(name) => Some(name),
+                    Named::Other(IgnoredAny) => None,
+                }
+            }
+            "uuid" => self.uuid = part.next_value()?,
+            "image_url" => self.image_url = Some(part.next_value()?),
+            "audio_url" => self.audio_url = Some(part.next_value()?),
+            "video_url" => self.video_url = Some(part.next_value()?),
+            "input_audio" => self.input_audio = Some(part.next_value()?),
+            _ => {
+                self.extra.insert(key.into_owned(), part.next_value()?);
+            }
+        }
+        Ok(())
+    }
+
     /// What the part shows or plays, taken out of it.
     fn media(&mut self) -> Option<(Modality, Option<Source>)> {
         let image = |wire: &mut Self| Some((Modality::Image, wire.image_url.take()?.source()));
@@ -337,9 +345,9 @@ impl From<Wire> for Typed {
     fn from(mut wire: Wire) -> Self {
         let media = wire.media();
         // Other values have names that only Python gives them.
-        let name_of = |uuid: &Value| match uuid {
-            Value::String(name) => Some(name.clone()),
-            Value::Number(number) if !number.is_f64() => Some(number.to_string()),
+        let name_of = |uuid: &JsonValue| match uuid {
+            JsonValue::String(name) => Some(name.clone()),
+            JsonValue::Integer(number) => Some(number.to_string()),
             _ => None,
         };
         let name = wire.uuid.as_ref().map(name_of);

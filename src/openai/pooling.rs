@@ -5,10 +5,10 @@
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
-use serde_json::{Map, Value};
 
 use super::chat::{Chat, Message};
 use super::completion::Prompts;
+use super::json::{self, JsonObject};
 use super::{ParseError, Prompt, Request, Side, Tokenization};
 
 #[derive(Deserialize)]
@@ -32,8 +32,8 @@ struct Body<'a> {
     continue_final_message: Option<bool>,
     #[serde(default)]
     chat_template: Option<String>,
-    #[serde(default)]
-    chat_template_kwargs: Option<Map<String, Value>>,
+    #[serde(default, deserialize_with = "json::object")]
+    chat_template_kwargs: Option<JsonObject>,
     #[serde(default)]
     add_special_tokens: Option<bool>,
     #[serde(default)]

@@ -1,45 +1,43 @@
-//! The body of `/v1/responses`, as the conversation that vLLM makes of it (`entrypoints/openai/responses/protocol.py` and
-//! `utils.py`, read in 2026 and not run): the instructions are a system message; thoughts, words and calls that follow one another
-//! are one message of the assistant; outputs of functions are messages of tools. Special tokens are added, because the
-//! endpoint leaves that at the tokenizer's default. Where versions of vLLM differ, or the words are stored with the
-//! engine, there is no conversation, and nothing is guessed.
+//! The body of `/v1/responses`, as the conversation that vLLM 0.32 makes of it: the instructions are a system message;
+//! reasoning, text and tool calls that follow one another are one message of the assistant; outputs of tools are messages of
+//! tools. Function and custom tools and those of a namespace are shown to the template, and other tools are not. Special tokens
+//! are added, because the endpoint leaves that at the tokenizer's default. Where text is stored with the engine, or no captured
+//! request shows what the engine does, there is no conversation.
 
 use std::fmt;
 
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 use serde_json::value::RawValue;
-use serde_json::{Map, Value, json};
 
 use super::chat::{Chat, Content, Forwarded, Message};
+use super::json::{self, JsonObject, JsonValue};
 use super::part::{Part, Typed};
-use super::{ParseError, Prompt, Request, Tokenization};
+use super::{Hidden, Opaque, ParseError, Prompt, Request, Tokenization, lax};
 
 #[derive(Deserialize)]
 struct Body<'a> {
     #[serde(default)]
     model: Option<String>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "lax::flag")]
     stream: Option<bool>,
     #[serde(default)]
     input: Option<Input>,
     #[serde(default)]
     instructions: Option<String>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "lax::integer")]
     max_output_tokens: Option<u64>,
     #[serde(default)]
     cache_salt: Option<String>,
     #[serde(default)]
-    tools: Option<Vec<Map<String, Value>>>,
-    #[serde(default)]
-    tool_choice: Option<Value>,
+    tools: Option<Vec<JsonValue>>,
     #[serde(default)]
     reasoning: Option<Reasoning>,
     /// Absent is `disabled`, and null is not.
     #[serde(default = "disabled")]
     truncation: Option<String>,
-    #[serde(default)]
-    chat_template_kwargs: Option<Map<String, Value>>,
+    #[serde(default, deserialize_with = "json::object")]
+    chat_template_kwargs: Option<JsonObject>,
     #[serde(default)]
     kv_transfer_params: Option<Forwarded>,
     #[serde(default)]
@@ -73,19 +71,22 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         body.previous_response_id.is_some_and(|id| !id.is_empty()) || stored.into_iter().any(Option::is_some);
     let input = body.input.ok_or(ParseError::Missing("input"))?;
     let instructions = body.instructions.filter(|text| !text.is_empty());
-    let text_bytes = input.text_bytes + instructions.as_ref().map_or(0, String::len);
-    let extension = body.nvext.map(|raw| raw.get().into());
-    let stream = body.stream.unwrap_or(false);
-    if remembered || input.remembered {
-        return Ok(Request { stream, extension, ..Request::remembered(body.model, text_bytes) });
-    }
-    let never = body.tool_choice.as_ref().and_then(Value::as_str) == Some("none");
-    let tools = body.tools.filter(|tools| !tools.is_empty());
-    let hidden = tools.is_some() && never;
-    let tools = tools.map(|tools| tools.into_iter().map(tool).collect::<Option<Vec<_>>>());
-    let (false, false, None | Some(Some(_))) = (input.lost, hidden, &tools) else {
-        return Ok(Request { stream, extension, ..Request::by_load(body.model, text_bytes) });
+    let tools = body.tools.unwrap_or_default();
+    let shown = (!tools.is_empty()).then(|| function_tools(&tools));
+    let tool_bytes = tools.iter().map(JsonValue::text_bytes).sum::<usize>();
+    let text_bytes = input.text_bytes + instructions.as_ref().map_or(0, String::len) + tool_bytes;
+    let request = Request {
+        stream: body.stream.unwrap_or(false),
+        max_output_tokens: body.max_output_tokens,
+        cache_salt: body.cache_salt,
+        extension: body.nvext.map(|raw| raw.get().into()),
+        ..Request::by_load(body.model, text_bytes)
     };
+    if remembered || input.remembered {
+        let prompt = Prompt::Opaque(Opaque { text_bytes, because: Hidden::Remembered });
+        return Ok(Request { prompt, ..request });
+    }
+    let (false, None | Some(Some(_))) = (input.lost, &shown) else { return Ok(request) };
     let system = instructions.map(|text| Message::of("system", text));
     let messages: Vec<Message> = system.into_iter().chain(input.messages).collect();
     if messages.is_empty() {
@@ -93,7 +94,7 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
     }
     let chat = Chat {
         messages,
-        tools: tools.flatten(),
+        tools: shown.flatten(),
         add_generation_prompt: !input.unfinished,
         continue_final_message: input.unfinished,
         chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
@@ -102,31 +103,69 @@ pub(super) fn parse(text: &str) -> Result<Request, ParseError> {
         forwarded_tokens: body.kv_transfer_params.is_some_and(|params| params.has_tokens()),
         ..Chat::default()
     };
-    Ok(Request {
-        stream,
-        cache_salt: body.cache_salt,
-        max_output_tokens: body.max_output_tokens,
-        tokenization: Tokenization {
-            add_special_tokens: Some(true),
-            truncate_prompt_tokens: (body.truncation.as_deref() != Some("disabled")).then_some(-1),
-            ..Tokenization::default()
-        },
-        extension,
-        ..Request::of(body.model, Prompt::Chat(Box::new(chat)))
-    })
+    let tokenization = Tokenization {
+        add_special_tokens: Some(true),
+        truncate_prompt_tokens: (body.truncation.as_deref() != Some("disabled")).then_some(-1),
+        ..Tokenization::default()
+    };
+    Ok(Request { tokenization, prompt: Prompt::Chat(Box::new(chat)), ..request })
 }
 
-/// A tool as chat completions have it; `None` for what is not a function, or not only one.
-fn tool(mut tool: Map<String, Value>) -> Option<Value> {
-    if tool.shift_remove("type")?.as_str() != Some("function") {
-        return None;
+/// The tools that the template sees, in the form of chat completions; `None` where the engine refuses one.
+fn function_tools(tools: &[JsonValue]) -> Option<Vec<JsonValue>> {
+    let mut shown = Vec::new();
+    for tool in tools {
+        let tool = tool.as_object()?;
+        match tool.get("type")?.as_str()? {
+            "function" => shown.push(shown_function(tool.clone())),
+            "custom" => shown.push(shown_function(custom_function(tool)?)),
+            "namespace" => {
+                let JsonValue::Array(inner) = tool.get("tools")? else { return None };
+                for function in inner {
+                    shown.extend(namespace_function(tool.get("name")?.as_str()?, function.as_object()?)?);
+                }
+            }
+            // Others are for the engine itself or for a server.
+            _ => {}
+        }
     }
-    if tool.get("strict").is_some_and(Value::is_null) {
-        tool.shift_remove("strict");
+    Some(shown)
+}
+
+fn shown_function(function: JsonObject) -> JsonValue {
+    JsonValue::object([("type", "function".into()), ("function", JsonValue::Object(function))])
+}
+
+/// The function with one text that stands for a tool of free form.
+fn custom_function(tool: &JsonObject) -> Option<JsonObject> {
+    let text = JsonValue::object([
+        ("type", "string".into()),
+        ("description", "The freeform text payload for this tool.".into()),
+    ]);
+    let parameters = JsonValue::object([
+        ("type", "object".into()),
+        ("properties", JsonValue::object([("input", text)])),
+        ("required", JsonValue::Array(vec!["input".into()])),
+        ("additionalProperties", JsonValue::Bool(false)),
+    ]);
+    let description = tool.get("description").cloned().unwrap_or(JsonValue::Null);
+    let entries = [("name", tool.get("name")?.clone()), ("description", description), ("parameters", parameters)];
+    Some(entries.map(|(key, value)| (key.to_owned(), value)).into_iter().collect())
+}
+
+/// A tool of a namespace, if it is shown at all.
+fn namespace_function(namespace: &str, tool: &JsonObject) -> Option<Option<JsonValue>> {
+    if tool.get("type")?.as_str()? != "function" {
+        return Some(None);
     }
-    let known = ["name", "description", "parameters", "strict"];
-    let known = tool.keys().all(|key| known.contains(&key.as_str()));
-    known.then(|| json!({"type": "function", "function": tool}))
+    let mut function = tool.clone();
+    let name = in_namespace(namespace, tool.get("name")?.as_str()?);
+    function.insert("name".to_owned(), name.into());
+    Some(Some(shown_function(function)))
+}
+
+fn in_namespace(namespace: &str, name: &str) -> String {
+    format!("{namespace}__{name}")
 }
 
 /// The input: a text, or items that are folded into messages one by one, so that no list of them is kept.
@@ -161,11 +200,13 @@ struct Item {
     #[serde(default)]
     name: Option<String>,
     #[serde(default)]
-    namespace: Option<IgnoredAny>,
+    namespace: Option<JsonValue>,
     #[serde(default)]
-    arguments: Option<Value>,
+    arguments: Option<JsonValue>,
     #[serde(default)]
-    output: Option<Value>,
+    input: Option<JsonValue>,
+    #[serde(default)]
+    output: Option<Content>,
 }
 
 impl Input {
@@ -174,9 +215,7 @@ impl Input {
         self.unfinished = matches!(item.status.as_deref(), Some("in_progress" | "incomplete"))
             && matches!(item.kind.as_deref(), None | Some("message" | "reasoning"));
         self.remembered |= item.kind.as_deref() == Some("item_reference");
-        // What the engine does with unfinished thoughts depends on the template.
-        let unclear = self.unfinished && item.kind.as_deref() == Some("reasoning");
-        if self.lost || unclear || self.fold(item).is_none() {
+        if self.lost || self.fold(item).is_none() {
             self.lost = true;
             self.messages = Vec::new();
         }
@@ -186,7 +225,7 @@ impl Input {
     fn fold(&mut self, item: Item) -> Option<()> {
         match (item.kind.as_deref(), item.role.as_deref()) {
             (None | Some("message"), Some("assistant")) => {
-                let text = only_text(item.content, "output_text")?;
+                let text = first_text(item.content?)?;
                 match self.assistant().filter(|message| message.content.is_none()) {
                     Some(message) => message.content = Some(Content::Text(text)),
                     None => self.messages.push(Message::of("assistant", text)),
@@ -197,11 +236,29 @@ impl Input {
                 self.messages.push(Message { role: item.role?, content, ..Message::default() });
             }
             (Some("reasoning"), _) => self.think(item)?,
-            (Some("function_call"), _) => self.call(item)?,
-            (Some("function_call_output"), _) => {
-                let Value::String(output) = item.output? else { return None };
-                let tool_call_id = Some(item.call_id?);
-                self.messages.push(Message { tool_call_id, ..Message::of("tool", output) });
+            (Some("function_call"), _) => {
+                let JsonValue::String(arguments) = item.arguments? else { return None };
+                let name = item.name?;
+                let name = match item.namespace {
+                    None | Some(JsonValue::Null) => name,
+                    Some(JsonValue::String(namespace)) if namespace.is_empty() => name,
+                    Some(JsonValue::String(namespace)) => in_namespace(&namespace, &name),
+                    Some(_) => return None,
+                };
+                self.call(item.call_id?, name, arguments)?;
+            }
+            (Some("custom_tool_call"), _) => {
+                let JsonValue::String(text) = item.input? else { return None };
+                let arguments = serde_json::json!({"input": text}).to_string();
+                self.call(item.call_id?, item.name?, arguments)?;
+            }
+            (Some("function_call_output" | "custom_tool_call_output"), _) => {
+                let output = item.output.filter(|output| match output {
+                    Content::Text(_) => true,
+                    Content::Parts(parts) => parts.iter().all(|part| text_of(part, &["input_text"]).is_some()),
+                });
+                let (content, tool_call_id) = (Some(output?), Some(item.call_id?));
+                self.messages.push(Message { role: "tool".to_owned(), content, tool_call_id, ..Message::default() });
             }
             _ => return None,
         }
@@ -212,28 +269,24 @@ impl Input {
         if item.encrypted_content.is_some_and(|content| !content.is_empty()) {
             return None;
         }
-        // Versions differ in which of the two goes first.
         let filled = |content: &Content| !matches!(content, Content::Parts(parts) if parts.is_empty());
-        let thought = match (item.content.filter(filled), item.summary.filter(filled)) {
-            (Some(_), Some(_)) => return None,
-            (Some(content), None) => only_text(Some(content), "reasoning_text")?,
-            (None, summary) => only_text(summary, "summary_text")?,
+        let reasoning = match (item.content.filter(filled), item.summary.filter(filled)) {
+            (Some(Content::Parts(parts)), _) => text_of(parts.first()?, &["reasoning_text"])?.to_owned(),
+            (None, Some(Content::Parts(parts))) => text_of(parts.first()?, &["summary_text"])?.to_owned(),
+            (None, None) => String::new(),
+            _ => return None,
         };
         let message = match self.assistant().filter(|message| message.reasoning.is_none()) {
             Some(message) => message,
             None => self.begin_assistant(),
         };
-        message.reasoning = Some(thought);
+        message.reasoning = Some(reasoning);
         Some(())
     }
 
-    fn call(&mut self, item: Item) -> Option<()> {
-        let Value::String(arguments) = item.arguments? else { return None };
-        if item.namespace.is_some() {
-            return None;
-        }
-        let function = json!({"name": item.name?, "arguments": arguments});
-        let call = json!({"id": item.call_id?, "function": function, "type": "function"});
+    fn call(&mut self, call_id: String, name: String, arguments: String) -> Option<()> {
+        let function = JsonValue::object([("name", name.into()), ("arguments", arguments.into())]);
+        let call = JsonValue::object([("id", call_id.into()), ("function", function), ("type", "function".into())]);
         let message = match self.messages.last().is_some_and(|message| message.role == "assistant") {
             true => self.messages.last_mut()?,
             false => self.begin_assistant(),
@@ -257,26 +310,25 @@ impl Input {
 
 impl Item {
     fn text_bytes(&self) -> usize {
-        let of_content = |content: &Content| match content {
-            Content::Text(text) => text.len(),
-            Content::Parts(parts) => parts.iter().map(Part::text_bytes).sum(),
-        };
-        let contents = [&self.content, &self.summary].into_iter().flatten().map(of_content).sum::<usize>();
-        let texts = [&self.arguments, &self.output].into_iter().flatten();
-        contents + texts.filter_map(Value::as_str).map(str::len).sum::<usize>()
+        let contents = [&self.content, &self.summary, &self.output].into_iter().flatten();
+        let texts = [&self.arguments, &self.input].into_iter().flatten().filter_map(JsonValue::as_str);
+        contents.map(Content::text_bytes).sum::<usize>() + texts.map(str::len).sum::<usize>()
     }
 }
 
-/// The text of content with at most one part, which is of this kind: of more, versions of the engine take the first or all.
-fn only_text(content: Option<Content>, wanted: &str) -> Option<String> {
+/// The text of the assistant: of several parts the engine takes the first.
+fn first_text(content: Content) -> Option<String> {
     match content {
-        None => Some(String::new()),
-        Some(Content::Text(text)) => Some(text),
-        Some(Content::Parts(parts)) => match <[Part; 1]>::try_from(parts) {
-            Ok([Part::Typed(Typed { kind: Some(kind), text: Some(text), .. })]) if kind == wanted => Some(text),
-            Ok(_) => None,
-            Err(parts) => parts.is_empty().then(String::new),
-        },
+        Content::Text(text) => Some(text),
+        Content::Parts(parts) => Some(text_of(parts.first()?, &["output_text", "input_text"])?.to_owned()),
+    }
+}
+
+/// The text of a part of one of these types.
+fn text_of<'p>(part: &'p Part, kinds: &[&str]) -> Option<&'p str> {
+    match part {
+        Part::Typed(Typed { kind: Some(kind), text, .. }) if kinds.contains(&kind.as_str()) => text.as_deref(),
+        _ => None,
     }
 }
 

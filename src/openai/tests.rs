@@ -10,7 +10,6 @@ use super::*;
 #[test]
 fn a_body_that_cannot_be_read_is_explained() {
     let deep = format!("{{\"messages\": {}", "[".repeat(10_000));
-    let tools = format!(r#"{{"messages":[{{"role":"user"}}],"tools":[{}]}}"#, "[".repeat(200) + &"]".repeat(200));
     let bodies: &[(Api, &[u8], &str)] = &[
         (Api::Completions, b"\xff", "not UTF-8 (byte 0)"),
         (Api::Completions, b"", "EOF"),
@@ -32,7 +31,6 @@ fn a_body_that_cannot_be_read_is_explained() {
         (Api::ChatCompletions, br#"{"messages": [{"role": "user", "content": "\ud800"}]}"#, "not understood"),
         (Api::ChatCompletions, br#"{"messages": [{"role": "user"}]} x"#, "trailing"),
         (Api::ChatCompletions, deep.as_bytes(), "not understood"),
-        (Api::ChatCompletions, tools.as_bytes(), "recursion"),
     ];
     for (api, body, words) in bodies {
         let text = parse(*api, body).unwrap_err().to_string();
@@ -83,7 +81,9 @@ fn fields_that_routing_needs_are_read_and_unknown_ones_ignored() {
     assert_eq!(request.tokenization, tokenization);
     let Prompt::Chat(chat) = request.prompt else { panic!() };
     assert!(chat.add_generation_prompt);
-    assert_eq!(serde_json::to_string(&chat.tools).unwrap(), r#"[{"b":1,"a":2}]"#, "the order of keys stays");
+    let tools = chat.tools.unwrap();
+    let keys: Vec<_> = tools[0].as_object().unwrap().keys().collect();
+    assert_eq!(keys, ["b", "a"], "the order of keys stays");
 }
 
 proptest! {

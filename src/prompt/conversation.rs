@@ -4,13 +4,12 @@
 use std::borrow::Cow;
 
 use minijinja::Value;
-use serde_json::{Map, Value as Json};
 
 use super::EncodeError;
 use super::detect::ContentFormat;
-use super::python::{self, Dict};
+use super::python::{self, DOUBT, Dict};
 use super::stage::Stage;
-use crate::openai::{Content, Meaning, Message, Modality, Part};
+use crate::openai::{Content, JsonError, JsonObject, JsonValue, Meaning, Message, Modality, Part};
 
 /// One message on its way into a template.
 pub(super) struct Turn<'m> {
@@ -161,7 +160,7 @@ fn turn<'m>(message: &'m Message, format: ContentFormat, stage: &mut Stage<'_>) 
         _ => {}
     }
     for (key, value) in [("name", &message.name), ("task", &message.task)] {
-        if let Some(Json::String(text)) = value {
+        if let Some(JsonValue::String(text)) = value {
             rest.push((key, Value::from(text.as_str())));
         }
     }
@@ -309,16 +308,20 @@ fn assistant(message: &Message, rest: &mut Vec<(&'static str, Value)>) -> Result
 
 /// A call as validation leaves it: known keys in the order of the schema, then the others as sent. One that the engine put
 /// together is not validated again, and has its name first.
-fn tool_call(call: &Json, put_together: bool) -> Result<Value, EncodeError> {
+fn tool_call(call: &JsonValue, put_together: bool) -> Result<Value, EncodeError> {
     let call = call.as_object().ok_or_else(|| EncodeError::rejected("a tool call is not an object"))?;
-    let function = call.get("function").and_then(Json::as_object);
-    let (Some(function), Some("function"), Some(_)) =
-        (function, call.get("type").and_then(Json::as_str), call.get("id").and_then(Json::as_str))
-    else {
-        return Err(EncodeError::uncertain("a tool call without id, type or function"));
+    let function = call.get("function").and_then(JsonValue::as_object);
+    let (Some(function), Some("function")) = (function, call.get("type").and_then(JsonValue::as_str)) else {
+        return Err(EncodeError::uncertain("a tool call without type or function"));
+    };
+    let id = match call.get("id") {
+        Some(JsonValue::String(id)) => Value::from(id.as_str()),
+        // A template that prints it fails.
+        Some(JsonValue::Unknown(_)) => Value::from(DOUBT.repeat(8)),
+        _ => return Err(EncodeError::uncertain("a tool call without id")),
     };
     let (Some(name), Some(arguments)) =
-        (function.get("name").and_then(Json::as_str), function.get("arguments").and_then(Json::as_str))
+        (function.get("name").and_then(JsonValue::as_str), function.get("arguments").and_then(JsonValue::as_str))
     else {
         return Err(EncodeError::uncertain("a tool call whose name or arguments are not strings"));
     };
@@ -327,14 +330,11 @@ fn tool_call(call: &Json, put_together: bool) -> Result<Value, EncodeError> {
         inner.reverse();
     }
     let function = with_others(inner, function)?;
-    let outer = [("id", python::value(&call["id"])?), ("function", function), ("type", Value::from("function"))];
+    let outer = [("id", id), ("function", function), ("type", Value::from("function"))];
     with_others(outer, call)
 }
 
-fn with_others<const N: usize>(
-    known: [(&'static str, Value); N],
-    sent: &Map<String, Json>,
-) -> Result<Value, EncodeError> {
+fn with_others<const N: usize>(known: [(&'static str, Value); N], sent: &JsonObject) -> Result<Value, EncodeError> {
     let names = known.each_ref().map(|(name, _)| *name);
     let mut dict = Dict::from_iter(known);
     for (key, value) in sent.iter().filter(|(key, _)| !names.contains(&key.as_str())) {
@@ -343,20 +343,12 @@ fn with_others<const N: usize>(
     Ok(dict.into_value())
 }
 
-/// Arguments are parsed, and what is no JSON object becomes an empty one; Python's idea of JSON is a little wider than ours.
+/// Arguments are parsed, and what is no JSON object becomes an empty one.
 fn arguments_value(text: &str) -> Result<Value, EncodeError> {
-    match serde_json::from_str::<Json>(text) {
-        Ok(json @ Json::Object(_)) => python::value(&json),
-        Ok(_) => Ok(Dict::default().into_value()),
-        Err(error) => {
-            let reason = error.to_string();
-            let wider = ["NaN", "Infinity", "\\u"].iter().any(|mark| text.contains(mark))
-                || ["recursion", "out of range"].iter().any(|mark| reason.contains(mark));
-            if wider {
-                return Err(EncodeError::uncertain("arguments of a tool call that only Python reads"));
-            }
-            Ok(Dict::default().into_value())
-        }
+    match JsonValue::read(text) {
+        Ok(json @ JsonValue::Object(_)) => python::value(&json),
+        Ok(_) | Err(JsonError::Invalid) => Ok(Dict::default().into_value()),
+        Err(JsonError::Unsupported(why)) => Err(EncodeError::uncertain(format!("arguments of a tool call with {why}"))),
     }
 }
 
@@ -403,17 +395,17 @@ fn message_value(turn: Turn<'_>) -> Value {
 }
 
 /// Tools as the engine's validation leaves them: known keys in the order of the schema, missing ones `null`.
-pub(super) fn tools(tools: &[Json]) -> Result<Value, EncodeError> {
+pub(super) fn tools(tools: &[JsonValue]) -> Result<Value, EncodeError> {
     Ok(python::list(tools.iter().map(tool).collect::<Result<_, _>>()?))
 }
 
-fn tool(tool: &Json) -> Result<Value, EncodeError> {
+fn tool(tool: &JsonValue) -> Result<Value, EncodeError> {
     let tool = tool.as_object().ok_or_else(|| EncodeError::rejected("a tool is not an object"))?;
     let function = tool
         .get("function")
-        .and_then(Json::as_object)
+        .and_then(JsonValue::as_object)
         .ok_or_else(|| EncodeError::rejected("a tool without a function"))?;
-    if !matches!(tool.get("type").map(Json::as_str), None | Some(Some("function"))) {
+    if !matches!(tool.get("type").map(JsonValue::as_str), None | Some(Some("function"))) {
         return Err(EncodeError::rejected("a tool that is not a function"));
     }
     let mut dict = Dict::default();
@@ -433,17 +425,17 @@ fn tool(tool: &Json) -> Result<Value, EncodeError> {
 }
 
 /// A flag of a function, which is left out where it says nothing.
-fn flag(function: &Map<String, Json>, key: &str, dict: &mut Dict) -> Result<(), EncodeError> {
+fn flag(function: &JsonObject, key: &str, dict: &mut Dict) -> Result<(), EncodeError> {
     match function.get(key) {
-        None | Some(Json::Null) => {}
-        Some(Json::Bool(flag)) => dict.push(key, Value::from(*flag)),
+        None | Some(JsonValue::Null) => {}
+        Some(JsonValue::Bool(flag)) => dict.push(key, Value::from(*flag)),
         Some(_) => return Err(EncodeError::uncertain(format!("the field `{key}` of a function is not a boolean"))),
     }
     Ok(())
 }
 
-fn field(function: &Map<String, Json>, name: &str, good: impl Fn(&Json) -> bool) -> Result<Value, EncodeError> {
-    let value = function.get(name).unwrap_or(&Json::Null);
+fn field(function: &JsonObject, name: &str, good: impl Fn(&JsonValue) -> bool) -> Result<Value, EncodeError> {
+    let value = function.get(name).unwrap_or(&JsonValue::Null);
     if !good(value) {
         return Err(EncodeError::rejected(format!("the field `{name}` of a function is of the wrong type")));
     }

@@ -133,7 +133,8 @@ pub(super) fn install(env: &mut Environment<'_>) {
         matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String | ValueKind::Undefined)
     });
     env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
-    env.add_test("number", |value: &Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool));
+    env.add_test("number", python::is_number);
+    env.add_test("float", python::is_float);
 }
 
 fn join(value: &Value, separator: Option<&str>) -> Result<String, Error> {

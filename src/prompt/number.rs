@@ -3,7 +3,7 @@
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
-use super::{EncodeError, methods};
+use super::methods;
 
 /// A finite double as Python's `repr`: the shortest digits, in scientific notation from 1e16 and below 1e-4.
 pub(super) fn repr(value: f64) -> String {
@@ -15,14 +15,6 @@ pub(super) fn repr(value: f64) -> String {
     }
     let sign = if exponent < 0 { '-' } else { '+' };
     format!("{digits}e{sign}{:02}", exponent.unsigned_abs())
-}
-
-/// Refuses doubles that may have been sent as integers, which Python keeps whole however long they are.
-pub(super) fn certain(value: f64) -> Result<f64, EncodeError> {
-    if value.fract() == 0.0 && value.abs() >= 9e18 {
-        return Err(EncodeError::uncertain(format!("the number {value:e}")));
-    }
-    Ok(value)
 }
 
 fn split(scientific: &str) -> (&str, i32) {
@@ -47,6 +39,7 @@ pub(super) fn int_filter(value: &Value, default: Option<&Value>) -> Result<Value
         ValueKind::Bool => Ok(Value::from(i64::from(value.is_true()))),
         ValueKind::Number if value.is_integer() => Ok(value.clone()),
         ValueKind::Number => f64::try_from(value.clone()).ok().and_then(whole).map_or_else(default, Ok),
+        ValueKind::Plain => Err(doubt("an uncommon float")),
         _ => default(),
     }
 }
@@ -65,6 +58,7 @@ pub(super) fn float_filter(value: &Value, default: Option<&Value>) -> Result<Val
         ValueKind::Undefined => Err(Error::new(ErrorKind::UndefinedError, "undefined is no number")),
         ValueKind::Bool => Ok(Value::from(if value.is_true() { 1.0 } else { 0.0 })),
         ValueKind::Number => f64::try_from(value.clone()).map(Value::from),
+        ValueKind::Plain => Err(doubt("an uncommon float")),
         _ => default(),
     }
 }
@@ -143,13 +137,5 @@ mod tests {
         assert!(float_filter(&Value::from("nan"), None).is_err());
         assert!(int_filter(&Value::from("\u{661}"), None).is_err());
         assert_eq!(int_filter(&Value::from("x"), Some(&Value::from(5))).unwrap(), Value::from(5));
-    }
-
-    #[test]
-    fn a_number_that_may_be_a_long_integer_is_uncertain() {
-        assert!(certain(0.123_456_789_012_345_67).is_ok());
-        assert!(certain(1e-30).is_ok());
-        assert!(certain(1e19).is_err());
-        assert!(certain(1e21).is_err());
     }
 }

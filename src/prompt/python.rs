@@ -5,12 +5,11 @@
 use std::fmt::{self, Write};
 use std::sync::Arc;
 
+use super::{EncodeError, number};
+use crate::openai::JsonValue;
 use hashbrown::HashMap;
 use minijinja::value::{Enumerator, Kwargs, Object, ObjectExt, ObjectRepr, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
-use serde_json::Value as Json;
-
-use super::{EncodeError, number};
 
 /// Stands for text we cannot print as Python would. A request that contains it renders to an error as well.
 pub(super) const DOUBT: &str = "\u{10ffff}?\u{10ffff}";
@@ -102,6 +101,39 @@ impl Object for Sequence {
     }
 }
 
+/// A float that minijinja prints in another way than Python: a very large or small one, or one that is not finite.
+#[derive(Debug)]
+struct UncommonFloat(f64);
+
+impl Object for UncommonFloat {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Plain
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&float_text(self.0, &REPR))
+    }
+}
+
+fn float(number: f64) -> Value {
+    let common = Value::from(number);
+    if number.is_finite() && common.to_string() == number::repr(number) {
+        return common;
+    }
+    Value::from_object(UncommonFloat(number))
+}
+
+/// Whether a value is a number for Python, which booleans are as well.
+pub(super) fn is_number(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Number | ValueKind::Bool) || is_float(value)
+}
+
+/// Whether a value is a float.
+pub(super) fn is_float(value: &Value) -> bool {
+    let common = value.kind() == ValueKind::Number && !value.is_integer();
+    common || value.downcast_object_ref::<UncommonFloat>().is_some()
+}
+
 /// How a list prints, also one that is not ours.
 const SQUARE: (char, char) = ('[', ']');
 
@@ -116,25 +148,26 @@ pub(super) fn tuple(values: Vec<Value>) -> Value {
 }
 
 /// JSON as Python reads it.
-pub(super) fn value(json: &Json) -> Result<Value, EncodeError> {
+pub(super) fn value(json: &JsonValue) -> Result<Value, EncodeError> {
     Ok(match json {
-        Json::Null => Value::from(()),
-        Json::Bool(flag) => Value::from(*flag),
-        Json::Number(number) => match (number.as_i64(), number.as_u64(), number.as_f64()) {
-            (Some(integer), _, _) => Value::from(integer),
-            (_, Some(integer), _) => Value::from(integer),
-            (_, _, Some(float)) => Value::from(number::certain(float)?),
-            _ => return Err(EncodeError::uncertain(format!("the number {number}"))),
+        JsonValue::Null => Value::from(()),
+        JsonValue::Bool(flag) => Value::from(*flag),
+        JsonValue::Integer(number) => match (i64::try_from(*number), u64::try_from(*number)) {
+            (Ok(short), _) => Value::from(short),
+            (_, Ok(short)) => Value::from(short),
+            _ => Value::from(*number),
         },
-        Json::String(text) => Value::from(text.as_str()),
-        Json::Array(items) => list(items.iter().map(value).collect::<Result<_, _>>()?),
-        Json::Object(map) => {
+        JsonValue::Float(number) => float(*number),
+        JsonValue::String(text) => Value::from(text.as_str()),
+        JsonValue::Array(items) => list(items.iter().map(value).collect::<Result<_, _>>()?),
+        JsonValue::Object(object) => {
             let mut dict = Dict::default();
-            for (key, item) in map {
+            for (key, item) in object {
                 dict.push(key, value(item)?);
             }
             dict.into_value()
         }
+        JsonValue::Unknown(why) => return Err(EncodeError::uncertain(*why)),
     })
 }
 
@@ -158,9 +191,12 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) {
     if depth > 128 {
         return out.push_str(DOUBT);
     }
+    if let Some(UncommonFloat(number)) = value.downcast_object_ref() {
+        return out.push_str(&float_text(*number, &REPR));
+    }
     match value.kind() {
         ValueKind::None | ValueKind::Bool => out.push_str(&value.to_string()),
-        ValueKind::Number => out.push_str(&number_text(value)),
+        ValueKind::Number => out.push_str(&number_text(value, &REPR)),
         ValueKind::String => write_quoted(out, value.as_str().unwrap_or_default()),
         ValueKind::Seq => write_items(out, value, depth),
         ValueKind::Map => write_pairs(out, value, depth),
@@ -189,13 +225,32 @@ fn write_pairs(out: &mut String, value: &Value, depth: usize) {
     out.push('}');
 }
 
-fn number_text(value: &Value) -> String {
+/// How numbers that are not finite print.
+struct NonFinite {
+    nan: &'static str,
+    infinity: &'static str,
+    negative: &'static str,
+}
+
+/// As `repr` prints them.
+const REPR: NonFinite = NonFinite { nan: "nan", infinity: "inf", negative: "-inf" };
+
+/// As `json.dumps` prints them.
+const DUMPS: NonFinite = NonFinite { nan: "NaN", infinity: "Infinity", negative: "-Infinity" };
+
+fn number_text(value: &Value, names: &NonFinite) -> String {
     if value.is_integer() {
         return value.to_string();
     }
-    match f64::try_from(value.clone()) {
-        Ok(float) if float.is_finite() => number::repr(float),
-        _ => DOUBT.to_owned(),
+    f64::try_from(value.clone()).map_or_else(|_| DOUBT.to_owned(), |number| float_text(number, names))
+}
+
+fn float_text(number: f64, names: &NonFinite) -> String {
+    match number {
+        _ if number.is_finite() => number::repr(number),
+        _ if number.is_nan() => names.nan.to_owned(),
+        _ if number > 0.0 => names.infinity.to_owned(),
+        _ => names.negative.to_owned(),
     }
 }
 
@@ -262,10 +317,14 @@ impl Layout {
         if depth > 256 {
             return refused("JSON is nested too deeply".to_owned());
         }
+        if let Some(UncommonFloat(number)) = value.downcast_object_ref() {
+            out.push_str(&float_text(*number, &DUMPS));
+            return Ok(());
+        }
         match value.kind() {
             ValueKind::None => out.push_str("null"),
             ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
-            ValueKind::Number => out.push_str(&number_text(value)),
+            ValueKind::Number => out.push_str(&number_text(value, &DUMPS)),
             ValueKind::String => self.write_string(out, value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
                 let items: Vec<_> = value.try_iter()?.map(|item| (None, item)).collect();

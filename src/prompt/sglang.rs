@@ -6,14 +6,13 @@ use std::borrow::Cow;
 
 use minijinja::Value;
 use minijinja::machinery::ast::{Expr, Stmt};
-use serde_json::{Map, Value as Json};
 
 use super::EncodeError;
 use super::conversation::{Said, Turn};
 use super::detect::{self, ContentFormat};
 use super::python::{self, Dict};
 use super::syntax::{Node, walk};
-use crate::openai::{Chat, Content, Meaning, Message, Part};
+use crate::openai::{Chat, Content, JsonObject, JsonValue, Meaning, Message, Part};
 
 /// Words that make it take a template for one that wants lists of parts.
 const WORDS: [&str; 4] = ["image", "audio", "video", "vision"];
@@ -60,6 +59,7 @@ pub(super) fn check(chat: &Chat) -> Result<(), EncodeError> {
         (chat.put_together, "SGLang puts conversations of this API together in another way"),
         (chat.continue_final_message, "SGLang encodes the message to be gone on with apart from the others"),
         (chat.brings_tokens, "the request brings its tokens along"),
+        (kwargs.contains_key("tools"), "`tools` in chat_template_kwargs"),
         (kwargs.contains_key("reasoning_effort"), "reasoning_effort in chat_template_kwargs"),
         (chat.reasoning_effort.is_some() && thinks, "reasoning_effort beside thinking in chat_template_kwargs"),
     ];
@@ -107,7 +107,7 @@ fn turn(message: &Message, format: Option<ContentFormat>) -> Result<Turn<'_>, En
     if role == "tool" {
         turn.rest.extend(field("tool_call_id", &message.tool_call_id));
     }
-    if let (Some(Json::String(name)), true) = (&message.name, role != "user") {
+    if let (Some(JsonValue::String(name)), true) = (&message.name, role != "user") {
         turn.rest.push(("name", Value::from(name.as_str())));
     }
     if role == "assistant" {
@@ -130,25 +130,28 @@ fn text_of(part: &Part) -> Result<Cow<'_, str>, EncodeError> {
 }
 
 /// A call with the fields it knows, in their order.
-fn tool_call(call: &Json) -> Result<Value, EncodeError> {
+fn tool_call(call: &JsonValue) -> Result<Value, EncodeError> {
     let unclear = || EncodeError::uncertain("a tool call of an uncommon form");
     let call = call.as_object().ok_or_else(unclear)?;
-    let function = call.get("function").and_then(Json::as_object).ok_or_else(unclear)?;
-    let (Some(Json::String(_)), Some("function")) = (call.get("id"), call.get("type").and_then(Json::as_str)) else {
+    let function = call.get("function").and_then(JsonValue::as_object).ok_or_else(unclear)?;
+    let (Some(JsonValue::String(_)), Some("function")) = (call.get("id"), call.get("type").and_then(JsonValue::as_str))
+    else {
         return Err(unclear());
     };
     let arguments = match function.get("arguments") {
-        None | Some(Json::Null) => Value::from(()),
-        Some(object @ Json::Object(_)) => python::value(object)?,
-        Some(Json::String(text)) => match serde_json::from_str(text) {
-            Ok(object @ Json::Object(_)) => python::value(&object)?,
+        None | Some(JsonValue::Null) => Value::from(()),
+        Some(object @ JsonValue::Object(_)) => python::value(object)?,
+        Some(JsonValue::String(text)) => match JsonValue::read(text) {
+            Ok(object @ JsonValue::Object(_)) if object.is_portable() => python::value(&object)?,
+            // Its reader turns long integers into floats and refuses numbers that are not finite.
+            Ok(JsonValue::Object(_)) => return Err(unclear()),
             _ => return Err(EncodeError::rejected("arguments of a tool call that are no JSON object")),
         },
         Some(_) => return Err(unclear()),
     };
     let name = function.get("name").filter(|name| name.is_string()).ok_or_else(unclear)?;
     let function = Dict::from_iter([("name", python::value(name)?), ("arguments", arguments)]).into_value();
-    let index = python::value(call.get("index").unwrap_or(&Json::Null))?;
+    let index = python::value(call.get("index").unwrap_or(&JsonValue::Null))?;
     let fields = [("id", python::value(&call["id"])?), ("index", index), ("type", Value::from("function"))];
     Ok(Dict::from_iter(fields.into_iter().chain([("function", function)])).into_value())
 }
@@ -157,30 +160,34 @@ fn tool_call(call: &Json) -> Result<Value, EncodeError> {
 pub(super) fn tools(chat: &Chat) -> Result<Value, EncodeError> {
     let all = chat.tools.as_deref().unwrap_or_default();
     let wanted = match &chat.tool_choice {
-        Some(Json::String(choice)) if choice == "none" => return Ok(Value::from(())),
-        None | Some(Json::Null | Json::String(_)) => None,
+        Some(JsonValue::String(choice)) if choice == "none" => return Ok(Value::from(())),
+        None | Some(JsonValue::Null | JsonValue::String(_)) => None,
         Some(named) => {
-            let name = named["function"]["name"].as_str();
+            let name = function_name(named);
             Some(name.ok_or_else(|| EncodeError::uncertain("a choice of tools of an uncommon form"))?)
         }
     };
-    let shown = all.iter().filter(|tool| wanted.is_none_or(|name| tool["function"]["name"].as_str() == Some(name)));
+    let shown = all.iter().filter(|tool| wanted.is_none_or(|name| function_name(tool) == Some(name)));
     let shown: Vec<Value> = shown.map(tool).collect::<Result<_, _>>()?;
     Ok(if shown.is_empty() { Value::from(()) } else { python::list(shown) })
 }
 
+fn function_name(tool: &JsonValue) -> Option<&str> {
+    tool.get("function")?.get("name")?.as_str()
+}
+
 /// A tool with its function's keys as they were sent, and what was not sent behind them.
-fn tool(tool: &Json) -> Result<Value, EncodeError> {
+fn tool(tool: &JsonValue) -> Result<Value, EncodeError> {
     let unclear = |what: &str| EncodeError::uncertain(format!("{what} of a tool"));
-    let function = tool["function"].as_object().ok_or_else(|| unclear("no function"))?;
-    if !matches!(tool.get("type").map(Json::as_str), None | Some(Some("function"))) {
+    let function = tool.get("function").and_then(JsonValue::as_object).ok_or_else(|| unclear("no function"))?;
+    if !matches!(tool.get("type").map(JsonValue::as_str), None | Some(Some("function"))) {
         return Err(unclear("the type"));
     }
-    let delayed = |object: &Map<String, Json>| object.get("defer_loading").is_some_and(|value| !value.is_null());
+    let delayed = |object: &JsonObject| object.get("defer_loading").is_some_and(|value| !value.is_null());
     if delayed(function) || tool.as_object().is_some_and(delayed) {
         return Err(unclear("the field `defer_loading`"));
     }
-    if !function.get("name").is_some_and(Json::is_string) {
+    if !function.get("name").is_some_and(JsonValue::is_string) {
         return Err(unclear("the name"));
     }
     let mut dict = Dict::default();
@@ -189,7 +196,7 @@ fn tool(tool: &Json) -> Result<Value, EncodeError> {
             "name" | "description" => value.is_string() || value.is_null(),
             "parameters" => value.is_null() || (value.is_object() && is_plain_schema(value)),
             "strict" if value.is_null() => continue,
-            "strict" => value.is_boolean(),
+            "strict" => matches!(value, JsonValue::Bool(_)),
             _ => continue,
         };
         if !good {
@@ -208,13 +215,13 @@ fn tool(tool: &Json) -> Result<Value, EncodeError> {
 }
 
 /// Whether every type in a schema is one of JSON's; others are rewritten.
-fn is_plain_schema(schema: &Json) -> bool {
+fn is_plain_schema(schema: &JsonValue) -> bool {
     match schema {
-        Json::Object(fields) => fields.iter().all(|(key, value)| match (key.as_str(), value) {
-            ("type", Json::String(name)) => TYPES.contains(&name.as_str()),
+        JsonValue::Object(fields) => fields.iter().all(|(key, value)| match (key.as_str(), value) {
+            ("type", JsonValue::String(name)) => TYPES.contains(&name.as_str()),
             (_, value) => is_plain_schema(value),
         }),
-        Json::Array(items) => items.iter().all(is_plain_schema),
+        JsonValue::Array(items) => items.iter().all(is_plain_schema),
         _ => true,
     }
 }

@@ -14,20 +14,20 @@ use super::conversation::{self, Turn};
 use super::detect::{self, ContentFormat};
 use super::direct::Direct;
 use super::files::{LoadError, Sources};
+use super::inline_systems::InlineSystems;
 use super::media::Rules;
 use super::python::{self, DOUBT, Dict};
 use super::stage::{Show, Stage};
 use super::{EncodeError, Engine, Exactness, continuation, methods, sglang, support, unfinished};
-use crate::openai::Chat;
+use crate::openai::{Chat, JsonValue};
 
 /// Instructions a template may spend: thousands of messages, or about a second.
 const FUEL: u64 = 20_000_000;
 
 /// Template variables that clients may not set, because they steer the rendering itself in ways that depend on the engine.
-const RESERVED: [&str; 14] = [
+const RESERVED: [&str; 13] = [
     "chat_template",
     "tokenize",
-    "tools",
     "conversation",
     "messages",
     "padding",
@@ -44,6 +44,7 @@ const RESERVED: [&str; 14] = [
 /// The chat templates of a model.
 pub(super) struct Templates {
     named: BTreeMap<String, Template>,
+    inline_systems: InlineSystems,
     special_tokens: Vec<(&'static str, String)>,
     engine: Engine,
 }
@@ -70,7 +71,8 @@ impl Templates {
             })?;
             named.insert(name, template);
         }
-        Ok(Self { named, special_tokens, engine: Engine::Vllm })
+        let inline_systems = InlineSystems::of_all(&named);
+        Ok(Self { named, inline_systems, special_tokens, engine: Engine::Vllm })
     }
 
     /// The same, rendered as this engine does.
@@ -99,7 +101,8 @@ impl Templates {
     }
 
     fn of(&self, chat: &Chat) -> Result<&Template, EncodeError> {
-        let with_tools = self.named.get("tool_use").filter(|_| chat.tools.is_some());
+        let has_tools = chat.tools.is_some() || tools_of_kwargs(chat).is_some();
+        let with_tools = self.named.get("tool_use").filter(|_| has_tools);
         with_tools.or_else(|| self.named.get("default")).ok_or(EncodeError::NoTemplate)
     }
 
@@ -111,7 +114,8 @@ impl Templates {
             return self.render_for_sglang(template, chat);
         }
         template.check_switch(chat)?;
-        let mut turns = conversation::turns(&chat.messages, template.format, &mut Stage::new(show))?;
+        let messages = self.inline_systems.placed(chat)?;
+        let mut turns = conversation::turns(&messages, template.format, &mut Stage::new(show))?;
         if !template.knows_developers && turns.iter().any(|turn| turn.role == "developer") {
             turns = conversation::without_developers(turns);
         }
@@ -161,8 +165,7 @@ impl Templates {
         let mut variables: BTreeMap<&str, Value> = BTreeMap::new();
         variables.extend(self.special_tokens.iter().map(|(name, token)| (*name, Value::from(token.as_str()))));
         variables.insert("documents", Value::from(()));
-        // A null is as if it were not there.
-        for (name, value) in chat.chat_template_kwargs.iter().filter(|(_, value)| !value.is_null()) {
+        for (name, value) in chat.chat_template_kwargs.iter().filter(|(_, value)| is_set(value)) {
             variables.insert(name, python::value(value)?);
         }
         if let Some(effort) = chat.reasoning_effort.as_deref().filter(|effort| *effort != "auto") {
@@ -175,11 +178,29 @@ impl Templates {
             let documents = documents.iter().map(python::value).collect::<Result<_, _>>()?;
             variables.insert("documents", python::list(documents));
         }
-        let tools = chat.tools.as_deref().map(conversation::tools).transpose()?;
-        variables.insert("tools", tools.unwrap_or(Value::from(())));
+        let tools = match tools_of_kwargs(chat) {
+            Some(JsonValue::Array(tools)) if tools.iter().all(JsonValue::is_object) => {
+                python::list(tools.iter().map(python::value).collect::<Result<_, _>>()?)
+            }
+            Some(_) => {
+                return Err(EncodeError::uncertain("`tools` in chat_template_kwargs that are no list of objects"));
+            }
+            None => chat.tools.as_deref().map(conversation::tools).transpose()?.unwrap_or(Value::from(())),
+        };
+        variables.insert("tools", tools);
         variables.insert("add_generation_prompt", Value::from(chat.add_generation_prompt));
         Ok(variables)
     }
+}
+
+/// Whether an entry of chat_template_kwargs counts: vLLM takes these two values for absent ones.
+fn is_set(value: &JsonValue) -> bool {
+    !value.is_null() && value.as_str() != Some("auto")
+}
+
+/// Tools in chat_template_kwargs, which replace those of the request and reach the template as they were sent.
+fn tools_of_kwargs(chat: &Chat) -> Option<&JsonValue> {
+    chat.chat_template_kwargs.get("tools").filter(|tools| is_set(tools))
 }
 
 /// What the engine refuses before it renders, and what it would do in unknown ways.
@@ -203,7 +224,7 @@ fn check(chat: &Chat) -> Result<(), EncodeError> {
 pub(super) type Clock = Arc<dyn Fn() -> jiff::Zoned + Send + Sync>;
 
 /// One compiled template.
-struct Template {
+pub(super) struct Template {
     env: Environment<'static>,
     format: ContentFormat,
     format_in_sglang: Option<ContentFormat>,
@@ -214,14 +235,15 @@ struct Template {
     /// Versions of transformers differ in the names under which thoughts reach a template.
     reads_thinking: bool,
     reads_clock: bool,
+    pub(super) inline_systems: InlineSystems,
     direct: Direct,
 }
 
-const NAME: &str = "chat_template";
+pub(super) const NAME: &str = "chat_template";
 
 impl Template {
-    fn compile(source: &str, now: &Clock) -> Result<Self, String> {
-        let source = without_generation_tags(source);
+    fn compile(written: &str, now: &Clock) -> Result<Self, String> {
+        let source = without_generation_tags(written);
         let whitespace = WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true };
         let tree = parse(&source, NAME, Default::default(), whitespace).map_err(|error| error.to_string())?;
         support::check(&tree)?;
@@ -231,7 +253,6 @@ impl Template {
         env.add_template_owned(NAME, source.clone()).map_err(|error| error.to_string())?;
         let holds = |words: &[&str]| words.iter().any(|word| source.contains(word));
         Ok(Self {
-            env,
             format,
             format_in_sglang,
             switches_thoughts: holds(&["reasoning_effort", "enable_thinking"]),
@@ -239,7 +260,10 @@ impl Template {
             reads_content: holds(&["content"]),
             reads_thinking: holds(&[".thinking", "'thinking'", "\"thinking\""]),
             reads_clock: holds(&["strftime_now"]),
+            // Plain Jinja2 does not know the tags.
+            inline_systems: if source == written { InlineSystems::of(&env) } else { InlineSystems::Merged },
             direct: Direct::compile(&tree, now),
+            env,
         })
     }
 
@@ -263,7 +287,7 @@ impl Template {
         mut variables: BTreeMap<&str, Value>,
     ) -> Result<(String, Exactness), EncodeError> {
         if let Some(text) = self.direct.render(&turns, &variables) {
-            return Ok((text, self.exactness()));
+            return self.certain(text);
         }
         variables.insert("messages", conversation::into_value(turns));
         self.render(Dict::from_iter(variables).into_value())
@@ -274,16 +298,24 @@ impl Template {
     }
 
     fn render(&self, variables: Value) -> Result<(String, Exactness), EncodeError> {
-        let render = || self.env.get_template(NAME).and_then(|template| template.render(variables));
-        // minijinja 2.24 panics on some slices (`''[::-1]`), and the text that is sliced comes from the client.
-        let text = catch_unwind(AssertUnwindSafe(render))
-            .map_err(|_| EncodeError::Render("the template engine panicked".to_owned()))?
-            .map_err(|error| EncodeError::Render(error.to_string()))?;
+        self.certain(render_in(&self.env, variables)?)
+    }
+
+    /// A rendered text, unless a value that is not known stands in it.
+    fn certain(&self, text: String) -> Result<(String, Exactness), EncodeError> {
         if memmem::find(text.as_bytes(), DOUBT.as_bytes()).is_some() {
-            return Err(EncodeError::uncertain("a value that only Python prints exactly"));
+            return Err(EncodeError::uncertain("a value that only the engine prints exactly"));
         }
         Ok((text, self.exactness()))
     }
+}
+
+fn render_in(env: &Environment<'_>, variables: Value) -> Result<String, EncodeError> {
+    let render = || env.get_template(NAME).and_then(|template| template.render(variables));
+    // minijinja 2.24 panics on some slices (`''[::-1]`), and the text that is sliced comes from the client.
+    catch_unwind(AssertUnwindSafe(render))
+        .map_err(|_| EncodeError::Render("the template engine panicked".to_owned()))?
+        .map_err(|error| EncodeError::Render(error.to_string()))
 }
 
 /// Jinja2 as transformers sets it up.

@@ -8,8 +8,11 @@ use super::{EncodeError, Exactness, cut};
 use crate::openai::{self, Api, Chat, Prompt, Side};
 
 fn chat(request: &Json) -> Chat {
-    let body = serde_json::to_vec(request).unwrap();
-    match openai::parse(Api::ChatCompletions, &body).unwrap().prompt {
+    chat_of(Api::ChatCompletions, &request.to_string())
+}
+
+fn chat_of(api: Api, body: &str) -> Chat {
+    match openai::parse(api, body.as_bytes()).unwrap().prompt {
         Prompt::Chat(chat) => *chat,
         other => panic!("{other:?}"),
     }
@@ -134,6 +137,72 @@ fn variables_of_the_request_override_those_of_its_kwargs() {
     let template =
         "{{ add_generation_prompt }} {{ reasoning_effort }} {{ enable_thinking }} {{ documents }} {{ bos_token }}";
     assert_eq!(render(template, &request), Ok("True none False [1] B".to_owned()));
+}
+
+#[test]
+fn inline_systems_are_merged_where_template_refuses_them() {
+    let body = json!({"system": "a", "messages": [{"role": "user", "content": "b"}, {"role": "system", "content": "c"},
+        {"role": "user", "content": "d"}]});
+    let chat = chat_of(Api::Messages, &body.to_string());
+    let each = "{% for m in messages %}{{ m.role[0] ~ m.content }} {% endfor %}";
+    let (in_place, merged) = ("sa ub sc ud ", "sac ub ud ");
+    let refusing = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('x') }}\
+        {% endif %}{% endfor %}";
+    for (before, expected) in [
+        ("", Ok(in_place)),
+        (refusing, Ok(merged)),
+        ("{% generation %}{% endgeneration %}", Ok(merged)),
+        ("{{ strftime_now('')[:0] }}", Ok(merged)),
+        ("{% if not tools is defined %}{{ messages[0].content.x.y }}{% endif %}", Err(())),
+    ] {
+        let rendered = compile(&[("default", &format!("{before}{each}"))]).render(&chat);
+        let rendered = rendered.map(|(text, _)| text);
+        match expected {
+            Ok(expected) => assert_eq!(rendered.as_deref(), Ok(expected), "{before}"),
+            Err(()) => assert!(matches!(rendered, Err(EncodeError::Uncertain(_))), "{before} {rendered:?}"),
+        }
+    }
+}
+
+#[test]
+fn generated_call_id_matters_only_where_template_prints_it() {
+    let body =
+        json!({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {}}]}]});
+    let chat = chat_of(Api::Messages, &body.to_string());
+    let render = |template: &str| compile(&[("default", template)]).render(&chat).map(|(text, _)| text);
+    assert_eq!(render("{{ messages[0].tool_calls[0].function.name }}"), Ok("f".to_owned()));
+    for template in [
+        "{{ messages[0].tool_calls[0].id }}",
+        "{{ 'x' ~ messages[0].tool_calls[0].id[-9:] }}",
+        "{{ messages[0].tool_calls[0] | tojson }}",
+    ] {
+        assert!(matches!(render(template), Err(EncodeError::Uncertain(_))), "{template}");
+    }
+}
+
+#[test]
+fn uncommon_numbers_print_as_in_python() {
+    let body = r#"{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs":
+        {"v": [-0, -0.0, 1e21, 1e-7, 1e400, 18446744073709551616, 2.5]}}"#;
+    let render = |template: &str| compile(&[("default", template)]).render(&chat_of(Api::ChatCompletions, body));
+    let numbers = "0, -0.0, 1e+21, 1e-07, Infinity, 18446744073709551616, 2.5";
+    assert_eq!(render("{{ v | tojson }}").unwrap().0, format!("[{numbers}]"));
+    let shown = numbers.replace("Infinity", "inf");
+    assert_eq!(render("{{ v }}").unwrap().0, format!("[{shown}]"));
+    assert_eq!(render("{{ v[0] ~ ' ' ~ v[2] ~ ' ' ~ v[3] ~ ' ' ~ v[4] }}").unwrap().0, "0 1e+21 1e-07 inf");
+    assert_eq!(render("{{ v[2] is number }} {{ v[2] is float }} {{ v[0] is float }}").unwrap().0, "True True False");
+}
+
+#[test]
+fn tools_of_kwargs_replace_tools_of_request() {
+    let request = json!({"messages": user()["messages"], "tools": [{"type": "function", "function": {"name": "f"}}],
+        "chat_template_kwargs": {"tools": [{"b": 1, "a": 2}], "x": "auto"}});
+    assert_eq!(
+        render("{{ tools | tojson }}{{ x is defined }}", &request),
+        Ok("[{\"b\": 1, \"a\": 2}]False".to_owned())
+    );
+    let null = json!({"messages": user()["messages"], "chat_template_kwargs": {"tools": null}});
+    assert_eq!(render("{{ tools }}", &null), Ok("None".to_owned()));
 }
 
 #[test]

@@ -3,11 +3,9 @@
 //! message, systems are merged into the first, and text turns out to be thoughts. So the conversation is rendered as it is and with things that may follow, and
 //! only what all of these begin with is taken.
 
-use serde_json::{Value, json};
-
 use super::EncodeError;
 use super::detect::ContentFormat;
-use crate::openai::{Chat, Content, Message, Part};
+use crate::openai::{Chat, Content, JsonValue, Media, Message, Modality, Part, Source};
 
 /// A text that no conversation has where one may come that is not known.
 const UNKNOWN: &str = "\u{10fffe}";
@@ -49,7 +47,7 @@ fn followed(chat: &Chat) -> Chat {
     let Some(last) = chat.messages.last() else { return whole };
     let calls = last.tool_calls.as_deref().unwrap_or_default();
     let answers = calls.iter().map(|call| {
-        let tool_call_id = call.get("id").and_then(Value::as_str).map(str::to_owned);
+        let tool_call_id = call.get("id").and_then(JsonValue::as_str).map(str::to_owned);
         Message { tool_call_id, ..says("tool") }
     });
     whole.messages.extend(answers);
@@ -63,6 +61,9 @@ fn followed(chat: &Chat) -> Chat {
     if chat.messages.iter().any(|message| message.role == "developer") {
         whole.messages.push(says("developer"));
     }
+    if chat.inline_systems {
+        whole.messages.push(says("system"));
+    }
     whole
 }
 
@@ -71,16 +72,16 @@ fn changed(chat: &Chat, format: ContentFormat) -> Chat {
     let mut chat = chat.clone();
     let Some(last) = chat.messages.last_mut() else { return chat };
     match (&mut last.content, format) {
-        (Some(Content::Parts(parts)), ContentFormat::Parts) => parts.extend(image()),
+        (Some(Content::Parts(parts)), ContentFormat::Parts) => parts.push(image()),
         (content @ Some(Content::Parts(_)), ContentFormat::Text) => *content = Some(Content::Text(UNKNOWN.to_owned())),
         (Some(Content::Text(_)) | None, _) => {}
     }
-    last.name.get_or_insert_with(|| json!(UNKNOWN));
+    last.name.get_or_insert_with(|| UNKNOWN.into());
     match last.role.as_str() {
         "assistant" => {
             last.reasoning.get_or_insert_with(|| UNKNOWN.to_owned());
-            let function = json!({"name": UNKNOWN, "arguments": "{}"});
-            let call = json!({"id": CALL, "type": "function", "function": function});
+            let function = JsonValue::object([("name", UNKNOWN.into()), ("arguments", "{}".into())]);
+            let call = JsonValue::object([("id", CALL.into()), ("type", "function".into()), ("function", function)]);
             last.tool_calls.get_or_insert_with(|| vec![call]);
         }
         "tool" => {
@@ -104,14 +105,16 @@ fn rewritten(chat: &Chat) -> Chat {
         nothing => *nothing = Some(Content::Text(UNKNOWN.to_owned())),
     }
     let call = last.tool_calls.as_mut().and_then(|calls| calls.last_mut());
-    if let Some(arguments) = call.and_then(|call| call.pointer_mut("/function/arguments")) {
-        *arguments = if arguments.is_string() { json!("{}") } else { json!({}) };
+    let function = call.and_then(|call| call.get_mut("function"));
+    if let Some(arguments) = function.and_then(|function| function.get_mut("arguments")) {
+        *arguments = if arguments.is_string() { "{}".into() } else { JsonValue::object([]) };
     }
     chat
 }
 
-fn image() -> Option<Part> {
-    serde_json::from_value(json!({"type": "image_url", "image_url": {"url": "data:,"}})).ok()
+fn image() -> Part {
+    let source = Some(Source::Url("data:,".to_owned()));
+    Part::of_media(Media { modality: Modality::Image, source, uuid: None })
 }
 
 /// The same with a last message of which nothing is known.

@@ -57,7 +57,7 @@ fn prompts_of_the_smaller_apis_are_read() {
         (Api::SglangGenerate, json!({"text": "abc", "image_data": "x"}), opaque(3, Hidden::Assembled)),
         (Api::SglangGenerate, json!({"text": "abc", "extra_key": "x"}), opaque(3, Hidden::Assembled)),
         (Api::VllmGenerate, json!({"token_ids": [1, 2]}), Prompt::Tokens(vec![vec![1, 2]])),
-        (Api::VllmGenerate, json!({"token_ids": [1, 2], "features": {}}), opaque(0, Hidden::Assembled)),
+        (Api::VllmGenerate, json!({"token_ids": [1, 2], "features": {}}), opaque(8, Hidden::Assembled)),
         (Api::Speech, json!({"input": "say this", "voice": "x"}), opaque(8, Hidden::Assembled)),
         (Api::ImageGenerations, json!({"prompt": "a cat"}), opaque(5, Hidden::Assembled)),
         (Api::Score, json!({"text_1": "ab", "text_2": ["c", "d"]}), opaque(4, Hidden::Assembled)),
@@ -133,8 +133,6 @@ fn responses_and_messages_say_what_chats_say_beside_their_prompts() {
 fn what_only_the_engine_knows_is_not_guessed() {
     let item = |item: Value| json!({"input": [{"role": "user", "content": "four"}, item]});
     let message = |role: &str, content: Value| json!({"messages": [{"role": "user", "content": "four"}, {"role": role, "content": content}]});
-    let tool =
-        |tool: Value| json!({"input": "four", "messages": [{"role": "user", "content": "four"}], "tools": [tool]});
     let cases = [
         (Api::Responses, json!({"input": "four", "previous_response_id": "r"}), 4, Hidden::Remembered),
         (Api::Responses, json!({"input": "four", "conversation": "c"}), 4, Hidden::Remembered),
@@ -154,36 +152,84 @@ fn what_only_the_engine_knows_is_not_guessed() {
         ),
         (Api::Responses, item(json!({"role": "tool", "content": "x"})), 5, Hidden::Assembled),
         (Api::Responses, item(json!({})), 4, Hidden::Assembled),
+        (Api::Responses, item(json!({"role": "assistant", "content": []})), 4, Hidden::Assembled),
         (
             Api::Responses,
-            item(json!({"role": "assistant", "content": [{"type": "output_text", "text": "a"},
-                {"type": "output_text", "text": "b"}]})),
+            item(json!({"type": "function_call_output", "call_id": "c", "output": [
+                {"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]})),
             6,
             Hidden::Assembled,
         ),
-        (Api::Responses, tool(json!({"type": "web_search"})), 4, Hidden::Assembled),
-        (Api::Responses, tool(json!({"type": "function", "name": "f", "defer_loading": true})), 4, Hidden::Assembled),
-        (Api::Messages, message("system", json!("x")), 5, Hidden::Assembled),
-        (Api::Messages, message("assistant", json!([])), 4, Hidden::Assembled),
+        (Api::Messages, message("critic", json!("x")), 5, Hidden::Assembled),
         (Api::Messages, message("user", json!([{"type": "document", "source": {}}])), 4, Hidden::Assembled),
         (
             Api::Messages,
-            message("user", json!([{"type": "tool_use", "id": "t", "name": "f", "input": {}}])),
-            6,
-            Hidden::Assembled,
-        ),
-        (
-            Api::Messages,
-            message("assistant", json!([{"type": "tool_use", "name": "f", "input": {}}])),
-            6,
+            message("user", json!([{"type": "tool_result", "content": [{"type": "tool_reference", "name": "f"}]}])),
+            4,
             Hidden::Assembled,
         ),
         (Api::Messages, message("assistant", json!([{"type": "tool_result", "content": "x"}])), 5, Hidden::Assembled),
-        (Api::Messages, tool(json!({"type": "web_search_20250305", "name": "web_search"})), 4, Hidden::Assembled),
     ];
     for (api, body, text_bytes, because) in cases {
         assert_eq!(read(api, &body).prompt, opaque(text_bytes, because), "{api:?} {body}");
     }
+}
+
+#[test]
+fn load_estimate_counts_tools_calls_and_reasoning() {
+    let long = "x".repeat(1000);
+    let parameters = json!({"type": "object", "properties": {long.clone(): {"type": "string"}}});
+    let function = json!({"type": "function", "name": "f", "parameters": parameters});
+    let namespace =
+        json!({"type": "namespace", "name": "n", "description": "d", "tools": [function.clone(), function]});
+    let tool = json!({"name": "f", "input_schema": parameters});
+    let chat_tool = json!({"type": "function", "function": {"name": "f", "parameters": parameters}});
+    let image = json!({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]});
+    let call = json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": long}});
+    for (api, body, at_least) in [
+        (Api::Responses, json!({"input": "x", "previous_response_id": "r", "tools": [namespace]}), 2000),
+        (
+            Api::Responses,
+            json!({"previous_response_id": "r", "input": [
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": long}]},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": long},
+                {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": long}]},
+                {"type": "custom_tool_call", "call_id": "c", "name": "g", "input": long}]}),
+            4000,
+        ),
+        (Api::Messages, json!({"messages": [{"role": "critic", "content": "x"}], "tools": [tool]}), 1000),
+        (Api::ChatCompletions, json!({"messages": [image], "tools": [chat_tool]}), 1000),
+        (
+            Api::ChatCompletions,
+            json!({"messages": [image, {"role": "assistant", "reasoning": long, "tool_calls": [call]}]}),
+            2000,
+        ),
+        (Api::VllmGenerate, json!({"token_ids": vec![7; 250], "features": {}}), 1000),
+    ] {
+        let found = read(api, &body).prompt.text_bytes();
+        assert!((at_least..at_least + 500).contains(&found), "{found} instead of about {at_least}: {api:?}");
+    }
+}
+
+#[test]
+fn content_parts_other_than_text_make_prompt_unknown() {
+    let body = |parts: Value| json!({"token_ids": [1, 2], "content_parts": parts});
+    let known = Prompt::Tokens(vec![vec![1, 2]]);
+    for (parts, expected) in [
+        (Value::Null, known.clone()),
+        (json!([]), known.clone()),
+        (json!([{"type": "text", "text": "a"}]), known),
+        (json!([{"type": "text"}, {"type": "image_url", "url": "data:,"}]), opaque(8, Hidden::Assembled)),
+        (json!([{"url": "data:,"}]), opaque(8, Hidden::Assembled)),
+    ] {
+        assert_eq!(read(Api::VllmGenerate, &body(parts.clone())).prompt, expected, "{parts}");
+    }
+}
+
+#[test]
+fn messages_request_keeps_cache_salt() {
+    let body = json!({"messages": [{"role": "user", "content": "x"}], "cache_salt": "s"});
+    assert_eq!(read(Api::Messages, &body).cache_salt.as_deref(), Some("s"));
 }
 
 #[test]

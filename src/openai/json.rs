@@ -1,0 +1,375 @@
+//! JSON values as Python's `json` module reads them, because engines read requests and tool arguments with it: integers of any
+//! length stay integers and `-0` is `0`, `NaN` and `Infinity` are numbers, and the last of several equal keys counts.
+
+use indexmap::IndexMap;
+use serde::de::{self, Deserialize, Deserializer, Unexpected};
+use serde_json::value::RawValue;
+use thiserror::Error;
+
+use super::scan;
+
+/// Levels of nesting that are read. Python reads more, but no honest request has as many.
+const MAX_DEPTH: usize = 200;
+
+/// A JSON value.
+#[derive(Clone, Debug, PartialEq)]
+pub enum JsonValue {
+    /// `null`
+    Null,
+    /// `true` or `false`
+    Bool(bool),
+    /// A number without fraction and exponent.
+    Integer(i128),
+    /// Any other number, also one that is not finite.
+    Float(f64),
+    /// A string.
+    String(String),
+    /// A list.
+    Array(Vec<JsonValue>),
+    /// An object.
+    Object(JsonObject),
+    /// A value that is not known, or that only Python reads, and why.
+    Unknown(&'static str),
+}
+
+/// The entries of a JSON object in their order.
+pub type JsonObject = IndexMap<String, JsonValue>;
+
+/// Why a text is not read as JSON.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+pub enum JsonError {
+    /// Python refuses it as well.
+    #[error("not JSON")]
+    Invalid,
+    /// Python reads it.
+    #[error("JSON with {0}")]
+    Unsupported(&'static str),
+}
+
+impl JsonValue {
+    /// Reads a text that holds one value.
+    pub fn read(text: &str) -> Result<Self, JsonError> {
+        let mut reader = JsonReader { text, at: 0 };
+        reader.skip_space();
+        let value = reader.value(0)?;
+        reader.skip_space();
+        if reader.at == text.len() { Ok(value) } else { Err(JsonError::Invalid) }
+    }
+
+    /// The text of a string.
+    pub fn as_str(&self) -> Option<&str> {
+        match self {
+            Self::String(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// The entries of an object.
+    pub fn as_object(&self) -> Option<&JsonObject> {
+        match self {
+            Self::Object(object) => Some(object),
+            _ => None,
+        }
+    }
+
+    /// The entry of an object.
+    pub fn get(&self, key: &str) -> Option<&Self> {
+        self.as_object()?.get(key)
+    }
+
+    /// The entry of an object, to be changed.
+    pub(crate) fn get_mut(&mut self, key: &str) -> Option<&mut Self> {
+        match self {
+            Self::Object(object) => object.get_mut(key),
+            _ => None,
+        }
+    }
+
+    /// Whether it is a string.
+    pub fn is_string(&self) -> bool {
+        matches!(self, Self::String(_))
+    }
+
+    /// Whether it is `null`.
+    pub fn is_null(&self) -> bool {
+        matches!(self, Self::Null)
+    }
+
+    /// Whether it is an object.
+    pub fn is_object(&self) -> bool {
+        matches!(self, Self::Object(_))
+    }
+
+    /// Whether every number in it is finite and an integer of at most 64 bits or a float, so that all JSON readers agree.
+    pub fn is_portable(&self) -> bool {
+        match self {
+            Self::Null | Self::Bool(_) | Self::String(_) => true,
+            Self::Integer(number) => i64::try_from(*number).is_ok() || u64::try_from(*number).is_ok(),
+            Self::Float(number) => number.is_finite(),
+            Self::Array(items) => items.iter().all(Self::is_portable),
+            Self::Object(object) => object.values().all(Self::is_portable),
+            Self::Unknown(_) => false,
+        }
+    }
+
+    /// About as many bytes as its text has.
+    pub(super) fn text_bytes(&self) -> usize {
+        match self {
+            Self::Null | Self::Bool(_) | Self::Integer(_) | Self::Float(_) | Self::Unknown(_) => 4,
+            Self::String(text) => text.len() + 2,
+            Self::Array(items) => 2 + items.iter().map(|item| item.text_bytes() + 2).sum::<usize>(),
+            Self::Object(object) => {
+                2 + object.iter().map(|(key, value)| key.len() + value.text_bytes() + 6).sum::<usize>()
+            }
+        }
+    }
+
+    /// An object with these entries.
+    pub(crate) fn object<const N: usize>(entries: [(&str, JsonValue); N]) -> Self {
+        Self::Object(entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
+    }
+}
+
+impl From<&str> for JsonValue {
+    fn from(text: &str) -> Self {
+        Self::String(text.to_owned())
+    }
+}
+
+impl From<String> for JsonValue {
+    fn from(text: String) -> Self {
+        Self::String(text)
+    }
+}
+
+impl<'de> Deserialize<'de> for JsonValue {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let raw = Box::<RawValue>::deserialize(deserializer)?;
+        match Self::read(raw.get()) {
+            Err(JsonError::Unsupported(why)) => Ok(Self::Unknown(why)),
+            read => read.map_err(de::Error::custom),
+        }
+    }
+}
+
+/// A field that is an object, absent or `null`.
+pub(super) fn object<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<JsonObject>, D::Error> {
+    match Option::<JsonValue>::deserialize(deserializer)? {
+        None | Some(JsonValue::Null) => Ok(None),
+        Some(JsonValue::Object(object)) => Ok(Some(object)),
+        Some(_) => Err(de::Error::invalid_type(Unexpected::Other("another value"), &"an object")),
+    }
+}
+
+struct JsonReader<'t> {
+    text: &'t str,
+    at: usize,
+}
+
+impl JsonReader<'_> {
+    fn rest(&self) -> &[u8] {
+        &self.text.as_bytes()[self.at..]
+    }
+
+    fn skip_space(&mut self) {
+        self.at = scan::skip_space(self.text.as_bytes(), self.at);
+    }
+
+    /// Steps over a byte, if it is the next one.
+    fn take(&mut self, byte: u8) -> bool {
+        let taken = self.rest().first() == Some(&byte);
+        self.at += usize::from(taken);
+        taken
+    }
+
+    fn value(&mut self, depth: usize) -> Result<JsonValue, JsonError> {
+        if depth > MAX_DEPTH {
+            return Err(JsonError::Unsupported("more than 200 levels of nesting"));
+        }
+        match self.rest().first().ok_or(JsonError::Invalid)? {
+            b'{' => self.object(depth).map(JsonValue::Object),
+            b'[' => self.array(depth).map(JsonValue::Array),
+            b'"' => self.string().map(JsonValue::String),
+            _ => self.word().map_or_else(|| self.number(), Ok),
+        }
+    }
+
+    fn object(&mut self, depth: usize) -> Result<JsonObject, JsonError> {
+        let mut object = JsonObject::new();
+        self.at += 1;
+        self.skip_space();
+        if self.take(b'}') {
+            return Ok(object);
+        }
+        loop {
+            self.skip_space();
+            if self.rest().first() != Some(&b'"') {
+                return Err(JsonError::Invalid);
+            }
+            let key = self.string()?;
+            self.skip_space();
+            if !self.take(b':') {
+                return Err(JsonError::Invalid);
+            }
+            self.skip_space();
+            let value = self.value(depth + 1)?;
+            // A key that comes again keeps its place.
+            object.insert(key, value);
+            self.skip_space();
+            if self.take(b'}') {
+                return Ok(object);
+            }
+            if !self.take(b',') {
+                return Err(JsonError::Invalid);
+            }
+        }
+    }
+
+    fn array(&mut self, depth: usize) -> Result<Vec<JsonValue>, JsonError> {
+        let mut items = Vec::new();
+        self.at += 1;
+        self.skip_space();
+        if self.take(b']') {
+            return Ok(items);
+        }
+        loop {
+            self.skip_space();
+            items.push(self.value(depth + 1)?);
+            self.skip_space();
+            if self.take(b']') {
+                return Ok(items);
+            }
+            if !self.take(b',') {
+                return Err(JsonError::Invalid);
+            }
+        }
+    }
+
+    fn string(&mut self) -> Result<String, JsonError> {
+        let end = scan::end_of_text(self.text.as_bytes(), self.at).ok_or(JsonError::Invalid)?;
+        let quoted = self.text.get(self.at..end).ok_or(JsonError::Invalid)?;
+        self.at = end;
+        serde_json::from_str(quoted).map_err(|_| match quoted.contains("\\u") {
+            // Python takes half of a pair of surrogates.
+            true => JsonError::Unsupported("an unpaired surrogate"),
+            false => JsonError::Invalid,
+        })
+    }
+
+    /// One of the words that stand for a value.
+    fn word(&mut self) -> Option<JsonValue> {
+        let words = [
+            ("null", JsonValue::Null),
+            ("true", JsonValue::Bool(true)),
+            ("false", JsonValue::Bool(false)),
+            ("NaN", JsonValue::Float(f64::NAN)),
+            ("Infinity", JsonValue::Float(f64::INFINITY)),
+            ("-Infinity", JsonValue::Float(f64::NEG_INFINITY)),
+        ];
+        let (word, value) = words.into_iter().find(|(word, _)| self.rest().starts_with(word.as_bytes()))?;
+        self.at += word.len();
+        Some(value)
+    }
+
+    fn number(&mut self) -> Result<JsonValue, JsonError> {
+        let start = self.at;
+        self.take(b'-');
+        if !self.take(b'0') && self.digits() == 0 {
+            return Err(JsonError::Invalid);
+        }
+        let whole = self.at;
+        if self.take(b'.') && self.digits() == 0 {
+            return Err(JsonError::Invalid);
+        }
+        if self.take(b'e') || self.take(b'E') {
+            let _sign = self.take(b'+') || self.take(b'-');
+            if self.digits() == 0 {
+                return Err(JsonError::Invalid);
+            }
+        }
+        let text = &self.text[start..self.at];
+        if self.at == whole {
+            let long = JsonError::Unsupported("an integer of more than 38 digits");
+            return text.parse().map(JsonValue::Integer).map_err(|_| long);
+        }
+        text.parse().map(JsonValue::Float).map_err(|_| JsonError::Invalid)
+    }
+
+    /// Steps over digits; how many there were.
+    fn digits(&mut self) -> usize {
+        let count = self.rest().iter().take_while(|byte| byte.is_ascii_digit()).count();
+        self.at += count;
+        count
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_read_as_in_python() {
+        for (text, value) in [
+            ("-0", JsonValue::Integer(0)),
+            ("18446744073709551616", JsonValue::Integer(1 << 64)),
+            ("123456789012345678901234567890", JsonValue::Integer(123_456_789_012_345_678_901_234_567_890)),
+            ("1e21", JsonValue::Float(1e21)),
+            ("10000000000000000000.0", JsonValue::Float(1e19)),
+            ("1E+2", JsonValue::Float(100.0)),
+            ("1e400", JsonValue::Float(f64::INFINITY)),
+            ("-Infinity", JsonValue::Float(f64::NEG_INFINITY)),
+        ] {
+            assert_eq!(JsonValue::read(text), Ok(value), "{text}");
+        }
+        let Ok(JsonValue::Float(zero)) = JsonValue::read("-0.0") else { panic!() };
+        assert!(zero == 0.0 && zero.is_sign_negative());
+        let Ok(JsonValue::Float(nan)) = JsonValue::read("NaN") else { panic!() };
+        assert!(nan.is_nan());
+    }
+
+    #[test]
+    fn last_of_equal_keys_counts_at_first_place() {
+        let read = JsonValue::read(r#" {"x":1,"y":2,"x":{"z":1,"z":2}} "#).unwrap();
+        let inner = JsonValue::object([("z", JsonValue::Integer(2))]);
+        let entries: Vec<_> = read.as_object().unwrap().iter().collect();
+        assert_eq!(entries, [(&"x".to_owned(), &inner), (&"y".to_owned(), &JsonValue::Integer(2))]);
+    }
+
+    #[test]
+    fn text_that_python_refuses_is_invalid() {
+        for text in [
+            "",
+            " ",
+            "{",
+            "{'a':1}",
+            "{\"a\":1,}",
+            "[1,]",
+            "01",
+            "+1",
+            "1.",
+            ".5",
+            "-",
+            "1e",
+            "\"a\nb\"",
+            "\u{feff}1",
+            "\u{a0}1",
+            "1 2",
+            "tru",
+            "\"\\x\"",
+        ] {
+            assert_eq!(JsonValue::read(text), Err(JsonError::Invalid), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn value_that_only_python_reads_is_unsupported() {
+        let deep = format!("{}1{}", "[".repeat(5000), "]".repeat(5000));
+        let shallow = format!("{}1{}", "[".repeat(200), "]".repeat(200));
+        assert!(JsonValue::read(&shallow).is_ok());
+        for text in [r#""\ud83d""#, &"9".repeat(40), &deep] {
+            assert!(matches!(JsonValue::read(text), Err(JsonError::Unsupported(_))));
+            let field: Vec<JsonValue> = serde_json::from_str(&format!("[{text}]")).unwrap();
+            assert!(matches!(field[..], [JsonValue::Unknown(_)]));
+        }
+    }
+}
