@@ -9,12 +9,43 @@ use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
+use serde::de::{self, Unexpected, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Stable identity of a worker, given by discovery; the value of `x-worker-instance-id`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(transparent)]
+/// Stable identity of a worker, given by discovery; the value of `x-worker-instance-id`. JSON and YAML hold it as text,
+/// because many readers round numbers above 2^53; a number is accepted, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorkerId(pub u64);
+
+impl Serialize for WorkerId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for WorkerId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(WorkerIdVisitor)
+    }
+}
+
+struct WorkerIdVisitor;
+
+impl Visitor<'_> for WorkerIdVisitor {
+    type Value = WorkerId;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a whole number from 0 to 18446744073709551615")
+    }
+
+    fn visit_u64<E: de::Error>(self, id: u64) -> Result<WorkerId, E> {
+        Ok(WorkerId(id))
+    }
+
+    fn visit_str<E: de::Error>(self, id: &str) -> Result<WorkerId, E> {
+        id.parse().map(WorkerId).map_err(|_| E::invalid_value(Unexpected::Str(id), &self))
+    }
+}
 
 impl fmt::Display for WorkerId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -353,5 +384,22 @@ impl Worker {
     /// The event source of one rank, if it has one.
     pub fn event_source(&self, rank: DpRank) -> Option<&EventSource> {
         self.event_sources.get(rank.0.checked_sub(self.ranks.start)? as usize)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn worker_ids_are_text_in_json_and_read_from_either_form() {
+        let id = WorkerId(u64::MAX);
+        assert_eq!(serde_json::to_value(id).unwrap(), serde_json::json!("18446744073709551615"));
+        for text in ["18446744073709551615", "\"18446744073709551615\""] {
+            assert_eq!(serde_json::from_str::<WorkerId>(text).unwrap(), id, "{text}");
+        }
+        for text in ["-1", "1.5", "\"x\"", "\"-1\"", "18446744073709551616", "null"] {
+            assert!(serde_json::from_str::<WorkerId>(text).is_err(), "{text}");
+        }
     }
 }

@@ -175,9 +175,9 @@ impl Refused<'_> {
 
 /// The answer to a request that asks for the choice only.
 pub fn choice(route: &Route, tokens: &[Vec<u32>]) -> Immediate {
-    let mut worker_id = json!({ "decode_worker_id": route.to.rank.worker, "decode_dp_rank": route.to.rank.rank });
+    let mut worker_id = json!({ "decode_worker_id": route.to.rank.worker.0, "decode_dp_rank": route.to.rank.rank });
     if let Some(prefill) = route.prefill() {
-        worker_id["prefill_worker_id"] = json!(prefill.to.rank.worker);
+        worker_id["prefill_worker_id"] = json!(prefill.to.rank.worker.0);
         worker_id["prefill_dp_rank"] = json!(prefill.to.rank.rank);
     }
     let answer = json!({

@@ -50,9 +50,9 @@ impl Wishes {
         let rank = |names| header(headers, names).map(DpRank);
         // The header of the worker says both who serves in general and who decodes.
         let named = NamedWorkers {
-            worker: worker(DECODE_WORKER).or(body.backend_instance_id.map(WorkerId)),
-            decode_worker: worker(DECODE_WORKER).or(body.decode_worker_id.map(WorkerId)),
-            prefill_worker: worker(PREFILL_WORKER).or(body.prefill_worker_id.map(WorkerId)),
+            worker: worker(DECODE_WORKER).or(body.backend_instance_id),
+            decode_worker: worker(DECODE_WORKER).or(body.decode_worker_id),
+            prefill_worker: worker(PREFILL_WORKER).or(body.prefill_worker_id),
             rank: rank(DECODE_RANK).or(body.dp_rank.map(DpRank)),
             prefill_rank: rank(PREFILL_RANK).or(body.prefill_dp_rank.map(DpRank)),
         };
@@ -116,9 +116,10 @@ mod tests {
     #[test]
     fn ids_become_pins_per_phase() {
         type Case<'a> = (&'a [(&'a str, &'a str)], &'a str, Option<Pin>, Option<Pin>);
-        let cases: [Case<'_>; 8] = [
+        let cases: [Case<'_>; 9] = [
             (&[], "{}", None, None),
             (&[], r#"{"backend_instance_id":7,"dp_rank":1}"#, pinned(7, Some(1)), pinned(7, Some(1))),
+            (&[], r#"{"backend_instance_id":"7","dp_rank":1}"#, pinned(7, Some(1)), pinned(7, Some(1))),
             (
                 &[],
                 r#"{"decode_worker_id":8,"prefill_worker_id":9,"dp_rank":1,"prefill_dp_rank":2}"#,

@@ -9,6 +9,8 @@ use serde::Deserialize;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
+use crate::worker::WorkerId;
+
 /// The routing part of `nvext`.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
@@ -16,11 +18,11 @@ pub struct Extension {
     /// Free words; one that begins with [`QUERY`] asks for the choice only.
     pub annotations: Vec<String>,
     /// Worker for every phase.
-    pub backend_instance_id: Option<u64>,
+    pub backend_instance_id: Option<WorkerId>,
     /// Worker for the prefill.
-    pub prefill_worker_id: Option<u64>,
+    pub prefill_worker_id: Option<WorkerId>,
     /// Worker for the decode.
-    pub decode_worker_id: Option<u64>,
+    pub decode_worker_id: Option<WorkerId>,
     /// Rank of the decode or aggregated worker.
     pub dp_rank: Option<u32>,
     /// Rank of the prefill worker.

@@ -342,7 +342,7 @@ ways! {
 /// The load of a worker as `/debug/load` has it.
 async fn active(deployment: &Deployment, id: u64) -> u64 {
     let load = deployment.debug("load").await.unwrap();
-    let of = load.as_array().unwrap().iter().filter(|rank| rank["worker"] == id || rank["rank"]["worker"] == id);
+    let of = load.as_array().unwrap().iter().filter(|rank| rank["rank"]["worker"] == json!(id.to_string()));
     of.map(|rank| rank["active_requests"].as_u64().unwrap()).sum()
 }
 

@@ -274,7 +274,7 @@ impl Player {
 fn loads(asked: &BTreeMap<String, Value>, page: &Value) -> Value {
     let of = |rank: &str| {
         let (worker, rank) = rank.split_once('/').unwrap_or((rank, "0"));
-        let (worker, rank): (u64, u64) = (worker.parse().unwrap(), rank.parse().unwrap());
+        let rank: u64 = rank.parse().unwrap();
         page.as_array()?.iter().find(|load| load["rank"]["worker"] == worker && load["rank"]["rank"] == rank)
     };
     let ranks = asked.iter().map(|(rank, fields)| {

@@ -141,7 +141,7 @@ fn short_of(said: &Value) -> BTreeMap<String, String> {
     let term = |name: &str| format!("{:.3}", won["cost"][name].as_f64().unwrap());
     let candidates = judged.iter().filter(|judged| judged["excluded"].is_null()).count();
     [
-        ("worker", format!("{}/{}", won["rank"]["worker"], won["rank"]["rank"])),
+        ("worker", rank_name(&won["rank"])),
         ("cost", term("total")),
         ("prefill", term("prefill_cost")),
         ("decode", term("decode_cost")),
@@ -195,6 +195,11 @@ async fn the_next_real_request_logs_the_numbers_that_explain_prints_for_eight_wo
     held.iter().for_each(JoinHandle::abort);
 }
 
+/// The name of a worker rank as tables and headers have it.
+fn rank_name(rank: &Value) -> String {
+    format!("{}/{}", rank["worker"].as_str().unwrap(), rank["rank"])
+}
+
 /// The states differ as they were made to, and the table shows all of it.
 fn check(said: &Value, table: &str) {
     let phase = &said["phases"][0];
@@ -208,12 +213,12 @@ fn check(said: &Value, table: &str) {
         assert!(load["active_prefill_tokens"].as_u64().unwrap() > 100 * count as u64, "{load}");
     }
     assert_eq!(judged[7]["excluded"], "is overloaded");
-    assert_eq!(phase["winner"]["worker"], 5, "the sixth holds more and has too much to do: {table}");
-    assert_eq!(phase["runner_up"]["worker"], 4);
+    assert_eq!(phase["winner"]["worker"], "5", "the sixth holds more and has too much to do: {table}");
+    assert_eq!(phase["runner_up"]["worker"], "4");
     assert!(said["sentence"].as_str().unwrap().contains("while 6/0 holds"), "{said}");
 
     for judged in judged {
-        let name = format!("{}/{}", judged["rank"]["worker"], judged["rank"]["rank"]);
+        let name = rank_name(&judged["rank"]);
         let rows: Vec<Vec<&str>> = table
             .lines()
             .filter(|line| line.split_whitespace().next() == Some(&name))

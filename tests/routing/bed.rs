@@ -189,7 +189,7 @@ impl Bed {
     /// A number of one worker rank as `/debug/load` has it.
     pub(crate) async fn load(&self, id: u64, of: &str) -> u64 {
         let ranks = self.stack.debug("load").await.unwrap();
-        let own = ranks.as_array().unwrap().iter().filter(|rank| rank["rank"]["worker"] == json!(id));
+        let own = ranks.as_array().unwrap().iter().filter(|rank| rank["rank"]["worker"] == json!(id.to_string()));
         own.map(|rank| rank[of].as_u64().unwrap_or_else(|| panic!("no {of} in {ranks}"))).sum()
     }
 

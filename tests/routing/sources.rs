@@ -32,7 +32,7 @@ async fn source(bed: &Bed, id: u64) -> Value {
 async fn member(bed: &Bed, id: u64) -> Value {
     let fleet = bed.stack.debug("fleet").await.unwrap();
     let members = fleet["members"].as_array().unwrap();
-    members.iter().find(|member| member["rank"]["worker"] == json!(id)).cloned().unwrap_or_default()
+    members.iter().find(|member| member["rank"]["worker"] == json!(id.to_string())).cloned().unwrap_or_default()
 }
 
 async fn stands(bed: &Bed, id: u64, trust: &str, because: Value) {

@@ -158,7 +158,7 @@ async fn what_cannot_be_read_goes_by_load_and_says_why() {
 async fn headers_and_sessions_count_and_a_table_is_to_be_had() {
     let pages = Pages::serve(true).await;
     let pinned = pages.ask(&json!({"body": EXACT, "headers": {"X-Worker-Instance-Id": "2"}})).await;
-    assert_eq!(pinned["phases"][0]["winner"]["worker"], 2);
+    assert_eq!(pinned["phases"][0]["winner"]["worker"], "2");
     assert_eq!(pinned["phases"][0]["judged"][0]["excluded"], "the request is pinned to another worker");
 
     let intake_question = json!({"body": EXACT, "headers": {"x-session-id": "s"}});
@@ -168,7 +168,7 @@ async fn headers_and_sessions_count_and_a_table_is_to_be_had() {
     drop(pages.entrance.admit(request.clone(), Some(&word), |_| {}).await.unwrap());
     let bound = pages.entrance.admit(request, Some(&word), |_| {}).await.unwrap().booked.route.to.rank.worker.0;
     let explained = pages.ask(&intake_question).await;
-    assert_eq!(explained["phases"][0]["winner"]["worker"], bound);
+    assert_eq!(explained["phases"][0]["winner"]["worker"], bound.to_string());
     let other = explained["phases"][0]["judged"].as_array().unwrap().iter().find(|judged| judged["cost"].is_null());
     assert_eq!(other.unwrap()["excluded"], "the session is bound to another worker rank");
 
