@@ -1,6 +1,7 @@
 //! Composition root: it alone knows every part. [`App::start`] builds the parts from the configuration and binds the
 //! sockets; [`App::run_until`] serves until told to stop, and then drains.
 
+mod addresses;
 mod announcer;
 mod background;
 mod cut;
@@ -23,17 +24,19 @@ mod tokenizers;
 mod unix;
 mod workers;
 
+use std::collections::BTreeSet;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use anyhow::{Context as _, bail};
 use arc_swap::ArcSwap;
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tonic::service::Routes;
 use tracing::info;
 
@@ -63,7 +66,7 @@ use swap::Swap;
 use unix::Place;
 
 pub use learn::learned;
-pub use offline::{Offline, listed, model, workers};
+pub use offline::{LoadReport, Offline, listed, model, try_load, without_template, workers};
 pub use reload::{ConfigFile, ReadConfig, Reloaded, Reloader};
 
 /// gRPC message overhead on top of a body: headers, attributes, metadata.
@@ -74,6 +77,9 @@ const LOADING: &str = "tokenizers";
 
 /// A running warmroute.
 pub struct App {
+    /// Stops the background tasks before the parts that they work with are dropped, as in a start that fails.
+    _stop_first: DropGuard,
+    started: Instant,
     /// Where the admin pages are.
     pub admin_address: SocketAddr,
     /// Where callers that are not Envoy are served, if they are.
@@ -124,10 +130,7 @@ impl App {
         let mut app = Self::bare(Arc::new(config), entrance.router(), &metrics, audit)?;
         let config = app.reloader.running();
         let (limits, secrets) = (config.limits.clone(), app.secrets.clone());
-        let heir = match &config.listen.unix {
-            Some(socket) => unix::is_left(socket).await,
-            None => false,
-        };
+        let heir = addresses::ensure_free(&config).await?;
         let sockets = Sockets { limits, heir, secrets, metrics: metrics.clone() };
         // Health and the pages come first, so that they can say what the rest is waiting for.
         let loading = app.readiness.wait_for(LOADING);
@@ -177,7 +180,7 @@ impl App {
             let routes = discovery.iter().fold(routes, |routes, discovery| discovery.beside(routes));
             app.servers.spawn(listener.serve(routes, app.closing.clone(), app.cut.clone()));
         }
-        drop(loading);
+        loading.done();
         Ok(app)
     }
 
@@ -211,6 +214,8 @@ impl App {
         }
         let stop = CancellationToken::new();
         Ok(Self {
+            _stop_first: stop.clone().drop_guard(),
+            started: Instant::now(),
             admin_address: config.admin.listen,
             api_address: None,
             ext_proc_address: None,
@@ -266,6 +271,12 @@ impl App {
             xds = ?self.xds_address,
             "listening"
         );
+        // Dropped before the parts are, whose steps of readiness end with them.
+        let _announcement = AbortOnDropHandle::new(tokio::spawn(announce_ready(
+            self.readiness.clone(),
+            self.reloader.clone(),
+            self.started,
+        )));
         tokio::select! {
             () = shutdown => {}
             failed = self.fails() => return failed,
@@ -453,6 +464,24 @@ impl App {
         });
         Ok(())
     }
+}
+
+/// Logs once that every step of the start has ended, and with what.
+async fn announce_ready(readiness: Readiness, reloader: Arc<Reloader>, started: Instant) {
+    if readiness.changes().wait_for(BTreeSet::is_empty).await.is_err() {
+        return;
+    }
+    let router = reloader.router();
+    let fleet = router.fleet();
+    let sources = fleet.members().filter(|member| member.worker.event_source(member.rank.rank).is_some());
+    let (live, absent): (Vec<_>, Vec<_>) = sources.partition(|member| router.trust(member.rank).is_attached());
+    info!(
+        took = format!("{:.1}s", started.elapsed().as_secs_f64()),
+        models = reloader.running().models.len(),
+        workers = fleet.workers().count(),
+        event_sources = format!("{} of {}", live.len(), live.len() + absent.len()),
+        "ready"
+    );
 }
 
 /// Most bytes that a message with a body may have.

@@ -37,8 +37,9 @@ impl Cli {
 pub enum Command {
     /// Says what running processes foresaw and what came of it: hit rate, tokens saved, and why the others were missed
     Audit(AuditArgs),
-    /// Checks a configuration: prints it with every default filled in, or each mistake with its line
-    Check(ConfigArgs),
+    /// Checks a configuration and loads what `serve` would load: prints it with every default filled in, or each mistake with
+    /// its line
+    Check(CheckArgs),
     /// Looks at a deployment from outside: engines, their events, Envoy, this machine. Each finding with its mend; the exit
     /// code is 0 where all is well, 1 for warnings, 2 for errors
     Doctor(DoctorArgs),
@@ -49,12 +50,15 @@ pub enum Command {
     Serve(ServeArgs),
 }
 
-/// Which configuration.
+/// Which configuration, and how thoroughly.
 #[derive(Debug, Args)]
-pub struct ConfigArgs {
+pub struct CheckArgs {
     /// The configuration file
     #[arg(long, short, value_name = "FILE")]
     pub config: PathBuf,
+    /// Do not load tokenizers and chat templates
+    #[arg(long)]
+    pub fast: bool,
 }
 
 /// Whose figures.
@@ -66,6 +70,9 @@ pub struct AuditArgs {
     /// The file with the token that the admin pages ask for
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
+    /// The authority (PEM) that signed the certificate of the admin pages; by default those that the system trusts
+    #[arg(long, value_name = "FILE")]
+    pub ca_file: Option<PathBuf>,
     /// What a million prompt tokens cost, to say what the saved ones are worth
     #[arg(long, value_name = "PRICE", value_parser = price)]
     pub price: Option<f64>,
@@ -83,6 +90,9 @@ pub struct DoctorArgs {
     /// Envoy's admin page; by default `envoy.admin` of the configuration
     #[arg(long, value_name = "URL", value_parser = page)]
     pub envoy_admin: Option<String>,
+    /// The authority (PEM) that signed the certificate of Envoy's admin page; by default those that the system trusts
+    #[arg(long, value_name = "FILE")]
+    pub envoy_ca_file: Option<PathBuf>,
     /// Send the engines no completion. By default each rank gets two of some hundred tokens, to see whether its events come
     #[arg(long)]
     pub no_canary: bool,
@@ -120,6 +130,9 @@ pub struct ExplainArgs {
     /// The file with the token that the admin pages ask for
     #[arg(long, value_name = "FILE", requires = "admin")]
     pub token_file: Option<PathBuf>,
+    /// The authority (PEM) that signed the certificate of the admin pages; by default those that the system trusts
+    #[arg(long, value_name = "FILE", requires = "admin")]
+    pub ca_file: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     pub json: bool,

@@ -24,7 +24,7 @@ pub fn main(cli: Cli) -> ExitCode {
     let mut err = io::stderr();
     let ended = match cli.command {
         Command::Audit(args) => audit::run(&args, &mut io::stdout()),
-        Command::Check(args) => check::run(&args.config, &mut io::stdout(), &mut err),
+        Command::Check(args) => check::run(&args, &mut io::stdout(), &mut err),
         Command::Doctor(args) => doctor::run(&args, &mut io::stdout(), &mut err),
         Command::Explain(args) => explain::run(&args, &mut io::stdout(), &mut err),
         Command::Serve(args) => serve::run(&args, &mut err),
@@ -42,19 +42,24 @@ pub fn load(path: &Path, err: &mut impl Write) -> io::Result<Option<Config>> {
 fn usable(read: Result<Config, Vec<ConfigError>>, err: &mut impl Write) -> io::Result<Option<Config>> {
     match read {
         Ok(config) => Ok(Some(config)),
-        Err(mistakes) => {
-            for mistake in mistakes {
-                writeln!(err, "{mistake}")?;
-            }
-            Ok(None)
-        }
+        Err(mistakes) => write_mistakes(mistakes, err).map(|()| None),
     }
 }
 
-/// Says why a command failed: misconfiguration where a file that the configuration names cannot be used, else 1.
+/// Writes one line per mistake.
+fn write_mistakes(mistakes: Vec<ConfigError>, err: &mut impl Write) -> io::Result<()> {
+    mistakes.into_iter().try_for_each(|mistake| writeln!(err, "{mistake}"))
+}
+
+/// Prints why a command failed; its exit code.
 fn failed(error: &anyhow::Error, err: &mut impl Write) -> ExitCode {
     // Nothing can be done when even standard error is gone.
     let _written = writeln!(err, "warmroute: {error:#}");
+    ExitCode::from(exit_code(error))
+}
+
+/// The exit code of a failure: misconfiguration where a file that the configuration names cannot be used, else 1.
+fn exit_code(error: &anyhow::Error) -> u8 {
     let misconfigured = error.downcast_ref::<LoadError>().is_some();
-    ExitCode::from(if misconfigured { MISCONFIGURED } else { 1 })
+    if misconfigured { MISCONFIGURED } else { 1 }
 }

@@ -244,6 +244,13 @@ impl Config {
         if problems.is_empty() { Ok(config) } else { Err(document.locate(problems)) }
     }
 
+    /// Gives problems that were found after the file was read the line of the value at fault.
+    pub fn locate(path: &Path, problems: Vec<Problem>) -> Vec<ConfigError> {
+        let read = |error: std::io::Error| ConfigError::of_file(path, format!("the file cannot be read: {error}"));
+        let document = std::fs::read(path).map_err(read).and_then(|bytes| Document::parse(path, &bytes));
+        document.map_or_else(|error| vec![error], |document| document.locate(problems))
+    }
+
     /// The configuration in use, every default filled in, as a file that could be loaded again.
     pub fn to_yaml(&self) -> Result<String, serde_saphyr::SerializeError> {
         let options = serde_saphyr::ser_options! { no_lang_directive: true };

@@ -475,6 +475,7 @@ fn reason(error: EncodeError) -> Reason {
     match error {
         EncodeError::Multimodal(_) => Reason::Multimodal,
         EncodeError::TooMany => Reason::TooManyPrompts,
+        EncodeError::NoTemplate => Reason::NoChatTemplate,
         error => {
             // Not the error itself: templates quote the prompt in theirs.
             debug!(because = error.label(), "prompt refused");

@@ -1,5 +1,5 @@
-//! Starting, supervising and ending. Readiness is a set of guards: whoever still has work to do before traffic may come
-//! holds one, and dropping it is being ready. Background tasks run under [`supervise`], so that none dies silently.
+//! Starting, supervising and ending. Readiness is a set of guards, one for each step that must end before traffic may
+//! come; the service is ready when none is left. Background tasks run under [`supervise`], so that none dies silently.
 //! Draining is a token everybody watches and a deadline somebody keeps.
 
 pub mod config;
@@ -8,7 +8,7 @@ pub mod follow;
 use std::collections::BTreeSet;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::FutureExt as _;
 use tokio::runtime::{Handle, RuntimeFlavor};
@@ -27,10 +27,21 @@ pub struct Readiness {
     pending: watch::Sender<BTreeSet<String>>,
 }
 
-/// One thing that still has to happen; dropping it says that it has.
+/// One step that readiness waits for. Dropping it ends the wait; only [`Self::done`] and [`Self::give_up`] log how.
 pub struct ReadyGuard {
     name: String,
     readiness: Readiness,
+    since: Instant,
+    outcome: StepOutcome,
+}
+
+/// How a step of readiness ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum StepOutcome {
+    Complete,
+    TimedOut,
+    /// The task that held it was dropped, as in a start that fails.
+    Dropped,
 }
 
 impl ReadyGuard {
@@ -38,16 +49,36 @@ impl ReadyGuard {
     /// first.
     #[must_use]
     pub fn then(self, name: impl Into<String>) -> Self {
-        self.readiness.wait_for(name)
+        let next = self.readiness.wait_for(name);
+        self.done();
+        next
+    }
+
+    /// The step is complete.
+    pub fn done(mut self) {
+        self.outcome = StepOutcome::Complete;
+    }
+
+    /// The deadline of the step has passed; the service becomes ready without it.
+    pub fn give_up(mut self) {
+        self.outcome = StepOutcome::TimedOut;
     }
 }
 
 impl Drop for ReadyGuard {
     fn drop(&mut self) {
         self.readiness.pending.send_modify(|pending| {
-            // At the end guards are dropped with their owners, and that is no news.
-            if pending.remove(&self.name) && !pending.contains(DRAINING) {
-                info!(step = self.name, "ready");
+            // While the process drains, guards are dropped with their owners.
+            if !pending.remove(&self.name) || pending.contains(DRAINING) {
+                return;
+            }
+            let waited = format!("{:.1}s", self.since.elapsed().as_secs_f64());
+            match self.outcome {
+                StepOutcome::Complete => info!(step = self.name, waited, "startup: step complete"),
+                StepOutcome::TimedOut => {
+                    warn!(step = self.name, waited, "startup: gave up waiting; becoming ready without this step");
+                }
+                StepOutcome::Dropped => {}
             }
         });
     }
@@ -66,7 +97,7 @@ impl Readiness {
         self.pending.send_modify(|pending| {
             pending.insert(name.clone());
         });
-        ReadyGuard { name, readiness: self.clone() }
+        ReadyGuard { name, readiness: self.clone(), since: Instant::now(), outcome: StepOutcome::Dropped }
     }
 
     /// What is still pending, in order.
@@ -121,6 +152,10 @@ where
             ended = AssertUnwindSafe(task()).catch_unwind() => ended.unwrap_or_else(|_| Err(anyhow::anyhow!("it panicked"))),
         };
         up.set(0);
+        // The parts that a task works with may end before the task does.
+        if stop.is_cancelled() {
+            break;
+        }
         if began.elapsed() > Backoff::MOST {
             backoff = Backoff::default();
         }

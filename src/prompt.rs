@@ -221,6 +221,11 @@ impl Encoder {
         Ok(Self { tokenizer, frame, templates, special_tokens_doubt, engine, rules, resumer: None })
     }
 
+    /// Whether conversations can be rendered.
+    pub fn has_chat_template(&self) -> bool {
+        self.templates.is_some()
+    }
+
     /// The same, which takes over from this cache what prompts have in common; or why its tokenizer cannot.
     pub fn resuming(mut self, cache: Arc<PromptCache>) -> (Self, Result<(), &'static str>) {
         let resumer = Resumer::new(self.tokenizer.library(), cache);

@@ -12,7 +12,7 @@ mod material;
 mod secrets;
 
 pub use acceptor::{Acceptor, Protocol};
-pub use client::{ClientFiles, believing_the_system, client};
+pub use client::{ClientFiles, believing_the_system, client, trusting};
 pub use config::TlsConfig;
 pub use door::{Connection, Door, DoorLimits};
 pub use exposure::ListenerExposure;

@@ -249,7 +249,9 @@ fn check(path: &Path) -> Output {
 #[test]
 fn the_check_command_prints_the_resolved_configuration() {
     let path = data("valid/least.yaml");
-    let output = check(&path);
+    // Its tokenizer is an empty object, which cannot be loaded.
+    let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
+    let output = command.args(["check", "--fast", "--config"]).arg(&path).output().unwrap();
     assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(0), ""));
     assert_eq!(String::from_utf8(output.stdout).unwrap(), Config::load(&path).unwrap().to_yaml().unwrap());
 }
@@ -268,6 +270,69 @@ fn the_check_command_warns_of_what_is_hardly_meant() {
         assert_eq!((output.status.code(), said.lines().count()), (Some(0), usize::from(!warning.is_empty())), "{said}");
         assert!(said.contains(warning) && (said.is_empty() || said.starts_with("warning: model m: ")), "{said}");
     }
+}
+
+fn model_file(name: &str) -> PathBuf {
+    Path::new(ROOT).join("examples/models/qwen2.5").join(name)
+}
+
+/// A configuration in a folder with copies of some files of a model.
+fn configured_with(dir: &Path, files: &[&str], tokenizer: &str) -> PathBuf {
+    for name in files {
+        fs::copy(model_file(name), dir.join(name)).unwrap();
+    }
+    let file = dir.join("w.yaml");
+    let workers = "workers: [{id: 1, endpoint: '10.0.0.1:8000'}]";
+    fs::write(&file, format!("models:\n  - name: m\n    tokenizer: {tokenizer}\n{workers}\n")).unwrap();
+    file
+}
+
+#[test]
+fn check_refuses_tokenizers_that_serve_refuses() {
+    type Damage = fn(&Path);
+    let all = ["tokenizer.json.gz", "tokenizer_config.json", "config.json"];
+    let cases: [(&[&str], &str, Damage, &str); 4] = [
+        (&all, "tokenizer_config.json", |_| (), "is not a tokenizer.json: it has no `model`; did you mean"),
+        (&all, "tokenizer.json.gz", |dir| fs::write(dir.join("tokenizer.json.gz"), "").unwrap(), "the file is empty"),
+        (&all[..2], "tokenizer.json.gz", |_| (), "copy the model's config.json beside"),
+        (
+            &all,
+            "tokenizer.json.gz",
+            |dir| fs::write(dir.join("chat_template.jinja"), "{% if %}").unwrap(),
+            "chat template `default`",
+        ),
+    ];
+    for (files, tokenizer, damage, expected) in cases {
+        let dir = tempfile::tempdir().unwrap();
+        let file = configured_with(dir.path(), files, tokenizer);
+        damage(dir.path());
+        let output = check(&file);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!((output.status.code(), said.lines().count()), (Some(2), 1), "{said}");
+        assert!(said.starts_with(&format!("{}:3:16: ", file.display())) && said.contains(expected), "{said}");
+        assert!(output.stdout.is_empty());
+        let mut fast = Command::new(env!("CARGO_BIN_EXE_warmroute"));
+        fast.args(["check", "--fast", "--config"]).arg(&file);
+        assert_eq!(fast.output().unwrap().status.code(), Some(0), "--fast does not load tokenizers");
+    }
+}
+
+#[test]
+fn check_warns_of_a_missing_chat_template() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = configured_with(dir.path(), &["tokenizer.json.gz", "config.json"], "tokenizer.json.gz");
+    let settings: Value = serde_json::from_slice(&fs::read(model_file("tokenizer_config.json")).unwrap()).unwrap();
+    let write = |settings: &Value| fs::write(dir.path().join("tokenizer_config.json"), settings.to_string()).unwrap();
+    write(&settings);
+    let output = check(&file);
+    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(0), ""));
+    let mut without = settings;
+    without.as_object_mut().unwrap().remove("chat_template").unwrap();
+    write(&without);
+    let output = check(&file);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.starts_with("warning: model m: it has no chat template") && said.lines().count() == 1, "{said}");
 }
 
 #[test]

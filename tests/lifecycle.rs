@@ -13,5 +13,7 @@ mod prefills;
 mod process;
 #[path = "lifecycle/reload.rs"]
 mod reload;
+#[path = "lifecycle/start.rs"]
+mod start;
 #[path = "../examples/support/mod.rs"]
 mod support;

@@ -9,6 +9,7 @@ use anyhow::Context as _;
 use parking_lot::Mutex;
 use tracing::{info, warn};
 
+use super::offline::without_template;
 use crate::block::Windows;
 use crate::config::{Config, ModelConfig};
 use crate::intake::{Model, Models};
@@ -67,6 +68,9 @@ impl Encoders {
             loaded.named.extend(encoder.iter().map(|encoder| (model.name.clone(), encoder.clone())));
             let (name, block_size, media) = (model.name.clone(), model.blocks(), model.media_tokens());
             let served = Model { name, block_size, windows, media, encoder };
+            if let Some(advice) = without_template(&served) {
+                warn!(of = advice.subject, fix = advice.mend, "{}", advice.seen);
+            }
             loaded.models.add(served, &model.aliases, &model.adapters);
             loaded.encoders.extend(found);
         }

@@ -69,10 +69,11 @@ impl Followed {
             let (detached, witness) = (Detached(state.clone()), witness.clone());
             async move {
                 let _detached = detached;
-                if let Some((takeover, _ready)) = takeover
-                    && let Some(held) = takeover.copy(spec.rank, spec.reading()).await
-                {
-                    tokio::task::spawn_blocking(move || joined.restore(&held)).await?;
+                if let Some((takeover, ready)) = takeover {
+                    if let Some(held) = takeover.copy(spec.rank, spec.reading()).await {
+                        tokio::task::spawn_blocking(move || joined.restore(&held)).await?;
+                    }
+                    ready.done();
                 }
                 kv_events::run(spec, sink, metrics, (state, witness)).await;
                 Ok(())
@@ -105,11 +106,13 @@ impl Followed {
             let live = *states.borrow_and_update() == SourceState::Live;
             self.tell(witness.standing());
             if live {
-                ready = None;
+                ready.take().into_iter().for_each(ReadyGuard::done);
             }
             tokio::select! {
                 changed = states.changed() => if changed.is_err() { std::future::pending::<()>().await },
-                () = tokio::time::sleep_until(self.deadline), if ready.is_some() => ready = None,
+                () = tokio::time::sleep_until(self.deadline), if ready.is_some() => {
+                    ready.take().into_iter().for_each(ReadyGuard::give_up);
+                }
                 () = witness.changed() => {}
                 _ = looks.tick() => self.look(witness),
             }

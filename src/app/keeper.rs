@@ -70,8 +70,8 @@ pub(super) struct Parts {
 /// Initial workers whose event sources may still be learned.
 struct Unasked {
     workers: HashSet<Asked>,
-    /// Held until nobody is left.
-    _ready: ReadyGuard,
+    /// Held until no worker is left.
+    ready: ReadyGuard,
 }
 
 /// One running event source.
@@ -229,8 +229,8 @@ impl Keeper {
         let found = fleet.workers().count();
         if let Some((_, guard)) = self.initial_workers.take_if(|(least, _)| found >= *least) {
             let workers = fleet.workers().map(|worker| (worker.id, worker.endpoint)).collect();
-            let _ready = guard.then("what the initial workers say of themselves");
-            self.unasked = Some(Unasked { workers, _ready });
+            let ready = guard.then("settings of the initial workers");
+            self.unasked = Some(Unasked { workers, ready });
         }
     }
 
@@ -249,7 +249,9 @@ impl Keeper {
 
     /// Whoever comes from now on is no initial worker.
     fn started(&mut self) {
-        self.unasked = None;
+        if let Some(Unasked { workers, ready }) = self.unasked.take() {
+            if workers.is_empty() { ready.done() } else { ready.give_up() }
+        }
         self.takeover = None;
     }
 

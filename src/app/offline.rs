@@ -1,18 +1,22 @@
 //! The parts of a process that never runs: the way in and the router as the configuration describes them, with the
 //! configured fleet, nothing cached and nobody busy. For commands that only look.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context as _;
 
 use super::encoders::Encoders;
 use super::parts;
-use crate::config::{Config, ModelConfig, WorkerSource};
+use crate::config::{Advice, Config, ModelConfig, WorkerSource};
 use crate::discovery;
 use crate::engine_client::EngineClient;
 use crate::entrance::Entrance;
 use crate::intake::{Intake, Model, SharedCluster};
 use crate::metrics::Metrics;
+use crate::prompt::LoadError;
+use crate::settings::Problem;
+use crate::shared_cache::HttpSharedCache;
 use crate::worker::Worker;
 
 /// The way in and the way to the router.
@@ -40,6 +44,64 @@ impl Offline {
         router.publish(Arc::new(change.fleet));
         Ok(Self { intake, entrance })
     }
+}
+
+/// What loading the parts of a configuration finds.
+#[derive(Debug, Default)]
+pub struct LoadReport {
+    /// Reasons for which `serve` would not start.
+    pub problems: Vec<Problem>,
+    /// Models that cannot be served as well as they seem to be meant.
+    pub warnings: Vec<Advice>,
+}
+
+/// Loads what `serve` loads before it binds its sockets.
+pub async fn try_load(config: &Config) -> LoadReport {
+    let mut report = LoadReport::default();
+    for (at, settings) in config.models.iter().enumerate() {
+        match model(config, settings).await {
+            Ok(loaded) => report.warnings.extend(loaded.and_then(|model| without_template(&model))),
+            Err(error) => report.problems.push(tokenizer_problem(settings, &error).within(at).within("models")),
+        }
+    }
+    report.problems.extend(try_clients(config).err());
+    report
+}
+
+/// A warning for a model whose tokenizer has no chat template.
+pub fn without_template(model: &Model) -> Option<Advice> {
+    let lacks = model.encoder.as_ref().is_some_and(|encoder| !encoder.has_chat_template());
+    lacks.then(|| Advice {
+        subject: format!("model {}", model.name),
+        seen: "it has no chat template (none in tokenizer_config.json, no chat_template.jinja beside it), so every chat request \
+               is routed by load only"
+            .to_owned(),
+        mend: "copy chat_template.jinja from the model, or set `chat_template` of the model".to_owned(),
+    })
+}
+
+/// Why a tokenizer cannot be loaded, at the key whose file is at fault.
+fn tokenizer_problem(settings: &ModelConfig, error: &anyhow::Error) -> Problem {
+    let Some(error) = error.downcast_ref::<LoadError>() else {
+        return Problem::of("tokenizer", format!("{error:#}"));
+    };
+    let of_file = |file: &Option<PathBuf>| file.as_deref() == Some(error.path());
+    let key = match settings {
+        ModelConfig { chat_template: file, .. } if of_file(file) => "chat_template",
+        ModelConfig { tokenizer_config: file, .. } if of_file(file) => "tokenizer_config",
+        _ => "tokenizer",
+    };
+    Problem::of(key, error.to_string())
+}
+
+fn try_clients(config: &Config) -> Result<(), Problem> {
+    let metrics = Arc::new(Metrics::new());
+    let of = |key: &'static str| move |error: anyhow::Error| Problem::of(key, format!("{error:#}"));
+    EngineClient::new(&config.engines).map_err(|error| Problem::of("engines", error.to_string()))?;
+    parts::asker(config, &metrics).map_err(of("use_remote_index"))?;
+    let shared = config.shared_cache.as_ref().map(HttpSharedCache::new).transpose();
+    shared.map_err(|error| Problem::of("shared_cache", error.to_string()))?;
+    Ok(())
 }
 
 /// One model with its tokenizer, where it has one.

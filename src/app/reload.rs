@@ -121,6 +121,11 @@ impl Reloader {
         self.encoders.named()
     }
 
+    /// The router, which no reload replaces.
+    pub(super) fn router(&self) -> &Arc<Router> {
+        &self.router
+    }
+
     /// The configuration in use.
     pub(super) fn running(&self) -> Arc<Config> {
         self.running.load_full()

@@ -13,7 +13,7 @@ use crate::cli::AuditArgs;
 /// Prints the sums. The value is the exit code.
 pub fn run(args: &AuditArgs, out: &mut impl Write) -> anyhow::Result<u8> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let pages = Pages::of(&args.admin, args.token_file.as_deref())?;
+    let pages = Pages::of(&args.admin, args.token_file.as_deref(), args.ca_file.as_deref())?;
     let text = runtime.block_on(pages.get(AUDIT))?;
     let no_sums = || format!("{} answers no sums; is it another version?", args.admin);
     let text = match args.json {

@@ -73,7 +73,7 @@ async fn envoy(config: &Config, args: &DoctorArgs, workers: &[Worker]) -> Vec<Fi
         let how = "neither --envoy-admin nor `envoy: {admin: ..}` says where its admin page is";
         return vec![at.skipped(how)];
     };
-    let page = gather::config_dump(&url, args.patience.into()).await;
+    let page = gather::config_dump(&url, args.envoy_ca_file.as_deref(), args.patience.into()).await;
     let dump = page.and_then(|page| Dump::read(&page).map_err(|problem| format!("{url}/config_dump: {problem}")));
     match dump {
         Ok(dump) => {

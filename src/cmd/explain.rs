@@ -52,7 +52,7 @@ fn body(path: &Path) -> anyhow::Result<Vec<u8>> {
 
 /// What a running process says, as text for people or as JSON.
 async fn ask(admin: &str, question: &Question, args: &ExplainArgs) -> anyhow::Result<String> {
-    let pages = Pages::of(admin, args.token_file.as_deref())?;
+    let pages = Pages::of(admin, args.token_file.as_deref(), args.ca_file.as_deref())?;
     let accept = if args.json { "application/json" } else { "text/plain" };
     let text = pages.post(PAGE, serde_json::to_string(question)?, accept).await?;
     if args.json {

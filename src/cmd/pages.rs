@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use reqwest::{Client, RequestBuilder};
+use reqwest::{Client, ClientBuilder, RequestBuilder};
 use serde_json::Value;
 
 /// How long a running process may take; a long prompt on a busy one takes seconds.
@@ -18,14 +18,11 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    /// The pages at `admin`; where they ask for a token, it is in the file.
-    pub(super) fn of(admin: &str, token_file: Option<&Path>) -> anyhow::Result<Self> {
-        if admin.starts_with("https:") {
-            bail!("pages with TLS cannot be asked by this command; ask them with a client that knows your authority");
-        }
+    /// The pages at `admin`, with the file of the token and that of the authority where they need these.
+    pub(super) fn of(admin: &str, token_file: Option<&Path>, ca_file: Option<&Path>) -> anyhow::Result<Self> {
         let read = |file: &Path| std::fs::read_to_string(file).with_context(|| format!("the token {}", file.display()));
         let token = token_file.map(read).transpose()?.map(|token| token.trim().to_owned());
-        let client = crate::tls::client().timeout(PATIENCE).build()?;
+        let client = client(admin, ca_file)?.timeout(PATIENCE).build()?;
         Ok(Self { client, admin: admin.trim_end_matches('/').to_owned(), token })
     }
 
@@ -49,7 +46,10 @@ impl Pages {
             request = request.bearer_auth(token);
         }
         let url = self.url(page);
-        let answer = request.send().await.with_context(|| format!("{url} cannot be reached"))?;
+        let answer = request.send().await.with_context(|| match url.starts_with("https:") {
+            true => format!("{url} cannot be reached, or no trusted authority signed its certificate (--ca-file)"),
+            false => format!("{url} cannot be reached"),
+        })?;
         let status = answer.status();
         let text = answer.text().await.with_context(|| format!("{url} broke off its answer"))?;
         if !status.is_success() {
@@ -58,6 +58,15 @@ impl Pages {
             bail!("{url} answers {status}: {}", said.unwrap_or(text));
         }
         Ok(text)
+    }
+}
+
+/// A client for an admin page. Without TLS no authority is needed, and the system may have none.
+pub(super) fn client(url: &str, ca_file: Option<&Path>) -> anyhow::Result<ClientBuilder> {
+    if url.starts_with("https:") || ca_file.is_some() {
+        crate::tls::trusting(ca_file)
+    } else {
+        Ok(crate::tls::client())
     }
 }
 

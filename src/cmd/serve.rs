@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use crate::app::{self, App, ConfigFile};
 use crate::cli::ServeArgs;
@@ -34,7 +34,7 @@ pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
     telemetry::hide_panics();
     // A list that cannot be read is told of where it is followed.
     for advice in config.advice(&app::listed(&config).unwrap_or_default()) {
-        warn!(of = advice.subject, mend = advice.mend, "{}", advice.seen);
+        warn!(of = advice.subject, fix = advice.mend, "{}", advice.seen);
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let ended = runtime.block_on(async {
@@ -43,7 +43,10 @@ pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
             Ends { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? };
         let _hangups = tokio::spawn(hangups(signal(SignalKind::hangup())?, asked));
         let mut app = tokio::select! {
-            app = App::start(config) => app?,
+            app = App::start(config) => match app {
+                Ok(app) => app,
+                Err(error) => return Ok(failure("cannot start", &error)),
+            },
             signal = ends.next() => {
                 info!(signal, "stopped before everything was there");
                 return Ok(0);
@@ -57,19 +60,25 @@ pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
         let signals = async {
             // Outside of the log lines: what they say is not even computed where they are switched off.
             let signal = ends.next().await;
-            info!(signal, "the end begins");
+            info!(signal, "shutdown requested");
             drain.cancel();
             let signal = ends.next().await;
-            info!(signal, "the end is now");
+            info!(signal, "second signal: not waiting for open exchanges");
         };
         tokio::select! {
-            ended = running => ended.map(|()| 0),
+            ended = running => Ok(ended.map_or_else(|error| failure("stopped by a failure", &error), |()| 0)),
             () = signals => Ok(0),
         }
     });
     // What still runs on the blocking pool must not keep a process that is over.
     runtime.shutdown_timeout(FAREWELL);
     ended
+}
+
+/// Logs the one cause of a failure; the exit code.
+fn failure(what: &str, error: &anyhow::Error) -> u8 {
+    error!("{what}: {error:#}");
+    super::exit_code(error)
 }
 
 /// How long work that cannot be stopped may hold up the end.

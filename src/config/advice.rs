@@ -3,10 +3,12 @@
 //! it keeps the process from serving, and the workers may change at any time, so it is told and not refused.
 
 use std::fmt;
+use std::time::Duration;
 
 use super::{Config, ModelConfig};
 use crate::discovery::kubernetes::PodsConfig;
 use crate::prefill::By;
+use crate::settings::Size;
 use crate::worker::{Role, Worker};
 
 /// Something that is hardly meant.
@@ -35,13 +37,54 @@ impl Config {
             pools(model, &roles).into_iter().chain(conditional(self, model))
         });
         let meetings = workers.iter().filter_map(|worker| meeting_place(self, worker));
-        of_models.chain(meetings).chain(confined(self, workers)).chain(found_twice(self)).collect()
+        let values = [short_bodies(self), long_deadline(self), trusted_strangers(self)].into_iter().flatten();
+        of_models.chain(meetings).chain(confined(self, workers)).chain(found_twice(self)).chain(values).collect()
     }
 
     fn way(&self, worker: &Worker) -> Option<By> {
         let model = self.models.iter().find(|model| model.name == worker.model)?;
         way(model)
     }
+}
+
+/// Shorter limits are most likely a size without its unit.
+const SHORT_BODY: Size = Size::kib(64);
+
+/// `message_timeout` of the shipped Envoy files.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
+
+fn short_bodies(config: &Config) -> Option<Advice> {
+    let limit = config.limits.body;
+    (limit < SHORT_BODY).then(|| Advice {
+        subject: "limits.body".to_owned(),
+        seen: format!("{} bytes are less than many requests have; longer ones are routed by load only", limit.0),
+        mend: "write the unit, for example 32MiB".to_owned(),
+    })
+}
+
+fn long_deadline(config: &Config) -> Option<Advice> {
+    let deadline = config.limits.exchange_deadline;
+    (deadline.get() >= MESSAGE_TIMEOUT).then(|| Advice {
+        subject: "limits.exchange_deadline".to_owned(),
+        seen: format!(
+            "{deadline} is not less than the message_timeout of the shipped Envoy files (1s), after which Envoy routes \
+                       without an answer"
+        ),
+        mend: "lower it, or raise `message_timeout` of the ext_proc filter above it".to_owned(),
+    })
+}
+
+/// Clients that reach the listener beside Envoy may set what Envoy removes.
+fn trusted_strangers(config: &Config) -> Option<Advice> {
+    let open =
+        config.listen.tcp.filter(|listen| config.listen.unprotected && !listen.ip().to_canonical().is_loopback())?;
+    config.clients.trusted.then(|| Advice {
+        subject: "clients.trusted".to_owned(),
+        seen: format!(
+            "everyone who reaches {open} may pin workers and set priorities, because `listen.unprotected` is true"
+        ),
+        mend: "set `listen.tls.client_ca`, or allow only Envoy by a network policy".to_owned(),
+    })
 }
 
 fn way(model: &ModelConfig) -> Option<By> {
@@ -238,6 +281,29 @@ mod tests {
             told.len()
         };
         assert_eq!([same([1, 2]), same([1, 1])], [0, 1]);
+    }
+
+    #[test]
+    fn suspicious_values_are_warned_of() {
+        let open = json!({"tcp": "0.0.0.0:9002", "unprotected": true});
+        let cases = [
+            (json!({}), None),
+            (json!({"limits": {"body": 32}}), Some("limits.body: 32 bytes")),
+            (json!({"limits": {"body": "64KiB"}}), None),
+            (json!({"limits": {"exchange_deadline": "999ms"}}), None),
+            (json!({"limits": {"exchange_deadline": "5s"}}), Some("limits.exchange_deadline: 5s is not less")),
+            (json!({"clients": {"trusted": true}}), None),
+            (json!({"listen": open}), None),
+            (
+                json!({"listen": open, "clients": {"trusted": true}}),
+                Some("clients.trusted: everyone who reaches 0.0.0.0:9002"),
+            ),
+        ];
+        for (more, expected) in cases {
+            let found = advice(&json!({}), &[json!({})], &more);
+            assert_eq!(found.len(), usize::from(expected.is_some()), "{more}: {found:?}");
+            assert!(expected.is_none_or(|text| found[0].starts_with(text)), "{found:?}");
+        }
     }
 
     #[test]

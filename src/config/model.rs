@@ -12,6 +12,9 @@ use crate::prompt::{Engine, MediaConfig, Transformers};
 use crate::settings::Problem;
 use crate::worker::{BlockSize, ModelName};
 
+/// No engine has larger KV blocks; beyond it hardly any prompt would fill one.
+const MAX_BLOCK_TOKENS: usize = 1 << 16;
+
 /// One entry of the list of models.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -121,6 +124,7 @@ impl ModelConfig {
         }
         let media = self.media.iter().flat_map(MediaConfig::problems);
         problems.extend(media.map(|problem| problem.within("media")));
+        problems.extend(self.huge_blocks());
         problems.extend(self.wrong_video_token().map(|text| Problem::of("video_token", text)));
         let tokens = self.engine_tokens.iter().flat_map(EngineTokensConfig::problems);
         problems.extend(tokens.map(|problem| problem.within("engine_tokens")));
@@ -144,6 +148,13 @@ impl ModelConfig {
     /// The tokens that stand for media.
     pub fn media_tokens(&self) -> MediaTokens {
         MediaTokens { image: self.image_token, video: self.video_token }
+    }
+
+    fn huge_blocks(&self) -> Option<Problem> {
+        let size = self.block_size.filter(|size| size.tokens() > MAX_BLOCK_TOKENS)?;
+        let text =
+            format!("{} tokens are more than any engine has in a block; vLLM's --block-size is 16 by default", size.0);
+        Some(Problem::of("block_size", text))
     }
 
     fn wrong_video_token(&self) -> Option<&'static str> {

@@ -229,6 +229,13 @@ fn attachments(attach: Attach, sources: &[RankSource], listed: bool) -> Vec<Prob
                 "we cannot connect to the wildcard {replay}; write the engine's address (it always binds here)"
             );
             refuse("replay", text);
+        } else if source.replay.as_ref() == Some(&source.endpoint) {
+            let text = format!(
+                "{} is the `endpoint`, where events are published; the replay endpoint has a port of its own \
+                 (replay_endpoint of vLLM's --kv-events-config)",
+                source.endpoint
+            );
+            refuse("replay", text);
         }
     }
     problems

@@ -46,6 +46,15 @@ pub enum LoadError {
     },
 }
 
+impl LoadError {
+    /// The file at fault.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Read { path, .. } | Self::Content { path, .. } | Self::Template { path, .. } => path,
+        }
+    }
+}
+
 /// The names under which special tokens reach a template.
 pub(super) const SPECIAL_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
@@ -157,6 +166,7 @@ struct ModelFile {
 pub(super) fn load(config: &Config, traits: &Traits) -> Result<Loaded, LoadError> {
     let bytes = read(&config.tokenizer)?;
     let folder = config.tokenizer.parent().unwrap_or(Path::new(""));
+    refuse_other_files(&config.tokenizer, &bytes)?;
     let config_path = config.tokenizer_config.clone().or_else(|| beside(folder, "tokenizer_config.json"));
     let written: Map<String, Value> = config_path.as_deref().map(json).transpose()?.unwrap_or_default();
     let config_path = config_path.unwrap_or_else(|| config.tokenizer.clone());
@@ -204,6 +214,26 @@ impl TokenizerConfig {
             _ => Ok(()),
         }
     }
+}
+
+/// Refuses a file that is no `tokenizer.json`, and names the file that was probably meant.
+fn refuse_other_files(path: &Path, bytes: &[u8]) -> Result<(), LoadError> {
+    #[derive(Deserialize)]
+    struct Shape {
+        model: Option<serde::de::IgnoredAny>,
+    }
+    let problem = if bytes.is_empty() {
+        "the file is empty; copy it again".to_owned()
+    } else if bytes.starts_with(b"version https://git-lfs") {
+        "the file is a git-lfs pointer; run `git lfs pull`".to_owned()
+    } else if let Ok(Shape { model: None }) = serde_json::from_slice(bytes) {
+        let meant = path.parent().and_then(|folder| beside(folder, "tokenizer.json")).filter(|meant| meant != path);
+        let hint = meant.map_or(String::new(), |meant| format!("; did you mean {}?", meant.display()));
+        format!("the file is not a tokenizer.json: it has no `model`{hint}")
+    } else {
+        return Ok(());
+    };
+    Err(LoadError::Content { path: path.to_owned(), problem })
 }
 
 /// The settings with the special tokens of the older file, which is read where no added tokens are listed.

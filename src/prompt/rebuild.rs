@@ -87,8 +87,8 @@ impl Said<'_> {
     fn of_no_type(&self) -> String {
         let what = self.class.map_or("a tokenizer without a class".to_owned(), |class| format!("the class `{class}`"));
         format!(
-            "what becomes of {what} depends on the type of the model: put the model's config.json beside the tokenizer's \
-             files, or say `tokenizer_class` of the model (TokenizersBackend: tokenizer.json as it is)"
+            "how the engine builds {what} depends on the type of the model, which config.json gives: copy the model's config.json \
+             beside the tokenizer's files, or set `tokenizer_class` of the model (TokenizersBackend: tokenizer.json as it is)"
         )
     }
 

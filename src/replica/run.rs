@@ -79,7 +79,7 @@ pub(super) struct State {
 
 /// We have not heard of all others.
 struct Starting {
-    _guard: ReadyGuard,
+    guard: ReadyGuard,
     until: Instant,
     greeted: Option<Instant>,
 }
@@ -108,7 +108,7 @@ impl Replica {
         let peers = Peers::new(id, settings.lease.get());
         let random = SmallRng::seed_from_u64(rand::random());
         let state = State { own: Own::new(id, name), peers, random };
-        let starting = Starting { _guard: ready, until: Instant::now() + settings.wait.get(), greeted: None };
+        let starting = Starting { guard: ready, until: Instant::now() + settings.wait.get(), greeted: None };
         let replica = Arc::new(Self {
             settings: settings.clone(),
             id,
@@ -399,7 +399,11 @@ impl Replica {
             let greeted = starting.greeted.is_some_and(|at| now >= at + GREETING);
             now >= starting.until || greeted && self.state.lock().peers.are_level()
         };
-        drop(starting.take_if(is_over));
+        let ended = starting.take_if(is_over);
+        drop(starting);
+        if let Some(Starting { guard, until, .. }) = ended {
+            if now >= until { guard.give_up() } else { guard.done() }
+        }
         outcome
     }
 

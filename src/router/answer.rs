@@ -63,6 +63,8 @@ pub enum Reason {
     UnknownModel,
     /// The model has no tokenizer, or it is still loading.
     NoTokenizer,
+    /// The request is a conversation, and the model has no chat template.
+    NoChatTemplate,
     /// The tokenizer or the chat template refused the prompt.
     EncodeFailed,
     /// The engine was asked for its tokens and did not give them, and there are no others.
@@ -109,7 +111,7 @@ pub enum Reason {
 
 impl Reason {
     /// Every reason.
-    pub const ALL: [Self; 30] = [
+    pub const ALL: [Self; 31] = [
         Self::NoBody,
         Self::NotInference,
         Self::BodyNotShown,
@@ -119,6 +121,7 @@ impl Reason {
         Self::Unreadable,
         Self::UnknownModel,
         Self::NoTokenizer,
+        Self::NoChatTemplate,
         Self::EncodeFailed,
         Self::EngineTokensFailed,
         Self::Multimodal,
@@ -154,6 +157,7 @@ impl Reason {
             Reason::Unreadable => "unreadable",
             Reason::UnknownModel => "unknown_model",
             Reason::NoTokenizer => "no_tokenizer",
+            Reason::NoChatTemplate => "no_chat_template",
             Reason::EncodeFailed => "encode_failed",
             Reason::EngineTokensFailed => "engine_tokens_failed",
             Reason::Multimodal => "multimodal",

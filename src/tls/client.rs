@@ -1,7 +1,7 @@
 //! The way out: HTTP clients for engines and caches, and TLS to others of us. They share one provider of cryptography with our own sockets, which has
 //! to be named before the first client is built.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use reqwest::ClientBuilder;
@@ -21,6 +21,15 @@ pub fn believing_the_system() -> ClientBuilder {
     // An embedder may have named another one already, which is as good.
     ring::default_provider().install_default().ok();
     reqwest::Client::builder().no_proxy()
+}
+
+/// A client for an address that an operator gives: it trusts the authorities of the file, or without one those of the system.
+pub fn trusting(authority: Option<&Path>) -> anyhow::Result<ClientBuilder> {
+    let Some(file) = authority else { return Ok(believing_the_system()) };
+    let bytes = std::fs::read(file).with_context(|| format!("{} cannot be read", file.display()))?;
+    let authorities = reqwest::Certificate::from_pem_bundle(&bytes)
+        .with_context(|| format!("{} is not a PEM file with certificates", file.display()))?;
+    Ok(believing_the_system().tls_certs_only(authorities))
 }
 
 /// Files with which somebody is reached over TLS, as sections of the configuration name them.

@@ -49,7 +49,7 @@ async fn the_configuration_alone_shows_tokens_blocks_weights_and_who_is_eligible
     let said: Value = serde_json::from_str(&text).unwrap();
     assert_eq!((&said["prompt_tokens"], &said["weights"]["overlap_score_credit"]), (&json!(419), &json!(0.5)));
     assert_eq!(said["phases"][0]["judged"][0]["excluded"], "lacks the required taint `spot`");
-    assert_eq!(said["phases"][0]["winner"]["worker"], 2);
+    assert_eq!(said["phases"][0]["winner"]["worker"], "2");
 
     let text =
         explained(&["--config", config, "--body", "-", "--json", "--header", "x-worker-instance-id=1"], b"{").await;
@@ -73,6 +73,24 @@ async fn mistakes_of_the_configuration_end_with_2_and_all_others_with_1() {
         json!({"models": [{"name": "m", "tokenizer": unusable}], "workers": [{"id": 1, "endpoint": "127.0.0.1:8001"}]})
             .to_string(),
     );
+    // A model without a chat template is loaded, and the reason names what is missing.
+    let settings: Value = serde_json::from_slice(&std::fs::read(model_file("tokenizer_config.json")).unwrap()).unwrap();
+    let mut settings = settings;
+    settings.as_object_mut().unwrap().remove("chat_template").unwrap();
+    write(dir.path(), "tokenizer_config.json", settings.to_string());
+    for name in ["tokenizer.json.gz", "config.json"] {
+        std::fs::copy(model_file(name), dir.path().join(name)).unwrap();
+    }
+    let without = json!({
+        "models": [{"name": MODEL, "tokenizer": "tokenizer.json.gz"}],
+        "workers": [{"id": 1, "endpoint": "127.0.0.1:8001"}],
+    });
+    let without = write(dir.path(), "without.yaml", without.to_string());
+    let chat = captured_chat().to_string();
+    let text = explained(&["--config", without.to_str().unwrap(), "--body", "-", "--json"], chat.as_bytes()).await;
+    let said: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!((&said["mode"], &said["reason"]), (&json!("load_only"), &json!("no_chat_template")), "{said}");
+    assert!(said["sentence"].as_str().unwrap().contains("the model has no chat template"), "{said}");
     let nobody = format!("http://127.0.0.1:{}", FreePort::find().unwrap().release());
     let [good, broken, unusable] = [&good, &broken, &unusable].map(|file| file.to_str().unwrap());
     let cases: [(&[&str], i32, &str); 6] = [

@@ -214,3 +214,33 @@ async fn headers_of_a_call_and_exchanges_on_a_connection_are_bounded() {
     drop(second);
     site.stop().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn commands_read_admin_pages_over_tls() {
+    let (authority, other) = (Authority::new("ours"), Authority::new("others"));
+    let more = json!({"admin": {"listen": "127.0.0.1:0", "tls": {"cert_dir": "certs"}}});
+    let site = Site::start(more, |folder| {
+        authority.sign(1).write(&folder.join("certs"));
+        std::fs::write(folder.join("ca.pem"), &authority.cert).unwrap();
+        std::fs::write(folder.join("other.pem"), &other.cert).unwrap();
+        std::fs::write(folder.join("body"), json!({"model": "m", "prompt": "why?"}).to_string()).unwrap();
+    })
+    .await;
+    let (admin, body) = (format!("https://{}", site.admin), site.path("body"));
+    let run = async |args: &[&str], authority: &str| {
+        let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_warmroute"));
+        command.args(args).args(["--admin", &admin]).arg("--ca-file").arg(site.path(authority));
+        command.output().await.unwrap()
+    };
+    let explain = ["explain", "--body", body.to_str().unwrap()];
+    until("explained", async || run(&explain, "ca.pem").await.status.success()).await;
+    let audited = run(&["audit"], "ca.pem").await;
+    assert!(audited.status.success(), "{}", String::from_utf8_lossy(&audited.stderr));
+    for args in [&explain[..], &["audit"]] {
+        let refused = run(args, "other.pem").await;
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert_eq!(refused.status.code(), Some(1), "{said}");
+        assert!(said.contains("--ca-file"), "{said}");
+    }
+    site.stop().await;
+}

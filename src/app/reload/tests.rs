@@ -208,7 +208,7 @@ async fn a_newcomer_and_who_begins_anew_are_asked_at_once_whoever_hangs() {
     reload(&app, config(&[first, second], patient)).await;
     until("the newcomer is learned of", || router.sources().learned(WorkerId(2)).is_some()).await;
     // Nobody of the beginning was left out: readiness waits for the first alone.
-    assert!(app.readiness.pending().iter().any(|pending| pending.contains("say of themselves")));
+    assert!(app.readiness.pending().iter().any(|pending| pending.contains("settings of the initial workers")));
 
     let asked = || newcomer.asked.load(Ordering::SeqCst);
     assert_eq!(asked(), 1, "the next time in an hour");
@@ -231,10 +231,10 @@ async fn readiness_waits_for_the_event_sources_that_only_engines_know_of() {
     let pending = || app.readiness.pending();
     let waits_for = |what: &str| pending().iter().any(|pending| pending.contains(what));
     until("it is asked", || engine.asked.load(Ordering::SeqCst) > 0).await;
-    assert!(waits_for("say of themselves"), "{:?}", pending());
+    assert!(waits_for("settings of the initial workers"), "{:?}", pending());
     engine.hangs.store(false, Ordering::SeqCst);
     until("its source is waited for", || waits_for("event source of worker rank 1/0")).await;
-    until("and nothing else", || !waits_for("say of themselves")).await;
+    until("and nothing else", || !waits_for("settings of the initial workers")).await;
     // Whoever does not answer is not waited for.
     let silent = Arc::new(Engine { token: Some("letmein"), ..Engine::default() });
     let address = silent.serve().await;

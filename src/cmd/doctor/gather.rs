@@ -1,6 +1,7 @@
 //! Gathers what is judged elsewhere: asks the engines, listens to their events while a canary is computed, and asks Envoy.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -320,9 +321,10 @@ fn begins(heard: &Heard, tokens: &[u32]) -> bool {
 }
 
 /// Envoy's page.
-pub(super) async fn config_dump(url: &str, patience: Duration) -> Result<String, String> {
+pub(super) async fn config_dump(url: &str, ca_file: Option<&Path>, patience: Duration) -> Result<String, String> {
     let url = format!("{}/config_dump?include_eds", url.trim_end_matches('/'));
-    let client = crate::tls::client().timeout(patience).build().map_err(|error| error.to_string())?;
+    let client = super::super::pages::client(&url, ca_file).map_err(|error| format!("{error:#}"))?;
+    let client = client.timeout(patience).build().map_err(|error| error.to_string())?;
     let answer = client.get(&url).send().await.map_err(|error| format!("{url}: {}", causes(&error)))?;
     let status = answer.status();
     if !status.is_success() {

@@ -38,6 +38,11 @@ pub fn advice(Advice { subject, seen, mend }: Advice) -> Finding {
 pub fn tokenizer(model: &ModelConfig, loaded: Result<Option<&Encoder>, String>) -> Finding {
     let at = At::new("config.tokenizer", format!("model {}", model.name));
     match loaded {
+        Ok(Some(encoder)) if !encoder.has_chat_template() => at.warning(
+            "loaded, but without a chat template (none in tokenizer_config.json, no chat_template.jinja beside it): every chat \
+             request is routed by load only",
+            "copy chat_template.jinja from the model, or set `chat_template` of the model",
+        ),
         Ok(Some(encoder)) => match encoder.quicken() {
             Ok(()) => at.ok("loaded, and agrees with the fast way"),
             Err(because) => {

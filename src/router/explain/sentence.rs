@@ -125,6 +125,7 @@ fn because(reason: Reason) -> &'static str {
         Reason::Unreadable => "the body cannot be read as a request of this API",
         Reason::UnknownModel => "the request names a model that is not configured",
         Reason::NoTokenizer => "the model has no tokenizer",
+        Reason::NoChatTemplate => "the model has no chat template",
         Reason::EncodeFailed => "the tokenizer or the chat template refuses the prompt",
         Reason::EngineTokensFailed => "the engine did not say its tokens, and there are no others",
         Reason::Multimodal => "the prompt holds images, audio or video",

@@ -494,7 +494,7 @@ fn the_way_to_us_may_be_an_address_in_the_filter() {
 fn an_address_is_ours_by_its_port_where_it_is_a_name_or_we_listen_everywhere() {
     let listens = |tcp: &str| {
         let mut config = config("standalone");
-        config["listen"] = json!({"tcp": tcp});
+        config["listen"] = json!({"tcp": tcp, "unprotected": true});
         expected(&config)
     };
     let at = |host: &str, port: u16| dump::Address::Socket(host.to_owned(), port);
