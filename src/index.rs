@@ -20,6 +20,7 @@ mod salts;
 mod seats;
 mod slab;
 mod trie;
+mod watch;
 mod writer;
 
 use std::collections::HashSet;
@@ -38,6 +39,7 @@ pub(crate) use salts::Salts;
 pub use seats::Grouped;
 use seats::Seats;
 use trie::Trie;
+pub use watch::PrefixWatch;
 use writer::Place;
 pub use writer::{Forgotten, RankWriter, Settled};
 
@@ -157,21 +159,6 @@ impl PrefixIndex {
     /// Whose cache has several groups at this instant.
     pub fn grouped(&self) -> Grouped {
         Grouped::of(self.seats.read().plan())
-    }
-
-    /// Leading blocks of a prompt that a slot holds in whatever tier, also where they are of no use alone.
-    pub fn leading(&self, hashes: &BlockHashes, slot: Slot, scratch: &mut Overlaps) -> usize {
-        scratch.clear();
-        let Some(&first) = hashes.locals().first() else { return 0 };
-        let trie = read(&self.shards[shard_of(first)]);
-        trie.walk(hashes, scratch);
-        scratch.settle(self.seats.read().plan());
-        scratch.get(slot).total() as usize
-    }
-
-    /// Events of a slot so far that stored something new; `None` where nobody writes for it.
-    pub fn stores(&self, slot: Slot) -> Option<u64> {
-        Some(self.moment(slot)?.stores)
     }
 
     /// How far the events of a slot are; `None` where nobody writes for it.

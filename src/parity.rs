@@ -18,10 +18,9 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-pub use sighting::{Evidence, Foretold, Sighting, Told};
+pub use sighting::{Evidence, Foretold, PromptCheck, Sighting, Told, WatchedPrompt};
 pub use verdict::{Difference, EventsVerdict, ModelParity, Verdict, What, WorkerParity};
 
-use crate::block::BlockHashes;
 use crate::worker::{ModelName, WorkerId, WorkerRank};
 
 /// Requests of one model that are looked after at a time.
@@ -138,13 +137,19 @@ impl Standing {
         self.parity.lock().workers.entry(worker).or_default().events.undecided += 1;
     }
 
-    /// A place for one more request to be looked after, if there is any.
-    pub fn sighting(self: &Arc<Self>, rank: WorkerRank, hashes: BlockHashes, stores: u64) -> Option<Sighting> {
-        if self.sightings.fetch_add(1, Ordering::Relaxed) >= MOST_SIGHTINGS {
+    /// Reserves a slot for one more checked request and begins to watch its prompt; `None` where as many are checked as
+    /// may be, or there is nothing to check.
+    pub fn sighting(
+        self: &Arc<Self>,
+        rank: WorkerRank,
+        watch: impl FnOnce() -> Option<WatchedPrompt>,
+    ) -> Option<Sighting> {
+        let reserved = self.sightings.fetch_add(1, Ordering::Relaxed) < MOST_SIGHTINGS;
+        let prompt = if reserved { watch() } else { None };
+        if prompt.is_none() {
             self.sightings.fetch_sub(1, Ordering::Relaxed);
-            return None;
         }
-        Some(Sighting::new(self.clone(), (rank, hashes), stores))
+        Some(Sighting::new(self.clone(), rank, prompt?))
     }
 
     /// The requests that have been answered and are to be looked after.

@@ -15,6 +15,8 @@ mod bed;
 mod call;
 #[path = "routing/encrypted.rs"]
 mod encrypted;
+#[path = "routing/eviction.rs"]
+mod eviction;
 #[path = "routing/forged.rs"]
 mod forged;
 #[path = "routing/handovers.rs"]

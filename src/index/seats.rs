@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use super::doubts::Doubts;
 use super::gains::Gains;
 use super::needs::Needs;
+use super::watch::PrefixWatches;
 use super::{BlockCounts, Moment, SlotStats};
 use crate::tier::Tier;
 use crate::worker::Slot;
@@ -176,8 +177,8 @@ impl Seats {
     }
 
     /// Under which seat a slot is reported, and what its writer tells of itself.
-    pub(super) fn seating(&self, slot: Slot) -> Option<(Seat, &Tally)> {
-        Some((self.plan.seat(slot)?, self.tallies.get(slot.at())?.as_deref()?))
+    pub(super) fn seating(&self, slot: Slot) -> Option<(Seat, &Arc<Tally>)> {
+        Some((self.plan.seat(slot)?, self.tallies.get(slot.at())?.as_ref()?))
     }
 
     fn vacant(&mut self) -> Seat {
@@ -201,6 +202,7 @@ pub(super) struct Tally {
     gaps: AtomicU32,
     pub(super) doubts: Mutex<Doubts>,
     pub(super) gains: Mutex<Gains>,
+    pub(super) watches: PrefixWatches,
 }
 
 impl Tally {

@@ -121,6 +121,7 @@ impl RankWriter {
                     Outcome::ParentNotFound => self.untold = self.untold.map(|_| 0),
                     _ => {}
                 }
+                self.tally.watches.on_stored(&self.index, self.seat, blocks);
                 outcome
             }
             KvEvent::Removed { blocks, tier } => self.remove(blocks, *tier),

@@ -6,7 +6,8 @@ use std::sync::atomic::Ordering;
 
 use super::{Change, Standing};
 use crate::block::BlockHashes;
-use crate::worker::WorkerRank;
+use crate::index::{Moment, PrefixWatch};
+use crate::worker::{BlockSize, WorkerRank};
 
 /// What a request's blocks, found or not, say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,26 +52,56 @@ impl Foretold {
     }
 }
 
-/// A request to be looked after.
+/// A request whose blocks are looked for after its answer.
 #[derive(Debug)]
 pub struct Sighting {
     standing: Arc<Standing>,
     rank: WorkerRank,
-    hashes: BlockHashes,
-    stores: u64,
+    prompt: WatchedPrompt,
+}
+
+/// The blocks that a worker rank is expected to store, watched from the moment of the choice.
+#[derive(Debug)]
+pub struct WatchedPrompt {
+    /// Sees also blocks that are evicted before the check.
+    pub watch: PrefixWatch,
+    /// Whole blocks of the prompt.
+    pub blocks: usize,
+    /// Tokens per block.
+    pub block_size: BlockSize,
+    /// The position in the rank's events at that moment.
+    pub since: Moment,
+}
+
+/// What the index shows of a watched prompt at the time of the check.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PromptCheck {
+    /// Most leading blocks that were held at once.
+    pub held: usize,
+    /// Blocks that the engine has to store.
+    pub expected: usize,
+    /// The position in the rank's events now.
+    pub now: Moment,
+    /// How much of what the engine holds its events report.
+    pub told: Told,
 }
 
 impl Sighting {
-    pub(super) fn new(standing: Arc<Standing>, (rank, hashes): (WorkerRank, BlockHashes), stores: u64) -> Self {
-        Self { standing, rank, hashes, stores }
+    pub(super) fn new(standing: Arc<Standing>, rank: WorkerRank, prompt: WatchedPrompt) -> Self {
+        Self { standing, rank, prompt }
     }
 
-    /// Where its blocks should be.
+    /// The worker rank that should store the blocks.
     pub fn rank(&self) -> WorkerRank {
         self.rank
     }
 
-    /// It was answered there: its blocks are to be looked for.
+    /// The watched blocks.
+    pub fn prompt(&self) -> &WatchedPrompt {
+        &self.prompt
+    }
+
+    /// The request was answered by this rank. Blocks are looked for only at the rank that was chosen.
     pub fn answered(self, by: WorkerRank) {
         if by == self.rank {
             let standing = self.standing.clone();
@@ -78,24 +109,20 @@ impl Sighting {
         }
     }
 
-    /// The blocks that should be there.
-    pub fn hashes(&self) -> &BlockHashes {
-        &self.hashes
-    }
-
-    /// What was found: `held` leading blocks of those that have to be there, after `stores` events that stored something.
-    /// `None` where that says nothing, because the engine told of nothing new, or may not have told all: what it had
-    /// cached before we listened it never tells.
-    pub fn found(self, (held, of): (usize, usize), stores: u64, told: Told) -> Option<(Evidence, Change)> {
-        let evidence = match held {
-            _ if of == 0 => return None,
-            held if held >= of => Evidence::Confirmed,
-            _ if told == Told::Some => {
+    /// Judges the check and enters the result. `None` where the check proves nothing: the engine stored nothing at all, or
+    /// its events may not report everything that it holds.
+    pub fn found(self, check: PromptCheck) -> Option<(Evidence, Change)> {
+        let since = self.prompt.since;
+        let evidence = match check {
+            PromptCheck { expected: 0, .. } => return None,
+            PromptCheck { held, expected, .. } if held >= expected => Evidence::Confirmed,
+            // A store may be among the events that were lost since the choice, even if the source is exact again.
+            PromptCheck { told, now, .. } if told == Told::Some || now.gaps != since.gaps => {
                 self.standing.undecided(self.rank.worker);
                 return None;
             }
-            _ if stores <= self.stores => return None,
-            block => Evidence::Unconfirmed { block },
+            PromptCheck { now, .. } if now.stores <= since.stores => return None,
+            PromptCheck { held, .. } => Evidence::Unconfirmed { block: held },
         };
         let standing = self.standing.clone();
         Some((evidence, standing.seen(self.rank.worker, evidence)))

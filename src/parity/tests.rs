@@ -1,8 +1,9 @@
 use std::collections::BTreeMap;
 
 use super::*;
-use crate::block::Salt;
-use crate::worker::{BlockSize, DpRank};
+use crate::block::{BlockHashes, Salt};
+use crate::index::{Moment, PrefixIndex};
+use crate::worker::{BlockSize, DpRank, Slot};
 
 const ONE: WorkerId = WorkerId(1);
 const TWO: WorkerId = WorkerId(2);
@@ -127,26 +128,35 @@ fn what_the_events_of_one_worker_prove_is_proven_of_that_worker_only() {
 fn what_is_looked_after_has_a_limit_and_needs_news_to_say_anything() {
     let standing = Arc::new(Standing::default());
     let rank = WorkerRank { worker: ONE, rank: DpRank(0) };
-    let hashes = || BlockHashes::of(&[7; 40], BlockSize::new(8).unwrap(), &Salt::default());
-    let mut held: Vec<_> = (0..MOST_SIGHTINGS).map(|_| standing.sighting(rank, hashes(), 5).unwrap()).collect();
-    assert!(standing.sighting(rank, hashes(), 5).is_none());
+    let (block_size, index) = (BlockSize::new(8).unwrap(), PrefixIndex::new());
+    let _writer = index.join(Slot(0));
+    let hashes = BlockHashes::of(&[7; 40], block_size, &Salt::default());
+    let since = Moment { stores: 5, gaps: 1 };
+    let watch = || Some(WatchedPrompt { watch: index.watch(&hashes, Slot(0))?, blocks: 5, block_size, since });
+    let mut held: Vec<_> = (0..MOST_SIGHTINGS).map(|_| standing.sighting(rank, watch).unwrap()).collect();
+    assert!(standing.sighting(rank, watch).is_none());
     // Answered by somebody else, it is forgotten.
     held.pop().unwrap().answered(WorkerRank { worker: TWO, rank: DpRank(0) });
     assert!(standing.take_ready().is_empty());
-    for (held, stores, told, expected) in [
-        (5, 5, Told::All, Some(Evidence::Confirmed)),
-        (0, 5, Told::All, None),
-        (0, 6, Told::All, Some(Evidence::Unconfirmed { block: 0 })),
-        (4, 6, Told::All, Some(Evidence::Unconfirmed { block: 4 })),
+    assert!(standing.sighting(rank, || None).is_none(), "there is nothing to check");
+    for (held, stores, gaps, told, expected) in [
+        (5, 5, 1, Told::All, Some(Evidence::Confirmed)),
+        (0, 5, 1, Told::All, None),
+        (0, 6, 1, Told::All, Some(Evidence::Unconfirmed { block: 0 })),
+        (4, 6, 1, Told::All, Some(Evidence::Unconfirmed { block: 4 })),
         // It may hold what it never told; but what it told it holds.
-        (0, 6, Told::Some, None),
-        (5, 6, Told::Some, Some(Evidence::Confirmed)),
+        (0, 6, 1, Told::Some, None),
+        (5, 6, 1, Told::Some, Some(Evidence::Confirmed)),
+        // Events were lost since the choice, and the source is exact again.
+        (0, 6, 2, Told::All, None),
+        (5, 6, 2, Told::All, Some(Evidence::Confirmed)),
     ] {
-        standing.sighting(rank, hashes(), 5).unwrap().answered(rank);
-        let found = standing.take_ready().pop().unwrap().found((held, 5), stores, told);
-        assert_eq!(found.map(|(evidence, _)| evidence), expected, "{held} {stores} {told:?}");
+        standing.sighting(rank, watch).unwrap().answered(rank);
+        let check = PromptCheck { held, expected: 5, now: Moment { stores, gaps }, told };
+        let found = standing.take_ready().pop().unwrap().found(check);
+        assert_eq!(found.map(|(evidence, _)| evidence), expected, "{check:?}");
     }
-    assert_eq!(standing.parity().workers[&ONE].events.undecided, 1);
+    assert_eq!(standing.parity().workers[&ONE].events.undecided, 2);
     drop(held);
     assert_eq!(standing.sightings.load(Ordering::Relaxed), 0);
 }

@@ -1,6 +1,7 @@
-//! Comparing what was foretold of a request's blocks with what its engine tells of them. Only where the engine's events
-//! are followed and caught up, and only for a few requests at a time. Blocks that are missing prove something only where
-//! all that the engine holds was told; blocks that it tells of since prove that it makes our tokens, though others were lost.
+//! Compares the predicted blocks of a few real requests with the blocks that their engines store. The prompt is watched from
+//! the choice on, so blocks that are evicted before the check are seen as well: cache turnover is no evidence of other
+//! tokens. A missing block proves something only where the events report everything that the engine holds; a stored block
+//! proves that the engine makes our tokens, even if other events were lost.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -9,10 +10,9 @@ use super::answer::Phases;
 use super::placing::Booked;
 use super::prepared::Prepared;
 use super::{Prompt, RouteRequest, Router};
-use crate::block::BlockHashes;
-use crate::parity::{Change, Evidence, Foretold, Parity, Sighting, Told};
+use crate::parity::{Change, Evidence, Foretold, Parity, PromptCheck, Sighting, Told, WatchedPrompt};
 use crate::trust::{Because, Trust};
-use crate::worker::{Slot, WorkerId, WorkerRank};
+use crate::worker::{WorkerId, WorkerRank};
 
 impl Router {
     /// What is known of the models' tokens.
@@ -41,15 +41,17 @@ impl Router {
         if hashes.is_empty() || matches!(booked.route.phases, Phases::Remote(_)) {
             return None;
         }
-        let (told, slot) = (self.told(rank)?, self.fleet.load().slot(rank)?);
+        let told = self.told(rank)?;
+        let slot = self.fleet.load().slot(rank)?;
         let standing = self.parity.of(&booked.route.model)?;
-        let stores = self.index.stores(slot)?;
-        // What an earlier life of the engine may have told proves nothing of this one.
-        let (held, of) = if told == Told::Some { self.appeared(hashes, rank, slot) } else { (0, 1) };
-        if held >= of {
-            return None;
-        }
-        standing.sighting(rank, hashes.clone(), stores)
+        standing.sighting(rank, || {
+            let since = self.index.moment(slot)?;
+            let watch = self.index.watch(hashes, slot)?;
+            let prompt = WatchedPrompt { watch, blocks: hashes.len(), block_size: hashes.block_size(), since };
+            // An earlier life of the engine may have stored the blocks, which proves nothing of this one.
+            let is_news = told == Told::All || prompt.watch.most_held() < self.expected_blocks(&prompt, rank);
+            is_news.then_some(prompt)
+        })
     }
 
     /// How much of what a worker rank holds was told. Of blocks that it held before anybody listened it says nothing, and
@@ -65,24 +67,25 @@ impl Router {
         }
     }
 
-    /// How many leading blocks of a request its worker rank told of, and of how many.
-    fn appeared(&self, hashes: &BlockHashes, rank: WorkerRank, slot: Slot) -> (usize, usize) {
-        // An engine with larger blocks than ours tells of whole ones of its own only.
-        let engine =
-            self.trust(rank).engine_block_size.map_or(1, |engine| engine.tokens() / hashes.block_size().tokens());
-        let mut scratch = self.scratch.take();
-        let held = self.index.leading(hashes, slot, &mut scratch);
-        self.scratch.give([scratch]);
-        (held, hashes.len() / engine.max(1) * engine.max(1))
+    /// Blocks of a prompt that its worker rank has to store. An engine with larger blocks than ours stores whole ones of its
+    /// own only.
+    fn expected_blocks(&self, prompt: &WatchedPrompt, rank: WorkerRank) -> usize {
+        let engine = self.trust(rank).engine_block_size;
+        let count = engine.map_or(1, |engine| engine.tokens() / prompt.block_size.tokens()).max(1);
+        prompt.blocks / count * count
     }
 
-    /// Looks for the blocks of an answered request; `None` where nothing can be said.
+    /// Checks whether the blocks of an answered request were stored; `None` where nothing can be said.
     pub fn look_for(&self, sighting: Sighting) -> Option<(Evidence, Change)> {
         let rank = sighting.rank();
         let told = self.told(rank)?;
         let slot = self.fleet.load().slot(rank)?;
-        let stores = self.index.stores(slot)?;
-        let found = self.appeared(sighting.hashes(), rank, slot);
-        sighting.found(found, stores, told)
+        let prompt = sighting.prompt();
+        if !prompt.watch.is_current(&self.index, slot) {
+            return None;
+        }
+        let (held, expected) = (prompt.watch.most_held(), self.expected_blocks(prompt, rank));
+        let check = PromptCheck { held, expected, now: self.index.moment(slot)?, told };
+        sighting.found(check)
     }
 }

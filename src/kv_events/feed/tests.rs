@@ -4,7 +4,7 @@ use super::*;
 use crate::block::hash::{Windows, locals};
 use crate::block::{BlockHashes, Salt};
 use crate::index::dump::RankDump;
-use crate::index::{GroupNeed, Overlaps, PrefixIndex, RankWriter, Settled, SharedPosition};
+use crate::index::{GroupNeed, PrefixIndex, RankWriter, Settled, SharedPosition};
 use crate::trust::Resync;
 use crate::trust::{Facts, Trust};
 use crate::worker::{Attach, DpRank, EventSource, Slot, WorkerId};
@@ -162,7 +162,7 @@ impl Real {
         let size = BlockSize::new(2).unwrap();
         let hashes =
             BlockHashes::chain(tokens.len(), size, locals(&tokens, size, &Salt::default(), Windows::Plain, &[]));
-        self.index.leading(&hashes, Slot(0), &mut Overlaps::new())
+        self.index.watch(&hashes, Slot(0)).map_or(0, |watch| watch.most_held())
     }
 
     fn stands(&self) -> (Trust, Option<Because>) {

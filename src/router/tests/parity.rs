@@ -83,3 +83,40 @@ fn where_batches_were_lost_only_blocks_that_were_told_since_prove_something() {
     router.set_trust(rank(1), Standing::new(Trust::Stale, Some(Because::Silent)));
     assert!(looked_after().is_none(), "nothing is heard");
 }
+
+#[test]
+fn blocks_evicted_before_the_check_confirm_the_tokens() {
+    let router = router_of([worker(1)], RouterSettings::default());
+    router.parity().configure([("m".into(), Arc::default())]);
+    router.set_trust(rank(1), Standing::EXACT);
+    let parity = router.parity().of(&"m".into()).unwrap();
+    let mut writer = router.index().join(router.fleet().slot(rank(1)).unwrap());
+    let block = |local| StoredBlock { engine: EngineHash(local), local: LocalHash(local) };
+    let store = |blocks: std::ops::Range<u64>| {
+        let parent = blocks.start.checked_sub(1).filter(|before| *before < 10).map(EngineHash);
+        KvEvent::Stored { parent, blocks: blocks.map(block).collect(), tier: Tier::Device }
+    };
+    let remove = |blocks: std::ops::Range<u64>| KvEvent::Removed {
+        blocks: blocks.map(EngineHash).collect(),
+        tier: Tier::Device,
+    };
+    // A prefill in two steps, then another prompt that takes the room of this one.
+    let turnover = [store(0..6), store(6..10), store(100..110), remove(0..10)];
+    for round in 0..20 {
+        let mut booked = router.route(hashed(Foretold::Prompt)).unwrap();
+        turnover.iter().for_each(|event| _ = writer.apply(event));
+        router.answered_well(&mut booked);
+        let checked = router.look_for(parity.take_ready().pop().unwrap());
+        assert_eq!(checked, Some((Evidence::Confirmed, Change::None)), "round {round}");
+        writer.apply(&remove(100..110));
+    }
+    // The same turnover of other tokens is still a proof.
+    let mut changes = Vec::new();
+    for _ in 0..8 {
+        let mut booked = router.route(hashed(Foretold::Prompt)).unwrap();
+        [store(100..110), remove(100..110)].iter().for_each(|event| _ = writer.apply(event));
+        router.answered_well(&mut booked);
+        changes.extend(router.look_for(parity.take_ready().pop().unwrap()));
+    }
+    assert_eq!(changes.last(), Some(&(Evidence::Unconfirmed { block: 0 }, Change::Mistrusted)));
+}

@@ -1,0 +1,75 @@
+//! Engines whose caches are full: blocks are evicted within seconds of the answer.
+
+use std::collections::BTreeMap;
+
+use futures_util::stream::{self, StreamExt as _};
+use serde_json::{Value, json};
+
+use crate::bed::{Answer, Bed, SOON, engine, essay};
+use crate::support::ports::until;
+use crate::support::stack::{EngineSpec, MODEL};
+
+/// An engine with room for two requests of [`request`], whose answers take some 0.6 s.
+fn small_engine(id: u64) -> EngineSpec {
+    EngineSpec::new(id).with(&["--speed", "2", "--num-blocks", "300"])
+}
+
+/// About 1,600 tokens that no other topic begins with, and a long answer.
+fn request(topic: usize) -> Value {
+    let text: Vec<String> = (0..5).map(|part| essay(topic * 5 + part)).collect();
+    json!({"model": MODEL, "prompt": text.join(" "), "max_tokens": 200})
+}
+
+/// Sends requests of a few topics in turn, eight at a time.
+async fn replay(bed: &Bed, count: usize) -> Vec<Answer> {
+    let asked = stream::iter(0..count).map(|at| async move { bed.ask(&request(at * 7 % 12)).await });
+    asked.buffer_unordered(8).collect().await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn evicted_blocks_are_not_taken_for_other_tokens() {
+    let config = json!({"observe": "usage", "self_test": {"grace": "300ms"}});
+    let bed = Bed::start(&[small_engine(1), small_engine(2)], config).await;
+    let answers = replay(&bed, 60).await;
+    let mut modes = BTreeMap::<String, usize>::new();
+    answers.iter().for_each(|answer| *modes.entry(answer.mode().to_owned()).or_default() += 1);
+    let parity = async || bed.stack.debug("parity").await.unwrap()[0].take();
+    assert_eq!(modes, [("exact".to_owned(), 60)].into(), "{:#}", parity().await);
+    // The checks run and confirm the tokens although the blocks are gone by then.
+    let confirmed = until(SOON, async || parity().await["confirmed"].as_u64().unwrap() >= 10).await;
+    let shown = parity().await;
+    assert!(confirmed, "{shown:#}");
+    assert_eq!((&shown["mistrusted"], &shown["unconfirmed"]), (&json!(false), &json!(0)), "{shown:#}");
+    for id in ["1", "2"] {
+        assert!(shown["workers"][id]["events"]["differs"].is_null(), "{shown:#}");
+    }
+    let audited = async || bed.stack.debug("audit").await.unwrap();
+    assert!(until(SOON, async || audited().await["waiting"] == 0).await);
+    let sums = audited().await["models"][MODEL].take();
+    assert_eq!(sums["answers"], 60, "{sums:#}");
+    assert!(sums["missed_tokens"].get("parity").is_none(), "{sums:#}");
+    // Requests wait for room at the engine, and what was predicted for them is evicted meanwhile.
+    assert!(sums["errors"]["evicted"].as_u64().is_some_and(|count| count > 0), "{sums:#}");
+    let explained = ["evicted", "stored_meanwhile"];
+    let causes = sums["errors"].as_object().unwrap();
+    assert!(causes.keys().all(|cause| explained.contains(&cause.as_str())), "{sums:#}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn other_tokens_are_proven_while_blocks_are_evicted() {
+    let folder = tempfile::tempdir().unwrap();
+    let template = folder.path().join("other.jinja");
+    std::fs::write(&template, "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}")
+        .unwrap();
+    let flags = ["--no-tokenize", "--no-render", "--num-blocks", "60", "--chat-template", template.to_str().unwrap()];
+    let bed = Bed::start(&[engine(1).with(&flags)], json!({"self_test": {"grace": "300ms"}})).await;
+    let mut topic = 0;
+    let found = until(SOON, async || {
+        topic += 1;
+        let chat = json!({"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": essay(topic)}]});
+        bed.ask(&chat).await.engine();
+        bed.stack.debug("parity").await.unwrap()[0]["mistrusted"] == true
+    });
+    assert!(found.await, "{:#}", bed.stack.debug("parity").await.unwrap());
+    assert!(topic <= 100, "{topic} requests");
+}
