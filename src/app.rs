@@ -10,6 +10,7 @@ mod encoders;
 mod followed;
 mod gateway;
 mod health;
+mod health_checks;
 mod keeper;
 mod learn;
 mod lives;
@@ -147,7 +148,7 @@ impl App {
         let discovery = app.discovery(&sockets, &config, envoys).await?;
         app.keep_time(&entrance, &metrics);
         app.keep_in_touch();
-        app.tell_engines(&config, &entrance, replica.clone());
+        app.tell_engines(&config, &entrance, replica.clone())?;
         let models = app.reloader.load_models().await?;
         if let Some(socket) = &config.listen.unix {
             unix::wait_turn(socket, &app.readiness, LOADING).await;
@@ -191,6 +192,7 @@ impl App {
 
     fn judge_tokens(&mut self, config: &Config, router: &Arc<Router>) {
         self.test_tokens(config, router);
+        self.check_health(config, router);
         self.compare_tokenizers(router);
     }
 

@@ -18,7 +18,7 @@ use crate::block::BlockHashes;
 use crate::index::{Overlaps, PrefixIndex};
 use crate::metrics::{CauseLabels, Metrics, ModelLabel, ModelOutcomeLabels, ModelTokensLabels};
 use crate::router::{Mode, Route, Router};
-use crate::worker::{ModelName, Slot};
+use crate::worker::{BlockSize, ModelName, Slot};
 
 /// How long the events of an engine may take.
 const GRACE: Duration = Duration::from_secs(1);
@@ -39,6 +39,11 @@ pub struct Answered {
     pub prompts: Vec<BlockHashes>,
     /// Whether somebody else served it.
     pub moved: bool,
+    /// Tokens per block of the chosen engine, if its events report them.
+    engine_block_size: Option<BlockSize>,
+    /// Leading blocks of the prompts that the chosen rank held when the answer ended. Read only if the engine found more
+    /// than was predicted.
+    held_at_end: u64,
 }
 
 /// All answers so far.
@@ -78,6 +83,17 @@ impl Waiting {
 }
 
 impl Answered {
+    /// An answer of the chosen worker.
+    pub fn new(foreseen: Foreseen, said: Said, prompts: Vec<BlockHashes>) -> Self {
+        Self { foreseen, said, prompts, moved: false, engine_block_size: None, held_at_end: 0 }
+    }
+
+    /// The same, served by another worker or not.
+    #[must_use]
+    pub fn moved(self, moved: bool) -> Self {
+        Self { moved, ..self }
+    }
+
     fn blocks(&self) -> usize {
         self.prompts.iter().map(BlockHashes::len).sum()
     }
@@ -94,20 +110,34 @@ impl Answered {
         }
     }
 
-    /// Whether the chosen one's events tell what its engine found. What was missing was computed and stored again, so it is
-    /// held now in any case: but not all the time, if it was told to be gone.
-    fn told(&self, index: &PrefixIndex, slot: Slot) -> Told {
-        let (foreseen, mut scratch) = (&self.foreseen, Overlaps::new());
-        let Some(since) = foreseen.since else { return Told::No };
-        let size = foreseen.block_size.tokens() as u64;
-        let (found, captured) = (self.said.cached / size, foreseen.captured / size);
+    /// Leading blocks of the prompts that a slot holds now.
+    fn held(&self, index: &PrefixIndex, slot: Slot) -> u64 {
+        let mut scratch = Overlaps::new();
         let mut holds = |hashes| {
             index.overlaps(hashes, &mut scratch);
             u64::from(scratch.get(slot).total())
         };
-        let held: u64 = self.prompts.iter().map(&mut holds).sum();
+        self.prompts.iter().map(&mut holds).sum()
+    }
+
+    /// Tokens by which an engine with smaller blocks than ours may find more than whole blocks of ours, of all prompts.
+    fn rounding(&self) -> u64 {
+        let ours = self.foreseen.block_size.tokens();
+        let rest = self.engine_block_size.map_or(0, |engine| ours.saturating_sub(engine.tokens()));
+        rest as u64 * self.prompts.len() as u64
+    }
+
+    /// Whether the chosen one's events tell what its engine found. What was missing was computed and stored again, so it is
+    /// held now in any case: but not all the time, if it was told to be gone.
+    fn told(&self, index: &PrefixIndex, slot: Slot) -> Told {
+        let foreseen = &self.foreseen;
+        let Some(since) = foreseen.since else { return Told::No };
+        let size = foreseen.block_size.tokens() as u64;
+        let (found, captured) = (self.said.cached / size, foreseen.captured / size);
+        let held = self.held(index, slot);
         if found > captured {
-            return Told::from(held >= found);
+            // Blocks that another request stored may be gone again by now.
+            return Told::from(held.max(self.held_at_end) >= found);
         }
         if held < captured {
             return Told::Yes;
@@ -133,9 +163,14 @@ impl Audit {
     }
 
     /// An answer ended and said what it found cached.
-    pub fn answered(&self, answered: Answered, now: Instant) {
-        if let Some(slot) = self.router.fleet().slot(answered.foreseen.chosen) {
+    pub fn answered(&self, mut answered: Answered, now: Instant) {
+        let rank = answered.foreseen.chosen;
+        answered.engine_block_size = self.router.trust(rank).engine_block_size;
+        if let Some(slot) = self.router.fleet().slot(rank) {
             answered.confirm(self.router.index(), slot);
+            if answered.said.cached > answered.foreseen.captured {
+                answered.held_at_end = answered.held(self.router.index(), slot);
+            }
         }
         let answered = if judge::needs_events(&answered.foreseen, answered.said) && !answered.moved {
             self.waiting.lock().keep(now + GRACE, answered)
@@ -176,7 +211,7 @@ impl Audit {
             true => Told::Forgotten,
             false => slot.map_or(Told::No, |slot| answered.told(self.router.index(), slot)),
         };
-        let evidence = Evidence { told, moved: answered.moved };
+        let evidence = Evidence { told, moved: answered.moved, rounding: answered.rounding() };
         let verdict = judge(&answered.foreseen, answered.said, evidence);
         self.count(&verdict);
         self.totals.lock().of(&verdict.model).add(&verdict);

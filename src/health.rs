@@ -1,7 +1,8 @@
 //! Which workers answer. Envoy's `override_host` sends where it is told, whatever Envoy knows of the health of that host,
 //! so we must not send where nobody answers. A worker whose answers are errors several times in a row is taken out for a
-//! while; then exactly one request at a time tries it, and only when that fails it is taken out for twice as long. The
-//! first success forgives everything. While nobody is in trouble, all of this costs the reading of one number.
+//! while; then exactly one request at a time tries it, and only when that fails it is taken out for twice as long. A health
+//! check that passes again after it failed ends the rest early. The first success forgives everything. While nobody is in
+//! trouble, all of this costs the reading of one number.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -34,8 +35,10 @@ impl Default for HealthRules {
 /// What became of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The worker answered, and be it that the request was wrong.
+    /// The worker computed an answer.
     Success,
+    /// The answer says nothing of the worker's health: the request was refused as wrong, or needed no computation.
+    Inconclusive,
     /// Nobody answered, or the answer was an error of the worker's own.
     Failure,
     /// The worker said that it has too much to do. That tells nothing about its health, neither way.
@@ -49,7 +52,8 @@ impl Outcome {
         match status {
             429 | 503 | 529 => Outcome::Overloaded,
             500.. => Outcome::Failure,
-            _ => Outcome::Success,
+            200..300 => Outcome::Success,
+            _ => Outcome::Inconclusive,
         }
     }
 }
@@ -116,6 +120,8 @@ struct Out {
     period: Duration,
     /// The ticket of the probe that is under way.
     probe: Option<u64>,
+    /// Whether the last health check failed.
+    is_down: bool,
 }
 
 impl Out {
@@ -149,8 +155,24 @@ impl Health {
         match outcome {
             Outcome::Success => self.forgive(worker),
             Outcome::Failure => self.blame(worker, now),
-            Outcome::Overloaded => None,
+            Outcome::Overloaded | Outcome::Inconclusive => None,
         }
+    }
+
+    /// Enters the result of a health check of a worker that is out. The first check that passes after one that failed ends
+    /// the rest: the next request may try the worker. A check that has always passed ends nothing, since requests fail all
+    /// the same. Returns whether the rest was ended.
+    pub fn checked(&self, worker: WorkerId, is_healthy: bool, now: Instant) -> bool {
+        let first = self.rules.read().first;
+        let mut table = self.table.lock();
+        let Some(out) = table.troubles.get_mut(&worker).and_then(|trouble| trouble.out.as_mut()) else { return false };
+        let is_back = is_healthy && out.is_down;
+        if is_back {
+            out.until = out.until.min(now);
+            out.period = out.period.min(first);
+        }
+        out.is_down = !is_healthy;
+        is_back
     }
 
     /// How a worker is.
@@ -229,7 +251,7 @@ impl Health {
         let goes_out = trouble.out.is_none() && trouble.failures >= rules.failures;
         let change = goes_out.then(|| {
             let period = rules.first.min(rules.most);
-            trouble.out = Some(Out { until: after(now, period), period, probe: None });
+            trouble.out = Some(Out { until: after(now, period), period, probe: None, is_down: false });
             Change::TakenOut(period)
         });
         self.count(&table);

@@ -91,7 +91,7 @@ metrics! {
     audit_tokens: Family<ModelTokensLabels, Counter> = Family::default();
     /// Prompt tokens that were not found cached, by cause: block_alignment, workload (nobody had them), load_spill (another worker was chosen for its load), evicted (meanwhile, as its events tell), stale_index (they do not), unknown (one of these two: too much was told since, or the index is kept elsewhere), parity (the engine's tokens are others), served_elsewhere, guess (the cache was guessed), unforeseen (routed by load)
     audit_missed_tokens: Family<CauseLabels, Counter> = Family::default();
-    /// Answers that found more or less cached than was foreseen, by cause; as the missed tokens', and stored_meanwhile
+    /// Answers that found more or less cached than was foreseen, by cause; as the missed tokens', and stored_meanwhile (by another request), block_rounding (the engine's blocks are smaller than ours)
     audit_errors: Family<CauseLabels, Counter> = Family::default();
     /// Blocks predicted as cached that the engine had to compute, for each answer with fewer cached tokens than predicted
     audit_over_predicted_blocks: Histograms<ModelLabel> = histograms(error_blocks);
@@ -153,7 +153,7 @@ metrics! {
     session_requests: Gauge = Gauge::default();
     /// Sessions that engines have open because of us
     engine_sessions: Gauge = Gauge::default();
-    /// Calls that open and close sessions on engines, by call and outcome: ok, busy, unreachable, timeout, not_offered, status, overflow (too many waited)
+    /// Calls that open and close sessions on engines, by call and outcome: ok, timeout, unreachable, connection, status, overflow (too many waited)
     engine_session_calls: Family<EngineSessionLabels, Counter> = Family::default();
     /// Requests whose tokens engines were asked for, by model and outcome: ok, refused, nobody (all rest or none is there), busy, unreachable, timeout, not_offered, status, unreadable, too_large
     engine_tokens: Family<ModelOutcomeLabels, Counter> = Family::default();

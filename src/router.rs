@@ -423,11 +423,7 @@ fn occupancy(view: &LoadView<'_>, member: &Member) -> Occupancy {
 }
 
 fn destination(member: &Member) -> Destination {
-    Destination {
-        rank: member.rank,
-        endpoint: member.worker.endpoint,
-        several_ranks: member.worker.ranks.size.get() > 1,
-    }
+    Destination::of(member)
 }
 
 #[cfg(test)]

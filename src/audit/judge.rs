@@ -72,6 +72,8 @@ pub struct Evidence {
     pub told: Told,
     /// Whether somebody else served the request.
     pub moved: bool,
+    /// Tokens by which the engine may find more than whole blocks of ours, because its blocks are smaller.
+    pub rounding: u64,
 }
 
 /// Whether events tell something. The later ones outweigh the earlier where there are several prompts.
@@ -106,6 +108,8 @@ pub enum Cause {
     Evicted,
     /// Only between the choice and the prefill did the chosen worker get them.
     StoredMeanwhile,
+    /// The engine reuses smaller blocks than ours, so it found part of a block more.
+    BlockRounding,
     /// The index said something else than was true.
     StaleIndex,
     /// The chosen worker dropped them or the index was wrong: so much was told since that it is not remembered which.
@@ -144,6 +148,7 @@ impl Cause {
             Cause::LoadSpill => "load_spill",
             Cause::Evicted => "evicted",
             Cause::StoredMeanwhile => "stored_meanwhile",
+            Cause::BlockRounding => "block_rounding",
             Cause::StaleIndex => "stale_index",
             Cause::Unknown => "unknown",
             Cause::Parity => "parity",
@@ -161,6 +166,7 @@ impl Cause {
             Cause::LoadSpill => "another worker was chosen for its load",
             Cause::Evicted => "evicted meanwhile",
             Cause::StoredMeanwhile => "stored meanwhile",
+            Cause::BlockRounding => "the engine's blocks are smaller than ours",
             Cause::StaleIndex => "the index was out of date",
             Cause::Unknown => "too much was told since to know",
             Cause::Parity => "the engine's tokens are others",
@@ -261,6 +267,7 @@ fn error(foreseen: &Foreseen, said: Said, evidence: Evidence) -> Option<(i64, Ca
         _ if foreseen.mode == Mode::Exact && said.prompt != foreseen.prompt => Cause::Parity,
         0 => return None,
         _ if foreseen.mode != Mode::Exact => Cause::Guess,
+        1.. if difference as u64 <= evidence.rounding => Cause::BlockRounding,
         _ if evidence.told == Told::Forgotten => Cause::Unknown,
         _ if evidence.told == Told::No => Cause::StaleIndex,
         ..0 => Cause::Evicted,
@@ -290,21 +297,22 @@ mod tests {
         }
     }
 
-    const UNTOLD: Evidence = Evidence { told: Told::No, moved: false };
+    const UNTOLD: Evidence = Evidence { told: Told::No, moved: false, rounding: 0 };
 
     #[test]
     fn the_causes_add_up_to_what_was_missed() {
         use Cause::{
-            BlockAlignment as Align, Evicted, Guess, LoadSpill as Spill, Parity, ServedElsewhere as Elsewhere,
-            StaleIndex, StoredMeanwhile as Stored, Unforeseen, Unknown, Workload,
+            BlockAlignment as Align, BlockRounding as Rounding, Evicted, Guess, LoadSpill as Spill, Parity,
+            ServedElsewhere as Elsewhere, StaleIndex, StoredMeanwhile as Stored, Unforeseen, Unknown, Workload,
         };
         let said = |cached| Said { prompt: 100, cached };
         let told = Evidence { told: Told::Yes, ..UNTOLD };
         let forgotten = Evidence { told: Told::Forgotten, ..UNTOLD };
         let moved = Evidence { moved: true, ..UNTOLD };
+        let smaller = Evidence { rounding: 8, ..UNTOLD };
         let mode = |mode, reason| Foreseen { mode, reason, ..foreseen(64, 32) };
         type Case<'a> = (Foreseen, Said, Evidence, &'a [(Cause, u64)], Option<(i64, Cause)>);
-        let cases: [Case<'_>; 14] = [
+        let cases: [Case<'_>; 16] = [
             (foreseen(96, 96), said(96), UNTOLD, &[(Align, 4)], None),
             (foreseen(0, 0), said(0), UNTOLD, &[(Align, 4), (Workload, 96)], None),
             (foreseen(64, 32), said(32), UNTOLD, &[(Align, 4), (Spill, 32), (Workload, 32)], None),
@@ -327,6 +335,9 @@ mod tests {
             (foreseen(64, 32), said(48), told, &[(Align, 4), (Spill, 16), (Workload, 32)], Some((1, Stored))),
             (foreseen(64, 32), said(96), told, &[(Align, 4)], Some((4, Stored))),
             (foreseen(64, 32), said(96), UNTOLD, &[(Align, 4)], Some((4, StaleIndex))),
+            // Part of a block more is the known rounding; more than that is not.
+            (foreseen(32, 32), said(40), smaller, &[(Align, 4), (Workload, 56)], Some((1, Rounding))),
+            (foreseen(32, 32), said(48), smaller, &[(Align, 4), (Workload, 48)], Some((1, StaleIndex))),
             (foreseen(32, 32), said(0), moved, &[(Align, 4), (Elsewhere, 32), (Workload, 64)], Some((-2, Elsewhere))),
             (
                 mode(Mode::Approximate, None),

@@ -55,7 +55,7 @@ fn answered(audit: &Audit, captured: u64, cached: u64) -> Answered {
         by_chance: 0,
         block_size: SIZE,
     };
-    Answered { foreseen, said: Said { prompt: 100, cached }, prompts: vec![prompt()], moved: false }
+    Answered::new(foreseen, Said { prompt: 100, cached }, vec![prompt()])
 }
 
 #[test]
@@ -212,4 +212,35 @@ fn models_beyond_what_is_told_apart_are_counted_together() {
         totals.of(&ModelName::from(format!("m{number}").as_str())).silent(true);
     }
     assert_eq!((totals.models.len(), totals.models[""].no_details), (1025, 2000 - 1024));
+}
+
+#[test]
+fn blocks_of_a_concurrent_request_explain_more_although_evicted_again() {
+    let (audit, mut writer, _) = audit();
+    writer.apply(&stored(1, 2));
+    let begin = Instant::now();
+    let answered = answered(&audit, 32, 64);
+    writer.apply(&stored(3, 6));
+    audit.answered(answered, begin);
+    writer.apply(&removed(1, 6));
+    audit.look(begin + GRACE);
+    assert_eq!(audit.totals().models["m"].errors, [(Cause::StoredMeanwhile, 1)].into());
+}
+
+#[test]
+fn part_of_a_block_more_is_rounding_where_the_engines_blocks_are_smaller() {
+    let (audit, mut writer, _) = audit();
+    writer.apply(&stored(1, 2));
+    for (engine, cached, cause) in
+        [(8, 40, Cause::BlockRounding), (8, 44, Cause::StaleIndex), (4, 44, Cause::BlockRounding)]
+    {
+        let standing = crate::trust::Standing::EXACT;
+        audit.router.set_trust(RANK, crate::trust::Standing { engine_block_size: BlockSize::new(engine), ..standing });
+        let before = audit.totals().models.get("m").and_then(|sums| sums.errors.get(&cause).copied());
+        let begin = Instant::now();
+        audit.answered(answered(&audit, 32, cached), begin);
+        audit.look(begin + GRACE);
+        let after = audit.totals().models["m"].errors.get(&cause).copied();
+        assert_eq!(after, Some(before.unwrap_or(0) + 1), "{engine} {cached}");
+    }
 }

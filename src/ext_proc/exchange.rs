@@ -19,7 +19,7 @@ use super::message::{Message, Modes};
 use super::metadata::Told;
 use super::mutation::{self, Immediate};
 use crate::intake::Body;
-use crate::router::Steer;
+use crate::router::{Destination, Steer};
 use crate::schedule::Subset;
 use crate::worker::Endpoint;
 
@@ -248,6 +248,14 @@ impl Exchange {
         self.request = RequestSide::Ended;
         self.response = ResponseSide::Ended;
         reply_with(mutation::immediate(answer))
+    }
+
+    /// The response comes from another worker than the chosen one. Called before the response headers are handled, which name
+    /// the worker.
+    pub fn on_served_elsewhere(&mut self, by: Destination) {
+        if let Some(directions) = &mut self.context.directions {
+            directions.steer.to = Some(by);
+        }
     }
 
     /// Asks Envoy to wait so long for the route. It listens once only, and where it waits without limit anyway there is

@@ -12,11 +12,12 @@ use super::retries::Again;
 use crate::audit::{Answered, Audit, Foreseen, Said};
 use crate::block::BlockHashes;
 use crate::entrance::{Admitted, Entrance};
+use crate::fleet::Member;
 use crate::health::Outcome;
 use crate::metrics::{Metrics, ModelLabel, ModelRoleLabels, OutcomeLabel, RankLabels};
 use crate::openai::usage::{Kind, Usage, UsageScanner};
 use crate::prefill::{self, Retried, Turn};
-use crate::router::{Answer, AnswerFrom, Mode, Moved, Router};
+use crate::router::{Answer, AnswerFrom, Destination, Mode, Moved, Router};
 use crate::worker::Endpoint;
 
 /// No prompt is longer, whatever an engine says.
@@ -178,6 +179,18 @@ impl Record {
             let rank = RankLabels::new(chosen, self.router.role_of(chosen));
             self.metrics.chosen_not_reached.get_or_create(&rank).inc();
         }
+    }
+
+    /// The worker that sent the response, if it is a known one that was not chosen.
+    pub(super) fn served_elsewhere(&self, head: &ResponseHead) -> Option<Destination> {
+        let AnsweredBy::Worker(address) = head.from else { return None };
+        let served = Endpoint(address).canonical();
+        let chosen = &self.admitted.as_ref()?.booked.route.to;
+        let is_served = |member: &&Member| member.worker.endpoint.canonical() == served;
+        if chosen.endpoint.canonical() == served {
+            return None;
+        }
+        self.router.fleet().members().find(is_served).map(Destination::of)
     }
 
     /// Completes when something is known of the prefill of two workers that meet.
@@ -357,7 +370,7 @@ impl Record {
             Some(Usage { prompt_tokens, cached_tokens: Some(cached), .. }) if prompt_tokens > 0 => {
                 let said = Said { prompt: prompt_tokens, cached };
                 let prompts = std::mem::take(&mut self.prompts);
-                let answered = Answered { foreseen, said, prompts, moved: self.moved };
+                let answered = Answered::new(foreseen, said, prompts).moved(self.moved);
                 self.audit.answered(answered, Instant::now());
             }
             usage => self.audit.silent(&foreseen.model, usage.is_some()),

@@ -197,6 +197,11 @@ impl Stream {
         {
             return self.give_up(early).await;
         }
+        if let Message::ResponseHeaders { head, .. } = &message
+            && let Some(by) = self.record.served_elsewhere(head)
+        {
+            self.exchange.on_served_elsewhere(by);
+        }
         let effects = self.exchange.on_message(message);
         self.carry_out(effects, early).await?;
         if self.held.set(self.exchange.held(), self.live.held) {

@@ -91,6 +91,43 @@ fn the_verdict_on_a_forgotten_worker_does_not_count_for_the_next_of_its_id() {
 }
 
 #[test]
+fn passed_check_after_a_failed_one_ends_the_rest() {
+    let start = Instant::now();
+    let health = out(start);
+    // Taken out for 1 s, then for 2 and for 4.
+    let mut now = start;
+    for period in [1, 2] {
+        now += seconds(period);
+        assert!(health.claim_probe(WORKER, now).unwrap().report(Outcome::Failure, now).is_some());
+    }
+    assert!(!health.checked(WORKER, true, now), "the endpoint answers while requests fail");
+    assert_eq!(health.standing(WORKER, now), Condition::Out);
+    assert!(!health.checked(WORKER, false, now));
+    assert!(health.checked(WORKER, true, now));
+    assert_eq!(health.standing(WORKER, now), Condition::Due);
+    assert!(!health.checked(WORKER, true, now), "only once");
+    // One request tries it, and where that fails the rest begins at its shortest.
+    let probe = health.claim_probe(WORKER, now).unwrap();
+    assert_eq!(health.standing(WORKER, now), Condition::Out);
+    assert_eq!(probe.report(Outcome::Failure, now), Some(Change::KeptOut(seconds(2))));
+    assert!(!health.checked(WorkerId(77), false, now) && !health.checked(WorkerId(77), true, now), "it is well");
+}
+
+#[test]
+fn refused_request_neither_forgives_nor_ends_a_probe() {
+    let start = Instant::now();
+    let health = Health::new(HealthRules { failures: 2, ..HealthRules::default() });
+    for _ in 0..2 {
+        health.report(WORKER, Outcome::Failure, start);
+        assert_eq!(health.report(WORKER, Outcome::of_status(404), start), None);
+    }
+    assert_eq!(health.standing(WORKER, start), Condition::Out, "two failures in a row");
+    let probe = health.claim_probe(WORKER, start + seconds(1)).unwrap();
+    assert_eq!(probe.report(Outcome::of_status(422), start + seconds(1)), None);
+    assert_eq!(health.standing(WORKER, start + seconds(1)), Condition::Due);
+}
+
+#[test]
 fn no_failure_takes_a_worker_out_where_that_is_turned_off() {
     let health = Health::new(HealthRules { failures: 0, ..HealthRules::default() });
     assert!((0..10).all(|_| health.report(WORKER, Outcome::Failure, Instant::now()).is_none()));
@@ -101,9 +138,10 @@ fn no_failure_takes_a_worker_out_where_that_is_turned_off() {
 fn a_status_tells_failure_from_overload_and_from_a_wrong_request() {
     for (status, outcome) in [
         (200, Outcome::Success),
-        (404, Outcome::Success),
+        (304, Outcome::Inconclusive),
+        (404, Outcome::Inconclusive),
         (429, Outcome::Overloaded),
-        (499, Outcome::Success),
+        (499, Outcome::Inconclusive),
         (500, Outcome::Failure),
         (502, Outcome::Failure),
         (503, Outcome::Overloaded),
@@ -121,18 +159,22 @@ enum Op {
     Verdict(usize, Outcome),
     GiveBack(usize),
     Forget(u64),
+    Check(u64, bool),
     Wait(u64),
 }
 
 fn any_op() -> impl Strategy<Value = Op> {
-    let outcome =
-        || prop_oneof![4 => Just(Outcome::Failure), 1 => Just(Outcome::Success), 1 => Just(Outcome::Overloaded)];
+    let outcome = || {
+        prop_oneof![4 => Just(Outcome::Failure), 1 => Just(Outcome::Success), 1 => Just(Outcome::Overloaded),
+            1 => Just(Outcome::Inconclusive)]
+    };
     prop_oneof![
         4 => (0u64..2, outcome()).prop_map(|(worker, outcome)| Op::Report(worker, outcome)),
         4 => (0u64..2).prop_map(Op::Claim),
         2 => (0usize..4, outcome()).prop_map(|(at, outcome)| Op::Verdict(at, outcome)),
         1 => (0usize..4).prop_map(Op::GiveBack),
         1 => (0u64..2).prop_map(Op::Forget),
+        2 => (0u64..2, any::<bool>()).prop_map(|(worker, is_healthy)| Op::Check(worker, is_healthy)),
         4 => (0u64..5).prop_map(Op::Wait),
     ]
 }
@@ -145,6 +187,8 @@ struct Model {
     out: Option<(u64, u64)>,
     /// Which of all probes is under way.
     probe: Option<usize>,
+    /// Whether the last health check since it went out failed.
+    is_down: bool,
 }
 
 impl Model {
@@ -162,8 +206,8 @@ impl Model {
                     self.out = Some((now + 1, 1));
                 }
             }
-            Outcome::Overloaded if by_probe => self.probe = None,
-            Outcome::Overloaded => {}
+            Outcome::Overloaded | Outcome::Inconclusive if by_probe => self.probe = None,
+            Outcome::Overloaded | Outcome::Inconclusive => {}
         }
     }
 
@@ -221,6 +265,15 @@ proptest! {
                 Op::Forget(worker) => {
                     health.forget(WorkerId(worker));
                     models[worker as usize] = Model::default();
+                }
+                Op::Check(worker, is_healthy) => {
+                    let model = &mut models[worker as usize];
+                    let is_back = model.out.is_some() && is_healthy && model.is_down;
+                    if let Some((until, _)) = model.out.filter(|_| is_back) {
+                        model.out = Some((until.min(now), 1));
+                    }
+                    model.is_down = model.out.is_some() && !is_healthy;
+                    prop_assert_eq!(health.checked(WorkerId(worker), is_healthy, at), is_back);
                 }
                 Op::Wait(seconds) => now += seconds,
             }

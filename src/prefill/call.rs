@@ -70,7 +70,7 @@ impl Failure {
     /// it has done other things meanwhile.
     pub fn outcome(&self, lives: impl FnOnce() -> bool) -> Option<Outcome> {
         match self {
-            Failure::Refused(_) => Some(Outcome::Success),
+            Failure::Refused(_) => Some(Outcome::Inconclusive),
             Failure::Busy(_) => Some(Outcome::Overloaded),
             Failure::Failed(EngineError::Timeout) if lives() => Some(Outcome::Overloaded),
             Failure::Failed(_) => Some(Outcome::Failure),

@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::disagg::Bypass;
+use crate::fleet::Member;
 use crate::index::TierBlocks;
 use crate::schedule::{Choice, Constraints, Ineligible};
 use crate::trust::Trust;
@@ -192,6 +193,14 @@ pub struct Destination {
     pub endpoint: Endpoint,
     /// Whether the worker has more ranks than this one.
     pub several_ranks: bool,
+}
+
+impl Destination {
+    /// A member of the fleet.
+    pub fn of(member: &Member) -> Self {
+        let Member { rank, worker, .. } = member;
+        Self { rank: *rank, endpoint: worker.endpoint, several_ranks: worker.ranks.size.get() > 1 }
+    }
 }
 
 /// What Envoy is told.
@@ -391,6 +400,12 @@ impl RouteError {
 }
 
 impl Route {
+    /// Whether the worker has to compute something: other requests, for example a list of models, are answered by the
+    /// engine's front end alone.
+    pub fn is_inference(&self) -> bool {
+        !matches!(self.reason, Some(Reason::NotInference | Reason::NoBody))
+    }
+
     /// What Envoy is told of it.
     pub fn steer(&self) -> Steer {
         let remote = self.prefill().is_some();

@@ -69,9 +69,12 @@ impl Router {
         if answer.from == AnswerFrom::Chosen && (200..300).contains(&answer.status) {
             self.expect_events(booked, now);
         }
+        let outcome = match Outcome::of_status(answer.status) {
+            Outcome::Success if !booked.route.is_inference() => Outcome::Inconclusive,
+            outcome => outcome,
+        };
         // What fails after a remote prefill may have failed on either side.
-        let said =
-            Some(Outcome::of_status(answer.status)).filter(|said| *said != Outcome::Failure || prefill.is_none());
+        let said = Some(outcome).filter(|said| *said != Outcome::Failure || prefill.is_none());
         let (of_chosen, other) = match answer.from {
             AnswerFrom::Chosen => (said, None),
             AnswerFrom::Other(worker) => (Some(Outcome::Failure), said.map(|said| (worker, said))),
@@ -202,6 +205,11 @@ impl Router {
             Some((model, role, entry.relative_error()?))
         };
         self.durations.0.iter().filter_map(error).collect()
+    }
+
+    /// A worker that is out passed or failed a health check; returns whether the next request may try it now.
+    pub fn health_checked(&self, worker: WorkerId, is_healthy: bool) -> bool {
+        self.health.checked(worker, is_healthy, self.load.now())
     }
 
     /// The workers that rest because they failed.

@@ -326,7 +326,14 @@ impl Answer {
         self.header("x-engine-id").parse().unwrap()
     }
 
-    /// The worker that was chosen.
+    /// Whether Envoy tried more than one worker.
+    pub(crate) fn is_retried(&self) -> bool {
+        let attempts = self.header("x-received-envoy-attempt-count");
+        assert!(!attempts.is_empty(), "{self:?}");
+        attempts != "1"
+    }
+
+    /// The worker that the response names.
     pub(crate) fn chosen(&self) -> u64 {
         self.header("x-worker-instance-id").parse().unwrap_or_else(|_| panic!("nobody was chosen: {self:?}"))
     }

@@ -1,0 +1,103 @@
+//! Health checks of workers that are out: an engine that is back is used again within seconds, and no client's request has to
+//! find that out.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::stream::{self, StreamExt as _};
+use tokio::sync::watch;
+use tracing::info;
+
+use super::App;
+use super::reload::Next;
+use crate::config::Config;
+use crate::engine_client::config::EnginesConfig;
+use crate::engine_client::{EngineClient, EngineError};
+use crate::lifecycle::supervise;
+use crate::router::Router;
+use crate::worker::WorkerId;
+
+/// The pause between two checks of one worker.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// How long a check may take.
+const DEADLINE: Duration = Duration::from_secs(2);
+/// Workers that are checked at once.
+const CONCURRENCY: usize = 64;
+
+/// How engines are reached.
+#[derive(Clone)]
+struct EngineAccess {
+    engines: EnginesConfig,
+    client: EngineClient,
+}
+
+impl App {
+    /// Starts the health checks.
+    pub(super) fn check_health(&mut self, config: &Config, router: &Arc<Router>) {
+        let access = EngineAccess { engines: config.engines.clone(), client: self.reloader.client() };
+        let (access_tx, access_rx) = watch::channel(access);
+        self.reloader.part("health checks", move |next: &Next| {
+            let access = EngineAccess { engines: next.config.engines.clone(), client: next.client.clone() };
+            let access_tx = access_tx.clone();
+            Ok(Box::new(move || _ = access_tx.send_replace(access)))
+        });
+        let (router, metrics, stop) = (router.clone(), self.reloader.metrics.clone(), self.stop.clone());
+        self.background.spawn(async move {
+            supervise("health checks", &metrics, stop, || run(router.clone(), access_rx.clone())).await;
+        });
+    }
+}
+
+async fn run(router: Arc<Router>, access: watch::Receiver<EngineAccess>) -> anyhow::Result<()> {
+    let mut ticks = tokio::time::interval(INTERVAL);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let access = access.borrow().clone();
+        let checks = router.out().into_iter().map(|worker| check(&router, &access, worker));
+        stream::iter(checks).buffer_unordered(CONCURRENCY).collect::<()>().await;
+    }
+}
+
+/// Checks one worker. An answer that says nothing of the engine's health changes nothing.
+async fn check(router: &Router, access: &EngineAccess, id: WorkerId) {
+    let Some(worker) = router.fleet().worker(id).cloned() else { return };
+    let engine = access.engines.url(worker.endpoint);
+    let answer = tokio::time::timeout(DEADLINE, access.client.health(&engine)).await;
+    let Some(is_healthy) = is_healthy(&answer.unwrap_or(Err(EngineError::Timeout))) else { return };
+    if router.health_checked(id, is_healthy) {
+        info!(worker = %id, "the health check of an ejected worker passes again; the next request may try it");
+    }
+}
+
+fn is_healthy(answer: &Result<(), EngineError>) -> Option<bool> {
+    match answer {
+        Ok(()) => Some(true),
+        Err(EngineError::Unreachable(_) | EngineError::Timeout | EngineError::Status { status: 500.., .. }) => {
+            Some(false)
+        }
+        Err(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_that_say_nothing_of_health_are_ignored() {
+        let status = |status| Err(EngineError::Status { status, message: None });
+        let cases = [
+            (Ok(()), Some(true)),
+            (Err(EngineError::Unreachable("refused".to_owned())), Some(false)),
+            (Err(EngineError::Timeout), Some(false)),
+            (status(503), Some(false)),
+            (status(401), None),
+            (Err(EngineError::NotOffered(404)), None),
+            (Err(EngineError::Busy), None),
+        ];
+        for (answer, expected) in cases {
+            assert_eq!(is_healthy(&answer), expected, "{answer:?}");
+        }
+    }
+}
