@@ -31,6 +31,10 @@ use support::stack::{EngineSpec, MODEL, Programs, Stack};
 use support::workload::{Shape, Workload};
 use warmroute::audit::Totals;
 
+/// The allocator of the warmroute binary: its memory is that of a deployment.
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
 /// Instance ids of the engines; the last one shows that an id may be any u64.
 const ENGINES: [u64; 4] = [1, 2, 3, u64::MAX];
 

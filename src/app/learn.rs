@@ -286,11 +286,24 @@ pub fn learned(endpoint: Endpoint, caches: &[CacheConfig], sources: &[EventsOfRa
         published.filter_map(|source| Some((source.rank, of_rank(endpoint, source)?))).collect();
     Learned {
         block_size: size.and_then(BlockSize::new),
-        total_kv_blocks: caches.iter().filter_map(|cache| cache.num_gpu_blocks).filter(|blocks| *blocks > 0).min(),
+        total_kv_blocks: blocks_per_rank(caches),
         ranks: ranks(caches.iter().filter_map(CacheConfig::rank), caches.len()),
         event_sources,
         ..Learned::default()
     }
+}
+
+/// KV blocks of the rank that has the fewest. Where several ranks share a page, vLLM shows the sum of their blocks in the line
+/// of each of them, but the tokens of one rank.
+fn blocks_per_rank(caches: &[CacheConfig]) -> Option<u64> {
+    let count = caches.len() as u64;
+    let is_sum = count > 1 && caches.windows(2).all(|pair| pair[0].num_gpu_blocks == pair[1].num_gpu_blocks);
+    let of_rank = |cache: &CacheConfig| match cache.size_tokens.zip(cache.block_size) {
+        Some((tokens, size)) if is_sum => Some(tokens / u64::from(size)),
+        _ if is_sum => cache.num_gpu_blocks.map(|sum| sum / count),
+        _ => cache.num_gpu_blocks,
+    };
+    caches.iter().filter_map(of_rank).filter(|blocks| *blocks > 0).min()
 }
 
 /// The ranks that tell of themselves, if they follow one another.
@@ -335,6 +348,7 @@ fn reachable(worker: Endpoint, endpoint: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine_client::MetricsPage;
 
     #[test]
     fn hosts_are_replaced_by_the_workers_address() {
@@ -447,6 +461,7 @@ mod tests {
             engine: engine.to_owned(),
             block_size: Some(size),
             num_gpu_blocks: Some(blocks),
+            size_tokens: None,
             prefix_caching: None,
             hash_algorithm: None,
         };
@@ -463,6 +478,14 @@ mod tests {
         assert_eq!((found.block_size, found.total_kv_blocks), (BlockSize::new(16), Some(90)));
         assert_eq!(found.ranks.map(|ranks| (ranks.start, ranks.size.get())), Some((0, 2)));
         assert_eq!(found.event_sources.keys().collect::<Vec<_>>(), [&0]);
+        // vLLM shows the sum over the ranks in each line, and the tokens of one rank.
+        let sum = [cache("0", 32, 6000), cache("1", 32, 6000)];
+        assert_eq!(learned(worker, &sum, &[]).total_kv_blocks, Some(3000));
+        let exact = sum.clone().map(|cache| CacheConfig { size_tokens: Some(64_000), ..cache });
+        assert_eq!(learned(worker, &exact, &[]).total_kv_blocks, Some(2000));
+        assert_eq!(learned(worker, &exact[..1], &[]).total_kv_blocks, Some(6000), "a rank with a page of its own");
+        let page = MetricsPage::read(include_str!("../../tests/data/engines/metrics-vllm-dp2.txt"));
+        assert_eq!(learned(worker, &page.caches(), &[]).total_kv_blocks, Some(256), "a captured page");
         let odd = learned(worker, &[cache("0", 16, 1), cache("2", 32, 1)], &[]);
         assert_eq!((odd.block_size, odd.ranks), (None, None));
         assert!(learned(worker, &[], &[]).is_empty());

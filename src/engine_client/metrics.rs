@@ -26,8 +26,10 @@ pub struct CacheConfig {
     pub engine: String,
     /// Tokens per block.
     pub block_size: Option<u32>,
-    /// Blocks on the device.
+    /// Blocks on the device. vLLM shows the sum over its data-parallel ranks in the line of each rank.
     pub num_gpu_blocks: Option<u64>,
+    /// Tokens that the device has room for, of this rank alone.
+    pub size_tokens: Option<u64>,
     /// Whether prompts are cached at all.
     pub prefix_caching: Option<bool>,
     /// How the engine hashes blocks.
@@ -74,6 +76,7 @@ impl MetricsPage {
                 engine: text("engine").unwrap_or("0").to_owned(),
                 block_size: text("block_size").and_then(|value| value.parse().ok()).filter(|size| *size > 0),
                 num_gpu_blocks: text("num_gpu_blocks").and_then(|value| value.parse().ok()),
+                size_tokens: text("kv_cache_size_tokens").and_then(|value| value.parse().ok()),
                 prefix_caching: text("enable_prefix_caching").and_then(truth),
                 hash_algorithm: text("prefix_caching_hash_algo").map(str::to_owned),
             }
@@ -151,6 +154,7 @@ mod tests {
             engine: engine.into(),
             block_size: Some(32),
             num_gpu_blocks: Some(512),
+            size_tokens: Some(if hash == "sha256" { 16384 } else { 8192 }),
             prefix_caching: Some(true),
             hash_algorithm: Some(hash.into()),
         };

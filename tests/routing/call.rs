@@ -1,6 +1,7 @@
 //! Prefills that warmroute has done itself by another worker, and hands over to whoever decodes.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use futures_util::{StreamExt as _, stream as streams};
 use serde_json::{Value, json};
@@ -244,5 +245,23 @@ async fn what_is_little_to_compute_stays_with_whoever_decodes() {
     let again = bed.ask(&text(&essay(1))).await;
     assert_eq!((again.header("x-prefill-instance-id"), again.engine()), ("", first.engine()), "{again:?}");
     assert_eq!(phases(&bed, "little_to_compute").await, 1.0);
+    bed.nothing_left().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn request_that_waits_for_a_prefill_survives_a_stalled_warmroute() {
+    let bed = start(&pools(&NIXL), calling(json!({}), json!({}))).await;
+    for id in PREFILL {
+        bed.misbehave(id, json!({"slow_prefill_ms": 10_000})).await;
+    }
+    let asking = bed.asking(&stream(&essay(1), 4));
+    assert!(until(SOON, async || bed.engines("engine_sim:prefills_asked_total").await == 1.0).await);
+    // Longer than pings of 2 s and 2 s allow, shorter than those of the shipped file do.
+    bed.stack.router().unwrap().freeze();
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    bed.stack.router().unwrap().thaw();
+    let answer = asking.await.unwrap();
+    assert_eq!((answer.status.as_u16(), answer.mode()), (200, "exact"), "{answer:?}");
+    assert_eq!(bed.metrics().await.sum("prefill_calls_total", &[("outcome", "done")]), 1.0);
     bed.nothing_left().await;
 }

@@ -199,12 +199,14 @@ pub(crate) fn render(model: &str, samples: &[Sample]) -> String {
         }
     }
     header(&mut page, ("cache_config_info", "gauge", "Cache configuration."));
+    // As vLLM does: the sum of all ranks in the line of each, and the tokens of one rank.
+    let all_blocks: usize = samples.iter().map(|sample| sample.num_blocks).sum();
     for sample in samples {
         let Sample { rank, block_size, num_blocks, .. } = sample;
         let caching = if sample.prefix_caching { "True" } else { "False" };
         let labels = format!(
             "block_size=\"{block_size}\",enable_prefix_caching=\"{caching}\",engine=\"{rank}\",\
-             kv_cache_size_tokens=\"{}\",num_gpu_blocks=\"{num_blocks}\",prefix_caching_hash_algo=\"xxh3\"",
+             kv_cache_size_tokens=\"{}\",num_gpu_blocks=\"{all_blocks}\",prefix_caching_hash_algo=\"xxh3\"",
             block_size * num_blocks
         );
         line(&mut page, "cache_config_info", &labels, 1.0);

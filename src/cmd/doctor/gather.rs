@@ -9,7 +9,7 @@ use futures_util::{StreamExt as _, stream};
 use serde_json::json;
 use tokio::net::{TcpStream, UnixStream};
 
-use super::engine::facts::{Attached, Canary, Met, RankFacts, Told, WorkerFacts};
+use super::engine::facts::{Attached, Canary, ConfiguredCache, Met, RankFacts, Told, WorkerFacts};
 use crate::app;
 use crate::config::{ApproximatePolicy, Config};
 use crate::engine_client::{EngineClient, EngineUrl, EventsOfRank, MetricsPage};
@@ -68,8 +68,10 @@ impl Gatherer<'_> {
             self.client.kv_event_sources(engine),
             self.client.time(engine),
         );
+        let configured = self.configured(worker);
         let (worker, sources_learned) = self.completed(worker, metrics.as_ref().ok(), publishers.as_ref().ok());
         let mut facts = WorkerFacts {
+            configured,
             sources_learned,
             windows: self.models.get(&worker.model).map(|model| model.windows).unwrap_or_default(),
             worker: worker.clone(),
@@ -133,6 +135,14 @@ impl Gatherer<'_> {
         let mut body: serde_json::Value = serde_json::from_slice(&text).ok()?;
         body["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
         Some(self.client.post(engine, "v1/completions", body.to_string().into(), self.patience).await)
+    }
+
+    fn configured(&self, worker: &Worker) -> ConfiguredCache {
+        let model = self.config.models.iter().find(|known| known.name == worker.model);
+        ConfiguredCache {
+            block_size: model.and_then(|model| model.block_size),
+            total_kv_blocks: worker.capacity.total_kv_blocks,
+        }
     }
 
     /// The worker with what a running warmroute would learn of it, and whether that is where its events come from.

@@ -49,11 +49,20 @@ pub(super) fn block_size_is(facts: &WorkerFacts, theirs: u32, by: &str) -> Findi
     if theirs == ours {
         return at.ok(format!("{ours} tokens on both sides, by {by}"));
     }
-    let seen = format!("the engine's blocks have {theirs} tokens by {by}, configured are {ours}");
-    let mend =
-        format!("write `block_size: {theirs}` for the model {model}, or start the engine with `--block-size {ours}`");
-    if theirs.is_multiple_of(ours) || ours.is_multiple_of(theirs) {
-        at.warning(format!("{seen}: its events are brought to our size, and what is foreseen is less exact"), mend)
+    let has = format!("the engine's blocks have {theirs} tokens by {by}");
+    let write = format!("write `block_size: {theirs}` for the model {model}");
+    let (seen, mend) = match facts.configured.block_size {
+        Some(_) => (
+            format!("{has}, configured are {ours}"),
+            format!("{write}, or start the engine with `--block-size {ours}`"),
+        ),
+        None => (format!("{has}, and the model {model} has the default of {ours}"), write),
+    };
+    if theirs.is_multiple_of(ours) {
+        at.warning(format!("{seen}: each of its blocks is counted as {} of ours, at more memory", theirs / ours), mend)
+    } else if ours.is_multiple_of(theirs) {
+        let rounding = ours - theirs;
+        at.warning(format!("{seen}: it may find up to {rounding} cached tokens more than is predicted"), mend)
     } else {
         at.error(format!("{seen}, and neither divides the other: nothing of its cache can be used"), mend)
     }
@@ -85,9 +94,11 @@ fn capacity(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
     let at = At::new("engine.capacity", facts.subject());
     let mend = format!("write `total_kv_blocks: {theirs}` for worker {}", facts.worker.id);
     let has = format!("the engine has {theirs} blocks of {} tokens per rank", size.0);
-    Some(match facts.worker.capacity.total_kv_blocks {
+    let is_learned = facts.worker.capacity.total_kv_blocks.is_some();
+    Some(match facts.configured.total_kv_blocks {
         Some(ours) if ours == theirs => at.ok(format!("{ours} blocks on both sides")),
         Some(ours) => at.warning(format!("{has}, configured are {ours}"), mend),
+        None if is_learned => at.ok(format!("{theirs} blocks per rank, learned from the engine")),
         None if facts.blocks_wanted => at.warning(format!("{has}, and a setting of ours needs to know"), mend),
         None => at.ok(format!("{theirs} blocks per rank, which nothing asks for")),
     })

@@ -7,7 +7,7 @@ use crate::block::Windows;
 use crate::engine_client::{EngineError, EngineModel, EventsOfRank, MetricsPage};
 use crate::kv_events::listen::Heard;
 use crate::parity::Verdict;
-use crate::worker::{Attach, DpRank, EventSource, ModelName, Worker};
+use crate::worker::{Attach, BlockSize, DpRank, EventSource, ModelName, Worker};
 
 /// A question to an engine, answered or not.
 pub type Told<T> = Result<T, EngineError>;
@@ -17,6 +17,8 @@ pub type Told<T> = Result<T, EngineError>;
 pub struct WorkerFacts {
     /// As it is configured, and what it says of itself where nothing is.
     pub worker: Worker,
+    /// The settings of its cache that the configuration gives.
+    pub configured: ConfiguredCache,
     /// Whether its event sources are those that it told of.
     pub sources_learned: bool,
     /// How its blocks are cut out of prompts.
@@ -47,6 +49,15 @@ pub struct WorkerFacts {
     pub fetched_from_afar: bool,
     /// Rank by rank.
     pub ranks: Vec<RankFacts>,
+}
+
+/// The settings of a worker's cache as the configuration gives them; `None` where it leaves them out.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ConfiguredCache {
+    /// Tokens per block of its model.
+    pub block_size: Option<BlockSize>,
+    /// KV blocks of one rank.
+    pub total_kv_blocks: Option<u64>,
 }
 
 /// What was found where a worker is to be met.

@@ -62,6 +62,7 @@ fn well() -> WorkerFacts {
         patience: Duration::from_secs(5),
     };
     WorkerFacts {
+        configured: ConfiguredCache { block_size: Some(worker.block_size), total_kv_blocks: None },
         worker,
         sources_learned: false,
         windows: Windows::Plain,
@@ -220,13 +221,38 @@ fn what_any_rank_has_otherwise_is_told() {
     {
         let found = wrong(|facts| {
             sized(facts, 2);
-            facts.worker.capacity.total_kv_blocks = Some(configured);
+            facts.configured.total_kv_blocks = Some(configured);
             facts.metrics = page_of(&[(0, 16, 80), (1, 16, 64)]);
         });
         let of_capacity = found.iter().find(|(_, check, _)| *check == "engine.capacity");
         assert_eq!(of_capacity.is_some(), wrong_by.is_some(), "{found:?}");
         assert!(of_capacity.is_none_or(|(.., text)| text.contains(wrong_by.unwrap_or_default())), "{found:?}");
     }
+}
+
+#[test]
+fn learned_settings_are_not_called_configured() {
+    let words = ["the model m has the default of 32", "| write `block_size: 16` for the model m"];
+    only(Level::Warning, "engine.block_size", &words, |facts| {
+        facts.configured.block_size = None;
+        facts.metrics = page_of(&[(0, 16, 18)]);
+    });
+    let mut facts = well();
+    // Filled in from the engine's own page.
+    facts.worker.capacity.total_kv_blocks = Some(9);
+    facts.metrics = page_of(&[(0, 32, 9)]);
+    let capacity = examine(&facts).into_iter().find(|one| one.check == "engine.capacity").unwrap();
+    assert_eq!((capacity.level, &capacity.seen[..]), (Level::Ok, "9 blocks per rank, learned from the engine"));
+    // Two ranks of 3000 blocks, as vLLM 0.32 shows them.
+    let page = "vllm:cache_config_info{block_size=\"32\",engine=\"0\",kv_cache_size_tokens=\"96000\",num_gpu_blocks=\"6000\"} 1
+vllm:cache_config_info{block_size=\"32\",engine=\"1\",kv_cache_size_tokens=\"96000\",num_gpu_blocks=\"6000\"} 1";
+    let found = wrong(|facts| {
+        facts.worker.ranks.size = std::num::NonZeroU32::new(2).unwrap();
+        facts.publishers = Err(EngineError::NotOffered(404));
+        facts.configured.total_kv_blocks = Some(3000);
+        facts.metrics = Ok(MetricsPage::read(page));
+    });
+    assert!(found.iter().all(|(_, check, _)| *check != "engine.capacity"), "{found:?}");
 }
 
 #[test]

@@ -78,7 +78,7 @@ fn request_body(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
         BUFFERED | FULL_DUPLEX => {
             return site.at("envoy.request_body").ok(format!("request_body_mode: {mode}"));
         }
-        "NONE" => "we see no prompt, so that every request goes by load, unless Envoy lets us ask for its body",
+        "NONE" => "no prompt is shown to warmroute, so every request is routed by load alone",
         "STREAMED" => "the worker is named when a part of the body has gone already: the choice comes too late",
         _ => "of long bodies we see the beginning only",
     };
