@@ -148,7 +148,7 @@ impl App {
         let discovery = app.discovery(&sockets, &config, envoys).await?;
         app.keep_time(&entrance, &metrics);
         app.keep_in_touch();
-        app.tell_engines(&config, &entrance, replica.clone())?;
+        app.tell_engines(&config, &entrance, replica.clone());
         let models = app.reloader.load_models().await?;
         if let Some(socket) = &config.listen.unix {
             unix::wait_turn(socket, &app.readiness, LOADING).await;

@@ -1,6 +1,6 @@
 //! Tells engines of the sessions that are bound to them, so that an engine with sessions of its own keeps their caches:
-//! one is opened when a session comes to a worker, and closed when it leaves. This follows the session table from behind
-//! and is on nobody's way: a request never waits for it, and a call that fails is counted and has no other effect.
+//! one is opened when a session comes to a worker, and closed when it leaves. Requests of a session wait until the call that
+//! opens it has ended, for the timeout of a call at most; a call that fails is counted and has no other effect.
 //!
 //! SGLang: `POST /open_session` with `{"capacity_of_str_len": 65536, "session_id": "…"}`, and `"streaming"` and `"timeout"`
 //! where they are configured; it answers 200 and the id, or an error where the id is open already. `POST /close_session`
@@ -15,33 +15,53 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use futures_util::stream::{self, FuturesUnordered, StreamExt as _};
 use parking_lot::Mutex;
-use reqwest::header::CONTENT_TYPE;
-use reqwest::redirect::Policy;
-use reqwest::{Client, StatusCode};
 use serde_json::json;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
+use tokio::time::timeout;
 use tracing::debug;
 
+use crate::engine_client::config::EnginesConfig;
+use crate::engine_client::{EngineClient, EngineError};
 use crate::metrics::{EngineSessionLabels, Metrics};
 use crate::router::Router;
 use crate::sessions::{Moved, Sessions, Stay};
-use crate::worker::WorkerId;
+use crate::worker::{WorkerId, WorkerRank};
 use config::{EngineKind, EngineSessionsConfig};
 use lanes::{Lanes, Place, Word};
 
 /// Calls at once while all sessions are closed at the end.
 const AT_ONCE_AT_THE_END: usize = 64;
 
+/// Most calls to all engines at once.
+const AT_ONCE_TO_ALL: u32 = 4096;
+
+/// Addresses and credentials of engines.
+#[derive(Clone, Debug)]
+pub struct EngineAccess {
+    client: EngineClient,
+    engines: EnginesConfig,
+}
+
+impl EngineAccess {
+    /// The connections of `client`, with a limit of calls of its own.
+    pub fn new(client: &EngineClient, engines: &EnginesConfig) -> Self {
+        Self { client: client.apart(engines.token_file.clone(), AT_ONCE_TO_ALL), engines: engines.clone() }
+    }
+}
+
 /// Tells engines of sessions.
 pub struct EngineSessions {
     config: EngineSessionsConfig,
-    client: Client,
+    access: ArcSwap<EngineAccess>,
     sessions: Arc<Sessions>,
     router: Arc<Router>,
     metrics: Arc<Metrics>,
     news: Arc<Notify>,
+    /// Locked before `known`, while moves of sessions become calls.
+    lanes: Mutex<Lanes>,
     known: Mutex<Known>,
 }
 
@@ -49,8 +69,18 @@ pub struct EngineSessions {
 struct Known {
     /// Where the engine of a bound session was when it came: its worker may have left the fleet by the time it leaves.
     bound: HashMap<(WorkerId, String), Place>,
+    /// What is known of the opening of these.
+    opening: HashMap<Place, Opening>,
     /// What engines may have open because of us.
     open: HashSet<Place>,
+}
+
+/// The opening of a session at an engine.
+struct Opening {
+    /// The idle time that the client set.
+    idle: Option<Duration>,
+    /// Whether the call has ended, well or not.
+    settled: watch::Sender<bool>,
 }
 
 /// A call that has ended.
@@ -60,91 +90,82 @@ struct Told {
     silence: bool,
 }
 
-/// Why an engine was not told.
-#[derive(Debug, thiserror::Error)]
-enum Failure {
-    #[error("no answer within the timeout")]
-    Timeout,
-    #[error("nobody is there: {0}")]
-    Unreachable(reqwest::Error),
-    #[error("the connection failed: {0}")]
-    Connection(reqwest::Error),
-    #[error("status {0}")]
-    Status(StatusCode),
+/// Whether the engine cannot have opened the session: it has no such endpoint. Any other refusal may come from a proxy, or
+/// mean that the session is open already, and a connection may break after the request was read.
+fn is_certain(error: &EngineError) -> bool {
+    matches!(error, EngineError::NotOffered(_) | EngineError::Client(_) | EngineError::Busy)
 }
 
-impl Failure {
-    fn label(&self) -> &'static str {
-        match self {
-            Failure::Timeout => "timeout",
-            Failure::Unreachable(_) => "unreachable",
-            Failure::Connection(_) => "connection",
-            Failure::Status(_) => "status",
-        }
-    }
-
-    /// Whether the engine cannot have done what it was told: nobody heard it, or there is nothing that could do it. Any
-    /// other refusal may come from somebody between us, or mean that the session is open already.
-    fn is_certain(&self) -> bool {
-        let absent = [StatusCode::NOT_FOUND, StatusCode::METHOD_NOT_ALLOWED, StatusCode::NOT_IMPLEMENTED];
-        match self {
-            Failure::Unreachable(_) => true,
-            Failure::Status(status) => absent.contains(status),
-            Failure::Timeout | Failure::Connection(_) => false,
-        }
-    }
-
-    /// Whether nobody answered.
-    fn is_silence(&self) -> bool {
-        !matches!(self, Failure::Status(_))
-    }
-}
-
-impl From<reqwest::Error> for Failure {
-    fn from(error: reqwest::Error) -> Self {
-        match error {
-            error if error.is_connect() => Failure::Unreachable(error),
-            error if error.is_timeout() => Failure::Timeout,
-            error => Failure::Connection(error),
-        }
-    }
+/// Whether the engine did not answer.
+fn is_silence(error: &EngineError) -> bool {
+    matches!(error, EngineError::Timeout | EngineError::Unreachable(_))
 }
 
 impl EngineSessions {
     /// Listens to the sessions from now on; [`EngineSessions::run`] tells the engines.
     pub fn new(
         config: EngineSessionsConfig,
+        access: EngineAccess,
         sessions: Arc<Sessions>,
         router: Arc<Router>,
         metrics: Arc<Metrics>,
-    ) -> reqwest::Result<Arc<Self>> {
-        // Engines are reached directly, as Envoy reaches them.
-        let builder = crate::tls::client().redirect(Policy::none()).tcp_nodelay(true);
-        let client = builder.timeout(config.timeout.get()).build()?;
+    ) -> Arc<Self> {
         let news = Arc::new(Notify::new());
         let heard = news.clone();
         sessions.on_move(move || heard.notify_one());
-        Ok(Arc::new(Self { config, client, sessions, router, metrics, news, known: Mutex::default() }))
+        let (lanes, known) = (Mutex::default(), Mutex::default());
+        Arc::new(Self { config, access: ArcSwap::from_pointee(access), sessions, router, metrics, news, lanes, known })
+    }
+
+    /// Longest time that a request waits for its session to be opened.
+    pub fn deadline(&self) -> Duration {
+        self.config.timeout.get()
+    }
+
+    /// Uses other addresses and credentials from the next call on.
+    pub fn set_access(&self, access: EngineAccess) {
+        self.access.store(Arc::new(access));
+    }
+
+    /// Ends when the call that opens the session at that worker has ended, well or not, or there is none to wait for.
+    pub async fn opened(&self, rank: WorkerRank, id: String) {
+        self.follow();
+        let settled = {
+            let Known { bound, opening, .. } = &*self.known.lock();
+            let opening = bound.get(&(rank.worker, id)).and_then(|place| opening.get(place));
+            opening.map(|opening| opening.settled.subscribe())
+        };
+        if let Some(mut settled) = settled {
+            // An error: the session has left the worker.
+            let _ = settled.wait_for(|settled| *settled).await;
+        }
     }
 
     /// Tells engines, for ever.
     pub async fn run(&self) {
-        let mut lanes = Lanes::default();
+        // Calls that were under way when this ended before are made again.
+        self.lanes.lock().restart();
+        self.known.lock().opening.values().for_each(|opening| _ = opening.settled.send_replace(true));
         let mut running = FuturesUnordered::new();
         loop {
-            self.follow(&mut lanes);
-            while let Some((place, word)) = lanes.next() {
+            self.follow();
+            while let Some((place, word)) = self.next() {
                 running.push(self.tell(place, word));
             }
             tokio::select! {
                 () = self.news.notified() => {}
-                Some(told) = running.next() => self.ended(&told, &mut lanes),
+                Some(told) = running.next() => self.ended(&told),
             }
         }
     }
 
+    fn next(&self) -> Option<(Place, Word)> {
+        self.lanes.lock().next()
+    }
+
     /// Whoever left the fleet is told to close its sessions as long as it answers.
-    fn ended(&self, told: &Told, lanes: &mut Lanes) {
+    fn ended(&self, told: &Told) {
+        let mut lanes = self.lanes.lock();
         lanes.done(&told.place);
         let endpoint = told.place.endpoint;
         if told.silence && !self.router.fleet().workers().any(|worker| worker.endpoint == endpoint) {
@@ -158,7 +179,7 @@ impl EngineSessions {
     /// Closes what is open, and gives up on what takes longer than `within`. Where there are heirs, what is in use is left
     /// to them.
     pub async fn close_all(&self, within: Duration, has_heirs: bool) {
-        self.follow(&mut Lanes::default());
+        self.follow();
         let open: Vec<Place> = {
             let known = self.known.lock();
             let used: HashSet<&Place> = known.bound.values().filter(|_| has_heirs).collect();
@@ -174,16 +195,18 @@ impl EngineSessions {
     }
 
     /// Turns the moves of sessions into calls.
-    fn follow(&self, lanes: &mut Lanes) {
+    fn follow(&self) {
+        let lanes = &mut *self.lanes.lock();
         for moved in self.sessions.moves() {
             match moved {
                 Moved::Came(stay) | Moved::Left(stay) | Moved::HandedOver(stay) | Moved::Inherited(stay)
                     if stay.group => {}
                 Moved::Came(stay) => {
                     if let Some(place) = self.came(stay)
-                        && !lanes.open(place)
+                        && !lanes.open(place.clone())
                     {
                         self.count(Word::Open, "overflow");
+                        self.settle(&place);
                     }
                 }
                 Moved::Inherited(stay) => {
@@ -197,6 +220,7 @@ impl EngineSessions {
                     let mut known = self.known.lock();
                     let place = known.bound.remove(&(stay.target.worker, stay.id));
                     if let Some(place) = place {
+                        known.opening.remove(&place);
                         let is_open = known.open.contains(&place);
                         lanes.close(place, is_open);
                     }
@@ -204,6 +228,7 @@ impl EngineSessions {
                 Moved::HandedOver(stay) => {
                     let mut known = self.known.lock();
                     if let Some(place) = known.bound.remove(&(stay.target.worker, stay.id)) {
+                        known.opening.remove(&place);
                         known.open.remove(&place);
                         lanes.forget(&place);
                         self.metrics.engine_sessions.set(known.open.len() as i64);
@@ -217,8 +242,17 @@ impl EngineSessions {
         let worker = stay.target.worker;
         let endpoint = self.router.fleet().worker(worker)?.endpoint;
         let place = Place { endpoint, id: stay.id.clone() };
-        self.known.lock().bound.insert((worker, stay.id), place.clone());
+        let mut known = self.known.lock();
+        known.bound.insert((worker, stay.id), place.clone());
+        known.opening.insert(place.clone(), Opening { idle: stay.idle, settled: watch::Sender::new(false) });
         Some(place)
+    }
+
+    /// The call that opens a session has ended.
+    fn settle(&self, place: &Place) {
+        if let Some(opening) = self.known.lock().opening.get(place) {
+            opening.settled.send_replace(true);
+        }
     }
 
     /// One call.
@@ -233,7 +267,7 @@ impl EngineSessions {
         }
         let told = self.call(&place, word).await;
         let is_open = match (word, &told) {
-            (Word::Open, Err(failure)) => !failure.is_certain(),
+            (Word::Open, Err(error)) => !is_certain(error),
             (Word::Open, Ok(())) => true,
             (Word::Close, _) => false,
         };
@@ -241,34 +275,40 @@ impl EngineSessions {
             self.known.lock().open.remove(&place);
         }
         self.metrics.engine_sessions.set(self.known.lock().open.len() as i64);
+        if word == Word::Open {
+            self.settle(&place);
+        }
         match &told {
             Ok(()) => self.count(word, "ok"),
-            Err(failure) => {
-                debug!(endpoint = %place.endpoint, session = place.id, ?word, %failure, "an engine was not told");
-                self.count(word, failure.label());
+            Err(error) => {
+                debug!(endpoint = %place.endpoint, session = place.id, ?word, %error, "session call failed");
+                self.count(word, error.label());
             }
         }
-        Told { place, silence: told.is_err_and(|failure| failure.is_silence()) }
+        Told { place, silence: told.is_err_and(|error| is_silence(&error)) }
     }
 
-    async fn call(&self, place: &Place, word: Word) -> Result<(), Failure> {
+    async fn call(&self, place: &Place, word: Word) -> Result<(), EngineError> {
         let EngineKind::Sglang = self.config.kind;
         let (path, body) = match word {
-            Word::Open => ("open_session", self.opening(&place.id)),
+            Word::Open => ("open_session", self.opening(place)),
             Word::Close => ("close_session", json!({ "session_id": place.id })),
         };
-        let request = self.client.post(format!("http://{}/{path}", place.endpoint));
-        let response = request.header(CONTENT_TYPE, "application/json").body(body.to_string()).send().await?;
-        if response.status().is_success() { Ok(()) } else { Err(Failure::Status(response.status())) }
+        let access = self.access.load_full();
+        let engine = access.engines.url(place.endpoint);
+        let told = access.client.tell(&engine, path, body.to_string().into(), None);
+        timeout(self.config.timeout.get(), told).await.map_err(|_| EngineError::Timeout)?
     }
 
-    fn opening(&self, id: &str) -> serde_json::Value {
-        let mut body = json!({ "capacity_of_str_len": self.config.capacity, "session_id": id });
+    fn opening(&self, place: &Place) -> serde_json::Value {
+        let mut body = json!({ "capacity_of_str_len": self.config.capacity, "session_id": place.id });
         if self.config.streaming {
             body["streaming"] = true.into();
         }
-        if let Some(idle) = self.config.idle {
-            body["timeout"] = idle.get().as_secs_f64().into();
+        let idle = self.known.lock().opening.get(place).and_then(|opening| opening.idle);
+        let idle = idle.or_else(|| self.config.idle.map(|idle| idle.get()));
+        if let Some(idle) = idle {
+            body["timeout"] = idle.as_secs_f64().into();
         }
         body
     }

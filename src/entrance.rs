@@ -2,9 +2,10 @@
 //! the router. Those who wait here wait as a future; dropping it leaves nothing behind.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use tokio::time::timeout;
 use tracing::debug;
 
@@ -15,7 +16,7 @@ use crate::sessions::{Binding, Entry, Hold, SessionName, Sessions};
 use crate::worker::{DpRank, Endpoint, ModelName, Worker, WorkerRank};
 
 /// What a request says of its session.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SessionWord {
     /// Its id.
     pub id: String,
@@ -23,6 +24,17 @@ pub struct SessionWord {
     pub parent: Option<String>,
     /// Whether this is its last request.
     pub last: bool,
+    /// After this time without a request the engine may close the session.
+    pub idle: Option<Duration>,
+}
+
+type OpenSession = Box<dyn Fn(WorkerRank, &str) -> BoxFuture<'static, ()> + Send + Sync>;
+
+/// Opens sessions at engines before their first request is sent there.
+struct Opening {
+    /// Longest time that a request waits for it.
+    deadline: Duration,
+    open: OpenSession,
 }
 
 /// How strictly sessions stay where they are.
@@ -108,6 +120,7 @@ pub struct Entrance {
     admission: Arc<Admission<Router>>,
     affinities: Option<Affinities>,
     queue_deadline: Duration,
+    opening: OnceLock<Opening>,
 }
 
 /// Where a request stands in its session.
@@ -125,12 +138,22 @@ impl Entrance {
         affinities: Option<Affinities>,
         queue_deadline: Duration,
     ) -> Arc<Self> {
-        Arc::new(Self { router, admission, affinities, queue_deadline })
+        Arc::new(Self { router, admission, affinities, queue_deadline, opening: OnceLock::new() })
     }
 
     /// The router behind it.
     pub fn router(&self) -> &Arc<Router> {
         &self.router
+    }
+
+    /// From now on a request of a session waits until `open` is ready, for `deadline` at most: the session is open at the
+    /// worker rank then. The first call counts.
+    pub fn on_open(
+        &self,
+        deadline: Duration,
+        open: impl Fn(WorkerRank, &str) -> BoxFuture<'static, ()> + Send + Sync + 'static,
+    ) {
+        self.opening.set(Opening { deadline, open: Box::new(open) }).ok();
     }
 
     /// The waiting room.
@@ -225,7 +248,9 @@ impl Entrance {
         session: Option<&SessionWord>,
         told: impl FnOnce(Duration),
     ) -> Result<Admitted, Refusal> {
-        let mut told = Some(told);
+        let opening = self.opening.get().filter(|_| session.is_some_and(|word| word.parent.is_none()));
+        let more = opening.map_or(Duration::ZERO, |opening| opening.deadline);
+        let mut told = Some(|wait: Duration| told(wait + more));
         let model = session.and_then(|_| self.model(&request));
         let standing = self.session(session.map(|word| word.name(model.as_ref())), &mut told).await;
         let mut hard = None;
@@ -240,7 +265,12 @@ impl Entrance {
         let mut comes_back = false;
         let hold = match standing {
             Standing::None => None,
-            Standing::First(binding) => Some(binding.bind(target)),
+            Standing::First(binding) => {
+                if let Some(idle) = session.and_then(|word| word.idle) {
+                    binding.set_idle(idle);
+                }
+                Some(binding.bind(target))
+            }
             Standing::Bound(mut hold) => {
                 // A hard session that went elsewhere only because its worker has too much to do just now comes back: what
                 // is cached of it is worth more than one request.
@@ -257,7 +287,13 @@ impl Entrance {
         if let (Some(hold), Some(SessionWord { last: true, .. })) = (&hold, session) {
             hold.finish();
         }
-        Ok(Admitted { booked, session: hold, comes_back })
+        let admitted = Admitted { booked, session: hold, comes_back };
+        if let (Some(opening), Some(word), Some(_)) = (opening, session, &admitted.session) {
+            tell(&mut told, Duration::ZERO);
+            // Not opened in time is not opened: the request is sent all the same.
+            let _ = timeout(opening.deadline, (opening.open)(target, &word.id)).await;
+        }
+        Ok(admitted)
     }
 
     /// The model a request is for. One whose body could not be read in time names none, and still is of the same session as
@@ -324,7 +360,6 @@ fn turn(router: &Router, prepared: &Prepared) -> Turn {
         lane: lane(request),
         strict_priority: request.priority.strict,
         priority_jump: request.priority.jump,
-        due: None,
         prompt_tokens: request.prompt.tokens(),
         cached_tokens: router.best_cached_tokens(prepared),
     }

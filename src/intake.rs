@@ -256,7 +256,10 @@ impl Intake {
         request.constraints.adapter = encoded.adapter;
         request.tracked = encoded.tracked;
         request.foretold = encoded.foretold;
-        let session = self.parts.sessions.as_ref().and_then(|signs| signs.read(headers, encoded.session));
+        let session = self.parts.sessions.as_ref().and_then(|signs| {
+            let control = encoded.extension.as_ref().and_then(|extension| extension.session_control.as_ref());
+            signs.read(headers, encoded.session, control)
+        });
         let Encoded { asked_model, tokens, times, unreadable, .. } = encoded;
         Taken { request, api: None, asked_model, unreadable, session, query, tokens, times }
     }

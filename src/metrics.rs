@@ -153,7 +153,7 @@ metrics! {
     session_requests: Gauge = Gauge::default();
     /// Sessions that engines have open because of us
     engine_sessions: Gauge = Gauge::default();
-    /// Calls that open and close sessions on engines, by call and outcome: ok, timeout, unreachable, connection, status, overflow (too many waited)
+    /// Calls that open and close sessions on engines, by call and outcome: ok, busy, unreachable, timeout, not_offered, status, overflow (too many waited)
     engine_session_calls: Family<EngineSessionLabels, Counter> = Family::default();
     /// Requests whose tokens engines were asked for, by model and outcome: ok, refused, nobody (all rest or none is there), busy, unreachable, timeout, not_offered, status, unreadable, too_large
     engine_tokens: Family<ModelOutcomeLabels, Counter> = Family::default();

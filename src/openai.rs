@@ -35,7 +35,7 @@ use thiserror::Error;
 
 pub use api::{Api, Shape};
 pub use chat::{Chat, Content, Message};
-pub use extension::{AgentHints, Extension, QUERY, RoutingConstraints};
+pub use extension::{AgentHints, Extension, QUERY, RoutingConstraints, SessionAction, SessionControl};
 pub use field::text_of;
 pub use form::boundary;
 pub use json::{JsonError, JsonObject, JsonValue};

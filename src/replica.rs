@@ -25,6 +25,10 @@ use crate::router::Routed;
 use crate::sessions::Word;
 use crate::worker::WorkerId;
 
+pub use mirror::World;
+pub use own::Own;
+pub use peers::{Noted, Outcome, Peers, Wish};
+pub use proto::{Batch, SnapshotPart};
 pub use run::Replica;
 
 /// The messages.
@@ -51,7 +55,7 @@ impl Serialize for ReplicaId {
 
 /// Something that replicas tell each other.
 #[derive(Clone, Debug, PartialEq)]
-enum Told {
+pub enum Told {
     /// Of a booking.
     Load(News),
     /// Of a session.

@@ -37,11 +37,6 @@ impl SessionRules {
     /// The shortest and the longest time that can be asked for.
     pub const TTL: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(31_536_000);
 
-    /// How often [`Sessions::expire`] should be called.
-    pub fn sweep_interval(&self) -> Duration {
-        self.ttl.min(Duration::from_secs(30))
-    }
-
     /// Refuses values outside their range: the name of the rule and what is wrong with it.
     pub fn validate(&self) -> Result<(), (&'static str, String)> {
         if !Self::TTL.contains(&self.ttl) {
@@ -122,6 +117,8 @@ pub struct Stay {
     pub group: bool,
     /// Where.
     pub target: WorkerRank,
+    /// After this time without a request the engine may close it, where the client said so.
+    pub idle: Option<Duration>,
 }
 
 /// A move of a session.
@@ -284,20 +281,6 @@ impl Hold {
         self.target = target;
     }
 
-    /// The target is gone or refuses: the session is decided anew, by this request unless another has been quicker.
-    pub fn gone(self) -> Result<Entry, Refused> {
-        let Seat { sessions, key, .. } = &self.seat;
-        let now = (sessions.clock)();
-        let (step, waiter) = self.seat.change(|table, key, number| {
-            table.loosen(key, number, self.target);
-            let step = table.enter(key, now)?;
-            let waiter = if let Step::Wait = step { table.wait() } else { 0 };
-            Ok((step, waiter))
-        })?;
-        // This hold ends only with the function, so the session could not end in between.
-        Ok(sessions.entry(key.clone(), step, waiter))
-    }
-
     /// This is the last request of the session: it is forgotten as soon as nothing of it runs, unless it is used again.
     /// A group goes on, because it has other members.
     pub fn finish(&self) {
@@ -313,6 +296,11 @@ impl Drop for Hold {
 }
 
 impl Binding {
+    /// Sets the time without a request after which the engine may close the session.
+    pub fn set_idle(&self, idle: Duration) {
+        self.seat.change(|table, key, number| table.set_idle(key, number, idle));
+    }
+
     /// The session goes there, with all that wait for it.
     pub fn bind(mut self, target: WorkerRank) -> Hold {
         self.decided = true;

@@ -16,12 +16,17 @@ use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
 use proto::external_processor_client::ExternalProcessorClient;
 use proto::processing_request::Request as Message;
 use serde_json::json;
+use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
+use tonic::transport::Channel;
 use warmroute::app::App;
 use warmroute::config::Config;
-use warmroute::engine_sessions::EngineSessions;
+use warmroute::engine_client::EngineClient;
+use warmroute::engine_client::config::EnginesConfig;
 use warmroute::engine_sessions::config::{EngineKind, EngineSessionsConfig};
+use warmroute::engine_sessions::{EngineAccess, EngineSessions};
 use warmroute::index::PrefixIndex;
 use warmroute::load::LoadTracker;
 use warmroute::metrics::{EngineSessionLabels, Metrics};
@@ -67,7 +72,9 @@ impl Bed {
         let load = LoadTracker::new(Instant::now);
         let router = Arc::new(Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1));
         let metrics = Arc::new(Metrics::new());
-        let engines = EngineSessions::new(config, sessions.clone(), router.clone(), metrics.clone()).unwrap();
+        let access =
+            EngineAccess::new(&EngineClient::new(&EnginesConfig::default()).unwrap(), &EnginesConfig::default());
+        let engines = EngineSessions::new(config, access, sessions.clone(), router.clone(), metrics.clone());
         let running = engines.clone();
         let task = tokio::spawn(async move { running.run().await });
         let bed = Self { sessions, router, engines, metrics, seconds, task };
@@ -177,9 +184,8 @@ async fn a_session_that_moves_is_closed_where_it_was_and_opened_where_it_goes() 
     // Another rank of the same worker has a cache of its own, so what was kept is of no use there.
     hold.rebind(rank(2, 0));
     assert_eq!(engines[1].heard(3).await, [open("a"), close("a"), open("a")]);
-    let Ok(Entry::First(binding)) = hold.gone() else { panic!("nobody else decides") };
+    hold.rebind(rank(1, 0));
     assert_eq!(engines[1].heard(4).await[3], close("a"));
-    let _hold = binding.bind(rank(1, 0));
     assert_eq!(engines[0].heard(3).await[2], open("a"));
 }
 
@@ -339,32 +345,141 @@ fn header(key: &str, value: &str) -> HeaderValue {
     HeaderValue { key: key.to_owned(), raw_value: value.as_bytes().to_vec(), ..HeaderValue::default() }
 }
 
+/// A started warmroute in front of one engine.
+struct Whole {
+    client: ExternalProcessorClient<Channel>,
+    stop: CancellationToken,
+    running: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Whole {
+    /// `more` is put behind the usual settings.
+    async fn start(engine: &Engine, sessions: &str, more: &str) -> Self {
+        let text = format!(
+            "listen: {{tcp: '127.0.0.1:0'}}\nadmin: {{listen: '127.0.0.1:0'}}\nmodels: [{{name: m}}]\n\
+             workers: [{{id: 1, endpoint: '{}'}}]\nsessions: {{engine: {{kind: sglang{sessions}}}}}\n\
+             drain: {{grace: 0s}}\n{more}",
+            engine.address
+        );
+        let app = App::start(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap()).await.unwrap();
+        let address = app.ext_proc_address.unwrap();
+        let stop = CancellationToken::new();
+        let running = tokio::spawn(app.run_until(stop.clone().cancelled_owned()));
+        let client = ExternalProcessorClient::connect(format!("http://{address}")).await.unwrap();
+        Self { client, stop, running }
+    }
+
+    /// Sends a request through; ends when it is routed.
+    fn send(&self, session: &[(&str, &str)], body: &str) -> JoinHandle<()> {
+        let head = [(":method", "POST"), (":path", "/v1/completions")];
+        let head = head.iter().chain(session).map(|(key, value)| header(key, value)).collect();
+        let headers = Some(HeaderMap { headers: head });
+        let messages = [
+            Message::RequestHeaders(proto::HttpHeaders { headers, ..proto::HttpHeaders::default() }),
+            Message::RequestBody(proto::HttpBody {
+                body: body.as_bytes().to_vec(),
+                end_of_stream: true,
+                ..proto::HttpBody::default()
+            }),
+        ];
+        let request =
+            |message| proto::ProcessingRequest { request: Some(message), ..proto::ProcessingRequest::default() };
+        let mut client = self.client.clone();
+        tokio::spawn(async move {
+            // Envoy keeps the stream open while the request runs.
+            let (sender, receiver) = mpsc::channel(2);
+            for message in messages.map(request) {
+                sender.send(message).await.unwrap();
+            }
+            let mut answers = client.process(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+            let mut replies = 0;
+            while replies < 2 {
+                let answer = answers.message().await.unwrap().unwrap();
+                // A request for more time is no reply.
+                replies += usize::from(answer.response.is_some());
+            }
+            drop(sender);
+            while answers.message().await.unwrap().is_some() {}
+        })
+    }
+
+    async fn stop(self) {
+        drop(self.client);
+        self.stop.cancel();
+        self.running.await.unwrap().unwrap();
+    }
+}
+
+const BODY: &str = r#"{"model": "m", "prompt": "x"}"#;
+
 #[tokio::test]
 async fn a_whole_warmroute_opens_for_its_first_request_and_closes_as_it_stops() {
     let engine = Engine::start(Manner::Well).await;
-    let text = format!(
-        "listen: {{tcp: '127.0.0.1:0'}}\nadmin: {{listen: '127.0.0.1:0'}}\nmodels: [{{name: m}}]\n\
-         workers: [{{id: 1, endpoint: '{}'}}]\nsessions: {{engine: {{kind: sglang}}}}\ndrain: {{grace: 0s}}\n",
-        engine.address
-    );
-    let app = App::start(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap()).await.unwrap();
-    let address = app.ext_proc_address.unwrap();
-    let stop = CancellationToken::new();
-    let running = tokio::spawn(app.run_until(stop.clone().cancelled_owned()));
-    let mut client = ExternalProcessorClient::connect(format!("http://{address}")).await.unwrap();
-    let head = [(":method", "POST"), (":path", "/v1/completions"), ("x-session-id", "s")];
-    let headers = Some(HeaderMap { headers: head.iter().map(|(key, value)| header(key, value)).collect() });
-    let body = br#"{"model": "m", "prompt": "x"}"#.to_vec();
-    let messages = [
-        Message::RequestHeaders(proto::HttpHeaders { headers, ..proto::HttpHeaders::default() }),
-        Message::RequestBody(proto::HttpBody { body, end_of_stream: true, ..proto::HttpBody::default() }),
-    ];
-    let request = |message| proto::ProcessingRequest { request: Some(message), ..proto::ProcessingRequest::default() };
-    let mut answers = client.process(tokio_stream::iter(messages.map(request))).await.unwrap().into_inner();
-    while answers.message().await.unwrap().is_some() {}
+    let whole = Whole::start(&engine, "", "").await;
+    whole.send(&[("x-session-id", "s")], BODY).await.unwrap();
     assert_eq!(engine.heard(1).await, [open("s")]);
-    drop((answers, client));
-    stop.cancel();
-    running.await.unwrap().unwrap();
+    whole.stop().await;
     assert_eq!(engine.calls(), [open("s"), close("s")]);
+}
+
+#[tokio::test]
+async fn requests_of_a_session_wait_until_it_is_open() {
+    let engine = Engine::start(Manner::Held).await;
+    let whole = Whole::start(&engine, ", timeout: 20s", "engines: {deadline: 20s}\n").await;
+    let first = whole.send(&[("x-session-id", "s")], BODY);
+    engine.heard(1).await;
+    let second = whole.send(&[("x-session-id", "s")], BODY);
+    // A request without a session waits for nothing.
+    whole.send(&[], BODY).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert!(!first.is_finished() && !second.is_finished(), "sent before the session was open");
+    engine.told.send_modify(|told| told.released = true);
+    first.await.unwrap();
+    second.await.unwrap();
+    assert_eq!(engine.calls(), [open("s")]);
+    whole.stop().await;
+}
+
+#[tokio::test]
+async fn requests_are_sent_when_opening_exceeds_its_deadline() {
+    let engine = Engine::start(Manner::Never).await;
+    let whole = Whole::start(&engine, ", timeout: 300ms", "").await;
+    let began = Instant::now();
+    tokio::time::timeout(DEADLINE, whole.send(&[("x-session-id", "s")], BODY)).await.unwrap().unwrap();
+    assert!(began.elapsed() >= Duration::from_millis(250), "{:?}", began.elapsed());
+    whole.stop().await;
+}
+
+#[tokio::test]
+async fn session_calls_carry_the_token_of_engines() {
+    let engine = Engine::start(Manner::Protected).await;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("token");
+    std::fs::write(&file, "secret\n").unwrap();
+    let whole = Whole::start(&engine, "", &format!("engines: {{token_file: '{}'}}\n", file.display())).await;
+    whole.send(&[("x-session-id", "s")], BODY).await.unwrap();
+    assert_eq!(engine.calls(), [open("s")]);
+    whole.stop().await;
+    assert_eq!(engine.calls(), [open("s"), close("s")]);
+}
+
+#[tokio::test]
+async fn session_control_of_trusted_clients_opens_and_closes() {
+    let body = |control: &str| format!(r#"{{"model": "m", "prompt": "x", "nvext": {{"session_control": {control}}}}}"#);
+    let begins = body(r#"{"session_id": "s", "action": "open", "timeout": 90}"#);
+    let ends = body(r#"{"session_id": "s", "action": "close"}"#);
+    let engine = Engine::start(Manner::Well).await;
+    let whole = Whole::start(&engine, "", "clients: {trusted: true}\n").await;
+    whole.send(&[], &begins).await.unwrap();
+    let said = json!({ "capacity_of_str_len": 65_536, "session_id": "s", "timeout": 90.0 });
+    assert_eq!(engine.calls(), [("open_session".to_owned(), said)]);
+    whole.send(&[], &ends).await.unwrap();
+    assert_eq!(engine.heard(2).await[1], close("s"));
+    whole.stop().await;
+    // Without trust, `nvext` says nothing to routers.
+    let engine = Engine::start(Manner::Well).await;
+    let whole = Whole::start(&engine, "", "").await;
+    whole.send(&[], &begins).await.unwrap();
+    whole.stop().await;
+    assert_eq!(engine.calls(), []);
 }

@@ -64,6 +64,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("ext_proc", "intake"),
     ("ext_proc", "openai"),
     ("ext_proc", "prefill"),
+    ("engine_sessions", "engine_client"),
     ("intake", "engine_client"),
     ("intake", "openai"),
     ("intake", "prompt"),

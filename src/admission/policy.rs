@@ -2,7 +2,7 @@
 //! would have to be looked for again in every lane, and nobody could say any more who was first.
 
 use std::cmp::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -38,7 +38,6 @@ impl Policy {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     pub(super) strict_priority: i64,
-    pub(super) due: Option<Instant>,
     pub(super) score: f64,
     /// Counts all that ever waited, so that no two places are equal.
     pub(super) number: u64,
@@ -46,14 +45,9 @@ pub(super) struct Place {
 
 impl Ord for Place {
     fn cmp(&self, other: &Self) -> Ordering {
-        // A due time comes before none, which `Option` orders the other way round.
-        let by_due = match (self.due, other.due) {
-            (Some(mine), Some(theirs)) => mine.cmp(&theirs),
-            (mine, theirs) => theirs.is_some().cmp(&mine.is_some()),
-        };
         let by_priority = other.strict_priority.cmp(&self.strict_priority);
         let by_score = other.score.total_cmp(&self.score);
-        by_priority.then(by_due).then(by_score).then(self.number.cmp(&other.number))
+        by_priority.then(by_score).then(self.number.cmp(&other.number))
     }
 }
 

@@ -74,7 +74,6 @@ impl<T> Queue<T> {
         let arrived = entry.arrived.saturating_duration_since(self.start);
         let place = Place {
             strict_priority: entry.turn.strict_priority,
-            due: entry.turn.due,
             score: self.classes.get(class).policy.score(&entry.turn, arrived),
             number: self.number,
         };

@@ -28,8 +28,6 @@ pub struct Turn {
     pub strict_priority: i64,
     /// How far the policy lets it jump; negative is 0.
     pub priority_jump: f64,
-    /// When it is due; those with a due time go first.
-    pub due: Option<Instant>,
     /// Length of its prompt.
     pub prompt_tokens: u64,
     /// How much of that is cached on the worker that has most.

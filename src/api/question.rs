@@ -207,7 +207,7 @@ pub(super) fn session(session: pb::Session) -> Result<SessionWord, Fault> {
     if id.is_empty() {
         return Err(Fault::argument("the session has no id"));
     }
-    Ok(SessionWord { id, parent: Some(parent).filter(|parent| !parent.is_empty()), last })
+    Ok(SessionWord { id, parent: Some(parent).filter(|parent| !parent.is_empty()), last, idle: None })
 }
 
 /// Reads the name of an attempt.

@@ -12,7 +12,7 @@ use super::{App, learn};
 use crate::api::Feed;
 use crate::audit::Audit;
 use crate::config::Config;
-use crate::engine_sessions::EngineSessions;
+use crate::engine_sessions::{EngineAccess, EngineSessions};
 use crate::entrance::Entrance;
 use crate::kv_events::SharedResync;
 use crate::lifecycle::supervise;
@@ -155,16 +155,22 @@ impl App {
     }
 
     /// Starts what tells engines of sessions, if they are to be told.
-    pub(super) fn tell_engines(
-        &mut self,
-        config: &Config,
-        entrance: &Arc<Entrance>,
-        replica: Option<Arc<Replica>>,
-    ) -> anyhow::Result<()> {
+    pub(super) fn tell_engines(&mut self, config: &Config, entrance: &Arc<Entrance>, replica: Option<Arc<Replica>>) {
         let metrics = self.reloader.metrics.clone();
         let engine = config.sessions.as_ref().and_then(|sessions| sessions.engine.clone());
-        let (Some(engine), Some(sessions)) = (engine, entrance.sessions()) else { return Ok(()) };
-        let engines = EngineSessions::new(engine, sessions.clone(), entrance.router().clone(), metrics.clone())?;
+        let (Some(engine), Some(sessions)) = (engine, entrance.sessions()) else { return };
+        let access = EngineAccess::new(&self.reloader.client(), &config.engines);
+        let engines = EngineSessions::new(engine, access, sessions.clone(), entrance.router().clone(), metrics.clone());
+        let renewed = engines.clone();
+        self.reloader.part("engine_sessions", move |next| {
+            let (engines, access) = (renewed.clone(), EngineAccess::new(&next.client, &next.config.engines));
+            Ok(Box::new(move || engines.set_access(access)))
+        });
+        let opener = engines.clone();
+        entrance.on_open(engines.deadline(), move |rank, id| {
+            let (engines, id) = (opener.clone(), id.to_owned());
+            Box::pin(async move { engines.opened(rank, id).await })
+        });
         let stop = self.stop.clone();
         self.background.spawn(async move {
             supervise("engine_sessions", &metrics, stop, || {
@@ -178,7 +184,6 @@ impl App {
             // Our sessions end with us, and the next of us would open them anew; with others they go on.
             engines.close_all(FAREWELL, replica.is_some_and(|replica| replica.has_heirs())).await;
         });
-        Ok(())
     }
 }
 

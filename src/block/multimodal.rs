@@ -52,19 +52,6 @@ pub struct BlockObject {
     pub offsets: Vec<Range<usize>>,
 }
 
-/// Puts the pad token of each object in place of its placeholders, where the engines' events are hashed that way. The
-/// prompt is then hashed as text.
-pub fn pad(tokens: &mut [u32], objects: &[PromptObject]) {
-    for PromptObject { object, ranges } in objects {
-        for range in ranges {
-            let end = range.end.min(tokens.len());
-            if let Some(placeholders) = tokens.get_mut(range.start..end) {
-                placeholders.fill(object.pad_token());
-            }
-        }
-    }
-}
-
 /// Cuts the objects of a prompt at block borders: per block, the partial tail included, the objects that touch it.
 pub fn objects_by_block(tokens: usize, block_size: BlockSize, objects: &[PromptObject]) -> Vec<Vec<BlockObject>> {
     let size = block_size.tokens();

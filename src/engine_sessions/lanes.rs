@@ -99,6 +99,15 @@ impl Lanes {
         self.tidy(place.endpoint);
     }
 
+    /// No call is under way any more.
+    pub(super) fn restart(&mut self) {
+        for (endpoint, lane) in &mut self.lanes {
+            lane.running.clear();
+            self.ready.push_back(*endpoint);
+        }
+        self.lanes.retain(|_, lane| !lane.waiting.is_empty());
+    }
+
     /// Forgets what is still to be said of a session: somebody else sees to it.
     pub(super) fn forget(&mut self, place: &Place) {
         if let Some(lane) = self.lanes.get_mut(&place.endpoint) {

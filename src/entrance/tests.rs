@@ -49,7 +49,7 @@ fn request(first: u64) -> RouteRequest {
 }
 
 fn word(id: &str) -> SessionWord {
-    SessionWord { id: id.to_owned(), parent: None, last: false }
+    SessionWord { id: id.to_owned(), ..SessionWord::default() }
 }
 
 async fn admit(entrance: &Entrance, first: u64, session: Option<&SessionWord>) -> Admitted {

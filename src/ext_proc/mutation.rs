@@ -71,11 +71,6 @@ impl HeaderChanges {
         self.set.push((name, value));
     }
 
-    /// What is set.
-    pub fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.set.iter().map(|(name, value)| (&**name, &**value))
-    }
-
     fn wire(self) -> Option<HeaderMutation> {
         if self.set.is_empty() && self.remove.is_empty() {
             return None;
@@ -291,4 +286,12 @@ fn wrap(to: To, response: CommonResponse) -> ProcessingResponse {
         To::ResponseBody => Response::ResponseBody(BodyResponse { response }),
     };
     ProcessingResponse { response: Some(response), ..ProcessingResponse::default() }
+}
+
+#[cfg(test)]
+impl HeaderChanges {
+    /// The headers that are set.
+    pub(super) fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.set.iter().map(|(name, value)| (&**name, &**value))
+    }
 }

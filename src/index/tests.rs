@@ -188,7 +188,7 @@ fn a_lower_run_stays_when_what_it_follows_leaves_and_returns() {
 }
 
 #[test]
-fn a_block_that_waits_can_be_removed_and_cleared_by_tier() {
+fn a_block_that_waits_can_be_removed() {
     let index = PrefixIndex::new();
     let mut writer = index.join(Slot(0));
     let host = |blocks: &[u64]| KvEvent::Removed {
@@ -202,27 +202,11 @@ fn a_block_that_waits_can_be_removed_and_cleared_by_tier() {
         assert_eq!(writer.apply(&host(&[200])), outcome);
         assert_eq!(index.stats().total.waiting, waiting);
     }
-    writer.clear_tier(Tier::Disk);
+    let disk = KvEvent::Removed { blocks: vec![EngineHash(200)], tier: Tier::Disk };
+    assert_eq!(writer.apply(&disk), Outcome::Ok);
     assert_eq!(index.stats().total, BlockCounts::default());
     writer.apply(&stored(None, &[(1, 100)], Tier::Device));
     assert_eq!(found(&index, &[1, 2]), TierBlocks { device: 1, ..TierBlocks::default() });
-}
-
-#[test]
-fn clearing_one_tier_leaves_the_others() {
-    let index = PrefixIndex::new();
-    let mut writer = index.join(Slot(0));
-    let blocks: Vec<_> = (1..=600).map(|block| (block, block)).collect();
-    let locals: Vec<_> = (1..=600).collect();
-    writer.apply(&stored(None, &blocks, Tier::Device));
-    writer.apply(&stored(None, &blocks[..300], Tier::HostPinned));
-    writer.apply(&stored(None, &blocks[..300], Tier::HostPinned));
-    writer.clear_tier(Tier::Device);
-    assert_eq!(found(&index, &locals), TierBlocks { host: 300, ..TierBlocks::default() });
-    assert_eq!(index.stats().total, BlockCounts { host: 300, copies: 600, ..BlockCounts::default() });
-    writer.clear_tier(Tier::HostPinned);
-    assert_eq!(index.stats().total, BlockCounts::default());
-    assert_eq!(index.stats().distinct_blocks, 0);
 }
 
 fn share(group: u32, need: (u32, u32), blocks: &[u64]) -> KvEvent {

@@ -1,7 +1,7 @@
 //! Of which session a request says it is: in a header, or in a field of its body.
 
 use crate::entrance::SessionWord;
-use crate::openai;
+use crate::openai::{self, SessionAction, SessionControl};
 
 use super::wishes::Headers;
 
@@ -29,12 +29,22 @@ impl SessionSigns {
         openai::text_of(body, self.body_field.as_deref()?).filter(|id| !id.is_empty())
     }
 
-    /// What the headers say, and where they name no session, with the id from the body.
-    pub(super) fn read(&self, headers: Headers<'_>, in_body: Option<String>) -> Option<SessionWord> {
-        let id = value(headers, &self.headers).or(in_body)?;
+    /// The session that the headers name, else `nvext.session_control`, else the field of the body. What
+    /// `nvext.session_control` says of another session than the named one does not count.
+    pub(super) fn read(
+        &self,
+        headers: Headers<'_>,
+        in_body: Option<String>,
+        control: Option<&SessionControl>,
+    ) -> Option<SessionWord> {
+        let control_id = control.and_then(|control| control.session_id.clone()).filter(|id| !id.is_empty());
+        let id = value(headers, &self.headers).or_else(|| control_id.clone()).or(in_body)?;
+        let control = control.filter(|_| control_id.is_none_or(|other| other == id));
         let last = value(headers, &self.final_headers);
         let last = last.is_some_and(|value| value == "1" || value.eq_ignore_ascii_case("true"));
-        Some(SessionWord { id, parent: value(headers, &self.parent_headers), last })
+        let closes = control.is_some_and(|control| control.action == Some(SessionAction::Close));
+        let parent = value(headers, &self.parent_headers);
+        Some(SessionWord { id, parent, last: last || closes, idle: control.and_then(SessionControl::idle) })
     }
 }
 
@@ -57,7 +67,7 @@ mod tests {
         };
         let body: &[u8] = br#"{"metadata":{"session":"in-body"}}"#;
         let word = |id: &str, parent: Option<&str>, last| {
-            Some(SessionWord { id: id.to_owned(), parent: parent.map(str::to_owned), last })
+            Some(SessionWord { id: id.to_owned(), parent: parent.map(str::to_owned), last, idle: None })
         };
         type Case<'a> = (&'a [(&'a str, &'a str)], &'a [u8], Option<SessionWord>);
         let cases: [Case<'_>; 7] = [
@@ -72,7 +82,33 @@ mod tests {
         for (headers, body, expected) in cases {
             let find = |name: &str| headers.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into());
             let in_body = signs.leave_it_to_the_body(&find).then(|| signs.in_body(body)).flatten();
-            assert_eq!(signs.read(&find, in_body), expected, "{headers:?}");
+            assert_eq!(signs.read(&find, in_body, None), expected, "{headers:?}");
+        }
+    }
+
+    #[test]
+    fn session_control_opens_and_closes_the_named_session() {
+        let signs = SessionSigns { headers: vec!["x-a".into()], ..SessionSigns::default() };
+        let word = |id: &str, last, idle: Option<u64>| {
+            let idle = idle.map(std::time::Duration::from_secs);
+            Some(SessionWord { id: id.to_owned(), parent: None, last, idle })
+        };
+        type Case<'a> = (Option<&'a str>, &'a str, Option<SessionWord>);
+        let cases: [Case<'_>; 8] = [
+            (None, r#"{"session_id":"s","action":"open","timeout":90}"#, word("s", false, Some(90))),
+            (None, r#"{"session_id":"s","action":"close"}"#, word("s", true, None)),
+            (None, r#"{"session_id":"s"}"#, word("s", false, None)),
+            (None, r#"{"session_id":""}"#, None),
+            (None, r#"{"action":"close"}"#, None),
+            (Some("s"), r#"{"action":"close"}"#, word("s", true, None)),
+            (Some("other"), r#"{"session_id":"s","action":"close","timeout":90}"#, word("other", false, None)),
+            (None, r#"{"session_id":"s","timeout":-1}"#, word("s", false, None)),
+        ];
+        for (header, control, expected) in cases {
+            let find = |_: &str| header.map(Into::into);
+            let extension = openai::Extension::read(&format!(r#"{{"session_control":{control}}}"#));
+            let read = signs.read(&find, None, extension.session_control.as_ref());
+            assert_eq!(read, expected, "{header:?} {control}");
         }
     }
 }

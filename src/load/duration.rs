@@ -98,11 +98,6 @@ impl PrefillTimes {
     pub fn relative_error(&self) -> Option<f64> {
         self.error
     }
-
-    /// How many observations counted.
-    pub fn observed(&self) -> u64 {
-        self.observed
-    }
 }
 
 impl Sums {
@@ -183,7 +178,7 @@ mod tests {
     fn nothing_is_estimated_from_too_little() {
         let times = fitted(7, millis);
         assert_eq!(times.estimate(100), None);
-        assert_eq!(times.observed(), 7);
+        assert_eq!(times.observed, 7);
     }
 
     #[test]
@@ -236,7 +231,7 @@ mod tests {
         {
             times.observe(tokens, took);
         }
-        assert_eq!(times.observed(), 0);
+        assert_eq!(times.observed, 0);
     }
 
     proptest! {
@@ -246,7 +241,7 @@ mod tests {
         fn any_times_give_a_time(observed in vec((any::<u64>(), 0..4_000_000_000_000u64), 8..40), tokens in any::<u64>()) {
             let mut times = PrefillTimes::new();
             observed.iter().for_each(|(tokens, nanos)| times.observe(*tokens, Duration::from_nanos(*nanos)));
-            if times.observed() >= ENOUGH {
+            if times.observed >= ENOUGH {
                 let estimate = times.estimate(tokens);
                 prop_assert!(estimate.is_some_and(|estimate| estimate <= LONGEST));
                 prop_assert!(estimate >= times.estimate(tokens / 2));

@@ -10,10 +10,6 @@ use std::time::{Duration, Instant};
 use super::{Booking, LoadTracker, Reservation};
 use crate::worker::WorkerRank;
 
-mod peer;
-
-pub use peer::{PeerChange, PeerEvent, Peers};
-
 /// Adding looks for silent bookings itself, but not more often than this.
 const SWEEP: Duration = Duration::from_secs(30);
 

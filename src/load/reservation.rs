@@ -37,11 +37,6 @@ impl Reservation {
         Self { tracker, parts, told, begun: false }
     }
 
-    /// Where the first booking is; `None` only if nothing was to be booked.
-    pub fn slot(&self) -> Option<Slot> {
-        self.parts.first().map(|part| part.booking.slot)
-    }
-
     /// For whom the first booking is.
     pub fn rank(&self) -> Option<WorkerRank> {
         self.parts.first().map(|part| part.booking.rank)

@@ -141,7 +141,7 @@ fn a_prefill_worker_is_free_with_the_first_token_and_the_decode_worker_with_the_
     let decode = Booking { track_prefill: false, ..booking(1, 1, &[1, 2], 32) };
     let mut both = tracker.book_with(|_| Ok::<_, ()>(vec![decode, prefill])).unwrap();
     assert_eq!(both.parts().collect::<Vec<_>>(), [(Slot(1), rank(1)), (Slot(0), rank(0))]);
-    assert_eq!((both.slot(), both.rank()), (Some(Slot(1)), Some(rank(1))));
+    assert_eq!(both.parts().next(), Some((Slot(1), rank(1))));
     assert_eq!(loads(&tracker), [(0, 2, 32, 1), (1, 2, 0, 1)]);
     both.output_block(None);
     assert_eq!(loads(&tracker), [(0, 2, 32, 1), (1, 3, 0, 1)]);
@@ -171,7 +171,7 @@ fn a_booking_moves_as_far_as_it_had_come() {
     };
     assert!(both.relocate(to(2, 2, 0)));
     assert_eq!(loads(&tracker), [(0, 2, 32, 1), (1, 0, 0, 0), (2, 3, 32, 1)], "the remote prefill stays");
-    assert_eq!((both.slot(), both.rank()), (Some(Slot(2)), Some(rank(2))));
+    assert_eq!(both.parts().next(), Some((Slot(2), rank(2))));
     assert_eq!(heard.load(Ordering::SeqCst), 1, "whoever waits for the first rank hears of it");
     both.first_token();
     assert!(both.relocate(to(1, 1, 0)));

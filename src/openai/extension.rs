@@ -3,6 +3,7 @@
 //! were not there, because the engine behind us may well understand it.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -36,6 +37,43 @@ pub struct Extension {
     pub routing_constraints: RoutingConstraints,
     /// Weights for this request alone, as the choice defines them.
     pub router_config_override: Option<Value>,
+    /// The request's session, and whether it begins or ends.
+    pub session_control: Option<SessionControl>,
+    /// Workers that may be chosen; none: all.
+    pub allowed_worker_ids: Option<Vec<u64>>,
+}
+
+/// The request's session.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(default)]
+pub struct SessionControl {
+    /// Its id.
+    pub session_id: Option<String>,
+    /// Whether it begins or ends.
+    pub action: Option<SessionAction>,
+    /// Seconds without a request after which the engine may close it.
+    pub timeout: Option<f64>,
+}
+
+/// What happens to the session with this request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SessionAction {
+    /// It begins.
+    Open,
+    /// This is its last request.
+    Close,
+}
+
+/// Longest idle time of a session: a year.
+const LONGEST_IDLE: f64 = 31_536_000.0;
+
+impl SessionControl {
+    /// The time without a request after which the engine may close the session.
+    pub fn idle(&self) -> Option<Duration> {
+        let seconds = self.timeout.filter(|seconds| (1.0..=LONGEST_IDLE).contains(seconds))?;
+        Some(Duration::from_secs_f64(seconds))
+    }
 }
 
 /// What an agent knows of its request.
@@ -84,6 +122,8 @@ impl Extension {
                 "agent_hints" => set(&mut extension.agent_hints, text),
                 "routing_constraints" => set(&mut extension.routing_constraints, text),
                 "router_config_override" => set(&mut extension.router_config_override, text),
+                "session_control" => set(&mut extension.session_control, text),
+                "allowed_worker_ids" => set(&mut extension.allowed_worker_ids, text),
                 _ => {}
             }
         }

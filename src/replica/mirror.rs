@@ -14,18 +14,24 @@ use crate::worker::{Slot, WorkerId, WorkerRank};
 /// Most reservations of one peer.
 const MOST: usize = 1 << 20;
 
-/// What words of peers are about.
-pub(super) struct World<'a> {
-    pub(super) load: &'a Arc<LoadTracker>,
-    /// Of the fleet; slots may be others with each one.
-    pub(super) generation: u64,
-    pub(super) slot: &'a dyn Fn(WorkerRank) -> Option<Slot>,
-    pub(super) sessions: Option<&'a Sessions>,
-    pub(super) overloaded: &'a dyn Fn(WorkerId, Duration),
-    pub(super) first_token: &'a dyn Fn(&str),
-    pub(super) routed: &'a dyn Fn(Routed),
-    /// Something was booked just now.
-    pub(super) booked: &'a dyn Fn(&Booking),
+/// The state of this process that messages of peers change.
+pub struct World<'a> {
+    /// The load table.
+    pub load: &'a Arc<LoadTracker>,
+    /// Generation of the fleet; slots may differ between generations.
+    pub generation: u64,
+    /// The slot of a rank of the fleet.
+    pub slot: &'a dyn Fn(WorkerRank) -> Option<Slot>,
+    /// The session table, where sessions are configured.
+    pub sessions: Option<&'a Sessions>,
+    /// Marks a worker as overloaded.
+    pub overloaded: &'a dyn Fn(WorkerId, Duration),
+    /// Reports the first token of the exchange of that name.
+    pub first_token: &'a dyn Fn(&str),
+    /// Reports prompts routed to a rank whose cache is predicted.
+    pub routed: &'a dyn Fn(Routed),
+    /// Reports a booking made just now.
+    pub booked: &'a dyn Fn(&Booking),
 }
 
 /// What a peer has booked.

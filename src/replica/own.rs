@@ -18,7 +18,7 @@ const ENVELOPE: usize = 4 * 1024;
 
 /// What this replica has booked, and what of it is still to be told.
 #[derive(Debug)]
-pub(super) struct Own {
+pub struct Own {
     id: ReplicaId,
     name: String,
     most_bytes: usize,
@@ -40,7 +40,8 @@ struct Untold {
 }
 
 impl Own {
-    pub(super) fn new(id: ReplicaId, name: String) -> Self {
+    /// The state of a replica that has booked nothing.
+    pub fn new(id: ReplicaId, name: String) -> Self {
         let most_bytes = MOST_BYTES - ENVELOPE;
         let (live, untold, batches) = (BTreeMap::new(), Untold::default(), Vec::new());
         Self { id, name, most_bytes, sequence: 0, draining: false, live, untold, batches }
@@ -57,7 +58,7 @@ impl Own {
     }
 
     /// Something happened here.
-    pub(super) fn note(&mut self, told: &Told) {
+    pub fn note(&mut self, told: &Told) {
         if let Told::Load(news) = told {
             self.follow(news);
             if self.joins(news) {
@@ -77,19 +78,19 @@ impl Own {
     }
 
     /// The batches that are to be told now.
-    pub(super) fn batches(&mut self) -> Vec<Batch> {
+    pub fn batches(&mut self) -> Vec<Batch> {
         self.close();
         std::mem::take(&mut self.batches)
     }
 
     /// A sign of life.
-    pub(super) fn sign(&self) -> Batch {
+    pub fn sign(&self) -> Batch {
         let (replica, name, sequence, draining) = (self.id.0, self.name.clone(), self.sequence, self.draining);
         Batch { replica, name, sequence, draining, ..Batch::default() }
     }
 
     /// How everything stands at the last batch. What is not told yet has to be told first.
-    pub(super) fn snapshot(&self, beside: &[Told]) -> Vec<SnapshotPart> {
+    pub fn snapshot(&self, beside: &[Told]) -> Vec<SnapshotPart> {
         let named = self.most_named();
         let alive = self.live.iter().map(|(id, live)| wire::alive(*id, live, named));
         let events = alive.chain(beside.iter().map(|told| wire::event(told, named)));

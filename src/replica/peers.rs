@@ -29,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 /// All peers.
 #[derive(Debug)]
-pub(super) struct Peers {
+pub struct Peers {
     own: ReplicaId,
     lease: Duration,
     looked: Option<Instant>,
@@ -40,7 +40,7 @@ pub(super) struct Peers {
 
 /// What is to be done next.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Wish {
+pub enum Wish {
     /// Ask that peer for everything.
     Ask(ReplicaId),
     /// Say that we are here.
@@ -49,7 +49,7 @@ pub(super) enum Wish {
 
 /// What changed, for the log and the measures.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Noted {
+pub enum Noted {
     /// A peer is there.
     Came(ReplicaId, String),
     /// It missed something of it.
@@ -64,9 +64,11 @@ pub(super) enum Noted {
 
 /// What came of a message.
 #[derive(Debug, Default)]
-pub(super) struct Outcome {
-    pub(super) wishes: Vec<Wish>,
-    pub(super) noted: Vec<Noted>,
+pub struct Outcome {
+    /// What is to be sent.
+    pub wishes: Vec<Wish>,
+    /// Changes for the log and the metrics.
+    pub noted: Vec<Noted>,
 }
 
 #[derive(Debug)]
@@ -110,12 +112,13 @@ pub(super) struct Shown {
 }
 
 impl Peers {
-    pub(super) fn new(own: ReplicaId, lease: Duration) -> Self {
+    /// No peers yet; one that sends nothing for `lease` is silent.
+    pub fn new(own: ReplicaId, lease: Duration) -> Self {
         Self { own, lease, looked: None, peers: BTreeMap::new(), bereft: None }
     }
 
     /// A batch of a peer.
-    pub(super) fn hear(&mut self, batch: Batch, world: &World<'_>, now: Instant, rng: &mut impl Rng) -> Outcome {
+    pub fn hear(&mut self, batch: Batch, world: &World<'_>, now: Instant, rng: &mut impl Rng) -> Outcome {
         let (from, mut outcome) = (ReplicaId(batch.replica), Outcome::default());
         if from == self.own {
             return outcome;
@@ -149,7 +152,7 @@ impl Peers {
     }
 
     /// Part of what a peer was asked for.
-    pub(super) fn take(&mut self, part: SnapshotPart, world: &World<'_>, now: Instant, rng: &mut impl Rng) -> Outcome {
+    pub fn take(&mut self, part: SnapshotPart, world: &World<'_>, now: Instant, rng: &mut impl Rng) -> Outcome {
         let (from, mut outcome) = (ReplicaId(part.replica), Outcome::default());
         let Some(peer) = self.peers.get_mut(&from) else { return outcome };
         peer.heard = now;
@@ -173,7 +176,7 @@ impl Peers {
     }
 
     /// Time goes by.
-    pub(super) fn look(&mut self, world: &World<'_>, now: Instant) -> Outcome {
+    pub fn look(&mut self, world: &World<'_>, now: Instant) -> Outcome {
         let mut outcome = Outcome::default();
         let since = self.looked.replace(now).map(|looked| now.saturating_duration_since(looked));
         if since.is_some_and(|since| since > self.lease / 2) {

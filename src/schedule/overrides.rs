@@ -62,19 +62,6 @@ impl Overrides {
         ];
         rules.into_iter().try_for_each(|(name, value, most)| value.map_or(Ok(()), |value| within(name, value, most)))
     }
-
-    /// The same for the choice of the worker that decodes what another has prefilled: prefill counts nothing there, and
-    /// its blocks arrive by transfer, so nothing is shared. What is cached counts only where `conditional` says that the
-    /// decode worker may do the prefill itself.
-    #[must_use]
-    pub fn after_prefill(mut self, conditional: bool) -> Self {
-        if !conditional {
-            self.overlap_score_credit = Some(0.0);
-        }
-        self.assume_kv_reuse = Some(false);
-        self.track_prefill_tokens = Some(false);
-        self
-    }
 }
 
 #[cfg(test)]
@@ -121,17 +108,5 @@ mod tests {
             assert_eq!(read(&format!(r#"{{"{name}": {value}}}"#)).validate().unwrap_err().0, name);
         }
         assert_eq!(read(r#"{"shared_cache_multiplier": 1, "router_temperature": 0}"#).validate(), Ok(()));
-    }
-
-    #[test]
-    fn after_a_prefill_nothing_is_shared_and_cache_counts_only_if_the_prefill_may_be_skipped() {
-        let asked = read(r#"{"overlap_score_credit": 2, "router_temperature": 1, "track_prefill_tokens": true}"#);
-        let decode = asked.after_prefill(false);
-        assert_eq!(
-            (decode.overlap_score_credit, decode.assume_kv_reuse, decode.track_prefill_tokens),
-            (Some(0.0), Some(false), Some(false))
-        );
-        assert_eq!(decode.router_temperature, Some(1.0));
-        assert_eq!(asked.after_prefill(true).overlap_score_credit, Some(2.0));
     }
 }

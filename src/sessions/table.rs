@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::words::{Stamp, Word};
 use super::{Counts, Moved, Refused, SessionName, SessionRules, Stay};
@@ -54,6 +54,8 @@ pub(super) struct Session {
     pub(super) stamp: Stamp,
     /// When other routers were last told that it is in use.
     pub(super) told: Option<Instant>,
+    /// The idle time that its client set for the engine.
+    pub(super) engine_idle: Option<Duration>,
 }
 
 /// All sessions.
@@ -220,6 +222,12 @@ impl Table {
         }
     }
 
+    pub(super) fn set_idle(&mut self, key: &Arc<Key>, number: u64, idle: Duration) {
+        if let Some(session) = self.session(key, number) {
+            session.engine_idle = Some(idle);
+        }
+    }
+
     /// No request of the session runs from now on.
     fn rest(&mut self, key: &Arc<Key>, number: u64, now: Instant) {
         if let Some(session) = self.session(key, number) {
@@ -345,7 +353,8 @@ impl Table {
     pub(super) fn note(&mut self, moved: fn(Stay) -> Moved, key: &Key, target: WorkerRank) {
         let most = self.most_notes();
         let Some(moves) = self.moves.as_mut().filter(|moves| moves.len() < most) else { return };
-        moves.push(moved(Stay { id: key.id.to_string(), group: key.group, target }));
+        let idle = self.sessions.get(key).and_then(|session| session.engine_idle);
+        moves.push(moved(Stay { id: key.id.to_string(), group: key.group, target, idle }));
     }
 
     pub(super) fn most_notes(&self) -> usize {
@@ -361,7 +370,7 @@ impl Table {
 impl Session {
     pub(super) fn new(number: u64, bond: Bond) -> Self {
         let (waiters, stamp) = (Vec::new(), Stamp::default());
-        Self { number, bond, running: 0, idle: None, ending: false, waiters, stamp, told: None }
+        Self { number, bond, running: 0, idle: None, ending: false, waiters, stamp, told: None, engine_idle: None }
     }
 
     fn wakers(&mut self) -> Vec<Waker> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{Path as UrlPath, State};
-use axum::http::StatusCode;
+use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::post;
 use axum::{Json, Router as Routes};
@@ -23,6 +23,10 @@ pub(crate) enum Manner {
     Well,
     /// Not at all.
     Never,
+    /// As SGLang does, once it is released.
+    Held,
+    /// As SGLang does with `--api-key secret`.
+    Protected,
 }
 
 #[derive(Default)]
@@ -30,6 +34,7 @@ pub(crate) struct Told {
     calls: Vec<(String, Value)>,
     pub(crate) open: BTreeSet<String>,
     pub(crate) refused: usize,
+    pub(crate) released: bool,
 }
 
 /// An engine; it ends by drop.
@@ -50,9 +55,14 @@ type Shared = (Arc<watch::Sender<Told>>, Manner);
 async fn endpoint(
     State((told, manner)): State<Shared>,
     UrlPath(path): UrlPath<String>,
+    headers: HeaderMap,
     Json(body): Json<Value>,
 ) -> Response {
     let id = body["session_id"].as_str().unwrap().to_owned();
+    let is_known = headers.get("authorization").is_some_and(|value| value == "Bearer secret");
+    if manner == Manner::Protected && !is_known {
+        return StatusCode::UNAUTHORIZED.into_response();
+    }
     let mut answer = StatusCode::NOT_FOUND.into_response();
     told.send_modify(|told| {
         answer = match path.as_str() {
@@ -70,7 +80,11 @@ async fn endpoint(
         told.calls.push((path, body));
     });
     match manner {
-        Manner::Well => answer,
+        Manner::Well | Manner::Protected => answer,
+        Manner::Held => {
+            told.subscribe().wait_for(|told| told.released).await.unwrap();
+            answer
+        }
         Manner::Never => std::future::pending().await,
     }
 }

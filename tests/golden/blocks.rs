@@ -170,13 +170,3 @@ fn check(case: Case) {
         }
     }
 }
-
-#[test]
-fn pad_tokens_take_the_place_of_placeholders_within_the_prompt() {
-    let object =
-        |hash, ranges: &[std::ops::Range<usize>]| PromptObject { object: ObjectHash(hash), ranges: ranges.into() };
-    let mut tokens = [1, 2, 3, 4, 5, 6];
-    let objects = [object(0, &[1..2, 4..99]), object(7, &[2..3, 9..12, 6..6])];
-    warmroute::block::multimodal::pad(&mut tokens, &objects);
-    assert_eq!(tokens, [1, 1_000_000, 1_000_007, 4, 1_000_000, 1_000_000]);
-}

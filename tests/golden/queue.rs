@@ -147,7 +147,6 @@ impl Arrival {
             lane: self.pinned.map_or(Lane::Shared, pin),
             strict_priority: self.strict_priority.into(),
             priority_jump: self.priority_jump,
-            due: None,
             prompt_tokens: self.isl_tokens,
             cached_tokens: self.cached_tokens,
         }

@@ -1,17 +1,22 @@
 //! The load of live requests, step by step: bookings by id through the ledger, workers through discovery and the fleet.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use prost::Message as _;
+use rand::SeedableRng as _;
+use rand::rngs::SmallRng;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use warmroute::block::{BlockHashes, LocalHash, SequenceHash};
 use warmroute::discovery::{self, ServedModel};
 use warmroute::fleet::{Fleet, Member};
-use warmroute::load::ledger::{Attempt, Change, Ledger, PeerChange, PeerEvent, Peers, Refused, Rules};
-use warmroute::load::{Booking, LoadTracker, LoadView, RankLoad, Sequences, Until};
+use warmroute::load::ledger::{Attempt, Change, Ledger, Refused, Rules};
+use warmroute::load::{Booking, LoadTracker, LoadView, News, RankLoad, Sequences, Until};
+use warmroute::replica::{Batch, Outcome, Own, Peers, ReplicaId, SnapshotPart, Told as Message, Wish, World};
 use warmroute::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
 
 use super::frame::{Check, Deviation, Report, run_cases};
@@ -208,9 +213,94 @@ fn discover(workers: &[Worker], block_size: u32) -> Result<Vec<warmroute::worker
     discovery::parse(Path::new("workers"), text.as_bytes(), &[model]).map_err(|_| ())
 }
 
+/// A silent router loses its bookings after this time, which no case waits for.
+const LEASE: Duration = Duration::from_secs(3600);
+
+/// Another router of the same workers, with its bookings and the messages that it sends.
+struct Other {
+    tracker: Arc<LoadTracker>,
+    ledger: Ledger,
+    slots: BTreeMap<WorkerRank, Slot>,
+    news: Arc<Mutex<Vec<News>>>,
+    own: Own,
+}
+
+impl Other {
+    fn new(router: u64, now: Arc<Mutex<Instant>>) -> Self {
+        let tracker = LoadTracker::new(move || *now.lock());
+        let news = Arc::<Mutex<Vec<News>>>::default();
+        let noted = news.clone();
+        tracker.on_news(move |news| noted.lock().push(news));
+        let ledger = Ledger::new(tracker.clone(), Rules::default());
+        let own = Own::new(ReplicaId(router), format!("router {router}"));
+        Self { tracker, ledger, slots: BTreeMap::new(), news, own }
+    }
+
+    fn run(&mut self, told: Told) {
+        match told {
+            Told::AddRequest { request_id, worker, token_sequence, prefill_tokens, .. } => {
+                let rank = rank(worker);
+                let next = Slot(self.slots.len() as u32);
+                let slot = *self.slots.entry(rank).or_insert(next);
+                if slot == next {
+                    self.tracker.open(slot, rank);
+                }
+                let blocks = token_sequence.unwrap_or_default();
+                // A second booking of the same request is refused.
+                let _ = self.ledger.add(named(&request_id), vec![booking(slot, rank, &blocks, prefill_tokens)]);
+            }
+            Told::MarkPrefillCompleted { request_id, worker, .. } if self.is_on(&request_id, worker) => {
+                self.ledger.mark_prefill_completed(named(&request_id));
+            }
+            Told::Free { request_id, worker, .. } if self.is_on(&request_id, worker) => {
+                self.ledger.free(named(&request_id));
+            }
+            // Only the router that booked a request reports on it, so it never names another worker.
+            Told::MarkPrefillCompleted { .. } | Told::Free { .. } => {}
+        }
+    }
+
+    fn is_on(&self, request: &str, worker: (u64, u32)) -> bool {
+        self.ledger.get(named(request)).is_some_and(|held| held.parts().any(|(_, booked)| booked == rank(worker)))
+    }
+
+    fn batches(&mut self) -> Vec<Batch> {
+        for news in std::mem::take(&mut *self.news.lock()) {
+            self.own.note(&Message::Load(news));
+        }
+        self.own.batches()
+    }
+}
+
+impl Told {
+    fn router(&self) -> u64 {
+        match self {
+            Told::AddRequest { router_id, .. }
+            | Told::MarkPrefillCompleted { router_id, .. }
+            | Told::Free { router_id, .. } => *router_id,
+        }
+    }
+}
+
+fn booking(slot: Slot, rank: WorkerRank, blocks: &[u64], tokens: u64) -> Booking {
+    Booking {
+        slot,
+        rank,
+        sequences: chained(blocks).into_iter().collect(),
+        prompt_tokens: tokens,
+        cached_tokens: 0,
+        track_prefill: true,
+        prefill_time: None,
+        until: Until::End,
+    }
+}
+
 struct Bench {
     block_size: u32,
-    peers: Peers,
+    /// Messages of other routers are applied where replicas are synchronized.
+    peers: Option<Peers>,
+    others: BTreeMap<u64, Other>,
+    random: SmallRng,
     now: Arc<Mutex<Instant>>,
     start: Instant,
     tracker: Arc<LoadTracker>,
@@ -229,7 +319,9 @@ impl Bench {
         let ledger = Ledger::new(tracker.clone(), Rules { silence, ..Rules::default() });
         let mut bench = Self {
             block_size: case.block_size,
-            peers: Peers { own: case.router_id, mirror: case.replica_sync },
+            peers: case.replica_sync.then(|| Peers::new(ReplicaId(case.router_id), LEASE)),
+            others: BTreeMap::new(),
+            random: SmallRng::seed_from_u64(1),
             now,
             start,
             tracker,
@@ -247,21 +339,14 @@ impl Bench {
         change.removed.iter().for_each(|member| self.tracker.close(member.slot));
         change.added.iter().for_each(|member| self.tracker.open(member.slot, member.rank));
         (self.fleet, self.workers) = (change.fleet, workers);
+        self.with_peers(|peers, world, now, _| peers.look(world, now));
         Ok(())
     }
 
     /// The booking of a request; a rank that is not there has no slot, so any number will do.
     fn booking(&self, on: (u64, u32), blocks: Option<&[u64]>, tokens: u64) -> Booking {
-        Booking {
-            slot: self.fleet.slot(rank(on)).unwrap_or(Slot(u32::MAX)),
-            rank: rank(on),
-            sequences: chained(blocks.unwrap_or(&[])).into_iter().collect(),
-            prompt_tokens: tokens,
-            cached_tokens: 0,
-            track_prefill: true,
-            prefill_time: None,
-            until: Until::End,
-        }
+        let slot = self.fleet.slot(rank(on)).unwrap_or(Slot(u32::MAX));
+        booking(slot, rank(on), blocks.unwrap_or(&[]), tokens)
     }
 
     /// Takes a step; what comes of it, in the words of the reference.
@@ -342,18 +427,48 @@ impl Bench {
         }
     }
 
+    /// Another router does what the event says and sends it to this one.
     fn follow(&mut self, told: Told) {
-        let (request, router, change) = match told {
-            Told::AddRequest { request_id, router_id, worker, token_sequence, prefill_tokens } => {
-                let booking = self.booking(worker, token_sequence.as_deref(), prefill_tokens);
-                (request_id, router_id, PeerChange::Add(booking))
-            }
-            Told::MarkPrefillCompleted { request_id, router_id, worker } => {
-                (request_id, router_id, PeerChange::PrefillCompleted(rank(worker)))
-            }
-            Told::Free { request_id, router_id, worker } => (request_id, router_id, PeerChange::Free(rank(worker))),
+        let now = self.now.clone();
+        let router = told.router();
+        let other = self.others.entry(router).or_insert_with(|| Other::new(router, now));
+        other.run(told);
+        let batches = other.batches();
+        for batch in batches {
+            self.receive(router, &batch);
+            // A message may arrive twice.
+            self.receive(router, &batch);
+        }
+    }
+
+    fn receive(&mut self, router: u64, batch: &Batch) {
+        let batch = Batch::decode(&batch.encode_to_vec()[..]).unwrap();
+        let outcome = self.with_peers(|peers, world, now, random| peers.hear(batch, world, now, random));
+        if !outcome.wishes.contains(&Wish::Ask(ReplicaId(router))) {
+            return;
+        }
+        for part in self.others[&router].own.snapshot(&[]) {
+            let part = SnapshotPart::decode(&part.encode_to_vec()[..]).unwrap();
+            self.with_peers(|peers, world, now, random| peers.take(part, world, now, random));
+        }
+    }
+
+    /// Changes what is known of other routers, as the task of the replica does.
+    fn with_peers(&mut self, work: impl FnOnce(&mut Peers, &World<'_>, Instant, &mut SmallRng) -> Outcome) -> Outcome {
+        let Some(peers) = &mut self.peers else { return Outcome::default() };
+        let fleet = &self.fleet;
+        let world = World {
+            load: &self.tracker,
+            generation: fleet.generation(),
+            slot: &|rank| fleet.slot(rank),
+            sessions: None,
+            overloaded: &|_, _| (),
+            first_token: &|_| (),
+            routed: &|_| (),
+            booked: &|_| (),
         };
-        self.ledger.follow(&self.peers, PeerEvent { router, request, attempt: 0, change });
+        let now = *self.now.lock();
+        work(peers, &world, now, &mut self.random)
     }
 
     fn project(&self, query: &[u64]) -> Value {

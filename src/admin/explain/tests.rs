@@ -162,7 +162,7 @@ async fn headers_and_sessions_count_and_a_table_is_to_be_had() {
     assert_eq!(pinned["phases"][0]["judged"][0]["excluded"], "the request is pinned to another worker");
 
     let intake_question = json!({"body": EXACT, "headers": {"x-session-id": "s"}});
-    let word = SessionWord { id: "s".into(), parent: None, last: false };
+    let word = SessionWord { id: "s".into(), ..SessionWord::default() };
     let prompt = crate::router::Prompt::Estimated { tokens: 9, because: crate::router::Reason::NoTokenizer };
     let request = crate::router::RouteRequest::new(None, prompt);
     drop(pages.entrance.admit(request.clone(), Some(&word), |_| {}).await.unwrap());

@@ -18,7 +18,6 @@ enum Op {
         class: usize,
         after: Duration,
         turn: Turn,
-        due: Option<u64>,
     },
     /// Takes out one of those that came.
     Remove(usize),
@@ -55,12 +54,11 @@ fn lane() -> impl Strategy<Value = Lane> {
 
 fn op() -> impl Strategy<Value = Op> {
     let jump = prop_oneof![4 => Just(0.0), 1 => Just(-1.0), 1 => Just(0.5), 1 => Just(2.0), 1 => Just(f64::NAN)];
-    let due = prop::option::weighted(0.2, 0u64..4);
     let turn = (lane(), prop_oneof![3 => Just(0i64), 1 => -2i64..3], jump, 0u64..40, 0u64..40);
-    let push = (0usize..4, 0u64..4, turn, due).prop_map(|(class, halves, turn, due)| {
+    let push = (0usize..4, 0u64..4, turn).prop_map(|(class, halves, turn)| {
         let (lane, strict_priority, priority_jump, prompt_tokens, cached_tokens) = turn;
         let turn = Turn { lane, strict_priority, priority_jump, prompt_tokens, cached_tokens, ..Turn::default() };
-        Op::Push { class, after: Duration::from_millis(500 * halves), turn, due }
+        Op::Push { class, after: Duration::from_millis(500 * halves), turn }
     });
     prop_oneof![
         6 => push,
@@ -93,7 +91,7 @@ impl Both {
 
     fn run(&mut self, op: Op) {
         match op {
-            Op::Push { class, after, turn, due } => self.push(class, after, turn, due),
+            Op::Push { class, after, turn } => self.push(class, after, turn),
             Op::Remove(nth) => {
                 let Some((id, ticket)) = nth.checked_rem(self.tickets.len()).map(|id| (id, self.tickets[id])) else {
                     return;
@@ -122,9 +120,8 @@ impl Both {
         assert_eq!(self.queue.is_empty(), self.model.waiting.is_empty());
     }
 
-    fn push(&mut self, class: usize, after: Duration, turn: Turn, due: Option<u64>) {
+    fn push(&mut self, class: usize, after: Duration, turn: Turn) {
         self.now += after;
-        let turn = Turn { due: due.map(|due| self.start + Duration::from_secs(due)), ..turn };
         let class = class % self.classes.iter().count();
         let full = self.queue.full(ClassId(class), Self::WORKERS).map(|full| (full.kind, full.current, full.limit));
         assert_eq!(full, self.model.full(class, Self::WORKERS as u64));

@@ -194,18 +194,6 @@ impl Rank {
         }
     }
 
-    pub(super) fn clear_tier(&mut self, tier: Tier) {
-        let placed = self.names.values_mut().map(|name| &mut name.copies);
-        for copies in placed.chain(self.waiting.values_mut().map(|apart| &mut apart.copies)) {
-            (copies.count[tier as usize], copies.doubted[tier as usize]) = (0, false);
-        }
-        self.names.retain(|_, name| name.copies.any());
-        self.waiting.retain(|_, apart| apart.copies.any());
-        if tier == Tier::Device {
-            self.groups.values_mut().for_each(|group| group.shares.clear());
-        }
-    }
-
     pub(super) fn overlap(&self, prompt: &[LocalHash]) -> TierBlocks {
         let holds = |blocks: usize, tier: Tier| {
             self.names.values().any(|name| name.path == prompt[..blocks] && name.copies.count[tier as usize] > 0)

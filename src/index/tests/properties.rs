@@ -24,7 +24,6 @@ enum Step {
     RemoveRun { rank: usize, pick: u8, count: usize, reverse: bool, tier: Tier },
     Group { rank: usize, group: u32, need: usize, pick: u8, count: usize, stored: bool },
     Clear { rank: usize },
-    ClearTier { rank: usize, tier: Tier },
     Doubt { rank: usize },
     Settle { rank: usize },
     Rejoin { rank: usize },
@@ -82,7 +81,6 @@ fn steps() -> impl Strategy<Value = Step> {
         8 => remove,
         8 => remove_run,
         1 => (0..RANKS).prop_map(|rank| Step::Clear { rank }),
-        1 => (0..RANKS, tiers()).prop_map(|(rank, tier)| Step::ClearTier { rank, tier }),
         2 => (0..RANKS).prop_map(|rank| Step::Doubt { rank }),
         4 => (0..RANKS).prop_map(|rank| Step::Settle { rank }),
         1 => (0..RANKS).prop_map(|rank| Step::Rejoin { rank }),
@@ -160,11 +158,7 @@ fn event(step: &Step, rank: &model::Rank) -> Option<KvEvent> {
             }
         }
         Step::Clear { .. } => KvEvent::Cleared,
-        Step::ClearTier { .. }
-        | Step::Doubt { .. }
-        | Step::Settle { .. }
-        | Step::Rejoin { .. }
-        | Step::Restore { .. } => return None,
+        Step::Doubt { .. } | Step::Settle { .. } | Step::Rejoin { .. } | Step::Restore { .. } => return None,
     })
 }
 
@@ -192,7 +186,6 @@ impl Pair {
         | Step::RemoveRun { rank, .. }
         | Step::Group { rank, .. }
         | Step::Clear { rank }
-        | Step::ClearTier { rank, .. }
         | Step::Doubt { rank }
         | Step::Settle { rank }
         | Step::Rejoin { rank }
@@ -201,10 +194,6 @@ impl Pair {
         let model = &mut self.models[rank];
         let writer = self.writers[rank].as_mut().unwrap();
         match step {
-            Step::ClearTier { tier, .. } => {
-                model.clear_tier(*tier);
-                writer.clear_tier(*tier);
-            }
             Step::Doubt { .. } => {
                 model.doubt();
                 writer.doubt();

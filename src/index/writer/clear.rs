@@ -1,9 +1,7 @@
-//! Clearing a rank, whole or by tier, and leaving the index.
+//! Clearing a rank, and leaving the index.
 
 use super::{Place, RankWriter};
-use crate::block::EngineHash;
 use crate::index::seats::Seat;
-use crate::tier::Tier;
 
 /// Blocks that a long change enters in a trie or takes out of it before it lets readers in.
 pub(super) const SWEEP: usize = 256;
@@ -23,22 +21,6 @@ impl RankWriter {
         // Taught again by the next events, or not, if it is another model now.
         self.groups = None;
         self.sweep(left);
-    }
-
-    /// Empties one tier. Readers may see parts of it go before others.
-    pub fn clear_tier(&mut self, tier: Tier) {
-        let held = self.names.iter().filter(|(_, named)| named.layers.has(tier)).map(|(engine, _)| engine);
-        let waiting = self.waiting.iter().filter(|(_, apart)| apart.tiers.has(tier)).map(|(engine, _)| engine);
-        let names: Vec<EngineHash> = held.chain(waiting).collect();
-        for some in names.chunks(SWEEP) {
-            some.iter().for_each(|engine| self.forget_extra(*engine, tier));
-            self.remove(some, tier);
-        }
-        if let Some(groups) = self.groups.as_mut().filter(|_| tier == Tier::Device) {
-            groups.empty();
-            let left: Vec<EngineHash> = self.names.iter().map(|(engine, _)| engine).collect();
-            left.chunks(SWEEP).for_each(|some| self.regroup(some));
-        }
     }
 
     /// Takes a seat that nobody sits on any more out of all tries.

@@ -248,11 +248,4 @@ impl Groups {
         self.more = true;
         self.needs.unknown = true;
     }
-
-    /// Forgets what the groups hold, but not the groups.
-    pub(super) fn empty(&mut self) {
-        self.holds.clear();
-        self.extra.clear();
-        self.sure = None;
-    }
 }

@@ -226,35 +226,6 @@ fn what_was_booked_elsewhere_is_kept_or_released() {
     assert_eq!(bench.loads(), [(1, 16, 1), (0, 0, 0)]);
 }
 
-#[test]
-fn of_a_peer_only_what_fits_is_followed() {
-    let event = |router, request: &str, change| PeerEvent { router, request: request.into(), attempt: 0, change };
-    let add = |worker| PeerChange::Add(booking(worker, 1));
-    let mut bench = Bench::new(Rules::default());
-    bench.add("ours", 0, booking(1, 1)).unwrap();
-    let peers = Peers { own: 1, mirror: true };
-    let told = [
-        (event(1, "r", add(0)), Change::None, "it was us"),
-        (event(2, "r", add(0)), Change::Applied, "a peer's"),
-        (event(2, "r", add(1)), Change::None, "it is known"),
-        (event(2, "s", add(9)), Change::None, "nobody serves there"),
-        (event(2, "r", PeerChange::PrefillCompleted(rank(1))), Change::None, "it is elsewhere"),
-        (event(2, "r", PeerChange::PrefillCompleted(rank(0))), Change::Applied, "first token"),
-        (event(2, "r", PeerChange::Free(rank(1))), Change::None, "it is elsewhere"),
-        (event(2, "x", PeerChange::Free(rank(0))), Change::None, "never heard of"),
-        (event(2, "r", PeerChange::Free(rank(0))), Change::Applied, "the end"),
-        (event(2, "r", PeerChange::Free(rank(0))), Change::None, "the end again"),
-    ];
-    for (event, expected, why) in told {
-        assert_eq!(bench.ledger.follow(&peers, event), expected, "{why}");
-    }
-    let alone = Peers { mirror: false, ..peers };
-    assert_eq!(bench.ledger.follow(&alone, event(2, "r", add(0))), Change::None);
-    assert_eq!(bench.ledger.follow(&alone, event(2, "ours", PeerChange::Free(rank(1)))), Change::None);
-    assert_eq!(bench.ledger.follow(&alone, event(2, "ours", PeerChange::PrefillCompleted(rank(1)))), Change::Applied);
-    assert_eq!(bench.loads(), [(0, 0, 0), (1, 0, 1)]);
-}
-
 /// One booking of the naive ledger.
 #[derive(Clone, Debug, PartialEq)]
 struct Live {

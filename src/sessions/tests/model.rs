@@ -15,7 +15,6 @@ enum Op {
     Bind(usize, u64),
     Leave(usize),
     Release(usize),
-    Gone(usize),
     Rebind(usize, u64),
     Finish(usize),
     Poll(usize),
@@ -31,7 +30,6 @@ fn any_op() -> impl Strategy<Value = Op> {
         4 => (nth(), worker()).prop_map(|(nth, worker)| Op::Bind(nth, worker)),
         2 => nth().prop_map(Op::Leave),
         5 => nth().prop_map(Op::Release),
-        2 => nth().prop_map(Op::Gone),
         1 => (nth(), worker()).prop_map(|(nth, worker)| Op::Rebind(nth, worker)),
         1 => nth().prop_map(Op::Finish),
         4 => nth().prop_map(Op::Poll),
@@ -237,13 +235,6 @@ impl Life {
                 let (id, hold) = self.holds.remove(nth);
                 self.model.release(id);
                 drop(hold);
-            }
-            Op::Gone(nth) if nth < self.holds.len() => {
-                let (id, hold) = self.holds.remove(nth);
-                self.model.loosen(id, hold.target().worker.0);
-                let expected = self.model.enter(id);
-                self.model.release(id);
-                self.take(id, hold.gone(), &expected);
             }
             Op::Rebind(nth, worker) if nth < self.holds.len() => {
                 let (id, hold) = &mut self.holds[nth];

@@ -25,7 +25,7 @@ fn talk(routers: &[&Arc<Sessions>]) {
 }
 
 fn stay(target: u64) -> Stay {
-    Stay { id: "a".to_owned(), group: false, target: rank(target) }
+    Stay { id: "a".to_owned(), group: false, target: rank(target), idle: None }
 }
 
 #[test]
@@ -121,12 +121,13 @@ fn what_was_given_up_is_not_taken_back_from_those_who_do_not_know() {
     let ((a, _), (b, hands)) = (router(1), router(2));
     let hold = first(enter(&a, "a")).bind(rank(1));
     talk(&[&a, &b]);
-    let deciding = first(hold.gone().unwrap());
+    a.retain(|worker| worker != WorkerId(1));
+    let deciding = first(enter(&a, "a"));
     assert_eq!(a.moves(), [Moved::Came(stay(1)), Moved::Left(stay(1))]);
     hands.forward(TTL / 2);
     drop(bound(enter(&b, "a")));
     talk(&[&a, &b]);
-    drop(deciding);
+    drop((deciding, hold));
     assert_eq!((a.counts(), a.moves()), (Counts::default(), vec![]));
 }
 

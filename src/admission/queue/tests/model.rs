@@ -123,7 +123,7 @@ impl Model {
         let policy = self.classes[class].policy;
         let rank = |waiter: &Waiter| {
             let turn = &waiter.turn;
-            (Reverse(turn.strict_priority), turn.due.is_none(), turn.due, -score(policy, waiter))
+            (Reverse(turn.strict_priority), -score(policy, waiter))
         };
         found.sort_by(|a, b| rank(a).partial_cmp(&rank(b)).unwrap());
         found

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::dump::Address;
-use crate::config::Config;
+use crate::config::{Config, SessionsConfig};
 use crate::ext_proc::config::FailureMode;
 use crate::ext_proc::contract::Contract;
 use crate::openai::paths::Paths;
@@ -180,7 +180,9 @@ fn wait(config: &Config) -> Option<Duration> {
     let waits = gated(queue.prefill_busy_threshold, queue.prefill_busy_threshold_frac)
         || queue.classes.iter().any(|class| gated(class.prefill_busy_threshold, class.prefill_busy_threshold_frac));
     let turn = waits.then(|| queue.deadline.get());
-    let session = config.sessions.as_ref().map(|sessions| sessions.wait.get());
+    let opening =
+        |sessions: &SessionsConfig| sessions.engine.as_ref().map_or(Duration::ZERO, |engine| engine.timeout.get());
+    let session = config.sessions.as_ref().map(|sessions| sessions.wait.get() + opening(sessions));
     let longest: Duration = turn.into_iter().chain(session).chain(longest_call(config)).sum();
     (!longest.is_zero()).then(|| longest + MARGIN)
 }
