@@ -1,0 +1,78 @@
+//! Values of `:authority` that `h2` accepts.
+
+use std::borrow::Cow;
+
+use http::uri::Authority;
+
+/// The authority of a request as a service sees it: valid values are unchanged. In other values `|` becomes `+`, `/` becomes `=`, and
+/// any other character that is not an ASCII letter, a digit or one of `-._~` becomes `-`: `outbound|9002||picker.ns.svc` becomes
+/// `outbound+9002++picker.ns.svc`. Compare a configured name with a request by normalizing the configured name.
+pub fn normalize_authority(name: &str) -> Cow<'_, str> {
+    match replacement(name.as_bytes()).map(String::from_utf8) {
+        Some(Ok(valid)) => Cow::Owned(valid),
+        _ => Cow::Borrowed(name),
+    }
+}
+
+/// A valid authority of the same length, or none if `value` is valid or cannot be replaced: it is empty or has control characters.
+pub(crate) fn replacement(value: &[u8]) -> Option<Vec<u8>> {
+    if value.is_empty() || value.iter().any(u8::is_ascii_control) || Authority::try_from(value).is_ok() {
+        return None;
+    }
+    Some(value.iter().copied().map(substitute).collect())
+}
+
+/// No substitute has a longer Huffman code than the original, and those of `|` and `/` have equally long ones.
+fn substitute(octet: u8) -> u8 {
+    match octet {
+        b'|' => b'+',
+        b'/' => b'=',
+        b'-' | b'.' | b'_' | b'~' => octet,
+        _ if octet.is_ascii_alphanumeric() => octet,
+        _ => b'-',
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::huffman;
+
+    #[test]
+    fn names_of_control_planes_become_valid_authorities() {
+        for (name, expected) in [
+            (
+                "outbound|9002||warmroute.inference.svc.cluster.local",
+                "outbound+9002++warmroute.inference.svc.cluster.local",
+            ),
+            ("extension/ns/name", "extension=ns=name"),
+            ("warmroute.inference.svc:9002", "warmroute.inference.svc:9002"),
+            ("[::1]:9002", "[::1]:9002"),
+            ("a:b:c", "a-b-c"),
+            ("my cluster", "my-cluster"),
+        ] {
+            let normalized = normalize_authority(name);
+            assert_eq!(normalized, expected);
+            assert!(Authority::try_from(&*normalized).is_ok(), "{name}");
+        }
+    }
+
+    #[test]
+    fn every_octet_has_a_valid_substitute_with_no_longer_code() {
+        for octet in 0..=u8::MAX {
+            for value in [vec![octet], vec![b'a', octet, b'b', b'|'], vec![b'[', octet]] {
+                let Some(replaced) = replacement(&value) else { continue };
+                assert_eq!(replaced.len(), value.len());
+                assert!(Authority::try_from(&*replaced).is_ok(), "{value:?}");
+                assert!(huffman::encode(&replaced).len() <= huffman::encode(&value).len(), "{value:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn empty_names_and_control_characters_are_not_replaced() {
+        for name in ["", "a\nb|", "\u{7f}"] {
+            assert_eq!(replacement(name.as_bytes()), None);
+        }
+    }
+}

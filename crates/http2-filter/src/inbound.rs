@@ -1,0 +1,266 @@
+//! Frames of the client. Octets are final as soon as no header block that began before them is incomplete.
+
+use crate::activity::OpenStreams;
+use crate::frame::{
+    CONTINUATION, DATA, END_HEADERS, FrameHeader, HEADER, HEADERS, PADDED, PRIORITY, RST_STREAM, length_octets,
+};
+use crate::hpack::DynamicTable;
+
+/// With it every connection begins.
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// Frames of a header block at most.
+const BLOCK_FRAMES: usize = 128;
+
+/// Where in the frames of a connection the reader is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Position {
+    /// So many octets of the preface have come.
+    Preface(usize),
+    /// At the beginning of a frame.
+    Frame,
+    /// So many octets of a frame are still to come.
+    Payload(usize),
+    /// The rest passes unread: `h2` ends the connection, or the connection is beyond the limits of the filter.
+    Unread,
+}
+
+/// How much of a header block has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Extent {
+    /// All of it, in so many octets.
+    Complete(usize),
+    /// The frames up to so many octets are needed to know more.
+    Incomplete(usize),
+    /// `h2` refuses it, or it is too large.
+    Unreadable,
+}
+
+/// A reader of the frames that a client sends.
+pub(crate) struct InboundReader {
+    position: Position,
+    table: DynamicTable,
+    /// Octets of a header block with its frames, at most.
+    block_limit: usize,
+    /// The beginning of a frame or a header block that has not come completely.
+    held: Vec<u8>,
+}
+
+impl InboundReader {
+    pub(crate) fn new(block_limit: usize) -> Self {
+        Self { position: Position::Preface(0), table: DynamicTable::new(), block_limit, held: Vec::new() }
+    }
+
+    /// Whether octets are held back.
+    pub(crate) fn is_holding(&self) -> bool {
+        !self.held.is_empty()
+    }
+
+    /// Whether the preface has come.
+    pub(crate) fn is_greeted(&self) -> bool {
+        !matches!(self.position, Position::Preface(_))
+    }
+
+    /// Octets that are needed before those held back can pass.
+    pub(crate) fn missing(&self) -> usize {
+        let wanted = match FrameHeader::parse(&self.held) {
+            None => HEADER,
+            Some(_) => match self.extent(&self.held) {
+                Extent::Incomplete(wanted) => wanted,
+                Extent::Complete(_) | Extent::Unreadable => 0,
+            },
+        };
+        wanted.saturating_sub(self.held.len())
+    }
+
+    /// The octets held back, when the client has closed the connection.
+    pub(crate) fn release_held(&mut self) -> Vec<u8> {
+        self.position = Position::Unread;
+        std::mem::take(&mut self.held)
+    }
+
+    /// Takes octets that were read while others are held back, at most as many as are [`missing`](Self::missing). Returns what may pass.
+    pub(crate) fn read_held(&mut self, octets: &[u8], streams: &mut OpenStreams) -> Vec<u8> {
+        let mut all = std::mem::take(&mut self.held);
+        all.extend_from_slice(octets);
+        let passed = self.read(&mut all, streams);
+        all.truncate(passed);
+        all
+    }
+
+    /// Reads octets, changes those that have to be changed, and holds back the end that is not final. The first octets, as many as are
+    /// returned, may pass.
+    pub(crate) fn read(&mut self, octets: &mut [u8], streams: &mut OpenStreams) -> usize {
+        let mut at = 0;
+        let mut end = octets.len();
+        while at < end {
+            match self.position {
+                Position::Unread => return end,
+                Position::Preface(matched) => {
+                    let length = (PREFACE.len() - matched).min(end - at);
+                    let is_preface = octets[at..at + length] == PREFACE[matched..matched + length];
+                    at += length;
+                    self.position = match matched + length {
+                        _ if !is_preface => Position::Unread,
+                        matched if matched == PREFACE.len() => Position::Frame,
+                        matched => Position::Preface(matched),
+                    };
+                }
+                Position::Payload(rest) => {
+                    let length = rest.min(end - at);
+                    at += length;
+                    self.position = if rest == length { Position::Frame } else { Position::Payload(rest - length) };
+                }
+                Position::Frame => match self.frame(&mut octets[at..end], streams) {
+                    Some(FrameStep { read, passed }) => {
+                        octets.copy_within(at + read..end, at + passed);
+                        at += passed;
+                        end -= read - passed;
+                    }
+                    None => {
+                        self.held.extend_from_slice(&octets[at..end]);
+                        return at;
+                    }
+                },
+            }
+        }
+        end
+    }
+
+    /// Reads the header of a frame, or a whole header block; none if too little of it has come.
+    fn frame(&mut self, octets: &mut [u8], streams: &mut OpenStreams) -> Option<FrameStep> {
+        let header = FrameHeader::parse(octets)?;
+        if header.kind != HEADERS {
+            match header.kind {
+                DATA => streams.on_frame(),
+                RST_STREAM => streams.close(header.stream),
+                _ => {}
+            }
+            self.position = if header.length == 0 { Position::Frame } else { Position::Payload(header.length) };
+            return Some(FrameStep { read: HEADER, passed: HEADER });
+        }
+        let length = match self.extent(octets) {
+            Extent::Complete(length) => length,
+            Extent::Incomplete(_) => return None,
+            Extent::Unreadable => {
+                self.position = Position::Unread;
+                return Some(FrameStep { read: HEADER, passed: HEADER });
+            }
+        };
+        streams.on_frame();
+        streams.open(header.stream);
+        let block = HeaderBlock::split(&octets[..length]);
+        let edited = match &block {
+            Ok(None) => Ok(None),
+            Ok(Some(block)) => self.table.apply(&block.fragments()).map_err(|_| BlockError),
+            Err(BlockError) => Err(BlockError),
+        };
+        let passed = match (&block, edited) {
+            (Ok(Some(block)), Ok(Some(edited))) => {
+                let frames = block.with_fragments(&edited);
+                octets[..frames.len()].copy_from_slice(&frames);
+                frames.len()
+            }
+            (Ok(_), Ok(_)) => length,
+            (_, Err(BlockError)) | (Err(BlockError), _) => {
+                self.position = Position::Unread;
+                length
+            }
+        };
+        Some(FrameStep { read: length, passed })
+    }
+
+    /// How much of the header block that begins here has come.
+    fn extent(&self, octets: &[u8]) -> Extent {
+        let (mut at, mut stream) = (0, None);
+        for _ in 0..BLOCK_FRAMES {
+            let Some(header) = FrameHeader::parse(&octets[at..]) else { return Extent::Incomplete(at + HEADER) };
+            let continues = stream.is_none_or(|stream| header.kind == CONTINUATION && header.stream == stream);
+            at += HEADER + header.length;
+            if !continues || at > self.block_limit {
+                return Extent::Unreadable;
+            }
+            if at > octets.len() {
+                return Extent::Incomplete(at);
+            }
+            if header.has(END_HEADERS) {
+                return Extent::Complete(at);
+            }
+            stream = Some(header.stream);
+        }
+        Extent::Unreadable
+    }
+}
+
+/// Octets that were read, and how many of them pass.
+struct FrameStep {
+    read: usize,
+    passed: usize,
+}
+
+/// A header block that `h2` refuses.
+struct BlockError;
+
+/// The frames of a complete header block.
+struct HeaderBlock<'a> {
+    frames: Vec<BlockFrame<'a>>,
+}
+
+/// HEADERS or CONTINUATION.
+struct BlockFrame<'a> {
+    /// The header, with the length of the padding and the priority.
+    head: &'a [u8],
+    fragment: &'a [u8],
+    padding: &'a [u8],
+}
+
+impl<'a> HeaderBlock<'a> {
+    /// Splits the frames; none if `h2` does not read the block and goes on.
+    fn split(mut octets: &'a [u8]) -> Result<Option<Self>, BlockError> {
+        let mut frames = Vec::with_capacity(1);
+        while let Some(header) = FrameHeader::parse(octets) {
+            let (frame, rest) = octets.split_at(HEADER + header.length);
+            octets = rest;
+            if header.kind == CONTINUATION {
+                frames.push(BlockFrame { head: &frame[..HEADER], fragment: &frame[HEADER..], padding: &[] });
+                continue;
+            }
+            let mut start = HEADER;
+            let mut padding = 0;
+            if header.has(PADDED) {
+                padding = usize::from(*frame.get(start).ok_or(BlockError)?);
+                start += 1;
+            }
+            if header.has(PRIORITY) {
+                let dependency = frame.get(start..start + 5).ok_or(BlockError)?;
+                if u32::from_be_bytes([dependency[0] & 0x7f, dependency[1], dependency[2], dependency[3]])
+                    == header.stream
+                {
+                    return Ok(None);
+                }
+                start += 5;
+            }
+            let end = frame.len().checked_sub(padding).filter(|&end| end >= start).ok_or(BlockError)?;
+            frames.push(BlockFrame { head: &frame[..start], fragment: &frame[start..end], padding: &frame[end..] });
+        }
+        Ok(Some(Self { frames }))
+    }
+
+    fn fragments(&self) -> Vec<u8> {
+        self.frames.iter().flat_map(|frame| frame.fragment).copied().collect()
+    }
+
+    /// The same frames with a block that is not longer: the last fragments shrink.
+    fn with_fragments(&self, mut block: &[u8]) -> Vec<u8> {
+        let mut octets = Vec::new();
+        for frame in &self.frames {
+            let (fragment, rest) = block.split_at(frame.fragment.len().min(block.len()));
+            block = rest;
+            let length = frame.head.len() - HEADER + fragment.len() + frame.padding.len();
+            octets.extend(length_octets(length));
+            octets.extend_from_slice(&frame.head[3..]);
+            octets.extend_from_slice(fragment);
+            octets.extend_from_slice(frame.padding);
+        }
+        octets
+    }
+}

@@ -1,0 +1,148 @@
+//! Frames of the server: ends of streams, and errors.
+
+use crate::activity::OpenStreams;
+use crate::frame::{DATA, END_STREAM, FrameHeader, GOAWAY, HEADER, HEADERS, RST_STREAM};
+
+/// Codes that are no errors: NO_ERROR and CANCEL.
+const HARMLESS: [u32; 2] = [0, 8];
+
+/// What an error ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ErrorScope {
+    /// A stream, by RST_STREAM.
+    Stream,
+    /// The connection, by GOAWAY.
+    Connection,
+}
+
+/// An error that the server sent to the client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SentError {
+    /// What it ended.
+    pub scope: ErrorScope,
+    /// The name of its code, in small letters.
+    pub reason: &'static str,
+}
+
+/// A reader of the frames that a server sends.
+#[derive(Debug, Default)]
+pub(crate) struct OutboundReader {
+    /// The beginning of a frame: its header, and of RST_STREAM and GOAWAY the error code.
+    head: Vec<u8>,
+    /// Octets of the frame that are still to come.
+    rest: usize,
+}
+
+impl OutboundReader {
+    /// Reads octets that have been sent.
+    pub(crate) fn read(&mut self, mut octets: &[u8], streams: &mut OpenStreams, mut on_error: impl FnMut(SentError)) {
+        while !octets.is_empty() {
+            let skipped = self.rest.min(octets.len());
+            self.rest -= skipped;
+            octets = &octets[skipped..];
+            let wanted = self.wanted() - self.head.len();
+            let taken = wanted.min(octets.len());
+            self.head.extend_from_slice(&octets[..taken]);
+            octets = &octets[taken..];
+            if let Some(header) = FrameHeader::parse(&self.head)
+                && self.head.len() == self.wanted()
+            {
+                self.rest = header.length - (self.head.len() - HEADER);
+                on_frame(header, &self.head[HEADER..], streams).map(&mut on_error);
+                self.head.clear();
+            }
+        }
+    }
+
+    /// Octets of the frame that are kept.
+    fn wanted(&self) -> usize {
+        match FrameHeader::parse(&self.head) {
+            Some(FrameHeader { kind: RST_STREAM, length, .. }) => HEADER + length.min(4),
+            Some(FrameHeader { kind: GOAWAY, length, .. }) => HEADER + length.min(8),
+            _ => HEADER,
+        }
+    }
+}
+
+fn on_frame(header: FrameHeader, payload: &[u8], streams: &mut OpenStreams) -> Option<SentError> {
+    match header.kind {
+        HEADERS | DATA => {
+            streams.on_frame();
+            if header.has(END_STREAM) {
+                streams.close(header.stream);
+            }
+            None
+        }
+        RST_STREAM => {
+            streams.close(header.stream);
+            sent_error(ErrorScope::Stream, payload)
+        }
+        GOAWAY => sent_error(ErrorScope::Connection, payload),
+        _ => None,
+    }
+}
+
+fn sent_error(scope: ErrorScope, payload: &[u8]) -> Option<SentError> {
+    let code = u32::from_be_bytes(*payload.last_chunk()?);
+    (!HARMLESS.contains(&code)).then(|| SentError { scope, reason: reason(code) })
+}
+
+/// The names of RFC 9113, section 7.
+fn reason(code: u32) -> &'static str {
+    match code {
+        1 => "protocol_error",
+        2 => "internal_error",
+        3 => "flow_control_error",
+        4 => "settings_timeout",
+        5 => "stream_closed",
+        6 => "frame_size_error",
+        7 => "refused_stream",
+        9 => "compression_error",
+        10 => "connect_error",
+        11 => "enhance_your_calm",
+        12 => "inadequate_security",
+        13 => "http_1_1_required",
+        _ => "unknown",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frame(kind: u8, flags: u8, stream: u8, payload: &[u8]) -> Vec<u8> {
+        let mut frame = vec![0, 0, payload.len() as u8, kind, flags, 0, 0, 0, stream];
+        frame.extend(payload);
+        frame
+    }
+
+    #[test]
+    fn errors_and_ends_are_found_however_the_octets_are_cut() {
+        let octets = [
+            frame(4, 0, 0, &[0; 6]),
+            frame(DATA, 0, 1, b"some data"),
+            frame(RST_STREAM, 0, 3, &[0, 0, 0, 1]),
+            frame(RST_STREAM, 0, 5, &[0, 0, 0, 8]),
+            frame(HEADERS, END_STREAM | 4, 1, b"trailers"),
+            frame(GOAWAY, 0, 0, &[0, 0, 0, 7, 0, 0, 0, 11, b'c', b'a', b'l', b'm']),
+            frame(GOAWAY, 0, 0, &[0, 0, 0, 7, 0, 0, 0, 0]),
+        ]
+        .concat();
+        for size in 1..=octets.len() {
+            let (mut streams, mut errors) = (OpenStreams::default(), Vec::new());
+            for stream in [1, 3, 5, 7] {
+                streams.open(stream);
+            }
+            let mut reader = OutboundReader::default();
+            for piece in octets.chunks(size) {
+                reader.read(piece, &mut streams, |error| errors.push(error));
+            }
+            let expected = [
+                SentError { scope: ErrorScope::Stream, reason: "protocol_error" },
+                SentError { scope: ErrorScope::Connection, reason: "enhance_your_calm" },
+            ];
+            assert_eq!(errors, expected, "{size}");
+            assert_eq!((streams.count(), streams.frames()), (1, 2), "{size}");
+        }
+    }
+}

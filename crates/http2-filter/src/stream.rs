@@ -1,0 +1,165 @@
+//! The filter around a connection.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use crate::activity::OpenStreams;
+use crate::inbound::InboundReader;
+use crate::outbound::{OutboundReader, SentError};
+
+/// Octets that are read at a time while a header block is incomplete.
+const HELD_READ: usize = 2048;
+
+/// Limits of a filter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Http2Limits {
+    /// Octets of a header block with its frames. Larger ones pass unread, and so does everything after them.
+    pub header_block: usize,
+}
+
+/// A connection of an HTTP/2 client, for the server.
+pub struct Http2Filter<S> {
+    io: S,
+    inbound: InboundReader,
+    outbound: OutboundReader,
+    streams: OpenStreams,
+    /// Octets that were held back and may pass.
+    ready: Vec<u8>,
+    /// Octets of `ready` that have passed.
+    passed: usize,
+    on_error: Box<dyn FnMut(SentError) + Send>,
+}
+
+impl<S> Http2Filter<S> {
+    /// A filter for a connection of which nothing has been read. Calls `on_error` for each error that the server sends.
+    pub fn new(io: S, limits: Http2Limits, on_error: impl FnMut(SentError) + Send + 'static) -> Self {
+        Self {
+            io,
+            inbound: InboundReader::new(limits.header_block),
+            outbound: OutboundReader::default(),
+            streams: OpenStreams::default(),
+            ready: Vec::new(),
+            passed: 0,
+            on_error: Box::new(on_error),
+        }
+    }
+
+    /// The connection.
+    pub fn get_ref(&self) -> &S {
+        &self.io
+    }
+
+    /// Its streams.
+    pub fn streams(&self) -> &OpenStreams {
+        &self.streams
+    }
+
+    /// Whether the client has sent what every HTTP/2 connection begins with.
+    pub fn is_greeted(&self) -> bool {
+        self.inbound.is_greeted()
+    }
+
+    /// Whether the beginning of a frame or of a header block has come, and the rest has not.
+    pub fn is_mid_block(&self) -> bool {
+        self.inbound.is_holding()
+    }
+
+    /// Passes octets that were held back.
+    fn pass_ready(&mut self, buf: &mut ReadBuf<'_>) {
+        let rest = &self.ready[self.passed..];
+        let length = rest.len().min(buf.remaining());
+        buf.put_slice(&rest[..length]);
+        self.passed += length;
+        if self.passed == self.ready.len() {
+            self.ready = Vec::new();
+            self.passed = 0;
+        }
+    }
+}
+
+impl<S: AsyncRead + Unpin> Http2Filter<S> {
+    /// Reads into the caller's buffer. Returns whether the caller has something to look at: octets, or the end.
+    fn poll_direct(&mut self, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<bool>> {
+        let before = buf.filled().len();
+        ready!(Pin::new(&mut self.io).poll_read(cx, buf))?;
+        let read = &mut buf.filled_mut()[before..];
+        if read.is_empty() {
+            return Poll::Ready(Ok(true));
+        }
+        let passed = self.inbound.read(read, &mut self.streams);
+        buf.set_filled(before + passed);
+        Poll::Ready(Ok(passed > 0))
+    }
+
+    /// Reads what is missing of what is held back.
+    fn poll_missing(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut space = [0; HELD_READ];
+        let mut read = ReadBuf::new(&mut space[..self.inbound.missing().clamp(1, HELD_READ)]);
+        ready!(Pin::new(&mut self.io).poll_read(cx, &mut read))?;
+        self.ready = match read.filled() {
+            [] => self.inbound.release_held(),
+            octets => self.inbound.read_held(octets, &mut self.streams),
+        };
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Http2Filter<S> {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if buf.remaining() == 0 {
+            return Poll::Ready(Ok(()));
+        }
+        loop {
+            if !this.ready.is_empty() {
+                this.pass_ready(buf);
+                return Poll::Ready(Ok(()));
+            }
+            if this.inbound.is_holding() {
+                ready!(this.poll_missing(cx))?;
+            } else if ready!(this.poll_direct(cx, buf))? {
+                return Poll::Ready(Ok(()));
+            }
+        }
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Http2Filter<S> {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, octets: &[u8]) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let written = ready!(Pin::new(&mut this.io).poll_write(cx, octets))?;
+        this.outbound.read(&octets[..written], &mut this.streams, &mut this.on_error);
+        Poll::Ready(Ok(written))
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let written = ready!(Pin::new(&mut this.io).poll_write_vectored(cx, slices))?;
+        let mut rest = written;
+        for slice in slices {
+            let length = slice.len().min(rest);
+            this.outbound.read(&slice[..length], &mut this.streams, &mut this.on_error);
+            rest -= length;
+        }
+        Poll::Ready(Ok(written))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().io).poll_shutdown(cx)
+    }
+}
