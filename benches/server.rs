@@ -23,6 +23,8 @@ mod client;
 mod duel;
 #[path = "../examples/load/goals.rs"]
 mod goals;
+#[path = "support/http2_filter.rs"]
+mod http2_filter;
 #[path = "../examples/load/measure.rs"]
 mod measure;
 #[path = "../examples/load/meter.rs"]
@@ -93,6 +95,9 @@ async fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     let (rounds, turn) = (cli.rounds, Duration::from_secs(2));
     let extent = Extent { rounds, turn, requests: 2_000, short: false, threads: 1, seed: 7, by_load: false, ours };
     let mut table = Table::default();
+    if cli.filter.as_ref().is_none_or(|filter| filter.contains("HTTP/2")) {
+        http2_filter::measure(&mut table, rounds);
+    }
 
     let bed = Bed::start(&setting, &dir.path().join("requests")).await?;
     for (name, bytes, goal) in

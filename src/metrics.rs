@@ -243,8 +243,14 @@ metrics! {
     engine_settings_asked: Family<OutcomeLabel, Counter> = outcomes(&["ok", "not_offered", "unreachable", "timeout", "status", "unreadable", "too_large", "busy"]);
     /// Connections that are open now, by listener
     connections: Family<ListenerLabel, Gauge> = Family::default();
-    /// Connections that were closed at once because there were too many, by listener
+    /// Connections that were closed at once because there were too many and all were in use, by listener
     connections_refused: Family<ListenerLabel, Counter> = Family::default();
+    /// Connections that were closed by listener and reason: evicted (for a new connection, being idle for longest), idle, greeting_timeout (no request began), header_timeout (a header block was not completed)
+    connections_closed: Family<ListenerReasonLabels, Counter> = Family::default();
+    /// HTTP/2 errors sent to clients, by listener, scope (stream: RST_STREAM, connection: GOAWAY) and error code
+    http2_errors: Family<Http2ErrorLabels, Counter> = Family::default();
+    /// TLS handshakes that failed, by listener and reason: server_name (not a DNS name), plaintext, malformed, no_client_certificate, client_certificate, incompatible, alpn, alert (refused by the client), closed (by the client), timeout, other
+    tls_handshake_errors: Family<ListenerReasonLabels, Counter> = Family::default();
     /// TLS handshakes by listener and outcome: done, failed, expired
     tls_handshakes: Family<ListenerOutcomeLabels, Counter> = Family::default();
     /// Changes of a certificate, its key or the client CA, by listener and outcome: applied, invalid (the old one is kept)

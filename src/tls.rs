@@ -5,17 +5,23 @@
 mod acceptor;
 mod client;
 pub mod config;
-mod door;
+mod connection;
+mod connection_table;
 mod exposure;
 mod files;
+mod handshake;
+mod listener;
+mod log_limit;
 mod material;
 mod secrets;
 
 pub use acceptor::{Acceptor, Protocol};
 pub use client::{ClientFiles, believing_the_system, client, trusting};
 pub use config::TlsConfig;
-pub use door::{Connection, Door, DoorLimits};
+pub use connection::Connection;
+pub use connection_table::ConnectionLimits;
 pub use exposure::ListenerExposure;
 pub use files::Pace;
+pub use listener::{LimitedListener, ListenerLimits, ListenerProfile, PeerAddress};
 pub use material::{TlsError, host_name};
 pub use secrets::{Secret, Secrets};

@@ -7,6 +7,8 @@
 mod admission;
 #[path = "tls/clients.rs"]
 mod clients;
+#[path = "tls/http2.rs"]
+mod http2;
 #[path = "tls/pki.rs"]
 mod pki;
 #[path = "tls/renewal.rs"]

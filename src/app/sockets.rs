@@ -9,13 +9,17 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use futures_util::{Stream, StreamExt as _, TryStreamExt as _, stream};
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::transport::Server;
 use tonic::transport::server::{Connected, TcpIncoming};
-use tracing::info;
+use tracing::{debug, info};
 
 use super::cut::Cuttable;
 use super::unix::{self, Place, SocketFile};
@@ -24,7 +28,9 @@ use crate::admin::token::{self, Token};
 use crate::api::ApiConfig;
 use crate::ext_proc::config::{LimitsConfig, ListenConfig};
 use crate::metrics::Metrics;
-use crate::tls::{Acceptor, Connection, Door, Protocol, Secrets, TlsConfig};
+use crate::tls::{
+    Acceptor, Connection, LimitedListener, ListenerLimits, ListenerProfile, Protocol, Secrets, TlsConfig,
+};
 
 /// After how long a silent connection is asked whether it is still there.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
@@ -32,10 +38,24 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
 /// How long the answer may take. Generous: a peer that is only busy must not lose its requests.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Streams that a peer may give up at once. A connection carries the exchanges of thousands of clients, and Envoy resets
-/// those that took too long or whose client has left, all in one moment where we were busy. The library takes 20 of them for
-/// an attack and ends the connection, with every other exchange on it.
-const RESETS: usize = 100_000;
+/// For ext_proc. A connection carries the exchanges of thousands of clients, and Envoy resets those that took too long or whose client
+/// has left, all at once where warmroute was busy. The limit of the library would close the connection, with every other exchange.
+const EXT_PROC_RESETS: ResetLimits = ResetLimits { pending: 100_000, local_errors: 100_000 };
+
+/// For all other listeners: the defaults of the h2 crate, against rapid resets (CVE-2023-44487). tonic leaves the second one unbounded.
+const RESETS: ResetLimits = ResetLimits { pending: 20, local_errors: 1024 };
+
+/// How long a connection with open streams may carry no message before a new connection may replace it, if there are too many.
+const QUIET: Duration = Duration::from_secs(300);
+
+/// How long a connection of the health listener may be idle. Envoy checks at least once a minute (`no_traffic_interval`).
+const HEALTH_IDLE: Duration = Duration::from_secs(300);
+
+/// How long a connection of the admin listener may take until the headers of its next request have come.
+const HTTP_HEADER_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long pages that are being answered may take after the end.
+const ADMIN_GRACE: Duration = Duration::from_secs(5);
 
 /// Bytes of a frame that Envoy may send. With the 16 KiB that are usual a long body comes in dozens of pieces, each of which
 /// is read, framed and handed over for itself.
@@ -55,9 +75,9 @@ pub(super) struct Sockets {
     pub(super) metrics: Arc<Metrics>,
 }
 
-type TcpDoor = Door<Incoming, TcpStream>;
+type LimitedTcpListener = LimitedListener<Incoming, TcpStream>;
 type Incoming = Pin<Box<dyn Stream<Item = io::Result<TcpStream>> + Send>>;
-type UnixDoor = Door<UnixListenerStream, UnixStream>;
+type LimitedUnixListener = LimitedListener<UnixListenerStream, UnixStream>;
 
 /// A bound socket for gRPC.
 pub(super) struct GrpcListener {
@@ -66,16 +86,26 @@ pub(super) struct GrpcListener {
     header_list: u32,
     /// The most streams that one connection may have open, where that is bounded.
     streams: Option<u32>,
+    resets: ResetLimits,
+}
+
+/// How many streams of a connection may be reset before the connection is closed.
+#[derive(Clone, Copy)]
+struct ResetLimits {
+    /// By the client, while they wait to be accepted.
+    pending: usize,
+    /// By the server, for errors of the client.
+    local_errors: usize,
 }
 
 enum Socket {
-    Tcp(TcpDoor, SocketAddr),
-    Unix(UnixDoor, SocketFile),
+    Tcp(LimitedTcpListener, SocketAddr),
+    Unix(LimitedUnixListener, SocketFile),
 }
 
 /// A bound socket for the admin pages.
 pub(super) struct AdminListener {
-    door: TcpDoor,
+    listener: LimitedTcpListener,
     pub(super) address: SocketAddr,
     token: Option<Arc<Token>>,
 }
@@ -115,22 +145,22 @@ impl GrpcListener {
             .http2_max_header_list_size(self.header_list)
             .max_concurrent_streams(self.streams)
             .max_frame_size(Some(FRAME))
-            .http2_max_pending_accept_reset_streams(Some(RESETS))
-            .http2_max_local_error_reset_streams(Some(RESETS));
+            .http2_max_pending_accept_reset_streams(Some(self.resets.pending))
+            .http2_max_local_error_reset_streams(Some(self.resets.local_errors));
         match self.socket {
-            Socket::Tcp(door, _) => {
+            Socket::Tcp(listener, _) => {
                 // A peer whose machine has gone says nothing more, and what its streams hold would be held for ever.
                 let server = server
                     .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
                     .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
                     .add_routes(routes);
-                let incoming = door.into_stream().map_ok(|connection| Cuttable::new(connection, &cut));
+                let incoming = listener.into_stream().map_ok(|connection| Cuttable::new(connection, &cut));
                 server.serve_with_incoming_shutdown(incoming, closing).await?;
             }
-            Socket::Unix(door, file) => {
+            Socket::Unix(listener, file) => {
                 let mut server = server;
                 let server = server.add_routes(routes);
-                let incoming = door.into_stream().map_ok(|connection| Cuttable::new(connection, &cut));
+                let incoming = listener.into_stream().map_ok(|connection| Cuttable::new(connection, &cut));
                 server.serve_with_incoming_shutdown(incoming, closing).await?;
                 drop(file);
             }
@@ -148,70 +178,97 @@ impl<S: Connected> Connected for Connection<S> {
 }
 
 impl Sockets {
-    /// Binds where Envoy reaches us.
+    /// Binds the listeners of Envoy's ext_proc calls.
     pub(super) async fn bind(&self, listen: &ListenConfig) -> anyhow::Result<Vec<GrpcListener>> {
+        let limits = self.limits.listener(None, QUIET);
         let mut listeners = Vec::new();
         if let Some(address) = listen.tcp {
-            let (door, address) = self.tcp("ext_proc", address, listen.tls.as_ref(), Protocol::Grpc).await?;
-            listeners.push(self.grpc(Socket::Tcp(door, address), self.limits.streams));
+            let profile = self.profile("ext_proc", Protocol::Grpc, listen.tls.as_ref(), limits)?;
+            let (listener, address) = self.tcp(profile, address).await?;
+            listeners.push(self.ext_proc(Socket::Tcp(listener, address)));
         }
         if let Some(path) = &listen.unix {
             let bound = unix::bind(path).await;
             let (listener, file) =
                 bound.with_context(|| format!("the ext_proc socket {} cannot be bound", path.display()))?;
-            let incoming = UnixListenerStream::new(listener);
-            let door = Door::new("ext_proc_unix", incoming, None, self.limits.door(), self.metrics.clone());
-            listeners.push(self.grpc(Socket::Unix(door, file), self.limits.streams));
+            let profile = self.profile("ext_proc_unix", Protocol::Grpc, None, limits)?;
+            let listener = LimitedListener::new(profile, UnixListenerStream::new(listener), self.metrics.clone());
+            listeners.push(self.ext_proc(Socket::Unix(listener, file)));
         }
         Ok(listeners)
     }
 
-    /// Binds where we say how we are, and nothing else; in the clear, as those who ask expect.
+    /// Binds the listener of gRPC health alone; in plaintext, as probes expect. It never refuses a connection: health clients connect again
+    /// when a watch ends.
     pub(super) async fn bind_health(&self, address: SocketAddr) -> anyhow::Result<GrpcListener> {
-        let (door, address) = self.tcp("health", address, None, Protocol::Grpc).await?;
-        Ok(self.grpc(Socket::Tcp(door, address), Some(MOST_STREAMS)))
+        let limits = self.limits.listener(Some(HEALTH_IDLE), Duration::ZERO);
+        let profile = self.profile("health", Protocol::Grpc, None, limits)?;
+        self.grpc(profile, address).await
     }
 
-    /// Binds where callers that are not Envoy reach us.
+    /// Binds the listener of callers that are not Envoy.
     pub(super) async fn bind_api(&self, api: &ApiConfig) -> anyhow::Result<GrpcListener> {
-        let (door, address) = self.tcp("api", api.listen, api.tls.as_ref(), Protocol::Grpc).await?;
-        Ok(self.grpc(Socket::Tcp(door, address), Some(MOST_STREAMS)))
+        let limits = self.limits.listener(None, QUIET);
+        let profile = self.profile("api", Protocol::Grpc, api.tls.as_ref(), limits)?;
+        self.grpc(profile, api.listen).await
     }
 
-    /// Binds where Envoys are told of the fleet.
+    /// Binds the listener of xDS.
     pub(super) async fn bind_xds(&self, address: SocketAddr, tls: Option<&TlsConfig>) -> anyhow::Result<GrpcListener> {
-        let (door, address) = self.tcp("xds", address, tls, Protocol::Grpc).await?;
-        Ok(self.grpc(Socket::Tcp(door, address), Some(MOST_STREAMS)))
+        let limits = self.limits.listener(None, QUIET);
+        let profile = self.profile("xds", Protocol::Grpc, tls, limits)?;
+        self.grpc(profile, address).await
     }
 
-    /// Binds where operators reach us.
+    /// Binds the listener of the admin pages. The HTTP server limits idle connections itself.
     pub(super) async fn bind_admin(&self, admin: &AdminConfig) -> anyhow::Result<AdminListener> {
         let token = admin.token_file.clone().map(|file| Token::load(file, self.metrics.clone()));
         let token = token.transpose().map_err(anyhow::Error::msg).context("the token of the admin pages")?;
         if let Some(token) = &token {
             self.secrets.add(token.clone());
         }
-        let (door, address) = self.tcp("admin", admin.listen, admin.tls.as_ref(), Protocol::Http).await?;
-        Ok(AdminListener { door, address, token })
+        let limits = self.limits.listener(None, Duration::ZERO);
+        let profile = self.profile("admin", Protocol::Http, admin.tls.as_ref(), limits)?;
+        let (listener, address) = self.tcp(profile, admin.listen).await?;
+        Ok(AdminListener { listener, address, token })
     }
 
-    fn grpc(&self, socket: Socket, streams: Option<u32>) -> GrpcListener {
-        let header_list = u32::try_from(self.limits.header_list.0).unwrap_or(u32::MAX);
-        GrpcListener { socket, header_list, streams }
+    fn ext_proc(&self, socket: Socket) -> GrpcListener {
+        let (header_list, streams) = (self.header_list(), self.limits.streams);
+        GrpcListener { socket, header_list, streams, resets: EXT_PROC_RESETS }
+    }
+
+    async fn grpc(&self, profile: ListenerProfile, address: SocketAddr) -> anyhow::Result<GrpcListener> {
+        let (listener, address) = self.tcp(profile, address).await?;
+        let socket = Socket::Tcp(listener, address);
+        Ok(GrpcListener { socket, header_list: self.header_list(), streams: Some(MOST_STREAMS), resets: RESETS })
+    }
+
+    fn header_list(&self) -> u32 {
+        u32::try_from(self.limits.header_list.0).unwrap_or(u32::MAX)
+    }
+
+    fn profile(
+        &self,
+        name: &'static str,
+        protocol: Protocol,
+        tls: Option<&TlsConfig>,
+        limits: ListenerLimits,
+    ) -> anyhow::Result<ListenerProfile> {
+        let acceptor = tls.map(|tls| Acceptor::new(name, tls, protocol, self.metrics.clone()));
+        let tls = acceptor.transpose().with_context(|| format!("the certificate of {name} cannot be used"))?;
+        if let Some(acceptor) = &tls {
+            self.secrets.add(acceptor.clone());
+        }
+        Ok(ListenerProfile { name, protocol, tls, limits })
     }
 
     async fn tcp(
         &self,
-        name: &'static str,
+        profile: ListenerProfile,
         address: SocketAddr,
-        tls: Option<&TlsConfig>,
-        protocol: Protocol,
-    ) -> anyhow::Result<(TcpDoor, SocketAddr)> {
-        let acceptor = tls.map(|tls| Acceptor::new(name, tls, protocol, self.metrics.clone()));
-        let acceptor = acceptor.transpose().with_context(|| format!("the certificate of {name} cannot be used"))?;
-        if let Some(acceptor) = &acceptor {
-            self.secrets.add(acceptor.clone());
-        }
+    ) -> anyhow::Result<(LimitedTcpListener, SocketAddr)> {
+        let name = profile.name;
         let (incoming, address): (Incoming, SocketAddr) = match TcpListener::bind(address).await {
             Ok(listener) => {
                 let address = listener.local_addr()?;
@@ -226,7 +283,7 @@ impl Sockets {
                 return Err(error).with_context(|| format!("the {name} address {address} cannot be bound"));
             }
         };
-        Ok((Door::new(name, incoming, acceptor, self.limits.door(), self.metrics.clone()), address))
+        Ok((LimitedListener::new(profile, incoming, self.metrics.clone()), address))
     }
 }
 
@@ -236,29 +293,25 @@ fn connections(listener: TcpListener) -> TcpIncoming {
 
 impl AdminListener {
     /// Serves the pages until `stop`.
-    pub(super) async fn serve(self, routes: axum::Router, stop: CancellationToken) -> anyhow::Result<()> {
+    pub(super) async fn serve(mut self, routes: axum::Router, stop: CancellationToken) -> anyhow::Result<()> {
         let routes = match &self.token {
             Some(token) => token::protect(routes, token.clone()),
             None => routes,
         };
-        axum::serve(self, routes).with_graceful_shutdown(stop.cancelled_owned()).await?;
-        Ok(())
-    }
-}
-
-impl axum::serve::Listener for AdminListener {
-    type Io = Connection<TcpStream>;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (Self::Io, Self::Addr) {
-        match self.door.next().await {
-            Some(connection) => (connection, self.address),
-            // A listener does not end before it is dropped.
-            None => std::future::pending().await,
+        let mut server = http1::Builder::new();
+        server.timer(TokioTimer::new()).header_read_timeout(HTTP_HEADER_TIMEOUT);
+        let graceful = GracefulShutdown::new();
+        while let Some(Some(connection)) = stop.run_until_cancelled(self.listener.next()).await {
+            let service = TowerToHyperService::new(routes.clone());
+            let serving = graceful.watch(server.serve_connection(TokioIo::new(connection), service));
+            tokio::spawn(async move {
+                if let Err(error) = serving.await {
+                    debug!(listener = "admin", %error, "connection closed");
+                }
+            });
         }
-    }
-
-    fn local_addr(&self) -> io::Result<Self::Addr> {
-        Ok(self.address)
+        // Pages that are being answered come to their end.
+        let _expired = tokio::time::timeout(ADMIN_GRACE, graceful.shutdown()).await;
+        Ok(())
     }
 }

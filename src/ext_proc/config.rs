@@ -4,13 +4,14 @@ mod gateway;
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 pub use gateway::{AssumedBodies, FailureConfig, FailureMode, GatewayConfig, Observe};
 
 use crate::settings::{Period, Problem, Size};
-use crate::tls::{DoorLimits, ListenerExposure, TlsConfig};
+use crate::tls::{ConnectionLimits, ListenerExposure, ListenerLimits, TlsConfig};
 
 /// Longest path of the unix socket: Linux takes 107, and it is bound with `.new` behind its name before it is renamed.
 const LONGEST_SOCKET_PATH: usize = 103;
@@ -115,8 +116,11 @@ pub struct LimitsConfig {
     pub upload: Period,
     /// Most bytes of request bodies that are held for all requests together; beyond it they are routed by what has come.
     pub held_bodies: Size,
-    /// Connections to one listener at a time; further ones are closed at once.
+    /// Connections to one listener at a time. A further one replaces the one that has been idle for longest, or is closed at once if all
+    /// are in use.
     pub connections: u32,
+    /// Connections of one IP address to one listener at a time; handled alike.
+    pub connections_per_peer: u32,
     /// How long a TLS handshake may take, and how long a client may then say nothing before it is sent away.
     pub handshake: Period,
     /// Headers of one gRPC call, added up; what HTTP/2 calls the header list.
@@ -138,6 +142,7 @@ impl Default for LimitsConfig {
             upload: Period::millis(30_000),
             held_bodies: Size::mib(1024),
             connections: 1024,
+            connections_per_peer: 512,
             handshake: Period::seconds(10),
             header_list: Size::kib(64),
             streams: None,
@@ -166,6 +171,9 @@ impl LimitsConfig {
         if self.connections == 0 {
             problems.push(Problem::of("connections", "nobody could connect; the default is 1024"));
         }
+        if self.connections_per_peer == 0 {
+            problems.push(Problem::of("connections_per_peer", "no client could connect; the default is 512"));
+        }
         if self.handshake.get().is_zero() {
             problems.push(Problem::of("handshake", "nobody could connect within 0s; the default is 10s"));
         }
@@ -182,9 +190,12 @@ impl LimitsConfig {
         problems
     }
 
-    /// Who may come in by a listener.
-    pub fn door(&self) -> DoorLimits {
-        DoorLimits { connections: self.connections as usize, handshake: self.handshake.get() }
+    /// Limits of a listener.
+    pub fn listener(&self, idle: Option<Duration>, quiet: Duration) -> ListenerLimits {
+        let (total, per_peer) = (self.connections as usize, self.connections_per_peer as usize);
+        let header_block = usize::try_from(self.header_list.0).unwrap_or(usize::MAX);
+        let connections = ConnectionLimits { total, per_peer, quiet };
+        ListenerLimits { connections, handshake: self.handshake.get(), idle, header_block }
     }
 }
 

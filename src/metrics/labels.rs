@@ -252,6 +252,26 @@ pub struct ListenerOutcomeLabels {
     pub outcome: &'static str,
 }
 
+/// One of our listeners, and the reason of an event there.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ListenerReasonLabels {
+    /// `ext_proc`, `ext_proc_unix`, `health`, `api`, `admin`, `xds`.
+    pub listener: &'static str,
+    /// The reason.
+    pub reason: &'static str,
+}
+
+/// An HTTP/2 error that one of our listeners sent.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct Http2ErrorLabels {
+    /// `ext_proc`, `ext_proc_unix`, `health`, `api`, `xds`.
+    pub listener: &'static str,
+    /// `stream` (RST_STREAM) or `connection` (GOAWAY).
+    pub scope: &'static str,
+    /// The name of the error code in RFC 9113, in small letters.
+    pub reason: &'static str,
+}
+
 /// A background task.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct TaskLabel {

@@ -168,21 +168,24 @@ async fn clients_that_say_nothing_hold_up_nobody_and_are_sent_away() {
 }
 
 #[tokio::test]
-async fn connections_beyond_the_limit_are_closed_at_once_and_the_others_go_on() {
+async fn full_listener_replaces_idle_connections_only() {
     let more = json!({"limits": {"connections": 3}});
     let site = Site::start(more, |_| ()).await;
-    let plain = Channel::from_shared(format!("http://{}", site.ext_proc)).unwrap().connect_lazy();
-    until("served", async || served(plain.clone()).await.unwrap()).await;
-    let places = [TcpStream::connect(site.ext_proc).await.unwrap(), TcpStream::connect(site.ext_proc).await.unwrap()];
+    let used = Channel::from_shared(format!("http://{}", site.ext_proc)).unwrap().connect_lazy();
+    until("served", async || served(used.clone()).await.unwrap()).await;
+    let mut client = tonic_health::pb::health_client::HealthClient::new(used.clone());
+    let watch = client.watch(tonic_health::pb::HealthCheckRequest::default()).await.unwrap();
+    let mut idle = [TcpStream::connect(site.ext_proc).await.unwrap(), TcpStream::connect(site.ext_proc).await.unwrap()];
     site.shows("connections{listener=\"ext_proc\"}", 3.0).await;
-    let mut beyond = TcpStream::connect(site.ext_proc).await.unwrap();
-    assert_eq!(timeout(PATIENCE, beyond.read(&mut [0; 1])).await.unwrap().unwrap_or(0), 0, "closed");
-    assert_eq!(site.metric("connections_refused_total{listener=\"ext_proc\"}").await, 1.0);
-    assert!(served(plain.clone()).await.unwrap());
-    drop(places);
-    site.shows("connections{listener=\"ext_proc\"}", 1.0).await;
     let another = Channel::from_shared(format!("http://{}", site.ext_proc)).unwrap().connect_lazy();
     assert!(served(another).await.unwrap());
+    // The settings of the server, and then the end.
+    let _read = timeout(PATIENCE, idle[0].read_to_end(&mut Vec::new())).await.unwrap();
+    site.shows("connections_closed_total{listener=\"ext_proc\",reason=\"evicted\"}", 1.0).await;
+    site.shows("connections{listener=\"ext_proc\"}", 3.0).await;
+    assert_eq!(site.metric("connections_refused_total{listener=\"ext_proc\"}").await, 0.0);
+    assert!(served(used).await.unwrap());
+    drop(watch);
     site.stop().await;
 }
 

@@ -33,6 +33,8 @@ pub(crate) struct Site {
     pub(crate) ext_proc: SocketAddr,
     pub(crate) api: Option<SocketAddr>,
     pub(crate) admin: SocketAddr,
+    pub(crate) health: Option<SocketAddr>,
+    pub(crate) xds: Option<SocketAddr>,
     pub(crate) secrets: Secrets,
     dir: TempDir,
     shutdown: CancellationToken,
@@ -57,9 +59,11 @@ impl Site {
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
         let app = App::start(config).await.unwrap();
         let (ext_proc, api, admin) = (app.ext_proc_address.unwrap(), app.api_address, app.admin_address);
+        let health = app.health_address;
+        let xds = app.xds_address;
         let (secrets, shutdown) = (app.secrets.clone(), CancellationToken::new());
         let running = tokio::spawn(app.run_until(shutdown.clone().cancelled_owned()));
-        Self { ext_proc, api, admin, secrets, dir, shutdown, running }
+        Self { ext_proc, api, admin, health, xds, secrets, dir, shutdown, running }
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {

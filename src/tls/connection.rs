@@ -1,0 +1,261 @@
+//! An accepted connection: counted, limited in time, and closed when another one needs its place.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{Instant, Sleep, sleep_until};
+use tokio_rustls::server::TlsStream;
+use warmroute_http2_filter::Http2Filter;
+
+use super::connection_table::ConnectionUse;
+use super::listener::ConnectionSlot;
+
+/// Octets of the shortest request of HTTP/1, almost: a client that sends fewer has sent nothing.
+const HTTP1_GREETING: usize = 16;
+
+/// The octets of a connection.
+pub(super) enum ConnectionIo<S> {
+    Plain(S),
+    Tls(Box<TlsStream<S>>),
+}
+
+/// How long a connection may wait for its client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ConnectionTimeouts {
+    /// For the beginning of a connection, and for the rest of a header block that has begun.
+    pub(super) header: Duration,
+    /// For the next request, while none is under way.
+    pub(super) idle: Option<Duration>,
+}
+
+/// The protocol that a connection speaks.
+pub(super) enum ConnectionProtocol<S> {
+    Http2(Box<Http2Filter<ConnectionIo<S>>>),
+    Http1 {
+        io: ConnectionIo<S>,
+        /// Octets that have come.
+        read: usize,
+    },
+}
+
+/// What a connection waits for, with a deadline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ClientWait {
+    Greeting,
+    HeaderBlock,
+    Request,
+}
+
+/// A connection. Reading ends in an error when its client exceeds a timeout, or when the connection is evicted.
+pub struct Connection<S> {
+    protocol: ConnectionProtocol<S>,
+    timeouts: ConnectionTimeouts,
+    slot: ConnectionSlot,
+    opened: Instant,
+    /// When the header block that is incomplete began.
+    block_began: Option<Instant>,
+    timer: Option<Pin<Box<Sleep>>>,
+    /// Messages that have been reported.
+    reported: u64,
+}
+
+impl<S> Connection<S> {
+    pub(super) fn new(protocol: ConnectionProtocol<S>, timeouts: ConnectionTimeouts, slot: ConnectionSlot) -> Self {
+        let opened = Instant::now();
+        Self { protocol, timeouts, slot, opened, block_began: None, timer: None, reported: 0 }
+    }
+
+    /// The socket below.
+    pub fn socket(&self) -> &S {
+        let io = match &self.protocol {
+            ConnectionProtocol::Http2(filter) => filter.get_ref(),
+            ConnectionProtocol::Http1 { io, .. } => io,
+        };
+        match io {
+            ConnectionIo::Plain(socket) => socket,
+            ConnectionIo::Tls(stream) => stream.get_ref().0,
+        }
+    }
+
+    fn usage(&self) -> &Arc<ConnectionUse> {
+        &self.slot.usage
+    }
+
+    /// Reports messages and open streams since the last call.
+    fn report(&mut self) {
+        let frames = match &self.protocol {
+            ConnectionProtocol::Http2(filter) => filter.streams().frames(),
+            ConnectionProtocol::Http1 { read, .. } => *read as u64,
+        };
+        if frames == self.reported {
+            return;
+        }
+        self.reported = frames;
+        if let ConnectionProtocol::Http2(filter) = &self.protocol {
+            self.slot.usage.set_open_streams(filter.streams().count());
+        }
+        self.slot.usage.on_message(self.slot.now());
+    }
+
+    /// What the client has to do next, and until when.
+    fn deadline(&mut self) -> Option<(ClientWait, Instant)> {
+        let (is_greeted, is_mid_block) = match &self.protocol {
+            ConnectionProtocol::Http2(filter) => (filter.is_greeted(), filter.is_mid_block()),
+            ConnectionProtocol::Http1 { read, .. } => (*read >= HTTP1_GREETING, false),
+        };
+        if !is_greeted {
+            return Some((ClientWait::Greeting, self.opened + self.timeouts.header));
+        }
+        if is_mid_block {
+            let began = *self.block_began.get_or_insert_with(Instant::now);
+            return Some((ClientWait::HeaderBlock, began + self.timeouts.header));
+        }
+        self.block_began = None;
+        let idle = self.timeouts.idle.filter(|_| self.usage().open_streams() == 0)?;
+        Some((ClientWait::Request, self.slot.instant_of(self.usage().last()) + idle))
+    }
+
+    /// Ready when the connection has to be closed.
+    fn poll_close(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        if self.usage().poll_evicted(cx).is_ready() {
+            return Poll::Ready(io::Error::new(io::ErrorKind::ConnectionAborted, "evicted for a new connection"));
+        }
+        let Some((wait, deadline)) = self.deadline() else {
+            self.timer = None;
+            return Poll::Pending;
+        };
+        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep_until(deadline)));
+        if timer.deadline() != deadline {
+            timer.as_mut().reset(deadline);
+        }
+        timer.as_mut().poll(cx).map(|()| {
+            self.slot.on_timeout(match wait {
+                ClientWait::Greeting => "greeting_timeout",
+                ClientWait::HeaderBlock => "header_timeout",
+                ClientWait::Request => "idle",
+            });
+            io::ErrorKind::TimedOut.into()
+        })
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Connection<S> {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let before = buf.filled().len();
+        let polled = match &mut this.protocol {
+            ConnectionProtocol::Http2(filter) => Pin::new(filter).poll_read(cx, buf),
+            ConnectionProtocol::Http1 { io, read } => {
+                let polled = Pin::new(io).poll_read(cx, buf);
+                *read += buf.filled().len() - before;
+                polled
+            }
+        };
+        this.report();
+        match polled {
+            Poll::Pending => this.poll_close(cx).map(Err),
+            ready => ready,
+        }
+    }
+}
+
+/// Calls a method of the connection below.
+macro_rules! delegate {
+    ($connection:ident, $io:ident => $call:expr) => {
+        match &mut $connection.protocol {
+            ConnectionProtocol::Http2($io) => $call,
+            ConnectionProtocol::Http1 { io: $io, .. } => $call,
+        }
+    };
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, octets: &[u8]) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let polled = delegate!(this, io => Pin::new(io).poll_write(cx, octets));
+        this.report();
+        polled
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let polled = delegate!(this, io => Pin::new(io).poll_write_vectored(cx, slices));
+        this.report();
+        polled
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match &self.protocol {
+            ConnectionProtocol::Http2(filter) => filter.is_write_vectored(),
+            ConnectionProtocol::Http1 { io, .. } => io.is_write_vectored(),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        delegate!(this, io => Pin::new(io).poll_flush(cx))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        delegate!(this, io => Pin::new(io).poll_shutdown(cx))
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for ConnectionIo<S> {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Plain(socket) => Pin::new(socket).poll_read(cx, buf),
+            Self::Tls(stream) => Pin::new(stream).poll_read(cx, buf),
+        }
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ConnectionIo<S> {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, octets: &[u8]) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Self::Plain(socket) => Pin::new(socket).poll_write(cx, octets),
+            Self::Tls(stream) => Pin::new(stream).poll_write(cx, octets),
+        }
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Self::Plain(socket) => Pin::new(socket).poll_write_vectored(cx, slices),
+            Self::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match self {
+            Self::Plain(socket) => socket.is_write_vectored(),
+            Self::Tls(stream) => stream.is_write_vectored(),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Plain(socket) => Pin::new(socket).poll_flush(cx),
+            Self::Tls(stream) => Pin::new(stream).poll_flush(cx),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Plain(socket) => Pin::new(socket).poll_shutdown(cx),
+            Self::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! The open connections of one listener, and which of them a new connection replaces when there are too many.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use futures_util::task::AtomicWaker;
+use slab::Slab;
+
+/// How many connections a listener keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConnectionLimits {
+    /// Connections at a time.
+    pub total: usize,
+    /// Connections of one IP address at a time.
+    pub per_peer: usize,
+    /// A connection with open streams may be replaced once it has carried no message for this long.
+    pub quiet: Duration,
+}
+
+/// Why a new connection is closed at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AdmissionError {
+    /// All connections are in use.
+    TooMany,
+    /// All connections of its address are in use.
+    TooManyOfPeer,
+}
+
+/// The use of one connection, as its task reports it.
+#[derive(Debug, Default)]
+pub(super) struct ConnectionUse {
+    /// Of the last message, in milliseconds since the start of the listener.
+    last: AtomicU64,
+    open_streams: AtomicUsize,
+    evicted: AtomicBool,
+    waker: AtomicWaker,
+}
+
+impl ConnectionUse {
+    fn at(now: Duration) -> Self {
+        Self { last: AtomicU64::new(millis(now)), ..Self::default() }
+    }
+
+    /// Reports a message.
+    pub(super) fn on_message(&self, now: Duration) {
+        self.last.store(millis(now), Ordering::Relaxed);
+    }
+
+    pub(super) fn set_open_streams(&self, count: usize) {
+        self.open_streams.store(count, Ordering::Relaxed);
+    }
+
+    pub(super) fn open_streams(&self) -> usize {
+        self.open_streams.load(Ordering::Relaxed)
+    }
+
+    /// The time of the last message.
+    pub(super) fn last(&self) -> Duration {
+        Duration::from_millis(self.last.load(Ordering::Relaxed))
+    }
+
+    /// Ready once the connection has to be closed.
+    pub(super) fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
+        self.waker.register(cx.waker());
+        if self.evicted.load(Ordering::Acquire) { Poll::Ready(()) } else { Poll::Pending }
+    }
+
+    fn is_evicted(&self) -> bool {
+        self.evicted.load(Ordering::Acquire)
+    }
+
+    fn evict(&self) {
+        self.evicted.store(true, Ordering::Release);
+        self.waker.wake();
+    }
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// An open connection.
+struct TableEntry {
+    peer: Option<IpAddr>,
+    usage: Arc<ConnectionUse>,
+}
+
+/// The open connections of a listener.
+pub(super) struct ConnectionTable {
+    limits: ConnectionLimits,
+    entries: Slab<TableEntry>,
+}
+
+/// A connection that was admitted.
+pub(super) struct AdmittedConnection {
+    pub(super) key: usize,
+    pub(super) usage: Arc<ConnectionUse>,
+    /// Whether another connection was evicted for it.
+    pub(super) has_evicted: bool,
+}
+
+impl ConnectionTable {
+    pub(super) fn new(limits: ConnectionLimits) -> Self {
+        Self { limits, entries: Slab::new() }
+    }
+
+    /// Admits a connection. Beyond a limit the connection that has been idle for longest is evicted for it: of the same peer if the
+    /// peer has too many.
+    pub(super) fn admit(&mut self, peer: Option<IpAddr>, now: Duration) -> Result<AdmittedConnection, AdmissionError> {
+        let is_of_peer = |entry: &TableEntry| peer.is_some() && entry.peer == peer;
+        let (mut total, mut of_peer) = (0, 0);
+        for (_, entry) in self.entries.iter().filter(|(_, entry)| !entry.usage.is_evicted()) {
+            total += 1;
+            of_peer += usize::from(is_of_peer(entry));
+        }
+        let victim = if of_peer >= self.limits.per_peer {
+            Some(self.idlest(now, is_of_peer).ok_or(AdmissionError::TooManyOfPeer)?)
+        } else if total >= self.limits.total {
+            Some(self.idlest(now, |_| true).ok_or(AdmissionError::TooMany)?)
+        } else {
+            None
+        };
+        if let Some(victim) = victim {
+            victim.evict();
+        }
+        let has_evicted = victim.is_some();
+        let usage = Arc::new(ConnectionUse::at(now));
+        let key = self.entries.insert(TableEntry { peer, usage: usage.clone() });
+        Ok(AdmittedConnection { key, usage, has_evicted })
+    }
+
+    /// Evicts the connection that has been idle for longest, if there is an idle one.
+    pub(super) fn evict_idlest(&self, now: Duration) -> bool {
+        self.idlest(now, |_| true).inspect(|victim| victim.evict()).is_some()
+    }
+
+    pub(super) fn remove(&mut self, key: usize) {
+        self.entries.try_remove(key);
+    }
+
+    /// Connections without streams come first.
+    fn idlest(&self, now: Duration, may_go: impl Fn(&TableEntry) -> bool) -> Option<&ConnectionUse> {
+        let candidates = self.entries.iter().map(|(_, entry)| entry).filter(|entry| may_go(entry));
+        let candidates = candidates.map(|entry| &*entry.usage).filter(|usage| !usage.is_evicted());
+        candidates
+            .map(|usage| (usage.open_streams() > 0, usage.last(), usage))
+            .filter(|(is_used, last, _)| !is_used || now.saturating_sub(*last) >= self.limits.quiet)
+            .min_by_key(|(is_used, last, _)| (*is_used, *last))
+            .map(|(.., usage)| usage)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    const QUIET: Duration = Duration::from_secs(300);
+
+    fn table(total: usize, per_peer: usize) -> ConnectionTable {
+        ConnectionTable::new(ConnectionLimits { total, per_peer, quiet: QUIET })
+    }
+
+    fn peer(last: u8) -> Option<IpAddr> {
+        Some(Ipv4Addr::new(10, 0, 0, last).into())
+    }
+
+    fn at(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn full_table_evicts_the_connection_idle_for_longest() {
+        let mut table = table(3, 3);
+        let [a, b, c] = [1, 2, 3].map(|n| table.admit(peer(n), at(u64::from(n))).ok().unwrap());
+        a.usage.on_message(at(10));
+        let d = table.admit(peer(4), at(11)).ok().unwrap();
+        assert_eq!([&a, &b, &c, &d].map(|one| one.usage.is_evicted()), [false, true, false, false]);
+        assert!(d.has_evicted);
+        // The evicted connection counts no more, although its task has not ended.
+        b.usage.on_message(at(12));
+        table.admit(peer(5), at(12)).ok().unwrap();
+        assert!(c.usage.is_evicted() && !a.usage.is_evicted());
+        table.remove(b.key);
+        table.remove(c.key);
+        assert_eq!(table.entries.len(), 3);
+    }
+
+    #[test]
+    fn connections_with_streams_stay_until_they_are_quiet() {
+        let mut table = table(2, 2);
+        let [a, b] = [1, 2].map(|n| table.admit(peer(n), at(u64::from(n))).ok().unwrap());
+        a.usage.set_open_streams(1);
+        b.usage.set_open_streams(5);
+        assert!(matches!(table.admit(peer(3), at(100)), Err(AdmissionError::TooMany)));
+        assert!(!a.usage.is_evicted() && !b.usage.is_evicted());
+        let c = table.admit(peer(3), at(302)).ok().unwrap();
+        assert!(a.usage.is_evicted() && !b.usage.is_evicted());
+        // A connection without streams goes before one with quiet streams, however long that has been quiet.
+        table.admit(peer(4), at(1000)).ok().unwrap();
+        assert!(c.usage.is_evicted() && !b.usage.is_evicted());
+    }
+
+    #[test]
+    fn peer_beyond_its_limit_replaces_its_own_connections() {
+        let mut table = table(10, 2);
+        let other = table.admit(peer(1), at(0)).ok().unwrap();
+        let unix = table.admit(None, at(0)).ok().unwrap();
+        let [a, b] = [1, 2].map(|n| table.admit(peer(2), at(n)).ok().unwrap());
+        table.admit(peer(2), at(3)).ok().unwrap();
+        assert_eq!([&other, &unix, &a, &b].map(|one| one.usage.is_evicted()), [false, false, true, false]);
+        for _ in 0..5 {
+            assert!(
+                !table.admit(None, at(4)).ok().unwrap().has_evicted,
+                "connections without an address have no such limit"
+            );
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! Logs that clients can cause: one line in a while for each cause.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+/// Between two lines of the same cause.
+const INTERVAL: Duration = Duration::from_secs(10);
+
+/// The lines of each cause.
+#[derive(Default)]
+pub(super) struct LogLimit {
+    causes: Mutex<HashMap<&'static str, LoggedCause>>,
+}
+
+/// One cause.
+struct LoggedCause {
+    last: Duration,
+    suppressed: u64,
+}
+
+impl LogLimit {
+    /// Whether a line of the cause may be logged now, and then how many were suppressed since the last one.
+    pub(super) fn admit(&self, cause: &'static str, now: Duration) -> Option<u64> {
+        let mut causes = self.causes.lock();
+        let Some(logged) = causes.get_mut(cause) else {
+            causes.insert(cause, LoggedCause { last: now, suppressed: 0 });
+            return Some(0);
+        };
+        if now.saturating_sub(logged.last) < INTERVAL {
+            logged.suppressed += 1;
+            return None;
+        }
+        logged.last = now;
+        Some(std::mem::take(&mut logged.suppressed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_cause_is_logged_once_per_interval() {
+        let limit = LogLimit::default();
+        let at = Duration::from_secs;
+        assert_eq!([0, 0, 9].map(|now| limit.admit("a", at(now))), [Some(0), None, None]);
+        assert_eq!(limit.admit("b", at(9)), Some(0));
+        assert_eq!([10, 19, 20].map(|now| limit.admit("a", at(now))), [Some(2), None, Some(1)]);
+    }
+}

@@ -1,0 +1,173 @@
+//! HTTP/2 connections frame by frame, as no client library sends them.
+
+use serde_json::{Value, json};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::time::timeout;
+
+use crate::site::{PATIENCE, Site, http, until};
+
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+const HEADERS: u8 = 1;
+const RST_STREAM: u8 = 3;
+const SETTINGS: u8 = 4;
+const PING: u8 = 6;
+const GOAWAY: u8 = 7;
+const ENHANCE_YOUR_CALM: [u8; 4] = [0, 0, 0, 11];
+
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = (payload.len() as u32).to_be_bytes();
+    [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+/// HEADERS of a call of gRPC health, all fields as literals.
+fn call(stream: u32, authority: &str) -> Vec<u8> {
+    let fields = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", "/grpc.health.v1.Health/Check"),
+        (":authority", authority),
+        ("content-type", "application/grpc"),
+        ("te", "trailers"),
+    ];
+    let mut block = Vec::new();
+    for (name, value) in fields {
+        // With incremental indexing.
+        block.push(0x40);
+        for text in [name, value] {
+            block.push(text.len() as u8);
+            block.extend(text.as_bytes());
+        }
+    }
+    frame(HEADERS, 4, stream, &block)
+}
+
+/// An HTTP/2 connection whose settings have been exchanged.
+struct RawConnection<S>(S);
+
+impl<S: AsyncRead + AsyncWrite + Unpin> RawConnection<S> {
+    async fn open(mut io: S) -> Self {
+        io.write_all(&[PREFACE, &frame(SETTINGS, 0, 0, &[])].concat()).await.unwrap();
+        Self(io)
+    }
+
+    /// The next frame of one of the kinds: kind, stream and payload; none when the server has closed the connection.
+    async fn next(&mut self, kinds: &[u8]) -> Option<(u8, u32, Vec<u8>)> {
+        loop {
+            let mut head = [0; 9];
+            timeout(PATIENCE, self.0.read_exact(&mut head)).await.unwrap().ok()?;
+            let [l0, l1, l2, kind, _, s0, s1, s2, s3] = head;
+            let mut payload = vec![0; u32::from_be_bytes([0, l0, l1, l2]) as usize];
+            timeout(PATIENCE, self.0.read_exact(&mut payload)).await.unwrap().ok()?;
+            if kinds.contains(&kind) {
+                return Some((kind, u32::from_be_bytes([s0, s1, s2, s3]), payload));
+            }
+        }
+    }
+
+    /// Whether a call with this authority is answered, by a health status or by a status of gRPC.
+    async fn is_answered(&mut self, stream: u32, authority: &str) -> bool {
+        let message = frame(0, 1, stream, &[0; 5]);
+        self.0.write_all(&[call(stream, authority), message].concat()).await.unwrap();
+        loop {
+            match self.next(&[HEADERS, RST_STREAM, GOAWAY]).await.unwrap() {
+                // The trailers of a call before.
+                (HEADERS, of, _) if of != stream => {}
+                (kind, ..) => return kind == HEADERS,
+            }
+        }
+    }
+
+    /// Opens and resets streams; whether the server then closes the connection because there were too many.
+    async fn is_closed_for_resets(&mut self, count: u32) -> bool {
+        let reset = |n: u32| [call(2 * n + 1, "warmroute"), frame(RST_STREAM, 0, 2 * n + 1, &[0, 0, 0, 8])].concat();
+        let mut octets: Vec<u8> = (0..count).flat_map(reset).collect();
+        octets.extend(frame(PING, 0, 0, &[7; 8]));
+        self.0.write_all(&octets).await.unwrap();
+        match self.next(&[PING, GOAWAY]).await {
+            Some((GOAWAY, _, payload)) => {
+                assert_eq!(payload[4..8], ENHANCE_YOUR_CALM);
+                true
+            }
+            Some(_) => false,
+            None => panic!("the connection was closed without a GOAWAY"),
+        }
+    }
+}
+
+async fn start(more: Value) -> Site {
+    let mut config = json!({
+        "listen": {"tcp": "127.0.0.1:0", "unix": "ext_proc.sock", "health": "127.0.0.1:0"},
+        "api": {"listen": "127.0.0.1:0"},
+        "envoy": {"xds": {"listen": "127.0.0.1:0"}},
+    });
+    config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    let site = Site::start(config, |_| ()).await;
+    until("ready", async || site.page("/readyz", "").await.0 == 200).await;
+    site
+}
+
+#[tokio::test]
+async fn every_grpc_listener_accepts_any_authority() {
+    let site = start(json!({})).await;
+    let authorities = ["outbound|9002||warmroute.inference.svc.cluster.local", "extension/ns/name", "warmroute:9002"];
+    for address in [Some(site.ext_proc), site.health, site.api, site.xds].map(Option::unwrap) {
+        let mut connection = RawConnection::open(TcpStream::connect(address).await.unwrap()).await;
+        for (stream, authority) in (1..).step_by(2).zip(authorities) {
+            assert!(connection.is_answered(stream, authority).await, "{address} {authority}");
+        }
+    }
+    let mut connection = RawConnection::open(UnixStream::connect(site.path("ext_proc.sock")).await.unwrap()).await;
+    assert!(connection.is_answered(1, authorities[0]).await);
+    site.stop().await;
+}
+
+#[tokio::test]
+async fn http2_errors_are_counted() {
+    let site = start(json!({})).await;
+    let mut connection = RawConnection::open(TcpStream::connect(site.ext_proc).await.unwrap()).await;
+    assert!(!connection.is_answered(1, "").await, "an empty authority stays invalid");
+    site.shows("http2_errors_total{listener=\"ext_proc\",scope=\"stream\",reason=\"protocol_error\"}", 1.0).await;
+    connection.0.write_all(&frame(0, 0, 0, b"data of no stream")).await.unwrap();
+    assert!(connection.next(&[GOAWAY]).await.is_some());
+    site.shows("http2_errors_total{listener=\"ext_proc\",scope=\"connection\",reason=\"protocol_error\"}", 1.0).await;
+    site.stop().await;
+}
+
+#[tokio::test]
+async fn only_ext_proc_tolerates_many_resets() {
+    let site = start(json!({})).await;
+    let connect = async |address| RawConnection::open(TcpStream::connect(address).await.unwrap()).await;
+    for address in [site.health, site.api, site.xds].map(Option::unwrap) {
+        assert!(connect(address).await.is_closed_for_resets(200).await, "{address}");
+    }
+    assert!(!connect(site.ext_proc).await.is_closed_for_resets(200).await);
+    site.stop().await;
+}
+
+#[tokio::test]
+async fn idle_connections_do_not_keep_probes_out() {
+    let site = start(json!({"limits": {"connections": 8, "connections_per_peer": 8}})).await;
+    let mut held = Vec::new();
+    for _ in 0..16 {
+        let mut http1 = TcpStream::connect(site.admin).await.unwrap();
+        http1.write_all(b"GET /healthz HTTP/1.1\r\nHost: a\r\nX: y").await.unwrap();
+        held.push(http1);
+        for address in [site.health.unwrap(), site.ext_proc] {
+            held.push(RawConnection::open(TcpStream::connect(address).await.unwrap()).await.0);
+        }
+    }
+    let page = http(TcpStream::connect(site.admin).await.unwrap(), "/healthz", "").await;
+    assert_eq!(page.unwrap().0, 200);
+    for address in [site.health.unwrap(), site.ext_proc] {
+        let mut connection = RawConnection::open(TcpStream::connect(address).await.unwrap()).await;
+        assert!(connection.is_answered(1, "warmroute").await, "{address}");
+    }
+    for listener in ["admin", "health", "ext_proc"] {
+        let evicted =
+            site.metric(&format!("connections_closed_total{{listener=\"{listener}\",reason=\"evicted\"}}")).await;
+        assert!(evicted >= 9.0, "{listener}: {evicted}");
+    }
+    drop(held);
+    site.stop().await;
+}
