@@ -211,6 +211,7 @@ pub(super) struct Grpc {
 #[serde(default)]
 pub(super) struct EnvoyGrpc {
     pub(super) cluster_name: String,
+    pub(super) authority: String,
 }
 
 /// By an address.

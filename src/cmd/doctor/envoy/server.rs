@@ -1,7 +1,7 @@
 //! The way from Envoy to us: the cluster that ext_proc filters ask.
 
-use super::dump::Address;
-use super::parts::{Cluster, Threshold};
+use super::dump::{Address, is};
+use super::parts::{Cluster, EnvoyGrpc, Threshold};
 use super::site::{Filter, Site};
 use crate::cmd::doctor::finding::{At, Finding};
 
@@ -20,7 +20,42 @@ pub(super) fn check(site: &Site<'_>) -> Vec<Finding> {
             None => findings.push(missing(filter, name)),
         }
     }
+    findings.extend(server_names(site));
     findings
+}
+
+/// The clusters whose TLS handshakes warmroute refuses, those of the routes included.
+fn server_names(site: &Site<'_>) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let mut seen: Vec<&str> = Vec::new();
+    for filter in site.variants() {
+        let Some(service) = filter.grpc_service.as_ref().and_then(|service| service.envoy_grpc.as_ref()) else {
+            continue;
+        };
+        let Some(cluster) = site.dump.clusters.get(&service.cluster_name) else { continue };
+        if !seen.contains(&service.cluster_name.as_str()) {
+            seen.push(&service.cluster_name);
+            findings.extend(server_name(cluster, service));
+        }
+    }
+    findings
+}
+
+/// With `auto_sni` Envoy sends the `:authority` as server name, whatever `sni` says: the name of the cluster unless the filter sets one.
+fn server_name(cluster: &Cluster, service: &EnvoyGrpc) -> Option<Finding> {
+    cluster.transport_socket.as_ref().filter(|socket| is(&socket.typed_config, "UpstreamTlsContext"))?;
+    let is_automatic = cluster.http().is_some_and(|http| http["upstream_http_protocol_options"]["auto_sni"] == true);
+    let sent = if service.authority.is_empty() { &cluster.name } else { &service.authority };
+    let host = sent.split(':').next().unwrap_or_default();
+    if !is_automatic || rustls::pki_types::ServerName::try_from(host).is_ok() {
+        return None;
+    }
+    Some(At::new("envoy.server_name", format!("cluster {}", cluster.name)).error(
+        format!("it sends the server name (SNI) `{host}`, which is not a DNS name: warmroute refuses every handshake"),
+        "with Istio, set `trafficPolicy.tls.sni` in the DestinationRule of warmroute's Service, as in \
+         examples/kubernetes/gateway-api/istio.yaml; in Envoy's own configuration, replace \
+         `auto_sni` by `sni` in the `UpstreamTlsContext`",
+    ))
 }
 
 fn missing(filter: &Filter, name: &str) -> Finding {

@@ -213,6 +213,27 @@ fn planted(name: &str, change: impl FnOnce(&mut Value, &mut Value)) -> (Vec<(Lev
     (wrong().map(|one| (one.level, one.check)).collect(), mends)
 }
 
+#[test]
+fn automatic_server_name_that_is_no_dns_name_is_an_error() {
+    let as_istio = |page: &mut Value, is_automatic: bool| {
+        swap(page, r#""cluster_name":"ext_proc""#, r#""cluster_name":"outbound|9002||picker.ns.svc""#);
+        swap(page, r#""name":"ext_proc""#, r#""name":"outbound|9002||picker.ns.svc""#);
+        let cluster = cluster(page, "outbound|9002||picker.ns.svc");
+        cluster["transport_socket"] = json!({"name": "envoy.transport_sockets.tls", "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+            "sni": "picker.ns.svc",
+        }});
+        let options = &mut cluster["typed_extension_protocol_options"];
+        options["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]["upstream_http_protocol_options"] =
+            json!({"auto_sni": is_automatic});
+    };
+    let (found, fixes) = planted("standalone", |page, _| as_istio(page, true));
+    assert!(found.contains(&(Level::Error, "envoy.server_name")), "{found:?}");
+    assert!(fixes.contains("trafficPolicy.tls.sni"), "{fixes}");
+    let (found, _) = planted("standalone", |page, _| as_istio(page, false));
+    assert!(!found.iter().any(|(_, check)| *check == "envoy.server_name"), "{found:?}");
+}
+
 type Plant = fn(&mut Value, &mut Value);
 
 #[test]
