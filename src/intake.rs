@@ -12,6 +12,7 @@ mod crew;
 mod direct;
 mod encoded;
 pub mod engine_tokens;
+mod large;
 mod media;
 mod models;
 mod pace;
@@ -20,6 +21,7 @@ mod remote;
 pub mod rewrite;
 mod sessions;
 mod shared;
+mod tokenized;
 mod wishes;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -34,20 +36,22 @@ use tracing::{debug, warn};
 pub use cluster::{Cluster, SharedCluster};
 use encoded::{Encoded, estimate};
 use engine_tokens::{Said, TokenSources};
+use large::LargeBodies;
 pub use models::{Model, Models, Named};
 use pace::{Became, Pace};
 use queue::Place;
 pub use rewrite::{AskedModel, Rewrites};
 pub use sessions::SessionSigns;
 pub use shared::Shared;
+use tokenized::{Stopwatch, Tokenized, hidden, reason};
 pub use wishes::{Headers, Wishes};
 
 use crate::block::tracking::Scope;
 use crate::block::{BlockHashes, Content, Salt, SequenceHash, TrackingHash};
 use crate::entrance::SessionWord;
-use crate::openai::{self, Api, Hidden, Opaque, Paths, Shape};
+use crate::openai::{self, Api, Paths, Shape};
 use crate::parity::Standing;
-use crate::prompt::{EncodeError, Encoder, Tokens};
+use crate::prompt::Tokens;
 use crate::remote_index::Asker;
 use crate::router::{Prompt, Reason, RouteRequest};
 use crate::worker::ModelName;
@@ -72,12 +76,12 @@ pub enum Body {
         /// How long it will be, as the client says.
         length: Option<u64>,
     },
-    /// More than the limit; so long it was when we stopped gathering.
+    /// Its beginning, where it is larger than the limit.
     TooLarge {
-        /// Its length.
-        bytes: usize,
-        /// The model it names, as far as that was found quickly.
-        model: Option<String>,
+        /// What was gathered of it.
+        shown: Bytes,
+        /// How long it is at least.
+        bytes: u64,
     },
     /// There was no room to keep it; so long it was.
     Shed {
@@ -151,6 +155,7 @@ pub struct Intake {
     parts: Parts,
     encoders: Arc<Semaphore>,
     queued: AtomicUsize,
+    large: LargeBodies,
     pace: Pace,
 }
 
@@ -166,12 +171,23 @@ struct Told {
     engine: Said,
     /// How long they were waited for.
     waited: Duration,
+    /// When tokenization stops.
+    until: Option<Instant>,
 }
 
-/// The bytes of a body, and where they are only its beginning, how long it is said to be.
+/// The bytes of a body.
 struct Shown {
     bytes: Bytes,
-    cut: Option<Option<u64>>,
+    /// Where they are only its beginning.
+    cut: Option<CutShort>,
+}
+
+/// What is known of a body of which only the beginning is there.
+#[derive(Clone, Copy)]
+struct CutShort {
+    /// How long it is said to be.
+    length: Option<u64>,
+    because: Reason,
 }
 
 impl Intake {
@@ -179,7 +195,8 @@ impl Intake {
     pub fn new(parts: Parts) -> Arc<Self> {
         // One encoder per core: more would only share the cores, and delay the async threads beside them.
         let encoders = Arc::new(Semaphore::new(crew::size()));
-        Arc::new(Self { parts, encoders, queued: AtomicUsize::new(0), pace: Pace::default() })
+        let large = LargeBodies::new(crew::size(), parts.limits.queue);
+        Arc::new(Self { parts, encoders, queued: AtomicUsize::new(0), large, pace: Pace::default() })
     }
 
     /// How far the tokens of each model are believed.
@@ -214,6 +231,8 @@ impl Intake {
         let encoded = match api {
             Some(api) => {
                 let mut told = self.told(headers);
+                // What is left of the deadline is for the blocks of what was tokenized.
+                told.until = Some(Instant::now() + self.parts.limits.deadline / 8 * 7);
                 self.ask_engines(api, &mut told, body).await;
                 self.encode(api, told, body).await
             }
@@ -270,7 +289,7 @@ impl Intake {
         let signs = self.parts.sessions.as_ref();
         let boundary = headers("content-type").and_then(|value| openai::boundary(&value));
         let session_in_body = signs.is_some_and(|signs| signs.leave_it_to_the_body(headers));
-        Told { boundary, tenant, session_in_body, engine: Said::NotAsked, waited: Duration::ZERO }
+        Told { boundary, tenant, session_in_body, engine: Said::NotAsked, waited: Duration::ZERO, until: None }
     }
 
     async fn encode(self: &Arc<Self>, api: Api, told: Told, body: &Body) -> Encoded {
@@ -278,10 +297,15 @@ impl Intake {
             Body::Absent => return Encoded::without(api, 0, Reason::NoBody),
             Body::Unseen => return Encoded::without(api, 0, Reason::BodyNotShown),
             Body::Streamed => return Encoded::without(api, 0, Reason::BodyStreamed),
-            Body::TooLarge { bytes, model } => return self.unkept(api, (*bytes, model), Reason::BodyTooLarge),
             Body::Shed { bytes, model } => return self.unkept(api, (*bytes, model), Reason::TokenizerBusy),
             Body::Whole(body) => Shown { bytes: body.clone(), cut: None },
-            Body::Cut { shown, length } => Shown { bytes: shown.clone(), cut: Some(*length) },
+            Body::Cut { shown, length } => {
+                Shown { bytes: shown.clone(), cut: Some(CutShort { length: *length, because: Reason::BodyCut }) }
+            }
+            Body::TooLarge { shown, bytes } => {
+                let cut = CutShort { length: Some(*bytes), because: Reason::BodyTooLarge };
+                Shown { bytes: shown.clone(), cut: Some(cut) }
+            }
         };
         let bytes = shown.bytes.len();
         if self.pace.is_quick(bytes, self.parts.limits.inline) {
@@ -308,13 +332,15 @@ impl Intake {
 
     /// Encodes on a thread for that; `None` when the queue is full.
     async fn encode_queued(self: &Arc<Self>, api: Api, told: Told, shown: Shown) -> Option<Encoded> {
+        let lane = self.large.turn(shown.bytes.len()).await?;
         let _place = Place::take(&self.queued, self.parts.limits.queue)?;
         // The semaphore is never closed, and what is lost is a panic already turned into an error.
         let permit = self.encoders.clone().acquire_owned().await.ok()?;
         let intake = self.clone();
         let encode = move || {
-            // Held until the work is done and not only until it is waited for: a deadline does not stop the work.
+            // Held until the work is done and not only until it is waited for: a deadline does not stop the work at once.
             let _permit = permit;
+            let _lane = lane;
             intake.encode_now(api, &told, &shown)
         };
         crew::run(encode).await
@@ -326,13 +352,14 @@ impl Intake {
         // Tokenizers are large foreign code, and a panic there must not end the exchange.
         let result = catch_unwind(AssertUnwindSafe(|| match cut {
             None => self.read(api, told, bytes),
-            Some(length) => self.read_beginning(api, told, bytes, *length),
+            Some(cut) => self.read_beginning(api, told, bytes, *cut),
         }));
         let encoded = result.unwrap_or_else(|_| {
             warn!("the tokenizer panicked; routing by load");
             Encoded::without(api, bytes.len(), Reason::EncodeFailed)
         });
-        if bytes.len() > self.parts.limits.inline {
+        // What was tokenized only in part says nothing of how long such a body takes.
+        if bytes.len() > self.parts.limits.inline && !matches!(encoded.prompt, Prompt::Beginning { .. }) {
             let became = if encoded.ours { Became::Tokens } else { Became::Other };
             self.pace.note(became, bytes.len(), began.elapsed());
         }
@@ -346,7 +373,7 @@ impl Intake {
     /// The model and the hashed prompt of a body, or why there is none. The model is kept even where the prompt fails,
     /// so that the request still goes to a worker that serves it.
     fn read(&self, api: Api, told: &Told, body: &[u8]) -> Encoded {
-        let mut clock = Stopwatch::start();
+        let mut clock = Stopwatch::start(told.until);
         let mut encoded = Encoded::without(api, body.len(), Reason::Unreadable);
         encoded.session = self.session_in(told, body);
         let mut request = match openai::parse_body(api, told.boundary.as_deref(), body) {
@@ -384,7 +411,16 @@ impl Intake {
             return encoded;
         }
         match self.tokens((&named, &salt), &request, &mut encoded, &mut clock) {
-            Ok(prompts) => {
+            Ok(Tokenized { mut prompts, stopped: Some(because) }) => {
+                encoded.fail(because);
+                if prompts.len() == 1
+                    && let Some(tokens) = prompts.pop()
+                {
+                    self.begin_with((&named, &salt), tokens, because, &mut encoded);
+                    encoded.times.push(("hash", clock.lap()));
+                }
+            }
+            Ok(Tokenized { prompts, stopped: None }) => {
                 let hashes: Vec<_> = prompts.iter().map(|tokens| named.resumed_hashes(tokens, &salt)).collect();
                 let prompts: Vec<_> = prompts.into_iter().map(Tokens::into_ids).collect();
                 encoded.tracked = self.tracked(&named, &prompts, &hashes, &salt);
@@ -427,31 +463,6 @@ impl Intake {
         let scope = Scope { model: named.model.name.as_str(), routing_group: "" };
         Some(vec![self.parts.tracking.sequences(content, hashes, scope)])
     }
-
-    fn tokens(
-        &self,
-        (named, salt): (&Named, &Salt),
-        request: &openai::Request,
-        encoded: &mut Encoded,
-        clock: &mut Stopwatch,
-    ) -> Result<Vec<Tokens>, Reason> {
-        if let Some(tokens) = encoded.extension.as_mut().and_then(|extension| extension.token_data.take()) {
-            return Ok(vec![tokens.into()]);
-        }
-        if request.prompt == openai::Prompt::TooMany {
-            return Err(Reason::TooManyPrompts);
-        }
-        if let openai::Prompt::Opaque(opaque) = &request.prompt {
-            return Err(hidden(*opaque));
-        }
-        let encoder: &Encoder = named.model.encoder.as_ref().ok_or(Reason::NoTokenizer)?;
-        let rendered = encoder.render(request).map_err(reason)?;
-        encoded.times.push(("render", clock.lap()));
-        let prompts = encoder.tokenize_resuming(&rendered, salt.cache.as_deref()).map_err(reason)?;
-        encoded.times.push(("tokenize", clock.lap()));
-        encoded.ours = !matches!(request.prompt, openai::Prompt::Tokens(_));
-        Ok(prompts)
-    }
 }
 
 /// Bytes of text in a prompt that is not hashed, and why it is not.
@@ -461,41 +472,6 @@ fn unhashed(prompt: &openai::Prompt) -> Option<(usize, Reason)> {
         openai::Prompt::Opaque(opaque) => Some((opaque.text_bytes, hidden(*opaque))),
         openai::Prompt::Nothing => Some((0, Reason::NotInference)),
         _ => None,
-    }
-}
-
-fn hidden(opaque: Opaque) -> Reason {
-    match opaque.because {
-        Hidden::Assembled => Reason::UnknownPrompt,
-        Hidden::Remembered => Reason::EngineState,
-    }
-}
-
-fn reason(error: EncodeError) -> Reason {
-    match error {
-        EncodeError::Multimodal(_) => Reason::Multimodal,
-        EncodeError::TooMany => Reason::TooManyPrompts,
-        EncodeError::NoTemplate => Reason::NoChatTemplate,
-        error => {
-            // Not the error itself: templates quote the prompt in theirs.
-            debug!(because = error.label(), "prompt refused");
-            Reason::EncodeFailed
-        }
-    }
-}
-
-struct Stopwatch(Instant);
-
-impl Stopwatch {
-    fn start() -> Self {
-        Self(Instant::now())
-    }
-
-    fn lap(&mut self) -> Duration {
-        let now = Instant::now();
-        let took = now - self.0;
-        self.0 = now;
-        took
     }
 }
 

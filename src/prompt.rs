@@ -15,6 +15,7 @@ mod inline_systems;
 pub mod media;
 mod methods;
 mod number;
+mod pieces;
 mod python;
 mod rebuild;
 mod resume;
@@ -26,6 +27,7 @@ mod template;
 #[cfg(test)]
 mod tests;
 mod unfinished;
+mod within;
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -43,9 +45,11 @@ use files::Loaded;
 pub use files::{Fingerprint, LoadError};
 use media::Rules;
 pub use media::{Illustrated, MediaConfig};
+pub use pieces::{Budget, Stop};
 use resume::{Frame, Resumer};
 pub use resume::{PromptCache, Tokens};
 use template::Templates;
+pub use within::Bounded;
 
 /// Where one model's tokenizer and chat template are. Files may be `.json` or `.json.gz`.
 #[derive(Deserialize, Serialize, Clone, Debug, PartialEq, Eq)]
@@ -296,29 +300,8 @@ impl Encoder {
     /// [`Encoder::tokenize`] gives. Prompts with different names `apart` (the salt of the engine's cache) take over nothing
     /// from one another, so that nobody learns from the time what others sent.
     pub fn tokenize_resuming(&self, rendered: &Rendered<'_>, apart: Option<&str>) -> Result<Vec<Tokens>, EncodeError> {
-        let tokenization = rendered.tokenization;
-        let named_side = tokenization.truncate_prompt_tokens.and(tokenization.truncation_side);
-        let (Some(resumer), Source::Texts(texts), None) = (&self.resumer, &rendered.prompts, named_side) else {
-            return Ok(self.tokenize(rendered)?.into_iter().map(Tokens::from).collect());
-        };
-        let keep = kept_tokens(tokenization)?;
-        let side = tokenization.tokenizer_side;
-        let special = rendered.add_special_tokens;
-        self.refuse_doubt(special)?;
-        let tokens = |text: &Cow<'_, str>| match resumer.tokens(&self.tokenizer, text, apart) {
-            Ok(Some(mut bare)) => {
-                if let Some(keep) = keep {
-                    bare.keep(|length| Ok(kept_range(length, room(keep, resumer.added(special))?, side)))?;
-                }
-                Ok(resumer.framed(bare, special))
-            }
-            Ok(None) => self.tokens_of(text, special, keep, side).map(Tokens::from),
-            Err(_) => {
-                resumer.count_failed();
-                self.tokens_of(text, special, keep, side).map(Tokens::from)
-            }
-        };
-        texts.iter().map(tokens).collect()
+        let all = self.tokenize_within(rendered, apart, &Budget::UNLIMITED)?;
+        Ok(all.into_iter().map(|bounded| bounded.tokens).collect())
     }
 
     /// The tokens of rendered prompts.

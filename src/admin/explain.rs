@@ -109,7 +109,7 @@ impl Question {
     pub fn seen(body: Bytes, limit: usize) -> Body {
         match body.len() {
             0 => Body::Absent,
-            length if length > limit => Body::TooLarge { bytes: length, model: None },
+            length if length > limit => Body::TooLarge { shown: body, bytes: length as u64 },
             _ => Body::Whole(body),
         }
     }

@@ -105,11 +105,12 @@ pub struct LimitsConfig {
     /// Bodies up to this size (about a thousand tokens, a millisecond or two) are tokenised on the stream's own thread,
     /// longer ones on threads for that, unless such took very little time lately; with 0 all are.
     pub tokenize_inline: Size,
-    /// Bodies that may wait for these threads; beyond it a request is routed by load only.
+    /// Bodies that may wait for these threads, half of them above 256 KiB; beyond it a request is routed by load only.
     pub tokenize_queue: u32,
     /// Bytes that are kept of earlier prompts, so that those that begin like them are tokenised only from there on; 0: none.
     pub prompt_cache: Size,
-    /// How long a body may wait for these threads and be tokenised there; afterwards the request is routed by load only.
+    /// How long a body may wait for these threads and be tokenised there; afterwards the request is routed by the tokens made
+    /// until then.
     pub exchange_deadline: Period,
     /// How long the body of a request may take in full duplex, where Envoy sets no limit; afterwards it is routed by what
     /// has come.

@@ -243,10 +243,10 @@ impl Pipeline {
     /// Why a request is not even tried, where the operator is strict.
     fn strict<'t>(&self, taken: &'t Taken) -> Option<Refused<'t>> {
         let failure = &self.policy.failure;
-        let Prompt::Estimated { because, .. } = &taken.request.prompt else { return None };
+        let because = taken.request.prompt.because()?;
         let asked = taken.asked_model.as_deref();
         // Work that is none may name a model, too.
-        let unknown = *because == Reason::UnknownModel || (asked.is_some() && taken.request.model.is_none());
+        let unknown = because == Reason::UnknownModel || (asked.is_some() && taken.request.model.is_none());
         match because {
             _ if unknown && failure.strict_models => Some(Refused::UnknownModel(asked.unwrap_or_default())),
             Reason::Unreadable if failure.strict_bodies => Some(Refused::Unreadable(taken.unreadable.as_deref())),

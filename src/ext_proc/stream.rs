@@ -270,6 +270,9 @@ impl Stream {
             Body::Cut { shown, length } => {
                 kept(shown.clone()).map_or_else(|| shed(&shown), |shown| Body::Cut { shown, length })
             }
+            Body::TooLarge { shown, bytes } => {
+                kept(shown.clone()).map_or_else(|| shed(&shown), |shown| Body::TooLarge { shown, bytes })
+            }
             body => body,
         }
     }

@@ -5,7 +5,16 @@ use crate::learned::Agreed;
 use crate::openai;
 use crate::prompt::Engine;
 
+/// Most tokens of a prompt that are made where no engine says how many its model takes.
+const MOST_TOKENS: usize = 1 << 20;
+
 impl Intake {
+    /// How many tokens of a prompt are made and hashed: no engine computes a longer one.
+    pub(super) fn most_tokens(&self, named: &Named) -> usize {
+        let longest = self.agreed(named, |agreed| agreed.max_model_len);
+        longest.map_or(MOST_TOKENS, |longest| usize::try_from(longest).unwrap_or(usize::MAX))
+    }
+
     /// Something that the engines of a model say alike.
     pub(super) fn agreed<T>(&self, named: &Named, of: impl Fn(&Agreed) -> Option<T>) -> Option<T> {
         let source = self.parts.tokens.get(&named.model.name)?;

@@ -4,10 +4,11 @@
 
 use tracing::debug;
 
-use super::{Encoded, Intake, Stopwatch, Told, estimate};
+use super::{CutShort, Encoded, Intake, Named, Stopwatch, Tokenized, Told, estimate};
 use crate::block::Salt;
 use crate::openai::cut::{Cut, Mended, Step, mend};
 use crate::openai::{self, Api, Chat, Content, Meaning, Message, Shape};
+use crate::prompt::Tokens;
 use crate::router::{Prompt, Reason};
 
 /// Tokens before the cut that what follows may change.
@@ -17,10 +18,15 @@ const UNSETTLED: usize = 8;
 const TRIES: usize = 4;
 
 impl Intake {
-    /// Reads the beginning of a body that is to be `length` bytes long, if anybody said so.
-    pub(super) fn read_beginning(&self, api: Api, told: &Told, shown: &[u8], length: Option<u64>) -> Encoded {
+    /// Reads the beginning of a body.
+    pub(super) fn read_beginning(&self, api: Api, told: &Told, shown: &[u8], cut: CutShort) -> Encoded {
+        let CutShort { length, because } = cut;
         let whole = usize::try_from(length.unwrap_or(0)).unwrap_or(usize::MAX).max(shown.len());
-        let mut encoded = Encoded::without(api, whole, Reason::BodyCut);
+        let mut encoded = Encoded::without(api, whole, because);
+        let asked = openai::model_quickly(shown);
+        if asked.is_some() {
+            encoded.asks(asked, &self.parts.models);
+        }
         if let (Some(boundary), false) = (told.boundary.as_deref(), api.is_text()) {
             // A form names its model before its files, if its author is kind.
             let form = openai::parse_body(api, Some(boundary), shown);
@@ -32,7 +38,6 @@ impl Intake {
             return self.read(api, told, shown);
         }
         encoded.session = self.session_in(told, &mended.json);
-        encoded.asks(openai::model_quickly(shown), &self.parts.models);
         if api.shape() != Shape::Prompt {
             return encoded;
         }
@@ -42,11 +47,16 @@ impl Intake {
             encoded.fail(Reason::UnknownModel);
             return encoded;
         };
-        let mut clock = Stopwatch::start();
+        let mut clock = Stopwatch::start(told.until);
         let cache = encoded.salt(told, &mut request, self.parts.clients.trusted);
         let salt = Salt { lora: named.adapter.clone(), cache };
         let tokens = self.tokens((&named, &salt), &request, &mut encoded, &mut clock);
-        let Some(mut tokens) = tokens.ok().and_then(|mut prompts| prompts.pop()) else { return encoded };
+        let Ok(Tokenized { mut prompts, stopped }) = tokens else { return encoded };
+        let Some(mut tokens) = prompts.pop() else { return encoded };
+        if let Some(because) = stopped {
+            self.begin_with((&named, &salt), tokens, because, &mut encoded);
+            return encoded;
+        }
         let guessed = tokens.len() as f64 * whole as f64 / shown.len().max(1) as f64;
         let size = named.model.block_size.tokens();
         tokens.truncate(tokens.len().saturating_sub(UNSETTLED) / size * size);
@@ -57,8 +67,28 @@ impl Intake {
         let prompts = [tokens.into_ids()];
         encoded.tracked = self.tracked(&named, &prompts, std::slice::from_ref(&known), &salt);
         let tokens = (guessed as u64).min(estimate(usize::MAX).max(known.tokens() as u64));
-        encoded.prompt = Prompt::Beginning { known, tokens, because: Reason::BodyCut };
+        encoded.prompt = Prompt::Beginning { known, tokens, because };
         encoded
+    }
+
+    /// A prompt of which these are the first tokens; how many there are stays the guess that it was.
+    pub(super) fn begin_with(
+        &self,
+        (named, salt): (&Named, &Salt),
+        mut tokens: Tokens,
+        because: Reason,
+        encoded: &mut Encoded,
+    ) {
+        let size = named.model.block_size.tokens();
+        tokens.truncate(tokens.len() / size * size);
+        if tokens.is_empty() {
+            return encoded.fail(because);
+        }
+        let known = named.resumed_hashes(&tokens, salt);
+        let prompts = [tokens.into_ids()];
+        encoded.tracked = self.tracked(named, &prompts, std::slice::from_ref(&known), salt);
+        let tokens = encoded.prompt.tokens().max(known.tokens() as u64);
+        encoded.prompt = Prompt::Beginning { known, tokens, because };
     }
 }
 

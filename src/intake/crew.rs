@@ -1,4 +1,5 @@
-//! The threads on which bodies are encoded that may take long: one per core, the same for as long as the process runs. The
+//! The threads on which bodies are encoded that may take long: one per core and two at least, so that a large body leaves one
+//! to others, and the same for as long as the process runs. The
 //! fast tokenizer keeps on each thread the words that it met there, up to a hundred megabytes of them for each model. So
 //! these threads must be few, or memory has no bound, and must not come and go as those of tokio's blocking pool do, or each
 //! begins with nothing again.
@@ -18,7 +19,7 @@ type Work = Box<dyn FnOnce() + Send>;
 
 /// How many there are.
 pub(super) fn size() -> usize {
-    thread::available_parallelism().map_or(1, std::num::NonZero::get)
+    thread::available_parallelism().map_or(1, std::num::NonZero::get).max(2)
 }
 
 /// Runs something on one of the threads, once one is free; nothing if it panics.

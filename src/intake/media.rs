@@ -4,8 +4,8 @@
 use super::{Encoded, Intake, Named, Stopwatch, estimate, reason};
 use crate::block::{Content, Salt};
 use crate::openai;
-use crate::prompt::Illustrated;
 use crate::prompt::media::Root;
+use crate::prompt::{Budget, Illustrated};
 use crate::router::{Prompt, Reason};
 
 impl Intake {
@@ -22,7 +22,10 @@ impl Intake {
             Some(root) => Some(Root::Alike(root.clone())),
             None => agreed.roots_differ.then_some(Root::Different),
         });
-        let mut shown = match encoder.illustrate(request, salt.cache.as_deref(), &root.unwrap_or_default()) {
+        let is_over = clock.deadline();
+        let budget = Budget::new(self.most_tokens(named), &is_over);
+        let within = (salt.cache.as_deref(), &budget);
+        let mut shown = match encoder.illustrate(request, within, &root.unwrap_or_default()) {
             Ok(shown) => shown,
             Err(error) => return encoded.fail(reason(error)),
         };

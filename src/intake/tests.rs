@@ -3,9 +3,12 @@ use super::*;
 use crate::block::{MediaTokens, Windows};
 use crate::parity::Foretold;
 use crate::prompt;
+use crate::prompt::Encoder;
 use crate::worker::BlockSize;
 use crate::worker::ModelName;
 use std::sync::atomic::Ordering;
+
+mod bounds;
 
 fn parts(models: Models, clients: ClientsConfig, limits: Limits) -> Parts {
     Parts {
@@ -48,12 +51,12 @@ fn with_tokenizer(limits: Limits) -> Arc<Intake> {
 
 #[tokio::test]
 async fn beyond_the_queue_and_beyond_the_deadline_each_has_its_reason() {
-    let limits = Limits { inline: 4096, queue: 2, deadline: Duration::from_millis(50) };
+    let limits = Limits { inline: 4096, queue: 4, deadline: Duration::from_millis(50) };
     let intake = with_tokenizer(limits);
     let prompt = "a prompt that takes longer than its deadline ".repeat(100_000);
     let body = Body::Whole(serde_json::json!({"model": "m", "prompt": prompt}).to_string().into());
     let because = async || match intake.take("/v1/completions", &|_| None, &body).await.request.prompt {
-        Prompt::Estimated { because, .. } => because,
+        Prompt::Estimated { because, .. } | Prompt::Beginning { because, .. } => because,
         prompt => panic!("{prompt:?}"),
     };
     // One thread runs all of this: it is free for the others while the work goes on elsewhere.
@@ -67,7 +70,7 @@ async fn beyond_the_queue_and_beyond_the_deadline_each_has_its_reason() {
 async fn an_encoder_that_missed_its_deadline_keeps_its_place_until_it_is_done() {
     let intake = hurried();
     let places = intake.encoders.available_permits();
-    let prompt = "a prompt that takes longer than a millisecond ".repeat(20_000);
+    let prompt = "a prompt that takes longer than a millisecond ".repeat(200_000);
     let body = serde_json::json!({"model": "m", "prompt": prompt}).to_string();
     let taken = intake.take("/v1/completions", &|_| None, &Body::Whole(body.into())).await;
     assert!(matches!(taken.request.prompt, Prompt::Estimated { because: Reason::Deadline, .. }));
@@ -234,14 +237,17 @@ async fn no_trouble_with_the_body_makes_work_of_what_is_none() {
         Prompt::Estimated { tokens, because } => (tokens, because),
         prompt => panic!("{prompt:?}"),
     };
-    for body in [Body::Absent, Body::Unseen, Body::TooLarge { bytes: 1 << 30, model: None }] {
+    for body in [Body::Absent, Body::Unseen, Body::TooLarge { shown: Bytes::new(), bytes: 1 << 30 }] {
         assert_eq!(because("/tokenize", body.clone()).await, (0, Reason::NotInference), "{body:?}");
     }
     assert_eq!(
-        because("/v1/audio/translations", Body::TooLarge { bytes: 1 << 30, model: None }).await,
+        because("/v1/audio/translations", Body::TooLarge { shown: Bytes::new(), bytes: 1 << 30 }).await,
         (0, Reason::BodyTooLarge)
     );
-    assert_eq!(because("/v1/score", Body::TooLarge { bytes: 400, model: None }).await, (100, Reason::BodyTooLarge));
+    assert_eq!(
+        because("/v1/score", Body::TooLarge { shown: Bytes::new(), bytes: 400 }).await,
+        (100, Reason::BodyTooLarge)
+    );
     assert_eq!(because("/v1/score", Body::Absent).await, (0, Reason::NoBody));
 }
 
@@ -362,10 +368,14 @@ fn what_is_left_to_the_engines_is_as_they_say_alike() {
     }
     let named = image.replace(r#""image_url":{"#, r#""uuid":"mine","image_url":{"#);
     assert!(matches!(take("/v1/chat/completions", &named).request.prompt, Prompt::Hashed(_)), "{named}");
-    agree(Agreed { root: Some("org/m".to_owned()), max_model_len: Some(5), ..Agreed::default() });
+    agree(Agreed { root: Some("org/m".to_owned()), ..Agreed::default() });
     assert_ne!(locals(take("/v1/chat/completions", &image)), by_name, "images are named by what was started");
     let whole = take("/v1/completions", &text("")).tokens[0].clone();
     assert_eq!(whole.len(), 6);
+    let chat =
+        |more: &str| format!(r#"{{"model": "m", "messages": [{{"role": "user", "content": "one two"}}]{more}}}"#);
+    let whole_chat = take("/v1/chat/completions", &chat("")).tokens[0].clone();
+    agree(Agreed { root: Some("org/m".to_owned()), max_model_len: Some(5), ..Agreed::default() });
     for (more, kept) in
         [("", 4), (r#", "max_tokens": null"#, 4), (r#", "max_tokens": 2"#, 4), (r#", "max_tokens": 0"#, 5)]
     {
@@ -373,9 +383,7 @@ fn what_is_left_to_the_engines_is_as_they_say_alike() {
         assert_eq!(taken.tokens, [&whole[6 - kept..]], "{more}");
     }
     // A chat may be as long as the model takes, where it does not say how long the answer is to be.
-    let chat =
-        |more: &str| format!(r#"{{"model": "m", "messages": [{{"role": "user", "content": "one two"}}]{more}}}"#);
-    let whole = take("/v1/chat/completions", &chat("")).tokens[0].clone();
+    let whole = whole_chat;
     for (more, kept) in [("", 5), (r#", "max_tokens": 0"#, 5), (r#", "max_completion_tokens": 2"#, 4)] {
         let taken = take("/v1/chat/completions", &chat(&format!(r#", "truncate_prompt_tokens": -1{more}"#)));
         assert_eq!(taken.tokens, [&whole[whole.len() - kept..]], "{more}");

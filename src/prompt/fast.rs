@@ -6,7 +6,7 @@
 mod alone;
 mod checked;
 mod endless;
-mod hard;
+pub(in crate::prompt) mod hard;
 
 use tokenizers::{ModelWrapper, Tokenizer};
 
@@ -56,4 +56,4 @@ impl Fast {
 }
 
 #[cfg(test)]
-mod tests;
+pub(in crate::prompt) mod tests;

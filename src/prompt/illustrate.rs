@@ -9,13 +9,18 @@ use super::media::{Illustrated, Known, Root, common, expand};
 use super::stage::{MARK, Show};
 use super::template::Templates;
 use super::unfinished::same;
-use super::{EncodeError, Encoder, Engine, Exactness, Rendered, Source, Tokens};
+use super::{Bounded, Budget, EncodeError, Encoder, Engine, Exactness, Rendered, Source, Tokens};
 use crate::openai::{Chat, Modality, Prompt, Request, Tokenization};
 
 impl Encoder {
     /// The tokens of a conversation that shows or plays something, as far as they can be known. Text is taken over from
     /// earlier prompts as in [`Encoder::tokenize_resuming`].
-    pub fn illustrate(&self, request: &Request, apart: Option<&str>, root: &Root) -> Result<Illustrated, EncodeError> {
+    pub fn illustrate(
+        &self,
+        request: &Request,
+        (apart, budget): (Option<&str>, &Budget<'_>),
+        root: &Root,
+    ) -> Result<Illustrated, EncodeError> {
         let Prompt::Chat(chat) = &request.prompt else {
             return Err(EncodeError::uncertain("images and the like in another request than a conversation"));
         };
@@ -27,7 +32,7 @@ impl Encoder {
             return Err(EncodeError::Multimodal("any".to_owned()));
         }
         let templates = self.templates.as_ref().ok_or(EncodeError::NoTemplate)?;
-        let how = How { special: request.tokenization.add_special_tokens.unwrap_or(false), apart };
+        let how = How { special: request.tokenization.add_special_tokens.unwrap_or(false), apart, budget };
         let (known, all) = self.known((chat, root), templates)?;
         if all { self.whole(templates, chat, &known, how) } else { self.beginning(templates, chat, &known, how) }
     }
@@ -58,7 +63,8 @@ impl Encoder {
         how: How<'_>,
     ) -> Result<Illustrated, EncodeError> {
         let (text, _) = templates.render_as(chat, Show::As(&self.rules))?;
-        expand(self.ids(&text, how)?, items, &self.rules, true)
+        let Bounded { tokens, stopped } = self.first_tokens(&text, how)?;
+        expand(tokens, items, &self.rules, stopped.is_none())
     }
 
     fn beginning(
@@ -103,13 +109,18 @@ impl Encoder {
     }
 
     fn ids(&self, text: &str, how: How<'_>) -> Result<Tokens, EncodeError> {
+        Ok(self.first_tokens(text, how)?.tokens)
+    }
+
+    fn first_tokens(&self, text: &str, how: How<'_>) -> Result<Bounded, EncodeError> {
         let rendered = Rendered {
             prompts: Source::Texts(vec![Cow::Borrowed(text)]),
             tokenization: Tokenization::default(),
             add_special_tokens: how.special,
             exact: Exactness::Exact,
         };
-        Ok(self.tokenize_resuming(&rendered, how.apart)?.pop().unwrap_or_else(|| Vec::new().into()))
+        let mut prompts = self.tokenize_within(&rendered, how.apart, how.budget)?;
+        prompts.pop().ok_or_else(|| EncodeError::uncertain("no prompt"))
     }
 }
 
@@ -120,4 +131,6 @@ struct How<'a> {
     special: bool,
     /// What they share nothing with others by.
     apart: Option<&'a str>,
+    /// How far.
+    budget: &'a Budget<'a>,
 }

@@ -33,10 +33,11 @@ use highway::{HighwayHash as _, HighwayHasher, Key};
 use tokenizers::Tokenizer;
 
 use super::fast::Checked;
+use super::pieces::{self, Budget, FirstTokens, Stop};
 pub use cache::PromptCache;
 use cache::Value;
 use edges::{Edges, Point};
-pub(super) use known::{Frame, frame};
+pub(super) use known::{Frame, frame, parts};
 pub use tokens::Tokens;
 use tokens::Trail;
 
@@ -50,6 +51,8 @@ struct Secret([u64; 4]);
 /// The tokens of a text without what the post-processor adds, and the points where others may go on.
 pub(super) struct Bare {
     pub(super) ids: Vec<u32>,
+    /// Why the text has more; nothing where these are all.
+    pub(super) stopped: Option<Stop>,
     /// The name of each point, and how many tokens are before it.
     points: Vec<(u128, usize)>,
 }
@@ -71,13 +74,14 @@ impl Resumer {
         Ok(Self { edges, frame, key: Secret(rand::random()), cache })
     }
 
-    /// The tokens of a text, as the tokenizer alone would make them; `None` where it is not worth to look for the beginning.
-    /// Texts with different names `apart` share nothing.
+    /// The tokens of a text, as the tokenizer alone would make them, as far as the budget goes; `None` where it is not worth to
+    /// look for the beginning. Texts with different names `apart` share nothing.
     pub(super) fn tokens(
         &self,
         tokenizer: &Checked,
         text: &str,
         apart: Option<&str>,
+        budget: &Budget<'_>,
     ) -> tokenizers::Result<Option<Bare>> {
         if self.cache.limit() == 0 {
             return Ok(None);
@@ -91,7 +95,7 @@ impl Resumer {
         let keys: Vec<u128> = points.iter().map(|point| point.key).collect();
         let found = self.cache.walk(&keys, Value::tokens);
         let mut known = Vec::with_capacity(points.len());
-        let mut all = Vec::with_capacity(text.len() / 3);
+        let mut all = Vec::with_capacity((text.len() / 3).min(budget.tokens));
         for (piece, key) in found.iter().zip(&keys) {
             all.extend_from_slice(piece);
             known.push((*key, all.len()));
@@ -99,31 +103,51 @@ impl Resumer {
         let resumed = all.len();
         let mut made = Vec::with_capacity(points.len() - found.len());
         let mut last = found.len().checked_sub(1).map(|at| points[at]);
+        let mut stopped = None;
         for point in &points[found.len()..] {
-            let piece = self.piece(tokenizer, &text[..point.end], last)?;
-            all.extend_from_slice(&piece);
+            let piece = self.piece((tokenizer, &text[..point.end]), last, all.len(), budget)?;
+            all.extend_from_slice(&piece.ids);
+            stopped = piece.stopped;
+            if stopped.is_some() {
+                break;
+            }
             known.push((point.key, all.len()));
-            made.push((point.key, Value::Tokens(piece.into())));
+            made.push((point.key, Value::Tokens(piece.ids.into())));
             last = Some(*point);
         }
-        all.extend(self.piece(tokenizer, text, last)?);
+        if stopped.is_none() {
+            let piece = self.piece((tokenizer, text), last, all.len(), budget)?;
+            all.extend(piece.ids);
+            stopped = piece.stopped;
+        }
+        // What is known of earlier prompts may be more than is asked for.
+        all.truncate(budget.tokens);
+        known.retain(|(_, tokens)| *tokens <= all.len());
         // What was made just before a difference was found is not kept: it may be wrong.
         let made = if tokenizer.because().is_some() == library { made } else { Vec::new() };
         self.cache.keep(&keys[..found.len()], made);
-        self.cache.count(resumed, all.len());
-        Ok(Some(Bare { ids: all, points: known }))
+        self.cache.count(resumed.min(all.len()), all.len());
+        Ok(Some(Bare { ids: all, stopped, points: known }))
     }
 
-    /// The tokens of what follows a point in a text.
-    fn piece(&self, tokenizer: &Checked, text: &str, last: Option<Point>) -> tokenizers::Result<Vec<u32>> {
-        let Some(Point { end, edge, .. }) = last else { return tokenizer.ids(text) };
+    /// The tokens of what follows a point in a text, behind so many others.
+    fn piece(
+        &self,
+        (tokenizer, text): (&Checked, &str),
+        last: Option<Point>,
+        before: usize,
+        budget: &Budget<'_>,
+    ) -> tokenizers::Result<FirstTokens> {
+        let Some(Point { end, edge, .. }) = last else { return pieces::tokens(tokenizer, text, before, budget) };
         let edge = self.edges.get(edge);
-        let mut ids = tokenizer.ids(&text[end - edge.content.len()..])?;
-        if ids.first() != Some(&edge.id) {
-            return Err("an added token was not found where it stands".into());
+        // The added token is tokenized once more, and counts once.
+        let mut made = pieces::tokens(tokenizer, &text[end - edge.content.len()..], before.saturating_sub(1), budget)?;
+        match made.ids.first() {
+            Some(first) if *first == edge.id => drop(made.ids.remove(0)),
+            None if made.stopped.is_some() => {}
+            _ => return Err("an added token was not found where it stands".into()),
         }
-        ids.remove(0);
-        Ok(ids)
+        Ok(made)
     }
 
     /// Where a text may be cut, and the names of what is before. Once the library alone is believed, nothing of what was
@@ -149,14 +173,14 @@ impl Resumer {
 
     /// What the post-processor makes of the tokens of a text, and where others may go on from them and from their blocks.
     pub(super) fn framed(&self, bare: Bare, special: bool) -> Tokens {
-        let Bare { ids, points } = bare;
+        let Bare { ids, stopped, points } = bare;
         let points = self.trail(points, special, if special { self.frame.before.len() } else { 0 });
-        Tokens::new(if special { self.frame.around(&ids) } else { ids }, points)
-    }
-
-    /// Tokens that the post-processor adds to a text.
-    pub(super) fn added(&self, special: bool) -> usize {
-        if special { self.frame.before.len() + self.frame.after.len() } else { 0 }
+        let ids = match stopped {
+            _ if !special => ids,
+            None => self.frame.around(&ids),
+            Some(_) => self.frame.before(&ids),
+        };
+        Tokens::new(ids, points)
     }
 
     fn trail(&self, mut points: Vec<(u128, usize)>, special: bool, before: usize) -> Option<Trail> {
@@ -164,6 +188,12 @@ impl Resumer {
             *end += before;
         }
         (!points.is_empty()).then(|| Trail::new(self.cache.clone(), self.key, special, points))
+    }
+}
+
+impl From<FirstTokens> for Bare {
+    fn from(FirstTokens { ids, stopped }: FirstTokens) -> Self {
+        Self { ids, stopped, points: Vec::new() }
     }
 }
 

@@ -72,6 +72,8 @@ pub enum Reason {
     EngineTokensFailed,
     /// The prompt holds images, audio or video.
     Multimodal,
+    /// The prompt is longer than the model takes, or than is tokenized, so only its beginning was.
+    PromptTooLong,
     /// The request has more prompts than are looked at.
     TooManyPrompts,
     /// Only the engine knows how it puts the prompt together.
@@ -162,6 +164,7 @@ impl Reason {
             Reason::EncodeFailed => "encode_failed",
             Reason::EngineTokensFailed => "engine_tokens_failed",
             Reason::Multimodal => "multimodal",
+            Reason::PromptTooLong => "prompt_too_long",
             Reason::TooManyPrompts => "too_many_prompts",
             Reason::UnknownPrompt => "unknown_prompt",
             Reason::EngineState => "engine_state",

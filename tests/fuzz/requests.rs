@@ -116,7 +116,7 @@ pub(crate) fn requests(bytes: &[u8]) {
         0 => Body::Absent,
         1 => Body::Unseen,
         2 => Body::Streamed,
-        3 => Body::TooLarge { bytes: length << (shown >> 3), model: None },
+        3 => Body::TooLarge { shown: body, bytes: (length as u64) << (shown >> 3) },
         4 => Body::Cut { shown: body, length: None },
         5 => Body::Cut { shown: body, length: Some((length as u64) << (shown >> 3)) },
         _ => Body::Whole(body),

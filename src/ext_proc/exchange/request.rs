@@ -9,7 +9,7 @@ use crate::ext_proc::message::BodyMode;
 use crate::ext_proc::mutation::{self, HeaderChanges, To};
 use crate::ext_proc::wire::Piece;
 use crate::intake::Body;
-use crate::openai::{self, Api};
+use crate::openai::Api;
 
 #[derive(Debug)]
 pub(super) enum RequestSide {
@@ -180,8 +180,9 @@ impl RequestSide {
         };
         let body = body.whole();
         let shown = match body.len() {
-            len if len > context.options.body_limit => {
-                Body::TooLarge { bytes: len, model: openai::model_quickly(&body) }
+            length if length > context.options.body_limit => {
+                let bytes = head.content_length.unwrap_or(0).max(length as u64);
+                Body::TooLarge { shown: body.clone(), bytes }
             }
             _ if cut => Body::Cut { shown: body.clone(), length: head.content_length },
             _ => Body::Whole(body.clone()),

@@ -84,7 +84,7 @@ fn short_one(effect: Effect) -> String {
             Body::Streamed => "route streamed".into(),
             Body::Cut { shown, length } => format!("route cut {} of {length:?}", shown.len()),
             Body::Whole(bytes) => format!("route whole {}", bytes.len()),
-            Body::TooLarge { bytes: len, .. } => format!("route too large {len}"),
+            Body::TooLarge { shown, .. } => format!("route too large {}", shown.len()),
             Body::Shed { bytes: len, .. } => format!("route shed {len}"),
         },
         Effect::FirstToken { .. } => "first token".into(),

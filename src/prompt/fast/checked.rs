@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 use tokenizers::Tokenizer;
 
 use super::{Fast, hard};
+use crate::prompt::pieces;
 
 /// Most bytes of a text that are compared at once; the library takes some ten milliseconds for them.
 const COMPARED: usize = 32 << 10;
@@ -22,6 +23,8 @@ const BROKE_OFF: &str = "it broke off";
 /// A tokenizer and its judge.
 pub(in crate::prompt) struct Checked {
     library: Tokenizer,
+    /// Whether texts can be cut at joints.
+    has_joints: bool,
     /// Nothing until it agreed.
     fast: OnceLock<Fast>,
     /// Why the library does it for good.
@@ -35,7 +38,8 @@ impl Checked {
     /// The library's alone.
     pub(in crate::prompt) fn new(library: Tokenizer) -> Self {
         let (fast, because) = (OnceLock::new(), OnceLock::new());
-        Self { library, fast, because, wanted: AtomicBool::new(false), sample: Mutex::new(None) }
+        let has_joints = pieces::are_known(&library);
+        Self { library, has_joints, fast, because, wanted: AtomicBool::new(false), sample: Mutex::new(None) }
     }
 
     /// Has the fast one from now on, where its parts are known and the hard texts have the same tokens; or why not.
@@ -69,6 +73,11 @@ impl Checked {
     /// The library's own.
     pub(in crate::prompt) fn library(&self) -> &Tokenizer {
         &self.library
+    }
+
+    /// Whether texts can be cut at joints.
+    pub(in crate::prompt) fn has_joints(&self) -> bool {
+        self.has_joints
     }
 
     /// Why texts are tokenised by the library for good.

@@ -1,7 +1,7 @@
 //! Texts on which tokenizers differ: what a fast one has to agree on before it is used.
 
 /// What such texts are made of.
-pub(super) const PIECES: &[&str] = &[
+pub(in crate::prompt) const PIECES: &[&str] = &[
     " ",
     "  ",
     "   ",

@@ -11,7 +11,7 @@ use super::hard::PIECES;
 use super::*;
 
 /// Patterns of tokenizers that are in use, by the models that have them.
-const PATTERNS: [(&str, &[&str]); 9] = [
+pub(in crate::prompt) const PATTERNS: [(&str, &[&str]); 9] = [
     ("gpt-2", &["gpt-2"]),
     (
         "llama-3",
@@ -70,14 +70,14 @@ fn file(path: &str) -> Value {
 }
 
 /// The vocabulary of Qwen with other parts around it.
-fn with_parts(change: impl Fn(&mut Value)) -> Tokenizer {
+pub(in crate::prompt) fn with_parts(change: impl Fn(&mut Value)) -> Tokenizer {
     static QWEN: LazyLock<Value> = LazyLock::new(|| file("examples/models/qwen2.5/tokenizer.json.gz"));
     let mut written = QWEN.clone();
     change(&mut written);
     Tokenizer::from_bytes(serde_json::to_vec(&written).unwrap()).unwrap()
 }
 
-fn pre_tokenizer(patterns: &[&str]) -> Value {
+pub(in crate::prompt) fn pre_tokenizer(patterns: &[&str]) -> Value {
     let part = |pattern: &&str| match *pattern {
         "digits" => json!({"type": "Digits", "individual_digits": true}),
         "gpt-2" => json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true}),
@@ -92,7 +92,7 @@ fn pre_tokenizer(patterns: &[&str]) -> Value {
 }
 
 /// The tokenizer of Qwen as it is shipped.
-pub(super) fn qwen() -> Tokenizer {
+pub(in crate::prompt) fn qwen() -> Tokenizer {
     with_parts(|_| ())
 }
 

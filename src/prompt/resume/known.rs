@@ -19,6 +19,11 @@ impl Frame {
         self.before.len() + self.after.len()
     }
 
+    /// The tokens with what comes before them.
+    pub(in crate::prompt) fn before(&self, ids: &[u32]) -> Vec<u32> {
+        [&self.before, ids].concat()
+    }
+
     /// The tokens with it around them.
     pub(in crate::prompt) fn around(&self, ids: &[u32]) -> Vec<u32> {
         [&self.before, ids, &self.after].concat()
@@ -26,7 +31,7 @@ impl Frame {
 }
 
 /// Whether normalizer, pre-tokenizer and model work on each piece for itself and always alike; else the reason.
-pub(super) fn parts(tokenizer: &Tokenizer) -> Result<(), &'static str> {
+pub(in crate::prompt) fn parts(tokenizer: &Tokenizer) -> Result<(), &'static str> {
     if tokenizer.get_truncation().is_some() || tokenizer.get_padding().is_some() {
         return Err("it truncates or pads");
     }

@@ -129,6 +129,7 @@ fn because(reason: Reason) -> &'static str {
         Reason::EncodeFailed => "the tokenizer or the chat template refuses the prompt",
         Reason::EngineTokensFailed => "the engine did not say its tokens, and there are no others",
         Reason::Multimodal => "the prompt holds images, audio or video",
+        Reason::PromptTooLong => "the prompt is longer than the model takes",
         Reason::TooManyPrompts => "the request has more prompts than are looked at",
         Reason::UnknownPrompt => "only the engine knows how it puts the prompt together",
         Reason::EngineState => "the prompt goes on from something that only an engine remembers",

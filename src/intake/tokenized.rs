@@ -1,0 +1,101 @@
+//! The tokens of a request, within the model's length and the deadline, or why there are none.
+
+use std::time::{Duration, Instant};
+
+use tracing::debug;
+
+use super::{Encoded, Intake, Named};
+use crate::block::Salt;
+use crate::openai::{self, Hidden, Opaque};
+use crate::prompt::{Budget, EncodeError, Encoder, Stop, Tokens};
+use crate::router::Reason;
+
+/// The tokens of the prompts of a request, as far as they were made.
+pub(super) struct Tokenized {
+    pub(super) prompts: Vec<Tokens>,
+    /// Why there are more.
+    pub(super) stopped: Option<Reason>,
+}
+
+fn why_stopped(stop: Stop) -> Reason {
+    match stop {
+        Stop::TooLong => Reason::PromptTooLong,
+        Stop::Deadline => Reason::Deadline,
+    }
+}
+
+impl Intake {
+    /// The tokens of a request.
+    pub(super) fn tokens(
+        &self,
+        (named, salt): (&Named, &Salt),
+        request: &openai::Request,
+        encoded: &mut Encoded,
+        clock: &mut Stopwatch,
+    ) -> Result<Tokenized, Reason> {
+        if let Some(tokens) = encoded.extension.as_mut().and_then(|extension| extension.token_data.take()) {
+            return Ok(Tokenized { prompts: vec![tokens.into()], stopped: None });
+        }
+        if request.prompt == openai::Prompt::TooMany {
+            return Err(Reason::TooManyPrompts);
+        }
+        if let openai::Prompt::Opaque(opaque) = &request.prompt {
+            return Err(hidden(*opaque));
+        }
+        let encoder: &Encoder = named.model.encoder.as_ref().ok_or(Reason::NoTokenizer)?;
+        let rendered = encoder.render(request).map_err(reason)?;
+        encoded.times.push(("render", clock.lap()));
+        let is_over = clock.deadline();
+        let budget = Budget::new(self.most_tokens(named), &is_over);
+        let bounded = encoder.tokenize_within(&rendered, salt.cache.as_deref(), &budget).map_err(reason)?;
+        encoded.times.push(("tokenize", clock.lap()));
+        encoded.ours = !matches!(request.prompt, openai::Prompt::Tokens(_));
+        let stopped = bounded.iter().find_map(|prompt| prompt.stopped).map(why_stopped);
+        Ok(Tokenized { prompts: bounded.into_iter().map(|prompt| prompt.tokens).collect(), stopped })
+    }
+}
+
+pub(super) fn hidden(opaque: Opaque) -> Reason {
+    match opaque.because {
+        Hidden::Assembled => Reason::UnknownPrompt,
+        Hidden::Remembered => Reason::EngineState,
+    }
+}
+
+pub(super) fn reason(error: EncodeError) -> Reason {
+    match error {
+        EncodeError::Multimodal(_) => Reason::Multimodal,
+        EncodeError::TooMany => Reason::TooManyPrompts,
+        EncodeError::NoTemplate => Reason::NoChatTemplate,
+        error => {
+            // Not the error itself: templates quote the prompt in theirs.
+            debug!(because = error.label(), "prompt refused");
+            Reason::EncodeFailed
+        }
+    }
+}
+
+/// The time that each stage takes, and when tokenization has to stop.
+pub(super) struct Stopwatch {
+    lap: Instant,
+    until: Option<Instant>,
+}
+
+impl Stopwatch {
+    pub(super) fn start(until: Option<Instant>) -> Self {
+        Self { lap: Instant::now(), until }
+    }
+
+    pub(super) fn lap(&mut self) -> Duration {
+        let now = Instant::now();
+        let took = now - self.lap;
+        self.lap = now;
+        took
+    }
+
+    /// Whether the time is over, at any moment from now on.
+    pub(super) fn deadline(&self) -> impl Fn() -> bool + use<> {
+        let until = self.until;
+        move || until.is_some_and(|until| Instant::now() >= until)
+    }
+}
