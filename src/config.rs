@@ -7,6 +7,7 @@ mod check;
 mod flags;
 mod health;
 mod index_trust;
+mod kv_events;
 mod learn;
 mod log;
 mod model;
@@ -52,6 +53,7 @@ pub use advice::Advice;
 pub use flags::Flags;
 pub use health::HealthConfig;
 pub use index_trust::{IndexTrustConfig, SilenceConfig};
+pub use kv_events::KvEventsLimits;
 pub use learn::LearnConfig;
 pub use log::{LogConfig, LogFormat, LogLevel};
 pub use model::{FirstToken, ModelConfig};
@@ -110,6 +112,9 @@ pub struct Config {
     /// What is made of event sources that may be out of date.
     #[serde(default)]
     pub index_trust: IndexTrustConfig,
+    /// The connections to event sources.
+    #[serde(default)]
+    pub kv_events: KvEventsLimits,
     /// Who waits, and in which order.
     #[serde(default)]
     pub queue: QueueConfig,

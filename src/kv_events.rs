@@ -1,4 +1,4 @@
-//! KV events of the engines, from ZMQ frames to index events. [`wire`] reads payloads, [`convert`] puts them into the
+//! KV events of the engines, from ZeroMQ messages (`warmroute_zmtp`) to index events. [`wire`] reads payloads, [`convert`] puts them into the
 //! index's words, [`sequencer`] decides what a batch number means; all three are pure. `feed` ties them to one
 //! worker rank's sink and its measures, and [`run`] is the only part that touches the network.
 
@@ -57,6 +57,8 @@ pub struct SourceSpec {
     pub media: MediaTokens,
     /// What becomes of its blocks when batches are lost for good.
     pub resync: SharedResync,
+    /// Largest message in bytes that is received.
+    pub max_message: usize,
 }
 
 impl SourceSpec {

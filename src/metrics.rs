@@ -219,8 +219,12 @@ metrics! {
     replica_messages: Family<OutcomeLabel, Counter> = outcomes(&["sent", "lost", "received", "gap", "snapshot_given", "snapshot_taken", "garbage"]);
     /// KV events by kind and outcome
     kv_events: Family<EventLabels, Counter> = Family::default();
-    /// Event batches by outcome: applied, stale, undecodable, malformed_frames, other_rank
-    kv_event_batches: Family<OutcomeLabel, Counter> = outcomes(&["applied", "stale", "undecodable", "malformed_frames", "other_rank"]);
+    /// Event batches by outcome: applied, stale, undecodable, too_large, malformed_frames, other_rank
+    kv_event_batches: Family<OutcomeLabel, Counter> = outcomes(&["applied", "stale", "undecodable", "too_large", "malformed_frames", "other_rank"]);
+    /// Event batches that exceed a limit and are lost, by limit: message (kv_events.max_message), frames, events, hashes, tokens, extra_keys
+    kv_event_batches_too_large: Family<ReasonLabel, Counter> = reasons(&["message", "frames", "events", "hashes", "tokens", "extra_keys"]);
+    /// Connections of event sources that failed or were refused, by reason: closed, closed_in_handshake, connect_timeout, handshake_timeout, heartbeat_timeout, too_large, protocol, io, endpoint, too_many_publishers, too_many_handshakes
+    kv_event_connection_errors: Family<ReasonLabel, Counter> = reasons(&["closed", "closed_in_handshake", "connect_timeout", "handshake_timeout", "heartbeat_timeout", "too_large", "protocol", "io", "endpoint", "too_many_publishers", "too_many_handshakes"]);
     /// Gaps in an engine's batch numbers, by outcome: replayed, partly_replayed, lost
     kv_event_gaps: Family<OutcomeLabel, Counter> = outcomes(&["replayed", "partly_replayed", "lost"]);
     /// Engine restarts noticed by batch numbers that went back
@@ -305,6 +309,12 @@ fn histograms<L: Clone + std::hash::Hash + Eq>(make: fn() -> Histogram) -> Histo
 fn outcomes(values: &[&'static str]) -> Family<OutcomeLabel, Counter> {
     let family = Family::default();
     values.iter().for_each(|&outcome| drop(family.get_or_create(&OutcomeLabel { outcome })));
+    family
+}
+
+fn reasons(values: &[&'static str]) -> Family<ReasonLabel, Counter> {
+    let family = Family::default();
+    values.iter().for_each(|&reason| drop(family.get_or_create(&ReasonLabel { reason })));
     family
 }
 

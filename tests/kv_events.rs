@@ -9,17 +9,21 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use parking_lot::Mutex;
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 use warmroute::index::{KvEvent, PrefixIndex};
 use warmroute::kv_events::{MediaTokens, RankSink, SharedResync, SourceSpec, SourceState, Witness, run};
-use warmroute::metrics::{Metrics, OutcomeLabel};
+use warmroute::metrics::{Metrics, OutcomeLabel, ReasonLabel};
 use warmroute::trust::{Because, Resync, Trust};
 use warmroute::worker::{Attach, BlockSize, DpRank, EventSource, Slot, WorkerId, WorkerRank};
 use zeromq::{PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
 
 const TOPIC: &str = "kv@engine";
+/// Largest message that the subscriber receives.
+const MAX_MESSAGE: usize = 1 << 20;
 
 /// Asks until it is so.
 async fn until(what: &str, mut so: impl FnMut() -> bool) {
@@ -196,6 +200,7 @@ impl Site {
             block_size: BlockSize::new(2).unwrap(),
             media: MediaTokens::default(),
             resync: shared,
+            max_message: MAX_MESSAGE,
         };
         let (sender, state) = watch::channel(SourceState::default());
         let metrics = Arc::new(Metrics::new());
@@ -275,6 +280,14 @@ impl Subscriber {
 
     fn batches(&self, outcome: &'static str) -> u64 {
         self.metrics.kv_event_batches.get_or_create(&OutcomeLabel { outcome }).get()
+    }
+
+    fn too_large(&self, limit: &'static str) -> u64 {
+        self.metrics.kv_event_batches_too_large.get_or_create(&ReasonLabel { reason: limit }).get()
+    }
+
+    fn connection_errors(&self, reason: &'static str) -> u64 {
+        self.metrics.kv_event_connection_errors.get_or_create(&ReasonLabel { reason }).get()
     }
 
     /// Publishes until the subscription has taken effect, and then what is asked for.
@@ -459,6 +472,86 @@ async fn an_unreadable_batch_is_asked_for_again_and_then_given_up() {
     subscriber.holds(0..=3).await;
     assert_eq!(subscriber.batches("undecodable"), 2);
     assert_eq!(subscriber.held.lock().doubts, 1);
+}
+
+/// A batch that exceeds a limit, by a message too long to be received and by too many extra keys.
+fn too_large_payloads() -> [(&'static str, Vec<u8>); 2] {
+    let keys = rmp_serde::to_vec(&vec![(); 100_000]).unwrap();
+    let head = [&b"\x93\x01\x91\x99\xabBlockStored\x91\x09\xc0\x91\x01\x02\xc0\xc0\xc0"[..], &keys, b"\x00"].concat();
+    [("message", vec![0; MAX_MESSAGE + 1]), ("extra_keys", head)]
+}
+
+#[tokio::test]
+async fn too_large_batch_is_counted_and_lost_without_replay_endpoint() {
+    for (limit, too_large) in too_large_payloads() {
+        let site = Site::new(Attach::Connect, false);
+        let subscriber = site.subscribe();
+        let mut engine = Engine::start(&site, vec![]).await;
+        subscriber.is(SourceState::Live).await;
+        subscriber.hears(&mut engine, [1]).await;
+        subscriber.holds([0, 1]).await;
+        let lost = subscriber.gaps("lost");
+        let doubts = subscriber.held.lock().doubts;
+        engine.publish(too_large).await;
+        subscriber.stands(Trust::Stale, Some(Because::Undecodable)).await;
+        assert_eq!(subscriber.too_large(limit), 1);
+        engine.publish(payload(2)).await;
+        subscriber.holds(0..=2).await;
+        assert_eq!(subscriber.gaps("lost"), lost + 1, "{limit}: the watermark does not pass the batch as applied");
+        assert_eq!(subscriber.held.lock().doubts, doubts + 1, "{limit}");
+        subscriber.stands(Trust::Stale, Some(Because::LostBatches)).await;
+    }
+}
+
+#[tokio::test]
+async fn replay_continues_behind_a_too_large_batch() {
+    for (limit, too_large) in too_large_payloads() {
+        let site = Site::new(Attach::Connect, true);
+        let log = vec![payload(0), payload(1), too_large, payload(3), payload(4)];
+        let mut engine = Engine::start(&site, log).await;
+        let subscriber = site.subscribe();
+        subscriber.holds([0, 1, 3, 4]).await;
+        subscriber.is(SourceState::Live).await;
+        assert!(subscriber.too_large(limit) >= 1, "{limit}");
+        assert!(subscriber.held.lock().doubts >= 1, "{limit}: the batch is lost");
+        engine.publish(payload(5)).await;
+        subscriber.holds([0, 1, 3, 4, 5]).await;
+    }
+}
+
+/// Nine bytes from an event publisher aborted the process: the length of a frame that cannot be allocated.
+#[tokio::test]
+async fn announced_frame_length_does_not_abort_the_process() {
+    let mut greeting = vec![0; 64];
+    greeting[0] = 0xff;
+    greeting[9] = 0x7f;
+    greeting[10] = 3;
+    greeting[12..16].copy_from_slice(b"NULL");
+    let hostile = [&greeting[..], &[2], &(1_u64 << 62).to_be_bytes()].concat();
+
+    let site = Site::new(Attach::Bind, false);
+    let subscriber = site.subscribe();
+    let address = site.events.replace("tcp://", "");
+    let mut peer = loop {
+        if let Ok(peer) = TcpStream::connect(&address).await {
+            break peer;
+        }
+        sleep(Duration::from_millis(10)).await;
+    };
+    peer.write_all(&hostile).await.unwrap();
+    until("the publisher is refused", || subscriber.connection_errors("protocol") == 1).await;
+    let mut engine = Engine::start(&site, vec![]).await;
+    subscriber.is(SourceState::Live).await;
+    subscriber.hears(&mut engine, [1]).await;
+    subscriber.holds([0, 1]).await;
+
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let events = format!("tcp://{}", listener.local_addr().unwrap());
+    let site = Site { events, replay: None, attach: Attach::Connect, shape: Shape::Short };
+    let subscriber = site.subscribe();
+    let (mut peer, _) = listener.accept().await.unwrap();
+    peer.write_all(&hostile).await.unwrap();
+    until("the connection is closed", || subscriber.connection_errors("protocol") == 1).await;
 }
 
 #[tokio::test]

@@ -85,7 +85,7 @@ const CONFINED: &[(&str, &[&str])] = &[
     ("envoy_types", &["ext_proc", "xds", "app"]),
     ("tonic", &["api", "ext_proc", "remote_index", "takeover", "tls", "xds", "app"]),
     ("kube::", &["discovery"]),
-    ("zeromq", &["kv_events"]),
+    ("warmroute_zmtp", &["kv_events"]),
     ("async_nats", &["replica"]),
     ("std::env", &["cli"]),
     ("env::var", &["cli"]),

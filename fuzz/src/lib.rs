@@ -12,6 +12,8 @@ mod input;
 mod requests;
 #[path = "../../tests/fuzz/watch.rs"]
 mod watch;
+#[path = "../../crates/zmtp/tests/fuzz/target.rs"]
+mod zmtp;
 
 /// What is read from answers, and changed in them.
 pub fn answers(input: &[u8]) {
@@ -31,4 +33,9 @@ pub fn exchange(input: &[u8]) {
 /// Whole requests.
 pub fn requests(input: &[u8]) {
     requests::requests(input);
+}
+
+/// The bytes of a ZMTP peer, through a socket pair.
+pub fn zmtp(input: &[u8]) {
+    zmtp::run(input);
 }

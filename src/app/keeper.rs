@@ -46,6 +46,7 @@ pub(super) struct Keeper {
     heard: Arc<Said>,
     given: Arc<AllGiven>,
     resync: SharedResync,
+    max_event_message: usize,
     takeover: Option<Arc<Takeover>>,
     snapshot: Option<PathBuf>,
     /// The last set, as it was wanted.
@@ -100,6 +101,7 @@ impl Keeper {
             heard: Arc::default(),
             given: Arc::default(),
             resync,
+            max_event_message: config.kv_events.max_message.bytes(),
             takeover,
             snapshot: config.takeover.as_ref().and_then(|takeover| takeover.file.clone()),
             wanted: None,
@@ -275,6 +277,7 @@ impl Keeper {
             block_size: member.worker.block_size,
             media: self.media.get(&member.worker.model).copied().unwrap_or_default(),
             resync: self.resync.clone(),
+            max_message: self.max_event_message,
         };
         // Who joins later is chosen when its events have caught up or by load, and is no reason to take traffic away.
         let starting = self.initial_workers.is_some() || self.unasked.is_some();

@@ -28,6 +28,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("overload", config.overload.problems()),
         ("health", config.health.problems()),
         ("index_trust", config.index_trust.problems()),
+        ("kv_events", config.kv_events.problems()),
         ("queue", config.queue.problems()),
         ("disaggregation", disaggregation(config).into_iter().collect()),
         ("sessions", config.sessions.as_ref().map(|sessions| sessions.problems()).unwrap_or_default()),

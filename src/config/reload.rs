@@ -31,6 +31,7 @@ impl Config {
         config.limits.header_list = self.limits.header_list;
         config.limits.streams = self.limits.streams;
         config.tracking_hash = self.tracking_hash.clone();
+        config.kv_events = self.kv_events;
         config.load.prefill_durations = self.load.prefill_durations;
         config.queue = self.queue.clone();
         config.sessions = self.sessions.clone();

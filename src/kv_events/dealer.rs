@@ -4,15 +4,11 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::StreamExt;
-use futures_util::stream::BoxStream;
 use tokio::time::{Instant, timeout_at};
-use zeromq::{DealerSocket, Socket, SocketEvent, SocketOptions, SocketRecv, SocketSend, ZmqMessage};
+use warmroute_zmtp::{DealerSocket, Endpoint, SessionEvent, SocketConfig, ZmtpError};
 
 use super::replay::{Repeater, Reply};
 
-/// Longest wait for a connection.
-const CONNECT: Duration = Duration::from_secs(3);
 /// Longest silence between two replies.
 const SILENCE: Duration = Duration::from_secs(5);
 /// Longest conversation.
@@ -23,20 +19,18 @@ pub(super) const PAUSE: Duration = Duration::from_secs(5);
 /// Longest time an endpoint is left alone.
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 
-/// What the crate reports of a socket's connections.
-pub(super) type Events = BoxStream<'static, SocketEvent>;
-
 /// The replay endpoint of one engine.
 pub(super) struct Dealer {
     endpoint: String,
+    config: SocketConfig,
     paused_until: Option<Instant>,
     pause: Duration,
     talk: Option<Talk>,
 }
 
 impl Dealer {
-    pub(super) fn new(endpoint: &str) -> Self {
-        Self { endpoint: endpoint.to_owned(), paused_until: None, pause: PAUSE, talk: None }
+    pub(super) fn new(endpoint: &str, config: SocketConfig) -> Self {
+        Self { endpoint: endpoint.to_owned(), config, paused_until: None, pause: PAUSE, talk: None }
     }
 
     fn leave_alone(&mut self) {
@@ -51,10 +45,13 @@ impl Repeater for Dealer {
         if paused {
             return self.talk = None;
         }
-        self.talk = Talk::open(&self.endpoint, from).await;
-        if self.talk.is_none() {
-            // Connecting tries for a while, so that a port that is not open costs as much time as one that is silent.
-            self.leave_alone();
+        match Talk::open(&self.endpoint, self.config, from).await {
+            Ok(talk) => self.talk = Some(talk),
+            Err(error) => {
+                tracing::debug!(endpoint = self.endpoint, %error, "replay endpoint not connected");
+                self.talk = None;
+                self.leave_alone();
+            }
         }
     }
 
@@ -76,25 +73,18 @@ impl Repeater for Dealer {
     }
 }
 
-/// One question and its answers.
+/// One request and its replies.
 struct Talk {
     socket: DealerSocket,
-    /// Tells when the engine hangs up, which receiving does not.
-    events: Events,
     deadline: Instant,
 }
 
 impl Talk {
-    async fn open(endpoint: &str, from: u64) -> Option<Self> {
-        let mut options = SocketOptions::default();
-        options.connect_timeout(CONNECT);
-        let mut socket = DealerSocket::with_options(options);
-        let events = socket.monitor().boxed();
-        socket.connect(endpoint).await.ok()?;
-        let mut request = ZmqMessage::from(Bytes::new());
-        request.push_back(Bytes::copy_from_slice(&from.to_be_bytes()));
-        socket.send(request).await.ok()?;
-        Some(Self { socket, events, deadline: Instant::now() + CONVERSATION })
+    async fn open(endpoint: &str, config: SocketConfig, from: u64) -> Result<Self, ZmtpError> {
+        let endpoint: Endpoint = endpoint.parse()?;
+        let mut socket = DealerSocket::connect(&endpoint, config).await?;
+        socket.send(&[Bytes::new(), Bytes::copy_from_slice(&from.to_be_bytes())]).await?;
+        Ok(Self { socket, deadline: Instant::now() + CONVERSATION })
     }
 
     async fn next(&mut self) -> Reply {
@@ -104,18 +94,17 @@ impl Talk {
 
     async fn receive(&mut self) -> Reply {
         loop {
-            tokio::select! {
-                // What was received counts before the news that the engine has gone.
-                biased;
-                message = self.socket.recv() => match message {
-                    Ok(message) => if let Some(reply) = reply(&message.into_vec()) {
-                        return reply;
-                    },
-                    Err(_) => return Reply::Silence,
-                },
-                event = self.events.next() => if !matches!(event, Some(SocketEvent::Connected(..))) {
+            let event = match self.socket.next_event().await {
+                Ok(SessionEvent::Message(frames)) => reply(&frames),
+                Ok(SessionEvent::Oversize(limit)) => Some(Reply::Oversize(limit)),
+                Ok(SessionEvent::Ready) => None,
+                Err(error) => {
+                    tracing::debug!(%error, "replay connection lost");
                     return Reply::Silence;
-                },
+                }
+            };
+            if let Some(reply) = event {
+                return reply;
             }
         }
     }
@@ -143,7 +132,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         std::fs::write(&file, "").unwrap();
-        let mut engine = Dealer::new(&format!("ipc://{}", file.join("beneath").display()));
+        let mut engine = Dealer::new(&format!("ipc://{}", file.join("beneath").display()), SocketConfig::default());
         engine.ask(0).await;
         assert_eq!(engine.next().await, Reply::Silence);
         let until = engine.paused_until.expect("it costs time to try");

@@ -4,7 +4,7 @@
 mod takeover;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::convert::{Converted, Filtered, Normalizer};
 use super::sequencer::{Digest, Live, Repeated, Sequencer};
@@ -13,10 +13,13 @@ use super::witness::unix_now;
 use super::{RankSink, SharedResync, SourceSpec, Witness};
 use crate::index::{KvEvent, Outcome, Position};
 use crate::lifecycle::aside;
-use crate::metrics::{EventLabels, Metrics, OutcomeLabel};
+use crate::metrics::{EventLabels, Metrics, OutcomeLabel, ReasonLabel};
 use crate::tier::Tier;
 use crate::trust::{Because, Heard, Source};
 use crate::worker::{BlockSize, WorkerRank};
+
+/// Shortest time between log lines about batches that exceed a limit.
+const TOO_LARGE_LOG: Duration = Duration::from_secs(60);
 
 /// A live batch that came too early: the numbers in between are missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +54,8 @@ pub(super) struct Feed {
 #[derive(Default)]
 struct Complaints {
     undecodable: bool,
+    /// Time of the last log line about a batch that exceeds a limit.
+    too_large: Option<Instant>,
     malformed: bool,
     other_rank: bool,
     block_size: bool,
@@ -258,6 +263,23 @@ impl Feed {
         });
     }
 
+    /// Counts a message that exceeded a limit of the socket and was skipped. Its number is unknown; the next batch shows it as
+    /// missing, and until then the source is not believed.
+    pub(super) fn skipped_message(&mut self, limit: &'static str) {
+        self.moving(|feed| feed.too_large(limit));
+    }
+
+    fn too_large(&mut self, limit: &'static str) {
+        self.count("too_large");
+        self.metrics.kv_event_batches_too_large.get_or_create(&ReasonLabel { reason: limit }).inc();
+        self.witness.note(Source::undecodable);
+        let is_due = self.complaints.too_large.is_none_or(|at| at.elapsed() >= TOO_LARGE_LOG);
+        if is_due {
+            self.complaints.too_large = Some(Instant::now());
+            tracing::warn!(rank = %self.rank, limit, "KV event batch exceeds a limit and is lost");
+        }
+    }
+
     /// Notes a message that does not have the shape of a batch.
     pub(super) fn malformed(&mut self, problem: &str) {
         self.count("malformed_frames");
@@ -306,6 +328,10 @@ impl Feed {
                 self.apply_batch(&batch);
                 self.heard(&batch, way);
                 true
+            }
+            Err(WireError::TooLarge(limit)) => {
+                self.too_large(limit.as_str());
+                false
             }
             Err(error) => {
                 self.count("undecodable");

@@ -3,13 +3,12 @@
 
 use std::time::{Duration, SystemTime};
 
-use futures_util::StreamExt as _;
 use tokio::time::timeout;
-use zeromq::{SocketEvent, SocketRecv as _, SubSocket};
+use warmroute_zmtp::{SocketConfig, SubEvent, SubSocket};
 
-use super::dealer::{Dealer, Events};
+use super::dealer::Dealer;
 use super::replay::{Repeater as _, Reply};
-use super::subscriber::{frames, open};
+use super::subscriber::{live_batch, open};
 use super::wire::{self, Batch};
 use crate::worker::{Attach, EventSource};
 
@@ -32,22 +31,21 @@ pub struct Heard {
 /// A socket that hears every topic.
 pub struct Ear {
     socket: SubSocket,
-    events: Events,
 }
 
 impl Ear {
     /// Connects to an engine, or binds for one, and asks for all topics. In vain for at most a few seconds.
     pub async fn open(endpoint: &str, attach: Attach) -> Result<Self, String> {
         let source = EventSource { endpoint: endpoint.to_owned(), topic: String::new(), attach, replay: None };
-        let (socket, events) = open(&source).await.map_err(|problem| problem.to_string())?;
-        Ok(Self { socket, events })
+        let socket = open(&source, SocketConfig::default()).await.map_err(|error| error.to_string())?;
+        Ok(Self { socket })
     }
 
     /// Waits until an engine has connected to a bound socket; false if none did.
     pub async fn visited(&mut self, within: Duration) -> bool {
         let visit = async {
-            while let Some(event) = self.events.next().await {
-                if matches!(event, SocketEvent::Accepted(..)) {
+            while let Some(event) = self.socket.next_event().await {
+                if matches!(event, SubEvent::Connected { .. }) {
                     return true;
                 }
             }
@@ -59,17 +57,18 @@ impl Ear {
     /// The next message; none where the connection is lost. May be cancelled.
     pub async fn next(&mut self) -> Option<Heard> {
         loop {
-            let message = tokio::select! {
-                biased;
-                message = self.socket.recv() => message.ok()?,
-                event = self.events.next() => match event {
-                    Some(SocketEvent::Disconnected(_)) | None => return None,
-                    Some(_) => continue,
-                },
+            let frames = match self.socket.next_event().await? {
+                SubEvent::Message(frames) => frames,
+                SubEvent::Disconnected { .. } => return None,
+                SubEvent::Oversize(limit) => {
+                    let error = format!("a message exceeds the {} limit", limit.as_str());
+                    return Some(Heard { topic: String::new(), seq: 0, batch: Err(error), at: SystemTime::now() });
+                }
+                SubEvent::Connected { .. } | SubEvent::Refused { .. } => continue,
             };
             let at = SystemTime::now();
-            let topic = message.get(0).map(|topic| String::from_utf8_lossy(topic).into_owned()).unwrap_or_default();
-            return Some(match frames(&message) {
+            let topic = frames.first().map(|topic| String::from_utf8_lossy(topic).into_owned()).unwrap_or_default();
+            return Some(match live_batch(&frames) {
                 Ok((seq, payload)) => {
                     Heard { topic, seq, batch: wire::decode(payload).map_err(|error| error.to_string()), at }
                 }
@@ -82,11 +81,11 @@ impl Ear {
 /// Asks a replay endpoint for every batch from a number on: how many came until it said that these were all, or nothing
 /// where it did not answer so.
 pub async fn replayed(endpoint: &str, from: u64) -> Option<usize> {
-    let mut engine = Dealer::new(endpoint);
+    let mut engine = Dealer::new(endpoint, SocketConfig::default());
     engine.ask(from).await;
     for batches in 0..REPLIES {
         match engine.next().await {
-            Reply::Batch(..) => {}
+            Reply::Batch(..) | Reply::Oversize(_) => {}
             Reply::End => return Some(batches),
             Reply::Silence => return None,
         }

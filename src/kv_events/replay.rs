@@ -15,6 +15,8 @@ pub(super) const BURST: usize = 32;
 pub(super) enum Reply {
     /// A batch.
     Batch(u64, bytes::Bytes),
+    /// A message that exceeds a limit and was skipped.
+    Oversize(warmroute_zmtp::Oversize),
     /// All it had.
     End,
     /// It does not answer, or stopped half-way.
@@ -66,17 +68,27 @@ async fn round(
     at_hole: Incomplete,
     given_up: &mut Option<Incomplete>,
 ) -> Round {
-    let (asked, start, mut replies) = (feed.ask_from(), feed.expected(), 0usize);
+    let asked = feed.ask_from();
+    let start = feed.expected();
+    let mut replies = 0_usize;
+    let mut is_first = true;
     loop {
         let (seq, payload) = match engine.next().await {
             Reply::Batch(seq, payload) => (seq, payload),
+            // The next batch, if there is one, shows the missing number.
+            Reply::Oversize(limit) => {
+                replies += 1;
+                feed.skipped_message(limit.as_str());
+                *given_up = Some(Incomplete::NonContiguous);
+                continue;
+            }
             Reply::End if replies > 0 => return Round::Complete,
             Reply::End if feed.repeated_nothing() => return Round::Restarted,
             Reply::End => return Round::Incomplete(Incomplete::Empty),
             Reply::Silence => return Round::Incomplete(Incomplete::EndedBeforeTarget),
         };
         replies += 1;
-        if replies == 1 && asked < seq && seq == start {
+        if std::mem::take(&mut is_first) && asked < seq && seq == start {
             // The batch last applied did not come back, so nothing says that this is still the same life of the engine.
             feed.doubt();
         }

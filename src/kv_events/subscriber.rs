@@ -1,37 +1,33 @@
-//! Listening to one worker rank's event source for as long as the process lives. The ZMQ crate reconnects too, but with
-//! pauses of up to half a minute, silently, and without a way to ask what was missed meanwhile; so a lost connection ends
-//! the socket here and a new one is attached. Every attach is followed by a replay, because a missed batch is visible in
+//! Subscribes to one worker rank's event source for as long as the process runs. A lost connection ends the socket and a
+//! new one is attached after a pause. Every attach is followed by a replay, because a missed batch is visible in
 //! numbers only when the next one arrives, and an idle engine sends none. While a replay runs, live messages wait
-//! where they are bounded anyway: in the kernel's and the publisher's queues, whose overflow shows as a gap.
+//! in the kernel's and the publisher's queues, which are bounded and whose overflow shows as a gap.
 
 use std::collections::HashSet;
 use std::convert::Infallible;
-use std::os::unix::fs::FileTypeExt as _;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::StreamExt;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
-use zeromq::util::PeerIdentity;
-use zeromq::{Socket, SocketEvent, SocketOptions, SocketRecv, SubSocket, ZmqError, ZmqMessage};
+use warmroute_zmtp::{Backoff, Endpoint, Limits, PublisherId, SocketConfig, SubEvent, SubSocket, ZmtpError};
 
-use super::dealer::{Dealer, Events, PAUSE as UNANSWERED};
+use super::dealer::{Dealer, PAUSE as UNANSWERED};
 use super::feed::Feed;
 use super::replay::{self, BURST};
 use super::sequencer::Incomplete;
 use super::{RankSink, SourceSpec, SourceState, Witness};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, ReasonLabel};
 use crate::trust::Link;
 use crate::worker::{Attach, EventSource, WorkerRank};
 
-/// Longest wait for a connection.
-const CONNECT: Duration = Duration::from_secs(3);
 /// Pauses between attempts to attach.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// A subscription takes effect a little after it was asked for; what fell into that moment is looked for this much later.
 const SETTLED: Duration = Duration::from_secs(1);
+/// Shortest time between log lines about refused connections.
+const REFUSED_LOG: Duration = Duration::from_secs(60);
 /// After this much silence the engine is asked whether it really has nothing to say. A connection whose other side
 /// vanished without a word looks like an idle one.
 const IDLE: Duration = Duration::from_secs(30);
@@ -62,14 +58,19 @@ pub async fn run(
 ) -> Infallible {
     let view = View { rank: spec.rank, witness: witness.clone(), state };
     view.set(SourceState::Connecting);
+    let config =
+        SocketConfig { limits: Limits { message: spec.max_message, ..Limits::default() }, ..SocketConfig::default() };
     let mut listener = Listener {
-        feed: Feed::new(&spec, sink, metrics, witness),
-        replay: spec.source.replay.as_deref().map(Dealer::new),
+        feed: Feed::new(&spec, sink, metrics.clone(), witness),
+        replay: spec.source.replay.as_deref().map(|endpoint| Dealer::new(endpoint, config)),
         view,
+        config,
+        metrics,
         source: spec.source,
         check: None,
+        refused_at: None,
     };
-    let mut pause = PAUSE.0;
+    let mut backoff = Backoff::new(PAUSE.0, PAUSE.1);
     let mut complained = String::new();
     loop {
         let attempt = Instant::now();
@@ -77,33 +78,30 @@ pub async fn run(
         listener.view.set(SourceState::Connecting);
         let problem = problem.to_string();
         if attempt.elapsed() > PAUSE.1 {
-            pause = PAUSE.0;
+            backoff.reset();
             complained.clear();
         }
         if problem != complained {
             tracing::warn!(rank = %spec.rank, endpoint = listener.source.endpoint, problem, "no KV events");
             complained = problem;
         }
-        sleep(pause.mul_f64(rand::random_range(0.75..1.25))).await;
-        pause = (pause * 2).min(PAUSE.1);
+        sleep(backoff.next_pause(rand::random())).await;
     }
 }
 
-/// Why a socket was given up.
+/// Why a socket is closed and attached again.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Detached {
-    #[error("the engine closed the connection")]
-    Closed,
+pub(super) enum DetachError {
     #[error(
         "the engine published, but nothing arrived; the connection is dead, or the topic {0:?} is not the engine's"
     )]
     Silent(String),
-    #[error("requests were answered that had to store blocks, and nothing was heard of it")]
+    #[error("answered requests had to store blocks, and no event arrived")]
     Knocked,
-    #[error("the endpoint has no fixed path to bind")]
-    Wildcard,
+    #[error("the socket is closed")]
+    SocketClosed,
     #[error(transparent)]
-    Socket(#[from] ZmqError),
+    Socket(#[from] ZmtpError),
 }
 
 /// Where others see how far the source is.
@@ -132,16 +130,20 @@ impl View {
 /// One source and what is known of it across connections.
 struct Listener {
     source: EventSource,
+    config: SocketConfig,
+    metrics: Arc<Metrics>,
     feed: Feed,
     replay: Option<Dealer>,
     view: View,
     check: Option<Check>,
+    /// Time of the last log line about a refused connection.
+    refused_at: Option<Instant>,
 }
 
 impl Listener {
     /// One socket from attach to loss.
-    async fn session(&mut self) -> Result<Infallible, Detached> {
-        let (mut socket, mut events) = open(&self.source).await?;
+    async fn session(&mut self) -> Result<Infallible, DetachError> {
+        let mut socket = open(&self.source, self.config).await.inspect_err(|error| self.connection_failed(error))?;
         let mut publishers = HashSet::new();
         self.check = None;
         if self.source.attach == Attach::Connect {
@@ -159,50 +161,54 @@ impl Listener {
             };
             tokio::select! {
                 biased;
-                event = events.next() => self.connection(event, &mut publishers).await?,
-                message = socket.recv() => {
-                    match message {
-                        Ok(message) => self.message(message).await,
-                        Err(error) if self.source.attach == Attach::Connect => return Err(error.into()),
-                        // One of the publishers broke off; the bound socket stays.
-                        Err(_) => {}
-                    }
+                event = socket.next_event() => {
+                    self.event(event.ok_or(DetachError::SocketClosed)?, &mut publishers).await?;
                     burst += 1;
                     if burst % BURST == 0 {
                         tokio::task::yield_now().await;
                     }
                 }
                 () = due => self.check().await?,
-                () = knocks.knocked() => return Err(Detached::Knocked),
+                () = knocks.knocked() => return Err(DetachError::Knocked),
             }
         }
     }
 
-    /// Follows connections come and go.
-    async fn connection(
-        &mut self,
-        event: Option<SocketEvent>,
-        publishers: &mut HashSet<PeerIdentity>,
-    ) -> Result<(), Detached> {
+    /// Processes one event of the socket.
+    async fn event(&mut self, event: SubEvent, publishers: &mut HashSet<PublisherId>) -> Result<(), DetachError> {
         match event {
-            Some(SocketEvent::Accepted(_, publisher)) => {
+            SubEvent::Message(frames) => self.message(&frames).await,
+            SubEvent::Oversize(limit) => self.feed.skipped_message(limit.as_str()),
+            SubEvent::Connected { publisher, address } => {
+                tracing::debug!(rank = %self.view.rank, address, "KV event publisher connected");
                 publishers.insert(publisher);
                 self.attached().await;
             }
-            Some(SocketEvent::Disconnected(publisher)) => match self.source.attach {
-                Attach::Connect => return Err(Detached::Closed),
-                Attach::Bind => {
-                    publishers.remove(&publisher);
-                    if publishers.is_empty() {
-                        self.check = None;
-                        self.view.set(SourceState::Connecting);
-                    }
+            SubEvent::Disconnected { publisher, error } => {
+                self.connection_failed(&error);
+                if self.source.attach == Attach::Connect {
+                    return Err(error.into());
                 }
-            },
-            Some(_) => {}
-            None => return Err(Detached::Closed),
+                publishers.remove(&publisher);
+                if publishers.is_empty() {
+                    self.check = None;
+                    self.view.set(SourceState::Connecting);
+                }
+            }
+            SubEvent::Refused { address, error } => {
+                self.connection_failed(&error);
+                let is_first = self.refused_at.is_none_or(|at| at.elapsed() >= REFUSED_LOG);
+                if is_first {
+                    self.refused_at = Some(Instant::now());
+                    tracing::warn!(rank = %self.view.rank, address, %error, "KV event publisher refused");
+                }
+            }
         }
         Ok(())
+    }
+
+    fn connection_failed(&self, error: &ZmtpError) {
+        self.metrics.kv_event_connection_errors.get_or_create(&ReasonLabel { reason: error.reason() }).inc();
     }
 
     /// An engine is there: find out what was missed before.
@@ -237,11 +243,11 @@ impl Listener {
     }
 
     /// Takes one live message.
-    async fn message(&mut self, message: ZmqMessage) {
+    async fn message(&mut self, frames: &[Bytes]) {
         if self.replay.is_some() {
             self.check = Some(Check::Idle(Instant::now() + IDLE));
         }
-        let (seq, payload) = match frames(&message) {
+        let (seq, payload) = match live_batch(frames) {
             Ok(batch) => batch,
             Err(problem) => return self.feed.malformed(problem),
         };
@@ -254,7 +260,7 @@ impl Listener {
     }
 
     /// Asks a silent engine whether there is anything that should have arrived.
-    async fn check(&mut self) -> Result<(), Detached> {
+    async fn check(&mut self) -> Result<(), DetachError> {
         let (Some(engine), Some(check)) = (&mut self.replay, self.check) else { return Ok(()) };
         let known = self.feed.expected();
         let outcome = replay::catch_up(engine, &mut self.feed).await;
@@ -263,66 +269,34 @@ impl Listener {
             _ => Check::Idle(Instant::now() + IDLE),
         });
         match check {
-            Check::Idle(_) if self.feed.expected() != known => Err(Detached::Silent(self.source.topic.clone())),
+            Check::Idle(_) if self.feed.expected() != known => Err(DetachError::Silent(self.source.topic.clone())),
             _ => Ok(()),
         }
     }
 }
 
 /// Number and payload of a live message: exactly topic, number and payload.
-pub(super) fn frames(message: &ZmqMessage) -> Result<(u64, &Bytes), &'static str> {
-    let (3, Some(seq), Some(payload)) = (message.len(), message.get(1), message.get(2)) else {
+pub(super) fn live_batch(frames: &[Bytes]) -> Result<(u64, &Bytes), &'static str> {
+    let [_topic, seq, payload] = frames else {
         return Err("it does not have three frames");
     };
     let seq: [u8; 8] = seq.as_ref().try_into().map_err(|_| "its number does not have eight bytes")?;
     Ok((u64::from_be_bytes(seq), payload))
 }
 
-/// A subscribed socket, connected or bound.
-pub(super) async fn open(source: &EventSource) -> Result<(SubSocket, Events), Detached> {
-    let mut options = SocketOptions::default();
-    options.connect_timeout(CONNECT);
-    let mut socket = SubSocket::with_options(options);
-    let events = socket.monitor().boxed();
-    socket.subscribe(&source.topic).await?;
+/// Opens a subscribed socket, connected or bound.
+pub(super) async fn open(source: &EventSource, config: SocketConfig) -> Result<SubSocket, ZmtpError> {
+    let endpoint: Endpoint = source.endpoint.parse()?;
     match source.attach {
-        Attach::Connect => socket.connect(&source.endpoint).await?,
-        Attach::Bind => {
-            let endpoint = bindable(&source.endpoint)?;
-            free_stale_path(&endpoint);
-            socket.bind(&endpoint).await?;
-        }
-    }
-    Ok((socket, events))
-}
-
-/// The endpoint in the form the crate can bind: it takes `*` for a host name, and panics at an unnamed path.
-fn bindable(endpoint: &str) -> Result<String, Detached> {
-    match endpoint.split_once("://") {
-        Some(("ipc", "*")) => Err(Detached::Wildcard),
-        Some(("tcp", address)) if address.starts_with("*:") => Ok(format!("tcp://0.0.0.0{}", &address[1..])),
-        _ => Ok(endpoint.to_owned()),
-    }
-}
-
-/// A socket file outlives the process that bound it; one that nobody listens on is in the way. Connecting to any other
-/// file is refused as well, and that one is somebody's.
-fn free_stale_path(endpoint: &str) {
-    let Some(path) = endpoint.strip_prefix("ipc://") else { return };
-    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
-    let refused = is_socket
-        && std::os::unix::net::UnixStream::connect(path)
-            .is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused);
-    if refused {
-        // If it cannot be removed, binding says so.
-        let _ = std::fs::remove_file(path);
+        Attach::Connect => SubSocket::connect(&endpoint, &source.topic, config).await,
+        Attach::Bind => SubSocket::bind(&endpoint, &source.topic, config).await,
     }
 }
 
 #[cfg(test)]
 mod tests {
     use bytes::Bytes;
-    use zeromq::{RouterSocket, SocketSend};
+    use zeromq::{RouterSocket, Socket as _, SocketRecv as _, SocketSend as _};
 
     use super::*;
     use crate::index::{Outcome, Settled};
@@ -339,7 +313,8 @@ mod tests {
         let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
         let block_size = BlockSize::new(2).unwrap();
         let (media, resync) = (MediaTokens::default(), SharedResync::default());
-        let spec = SourceSpec { rank, source, engine: String::new(), block_size, media, resync };
+        let (engine, max_message) = (String::new(), Limits::default().message);
+        let spec = SourceSpec { rank, source, engine, block_size, media, resync, max_message };
         let sink = RankSink {
             apply: Box::new(|_| Outcome::Ok),
             doubt: Box::new(|| 0),
@@ -350,11 +325,14 @@ mod tests {
         let metrics = Arc::new(Metrics::new());
         let (state, _) = watch::channel(SourceState::default());
         Listener {
-            feed: Feed::new(&spec, sink, metrics, witness.clone()),
-            replay: Some(Dealer::new(replay)),
+            feed: Feed::new(&spec, sink, metrics.clone(), witness.clone()),
+            replay: Some(Dealer::new(replay, SocketConfig::default())),
+            config: SocketConfig::default(),
+            metrics,
             view: View { rank, witness, state },
             source: spec.source,
             check: None,
+            refused_at: None,
         }
     }
 
@@ -383,7 +361,7 @@ mod tests {
         let (endpoint, answering) = engine().await;
         let mut listener = listener(&endpoint);
         listener.check = Some(Check::Idle(Instant::now()));
-        assert!(matches!(listener.check().await, Err(Detached::Silent(_))));
+        assert!(matches!(listener.check().await, Err(DetachError::Silent(_))));
         assert_eq!(listener.feed.expected(), 2, "what was found is applied");
         assert!(listener.check().await.is_ok(), "nothing new since");
         answering.abort();
@@ -397,35 +375,5 @@ mod tests {
         assert!(listener.check().await.is_ok());
         assert_eq!(listener.feed.expected(), 2);
         answering.abort();
-    }
-
-    #[test]
-    fn only_a_socket_that_nobody_listens_on_is_removed() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("events");
-        let endpoint = format!("ipc://{}", path.display());
-        std::fs::write(&path, "precious").unwrap();
-        free_stale_path(&endpoint);
-        assert!(path.exists(), "not a socket");
-        std::fs::remove_file(&path).unwrap();
-        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-        free_stale_path(&endpoint);
-        assert!(path.exists(), "in use");
-        drop(listener);
-        free_stale_path(&endpoint);
-        assert!(!path.exists(), "left behind");
-    }
-
-    #[test]
-    fn endpoints_are_put_into_the_form_the_crate_can_bind() {
-        let cases = [
-            ("tcp://*:5557", Some("tcp://0.0.0.0:5557")),
-            ("tcp://127.0.0.1:5557", Some("tcp://127.0.0.1:5557")),
-            ("ipc:///run/events", Some("ipc:///run/events")),
-            ("ipc://*", None),
-        ];
-        for (given, expected) in cases {
-            assert_eq!(bindable(given).ok().as_deref(), expected, "{given}");
-        }
     }
 }

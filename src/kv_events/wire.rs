@@ -12,18 +12,28 @@ use crate::block::EngineHash;
 use crate::tier::Tier;
 
 mod array;
+mod bounds;
 mod map;
 mod value;
 
 /// Deepest nesting of a payload; real ones need seven.
 const DEPTH: usize = 32;
-/// Most elements a list reserves room for before it has seen them: a length in a payload is a claim, not a fact.
-const RESERVE: usize = 16 * 1024;
+
+pub use bounds::BatchLimit;
 
 /// Why a payload is not a batch of KV events.
 #[derive(Debug, thiserror::Error)]
-#[error("not a batch of KV events: {0}")]
-pub struct WireError(#[from] rmp_serde::decode::Error);
+pub enum WireError {
+    /// A value has another type, or a field is missing.
+    #[error("not a batch of KV events: {0}")]
+    Malformed(#[from] rmp_serde::decode::Error),
+    /// A value is longer than the payload.
+    #[error("not a batch of KV events: not MessagePack, or truncated")]
+    Truncated,
+    /// A limit is exceeded.
+    #[error("the batch exceeds the {} limit", .0.as_str())]
+    TooLarge(BatchLimit),
+}
 
 /// One batch: what one engine step did to one rank's cache.
 #[derive(Clone, Debug, PartialEq)]
@@ -220,6 +230,7 @@ impl From<&str> for Ownership {
 
 /// Reads one batch. Bytes after it are tolerated, as engines' publishers tolerate them.
 pub fn decode(payload: &[u8]) -> Result<Batch, WireError> {
+    bounds::check(payload)?;
     let mut reader = rmp_serde::Deserializer::from_read_ref(payload);
     reader.set_max_depth(DEPTH);
     Ok(Batch::deserialize(&mut reader)?)

@@ -23,6 +23,7 @@ fn play(block_size: u32) -> (Arc<Metrics>, Vec<KvEvent>) {
         block_size: BlockSize::new(block_size).unwrap(),
         media: Default::default(),
         resync: Default::default(),
+        max_message: 1 << 20,
     };
     let (told, metrics) = (Arc::new(parking_lot::Mutex::new(Vec::new())), Arc::new(Metrics::new()));
     let mut writer = PrefixIndex::new().join(Slot(0));
@@ -96,6 +97,7 @@ impl Real {
             block_size: BlockSize::new(2).unwrap(),
             media: Default::default(),
             resync: shared,
+            max_message: 1 << 20,
         };
         let (index, witness, metrics) = (PrefixIndex::new(), Witness::default(), Arc::new(Metrics::new()));
         let writer = Arc::new(parking_lot::Mutex::new(index.join(Slot(0))));

@@ -49,6 +49,7 @@ fn feed(held: &Arc<Mutex<Held>>) -> Feed {
         block_size: BlockSize::new(1).unwrap(),
         media: MediaTokens::default(),
         resync: Default::default(),
+        max_message: 1 << 20,
     };
     Feed::new(&spec, sink(held), Arc::new(Metrics::new()), Default::default())
 }

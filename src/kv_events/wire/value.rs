@@ -5,10 +5,10 @@ use std::marker::PhantomData;
 
 use serde::de::{self, Deserialize, DeserializeOwned, Deserializer, IgnoredAny, SeqAccess, Visitor};
 
-use super::{ExtraKey, RESERVE, Tokens};
+use super::{ExtraKey, Tokens};
 use crate::block::EngineHash;
 
-/// A list that reserves with caution.
+/// A list that reserves exactly its length, which [`super::bounds`] has checked.
 pub(super) struct List<T>(pub(super) Vec<T>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for List<T> {
@@ -22,7 +22,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for List<T> {
             }
 
             fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<List<T>, A::Error> {
-                let mut list = Vec::with_capacity(seq.size_hint().unwrap_or(0).min(RESERVE / size_of::<T>().max(1)));
+                let mut list = Vec::with_capacity(seq.size_hint().unwrap_or(0));
                 while let Some(element) = seq.next_element()? {
                     list.push(element);
                 }
@@ -116,7 +116,7 @@ impl<'de> Deserialize<'de> for Tokens {
             }
 
             fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Tokens, A::Error> {
-                let mut ids = Vec::with_capacity(seq.size_hint().unwrap_or(0).min(RESERVE) + 1);
+                let mut ids = Vec::with_capacity(seq.size_hint().unwrap_or(0) + 1);
                 let mut last = match seq.next_element()? {
                     None => return Ok(Tokens::default()),
                     Some(Token::Single(id)) => {

@@ -1,0 +1,109 @@
+//! Commands: a name and data.
+
+use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
+
+use crate::error::ProtocolError;
+
+/// Longest context of a PING, by the specification.
+const CONTEXT: usize = 16;
+
+/// A command of the peer.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Command {
+    /// The handshake is complete on the peer's side.
+    Ready { socket_type: String },
+    /// The handshake failed on the peer's side.
+    Error { reason: String },
+    /// A heartbeat, to be answered with its context.
+    Ping { context: Bytes },
+    /// Any other command; unknown ones are ignored by the specification.
+    Other,
+}
+
+impl Command {
+    pub(crate) fn decode(mut body: Bytes) -> Result<Self, ProtocolError> {
+        let name = take_short(&mut body).ok_or(ProtocolError::MalformedCommand("unnamed"))?;
+        match &name[..] {
+            b"READY" => ready(body).ok_or(ProtocolError::MalformedCommand("READY")),
+            b"ERROR" => {
+                let reason = take_short(&mut body).ok_or(ProtocolError::MalformedCommand("ERROR"))?;
+                Ok(Command::Error { reason: String::from_utf8_lossy(&reason).into_owned() })
+            }
+            b"PING" => {
+                if body.try_get_u16().is_err() || body.len() > CONTEXT {
+                    return Err(ProtocolError::MalformedCommand("PING"));
+                }
+                Ok(Command::Ping { context: body })
+            }
+            _ => Ok(Command::Other),
+        }
+    }
+}
+
+/// Takes a piece with one byte of length in front.
+fn take_short(body: &mut Bytes) -> Option<Bytes> {
+    let length = usize::from(body.try_get_u8().ok()?);
+    (body.len() >= length).then(|| body.split_to(length))
+}
+
+/// Reads the properties of READY. Only the socket type is used.
+fn ready(mut body: Bytes) -> Option<Command> {
+    let mut socket_type = String::new();
+    while body.has_remaining() {
+        let name = take_short(&mut body)?;
+        let length = usize::try_from(body.try_get_u32().ok()?).ok()?;
+        let value = (body.len() >= length).then(|| body.split_to(length))?;
+        if name.eq_ignore_ascii_case(b"Socket-Type") {
+            socket_type = String::from_utf8_lossy(&value).into_owned();
+        }
+    }
+    Some(Command::Ready { socket_type })
+}
+
+/// The body of READY for a socket type.
+pub(crate) fn ready_body(socket_type: &str) -> BytesMut {
+    let mut body = BytesMut::from(&b"\x05READY\x0bSocket-Type"[..]);
+    body.put_u32(u32::try_from(socket_type.len()).unwrap_or_default());
+    body.put_slice(socket_type.as_bytes());
+    body
+}
+
+/// The body of SUBSCRIBE (ZMTP 3.1).
+pub(crate) fn subscribe_body(topic: &[u8]) -> Vec<u8> {
+    [b"\x09SUBSCRIBE", topic].concat()
+}
+
+/// The body of PING, without a time to live and without a context.
+pub(crate) const PING: &[u8] = b"\x04PING\x00\x00";
+
+/// The body of PONG.
+pub(crate) fn pong_body(context: &[u8]) -> Vec<u8> {
+    [b"\x04PONG", context].concat()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_are_decoded() {
+        let ready = |socket_type: &str| Command::Ready { socket_type: socket_type.to_owned() };
+        let cases: [(&[u8], Result<Command, ProtocolError>); 12] = [
+            (b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB\x08Identity\x00\x00\x00\x00", Ok(ready("PUB"))),
+            (b"\x05READY\x0bsocket-type\x00\x00\x00\x04XPUB", Ok(ready("XPUB"))),
+            (b"\x05READY", Ok(ready(""))),
+            (b"\x05READY\x0bSocket-Type\xff\xff\xff\xffPUB", Err(ProtocolError::MalformedCommand("READY"))),
+            (b"\x05READY\x0bSock", Err(ProtocolError::MalformedCommand("READY"))),
+            (b"\x05ERROR\x02no", Ok(Command::Error { reason: "no".to_owned() })),
+            (b"\x05ERROR\x09no", Err(ProtocolError::MalformedCommand("ERROR"))),
+            (b"\x04PING\x00\x01abc", Ok(Command::Ping { context: Bytes::from_static(b"abc") })),
+            (b"\x04PING\x00", Err(ProtocolError::MalformedCommand("PING"))),
+            (b"\x04PING\x00\x0112345678901234567", Err(ProtocolError::MalformedCommand("PING"))),
+            (b"\x04PONG", Ok(Command::Other)),
+            (b"", Err(ProtocolError::MalformedCommand("unnamed"))),
+        ];
+        for (body, expected) in cases {
+            assert_eq!(Command::decode(Bytes::from_static(body)), expected, "{body:?}");
+        }
+    }
+}

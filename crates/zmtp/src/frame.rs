@@ -1,0 +1,292 @@
+//! Frames: flags, length and body. The decoder stores received bytes only, and skips the body of a frame that exceeds
+//! the room the caller has for it.
+
+use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
+
+use crate::error::ProtocolError;
+
+/// Longest command: READY with its metadata needs a few hundred bytes.
+const COMMAND: u64 = 8 * 1024;
+/// A body of which at least so much is stored grows by doubling.
+const SMALLEST_GROWTH: usize = 16 * 1024;
+
+const MORE: u8 = 1;
+const LONG: u8 = 2;
+const IS_COMMAND: u8 = 4;
+
+/// One frame.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Frame {
+    /// A part of a message.
+    Part { more: bool, body: Bytes },
+    /// A part of a message that was larger than the room for it.
+    Skipped { more: bool, length: u64 },
+    /// A command.
+    Command(Bytes),
+}
+
+/// The message frames that the caller accepts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Accept {
+    /// None: the handshake consists of commands.
+    Commands,
+    /// Message frames; the body is stored up to `room` bytes, and skipped up to `skip` bytes.
+    Messages { room: usize, skip: u64 },
+}
+
+/// Decodes frames from pieces of a byte stream.
+#[derive(Debug)]
+pub(crate) struct FrameDecoder {
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    /// Flags and length, as far as they were received.
+    Header {
+        bytes: [u8; 9],
+        received: usize,
+    },
+    Body {
+        kind: Kind,
+        length: usize,
+        stored: Vec<u8>,
+    },
+    Skip {
+        more: bool,
+        length: u64,
+        left: u64,
+    },
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Part { more: bool },
+    Command,
+}
+
+impl Kind {
+    fn frame(self, body: Bytes) -> Frame {
+        match self {
+            Kind::Part { more } => Frame::Part { more, body },
+            Kind::Command => Frame::Command(body),
+        }
+    }
+}
+
+const HEADER: State = State::Header { bytes: [0; 9], received: 0 };
+
+impl Default for FrameDecoder {
+    fn default() -> Self {
+        Self { state: HEADER }
+    }
+}
+
+impl FrameDecoder {
+    /// Consumes input up to the end of the next frame. Without a complete frame, all input is consumed.
+    pub(crate) fn decode(&mut self, input: &mut BytesMut, accept: Accept) -> Result<Option<Frame>, ProtocolError> {
+        if let State::Header { bytes, received } = &mut self.state {
+            if !fill_header(bytes, received, input) {
+                return Ok(None);
+            }
+            let (flags, length) = header(bytes);
+            self.state = body_state(flags, length, accept)?;
+        }
+        match &mut self.state {
+            State::Header { .. } => Ok(None),
+            State::Body { kind, length, stored } => {
+                let missing = *length - stored.len();
+                if stored.is_empty() && input.len() >= missing {
+                    let frame = kind.frame(input.split_to(missing).freeze());
+                    self.state = HEADER;
+                    return Ok(Some(frame));
+                }
+                let taken = input.len().min(missing);
+                grow(stored, taken, *length);
+                stored.extend_from_slice(&input[..taken]);
+                input.advance(taken);
+                if taken < missing {
+                    return Ok(None);
+                }
+                let frame = kind.frame(Bytes::from(std::mem::take(stored)));
+                self.state = HEADER;
+                Ok(Some(frame))
+            }
+            State::Skip { more, length, left } => {
+                let taken = usize::try_from(*left).map_or(input.len(), |left| left.min(input.len()));
+                input.advance(taken);
+                *left -= taken as u64;
+                if *left > 0 {
+                    return Ok(None);
+                }
+                let frame = Frame::Skipped { more: *more, length: *length };
+                self.state = HEADER;
+                Ok(Some(frame))
+            }
+        }
+    }
+}
+
+/// Moves header bytes out of the input; true when the header is complete.
+fn fill_header(bytes: &mut [u8; 9], received: &mut usize, input: &mut BytesMut) -> bool {
+    loop {
+        let length = if bytes[0] & LONG != 0 { 9 } else { 2 };
+        if *received > 0 && *received == length {
+            return true;
+        }
+        if input.is_empty() {
+            return false;
+        }
+        bytes[*received] = input.get_u8();
+        *received += 1;
+    }
+}
+
+fn header(bytes: &[u8; 9]) -> (u8, u64) {
+    let [flags, short, ..] = *bytes;
+    let length = if flags & LONG != 0 { (&bytes[1..]).get_u64() } else { u64::from(short) };
+    (flags, length)
+}
+
+/// Decides what to do with a body of an announced length.
+fn body_state(flags: u8, length: u64, accept: Accept) -> Result<State, ProtocolError> {
+    if flags & !(MORE | LONG | IS_COMMAND) != 0 || flags & (MORE | IS_COMMAND) == MORE | IS_COMMAND {
+        return Err(ProtocolError::Flags(flags));
+    }
+    let more = flags & MORE != 0;
+    let (kind, room) = match accept {
+        _ if flags & IS_COMMAND != 0 && length > COMMAND => return Err(ProtocolError::CommandTooLarge(length)),
+        _ if flags & IS_COMMAND != 0 => (Kind::Command, usize::MAX),
+        Accept::Commands => return Err(ProtocolError::EarlyMessage),
+        Accept::Messages { skip, .. } if length > skip => return Err(ProtocolError::MessageTooLarge(length)),
+        Accept::Messages { room, .. } => (Kind::Part { more }, room),
+    };
+    Ok(match usize::try_from(length) {
+        Ok(length) if length <= room => State::Body { kind, length, stored: Vec::new() },
+        _ => State::Skip { more, length, left: length },
+    })
+}
+
+/// Makes room for `taken` more bytes: at most twice the received ones, and never more than the announced length.
+fn grow(stored: &mut Vec<u8>, taken: usize, length: usize) {
+    let needed = stored.len() + taken;
+    if needed > stored.capacity() {
+        let capacity = needed.max(stored.capacity() * 2).max(SMALLEST_GROWTH).min(length);
+        stored.reserve_exact(capacity - stored.len());
+    }
+}
+
+/// Appends a message frame.
+pub(crate) fn put_part(output: &mut BytesMut, body: &[u8], more: bool) {
+    put_frame(output, if more { MORE } else { 0 }, body);
+}
+
+/// Appends a command frame.
+pub(crate) fn put_command(output: &mut BytesMut, body: &[u8]) {
+    put_frame(output, IS_COMMAND, body);
+}
+
+fn put_frame(output: &mut BytesMut, flags: u8, body: &[u8]) {
+    match u8::try_from(body.len()) {
+        Ok(length) => output.put_slice(&[flags, length]),
+        Err(_) => {
+            output.put_u8(flags | LONG);
+            output.put_u64(body.len() as u64);
+        }
+    }
+    output.put_slice(body);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROOMY: Accept = Accept::Messages { room: 1 << 20, skip: 1 << 24 };
+
+    fn decode_all(mut pieces: Vec<BytesMut>, accept: Accept) -> Result<Vec<Frame>, ProtocolError> {
+        let mut decoder = FrameDecoder::default();
+        let mut frames = Vec::new();
+        for piece in &mut pieces {
+            while let Some(frame) = decoder.decode(piece, accept)? {
+                frames.push(frame);
+            }
+            assert!(piece.is_empty(), "the decoder consumes all input");
+        }
+        Ok(frames)
+    }
+
+    fn part(more: bool, body: &[u8]) -> Frame {
+        Frame::Part { more, body: Bytes::copy_from_slice(body) }
+    }
+
+    #[test]
+    fn frames_of_every_size_survive_every_split() {
+        for length in [0, 1, 255, 256, 70_000] {
+            let body: Vec<u8> = (0..length).map(|at| u8::try_from(at % 251).unwrap()).collect();
+            let mut wire = BytesMut::new();
+            put_part(&mut wire, &body, true);
+            put_command(&mut wire, b"\x04PONG");
+            put_part(&mut wire, b"end", false);
+            let expected =
+                || vec![part(true, &body), Frame::Command(Bytes::from_static(b"\x04PONG")), part(false, b"end")];
+            for size in [1, 2, 3, 9, 1000, wire.len()] {
+                let pieces = wire.chunks(size).map(BytesMut::from).collect();
+                assert_eq!(decode_all(pieces, ROOMY), Ok(expected()), "{length} in pieces of {size}");
+            }
+        }
+    }
+
+    #[test]
+    fn announced_length_allocates_nothing() {
+        let mut decoder = FrameDecoder::default();
+        let mut header = BytesMut::from(&[LONG, 0, 0, 0, 0, 0x40, 0, 0, 0, 7][..]);
+        let accept = Accept::Messages { room: 1 << 40, skip: 1 << 41 };
+        assert_eq!(decoder.decode(&mut header, accept), Ok(None));
+        let State::Body { stored, length, .. } = decoder.state else { panic!("a body is expected") };
+        assert_eq!((stored.len(), length), (1, 1 << 30));
+        assert!(stored.capacity() <= SMALLEST_GROWTH);
+    }
+
+    #[test]
+    fn body_buffer_stays_below_twice_the_received_bytes() {
+        let mut decoder = FrameDecoder::default();
+        let length: u64 = 1 << 22;
+        let mut header = BytesMut::from(&[LONG][..]);
+        header.put_u64(length);
+        let accept = Accept::Messages { room: 1 << 22, skip: 1 << 22 };
+        assert_eq!(decoder.decode(&mut header, accept), Ok(None));
+        for _ in 1..(length / 1024) {
+            assert_eq!(decoder.decode(&mut BytesMut::from(&[7; 1024][..]), accept), Ok(None));
+            let State::Body { stored, .. } = &decoder.state else { panic!("a body is expected") };
+            assert!(stored.capacity() <= (stored.len() * 2).max(SMALLEST_GROWTH));
+        }
+        let Ok(Some(Frame::Part { body, .. })) = decoder.decode(&mut BytesMut::from(&[7; 1024][..]), accept) else {
+            panic!("the frame is complete")
+        };
+        assert_eq!(body.len() as u64, length);
+    }
+
+    #[test]
+    fn frame_beyond_the_room_is_skipped() {
+        let mut wire = BytesMut::new();
+        put_part(&mut wire, &[1; 300], true);
+        put_part(&mut wire, b"after", false);
+        let accept = Accept::Messages { room: 299, skip: 300 };
+        let expected = vec![Frame::Skipped { more: true, length: 300 }, part(false, b"after")];
+        assert_eq!(decode_all(wire.chunks(7).map(BytesMut::from).collect(), accept), Ok(expected));
+    }
+
+    #[test]
+    fn invalid_headers_are_refused() {
+        let cases: [(&[u8], Accept, ProtocolError); 5] = [
+            (&[0x08, 0], ROOMY, ProtocolError::Flags(8)),
+            (&[IS_COMMAND | MORE, 0], ROOMY, ProtocolError::Flags(5)),
+            (&[0, 1], Accept::Commands, ProtocolError::EarlyMessage),
+            (&[LONG, 0x40, 0, 0, 0, 0, 0, 0, 0], ROOMY, ProtocolError::MessageTooLarge(1 << 62)),
+            (&[LONG | IS_COMMAND, 0, 0, 0, 0, 0, 1, 0, 0], ROOMY, ProtocolError::CommandTooLarge(1 << 16)),
+        ];
+        for (header, accept, error) in cases {
+            assert_eq!(decode_all(vec![BytesMut::from(header)], accept), Err(error));
+        }
+    }
+}

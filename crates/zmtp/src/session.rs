@@ -1,0 +1,268 @@
+//! One connection as a state machine without input and output: bytes in, events and bytes out.
+
+use bytes::{Bytes, BytesMut};
+
+use crate::command::{self, Command};
+use crate::error::ProtocolError;
+use crate::frame::{Accept, Frame, FrameDecoder, put_command, put_part};
+use crate::greeting::{GreetingDecoder, greeting};
+
+/// A message that exceeds the limits by at most this factor is skipped. A larger one ends the connection.
+const SKIPPED: u64 = 16;
+
+/// Sizes that a peer may not exceed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Largest message in bytes, all frames together.
+    pub message: usize,
+    /// Most frames of a message.
+    pub frames: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { message: 64 << 20, frames: 16 }
+    }
+}
+
+/// What our side of the connection is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SocketRole {
+    /// Subscribes to a topic prefix; the peer is a publisher.
+    Sub {
+        /// The topic prefix; empty for all messages.
+        topic: Bytes,
+    },
+    /// Sends requests to a router and receives its replies.
+    Dealer,
+}
+
+impl SocketRole {
+    fn socket_type(&self) -> &'static str {
+        match self {
+            SocketRole::Sub { .. } => "SUB",
+            SocketRole::Dealer => "DEALER",
+        }
+    }
+
+    fn accepts(&self, peer: &str) -> bool {
+        match self {
+            SocketRole::Sub { .. } => matches!(peer, "PUB" | "XPUB"),
+            SocketRole::Dealer => matches!(peer, "ROUTER" | "DEALER" | "REP"),
+        }
+    }
+}
+
+/// The limit that a message exceeded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Oversize {
+    /// [`Limits::message`].
+    Message,
+    /// [`Limits::frames`].
+    Frames,
+}
+
+impl Oversize {
+    /// A short constant name, for metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Oversize::Message => "message",
+            Oversize::Frames => "frames",
+        }
+    }
+}
+
+/// An event of a session.
+#[derive(Debug, PartialEq, Eq)]
+pub enum SessionEvent {
+    /// The handshake is complete.
+    Ready,
+    /// A message, as its frames.
+    Message(Vec<Bytes>),
+    /// A message exceeded a limit and was skipped.
+    Oversize(Oversize),
+}
+
+#[derive(Debug)]
+enum Phase {
+    Greeting(GreetingDecoder),
+    Handshake { minor: u8 },
+    Traffic,
+}
+
+/// The protocol state of one connection.
+#[derive(Debug)]
+pub struct Session {
+    role: SocketRole,
+    limits: Limits,
+    phase: Phase,
+    decoder: FrameDecoder,
+    assembly: Assembly,
+    output: BytesMut,
+    /// Whether the peer understands PING, which older implementations treat as an error.
+    has_heartbeats: bool,
+}
+
+impl Session {
+    /// Starts a connection; the greeting is ready to be sent.
+    pub fn new(role: SocketRole, limits: Limits) -> Self {
+        Self {
+            role,
+            limits,
+            phase: Phase::Greeting(GreetingDecoder::default()),
+            decoder: FrameDecoder::default(),
+            assembly: Assembly::default(),
+            output: BytesMut::from(&greeting()[..]),
+            has_heartbeats: false,
+        }
+    }
+
+    /// Consumes input up to the next event. `None` means that all input is consumed and more is needed.
+    pub fn process(&mut self, input: &mut BytesMut) -> Result<Option<SessionEvent>, ProtocolError> {
+        loop {
+            match &mut self.phase {
+                Phase::Greeting(decoder) => {
+                    let Some(minor) = decoder.decode(input)? else { return Ok(None) };
+                    put_command(&mut self.output, &command::ready_body(self.role.socket_type()));
+                    self.phase = Phase::Handshake { minor };
+                }
+                Phase::Handshake { minor } => {
+                    let minor = *minor;
+                    return match self.decoder.decode(input, Accept::Commands)? {
+                        Some(Frame::Command(body)) => self.ready(minor, body).map(Some),
+                        Some(Frame::Part { .. } | Frame::Skipped { .. }) => Err(ProtocolError::EarlyMessage),
+                        None => Ok(None),
+                    };
+                }
+                Phase::Traffic => {
+                    let accept = self.assembly.accept(&self.limits);
+                    let Some(frame) = self.decoder.decode(input, accept)? else { return Ok(None) };
+                    if let Some(event) = self.traffic(frame)? {
+                        return Ok(Some(event));
+                    }
+                }
+            }
+        }
+    }
+
+    /// The bytes to send, which the caller removes as they are sent.
+    pub fn output(&mut self) -> &mut BytesMut {
+        &mut self.output
+    }
+
+    /// Appends a message to the output.
+    pub fn send(&mut self, frames: &[Bytes]) {
+        for (at, frame) in frames.iter().enumerate() {
+            put_part(&mut self.output, frame, at + 1 < frames.len());
+        }
+    }
+
+    /// Appends a heartbeat to the output; false where the peer does not understand heartbeats.
+    pub fn ping(&mut self) -> bool {
+        if self.has_heartbeats {
+            put_command(&mut self.output, command::PING);
+        }
+        self.has_heartbeats
+    }
+
+    /// Completes the handshake with the peer's READY.
+    fn ready(&mut self, minor: u8, body: Bytes) -> Result<SessionEvent, ProtocolError> {
+        let peer = match Command::decode(body)? {
+            Command::Ready { socket_type } => socket_type,
+            Command::Error { reason } => return Err(ProtocolError::Rejected(reason)),
+            Command::Ping { .. } | Command::Other => return Err(ProtocolError::NotReady),
+        };
+        if !self.role.accepts(&peer) {
+            return Err(ProtocolError::SocketType { peer, ours: self.role.socket_type() });
+        }
+        self.has_heartbeats = minor >= 1;
+        if let SocketRole::Sub { topic } = &self.role {
+            match minor {
+                0 => put_part(&mut self.output, &[&[1], &topic[..]].concat(), false),
+                _ => put_command(&mut self.output, &command::subscribe_body(topic)),
+            }
+        }
+        self.phase = Phase::Traffic;
+        Ok(SessionEvent::Ready)
+    }
+
+    fn traffic(&mut self, frame: Frame) -> Result<Option<SessionEvent>, ProtocolError> {
+        match frame {
+            Frame::Part { more, body } => self.assembly.part(more, body, &self.limits),
+            Frame::Skipped { more, length } => self.assembly.skipped(more, length, &self.limits),
+            // A command may stand between the frames of a message.
+            Frame::Command(body) => {
+                match Command::decode(body)? {
+                    Command::Ping { context } => {
+                        self.has_heartbeats = true;
+                        put_command(&mut self.output, &command::pong_body(&context));
+                    }
+                    Command::Error { reason } => return Err(ProtocolError::Rejected(reason)),
+                    Command::Ready { .. } | Command::Other => {}
+                }
+                Ok(None)
+            }
+        }
+    }
+}
+
+/// The message that is being received.
+#[derive(Debug, Default)]
+struct Assembly {
+    parts: Vec<Bytes>,
+    /// Bytes of all frames, stored or skipped.
+    bytes: u64,
+    frames: usize,
+    oversize: Option<Oversize>,
+}
+
+impl Assembly {
+    fn accept(&self, limits: &Limits) -> Accept {
+        let limit = limits.message as u64;
+        let room = match self.oversize {
+            None => usize::try_from(limit.saturating_sub(self.bytes)).unwrap_or(usize::MAX),
+            Some(_) => 0,
+        };
+        Accept::Messages { room, skip: limit.saturating_mul(SKIPPED).saturating_sub(self.bytes) }
+    }
+
+    fn part(&mut self, more: bool, body: Bytes, limits: &Limits) -> Result<Option<SessionEvent>, ProtocolError> {
+        self.bytes += body.len() as u64;
+        if self.oversize.is_none() && self.frames < limits.frames {
+            self.parts.push(body);
+        }
+        self.end_frame(more, limits)
+    }
+
+    fn skipped(&mut self, more: bool, length: u64, limits: &Limits) -> Result<Option<SessionEvent>, ProtocolError> {
+        self.bytes = self.bytes.saturating_add(length);
+        self.exceed(Oversize::Message);
+        self.end_frame(more, limits)
+    }
+
+    fn exceed(&mut self, limit: Oversize) {
+        self.oversize.get_or_insert(limit);
+        self.parts = Vec::new();
+    }
+
+    fn end_frame(&mut self, more: bool, limits: &Limits) -> Result<Option<SessionEvent>, ProtocolError> {
+        self.frames += 1;
+        if self.frames > limits.frames {
+            self.exceed(Oversize::Frames);
+        }
+        if self.frames as u64 > (limits.frames as u64).saturating_mul(SKIPPED) {
+            return Err(ProtocolError::TooManyFrames);
+        }
+        if more {
+            return Ok(None);
+        }
+        let message = std::mem::take(self);
+        Ok(Some(match message.oversize {
+            None => SessionEvent::Message(message.parts),
+            Some(limit) => SessionEvent::Oversize(limit),
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests;

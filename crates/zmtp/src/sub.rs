@@ -1,0 +1,118 @@
+//! SUB: messages of one publisher that is connected to, or of the publishers that connect.
+
+use bytes::Bytes;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+
+use crate::SocketConfig;
+use crate::connection::Connection;
+use crate::endpoint::Endpoint;
+use crate::error::ZmtpError;
+use crate::listener::Listener;
+use crate::session::{Oversize, Session, SessionEvent, SocketRole};
+use crate::transport::{self, TransportListener, TransportStream};
+
+/// Events that wait for the consumer. Further messages wait in the connections, the kernel and the publishers.
+const QUEUE: usize = 1;
+
+/// The number of a publisher's connection, unique within its socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PublisherId(pub u64);
+
+/// An event of a SUB socket.
+#[derive(Debug)]
+pub enum SubEvent {
+    /// A publisher completed the handshake with a bound socket. A connected socket begins in this state.
+    Connected {
+        /// The connection.
+        publisher: PublisherId,
+        /// Address of the peer.
+        address: String,
+    },
+    /// A message, as its frames.
+    Message(Vec<Bytes>),
+    /// A message exceeded a limit and was skipped.
+    Oversize(Oversize),
+    /// A connection ended.
+    Disconnected {
+        /// The connection.
+        publisher: PublisherId,
+        /// Why.
+        error: ZmtpError,
+    },
+    /// A connection to a bound socket was refused. Reported only while the consumer keeps up.
+    Refused {
+        /// Address of the peer.
+        address: String,
+        /// Why.
+        error: ZmtpError,
+    },
+}
+
+/// A SUB socket with one subscription. A connected socket does not reconnect: [`SubEvent::Disconnected`] is its last event.
+pub struct SubSocket {
+    events: mpsc::Receiver<SubEvent>,
+    local: Option<Endpoint>,
+    /// Ends the connections with the socket.
+    _tasks: JoinSet<()>,
+}
+
+impl SubSocket {
+    /// Connects to a publisher, completes the handshake and sends the subscription.
+    pub async fn connect(endpoint: &Endpoint, topic: &str, config: SocketConfig) -> Result<Self, ZmtpError> {
+        let stream = transport::connect(endpoint, config.timing.connect).await?;
+        let connection = Connection::handshake(stream, session(topic, config), config.timing).await?;
+        let (events_tx, events) = mpsc::channel(QUEUE);
+        let mut tasks = JoinSet::new();
+        tasks.spawn(forward(connection, PublisherId(0), events_tx));
+        Ok(Self { events, local: None, _tasks: tasks })
+    }
+
+    /// Listens for publishers.
+    pub async fn bind(endpoint: &Endpoint, topic: &str, config: SocketConfig) -> Result<Self, ZmtpError> {
+        let transport = TransportListener::bind(endpoint).await?;
+        let local = transport.local_endpoint(endpoint)?;
+        let (events_tx, events) = mpsc::channel(QUEUE);
+        let mut tasks = JoinSet::new();
+        tasks.spawn(Listener::new(transport, topic, config, events_tx).run());
+        Ok(Self { events, local: Some(local), _tasks: tasks })
+    }
+
+    /// The endpoint of a bound socket, with the port that the system chose.
+    pub fn local_endpoint(&self) -> Option<&Endpoint> {
+        self.local.as_ref()
+    }
+
+    /// Waits for the next event; `None` after the last one. May be cancelled without loss.
+    pub async fn next_event(&mut self) -> Option<SubEvent> {
+        self.events.recv().await
+    }
+}
+
+pub(crate) fn session(topic: &str, config: SocketConfig) -> Session {
+    Session::new(SocketRole::Sub { topic: Bytes::copy_from_slice(topic.as_bytes()) }, config.limits)
+}
+
+/// Passes the messages of a connection on, one at a time: nothing is read while one waits for the consumer.
+pub(crate) async fn forward(
+    mut connection: Connection<TransportStream>,
+    publisher: PublisherId,
+    events: mpsc::Sender<SubEvent>,
+) {
+    let error = loop {
+        let event = match connection.next_event().await {
+            Ok(SessionEvent::Message(frames)) => SubEvent::Message(frames),
+            Ok(SessionEvent::Oversize(limit)) => SubEvent::Oversize(limit),
+            Ok(SessionEvent::Ready) => continue,
+            Err(error) => break error,
+        };
+        match connection.wait_for(events.reserve()).await {
+            Ok(Ok(permit)) => permit.send(event),
+            // The socket is gone.
+            Ok(Err(_)) => return,
+            Err(error) => break error,
+        }
+    };
+    // An error means that the socket is gone.
+    let _ = events.send(SubEvent::Disconnected { publisher, error }).await;
+}

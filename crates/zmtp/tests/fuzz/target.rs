@@ -1,0 +1,213 @@
+//! The fuzz target: a peer's bytes, sent in pieces through a socket pair. The events of the connection have to be those
+//! of a plain parser that sees all bytes at once, and memory may not exceed what was received.
+
+use std::cell::RefCell;
+
+use bytes::Bytes;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex};
+use tokio::runtime::{Builder, Runtime};
+use warmroute_zmtp::{Connection, Limits, Oversize, Session, SessionEvent, SocketRole, Timing};
+
+/// Small, so that inputs of a few hundred bytes reach the limits.
+pub(crate) const LIMITS: Limits = Limits { message: 96, frames: 4 };
+const SKIPPED: u64 = 16;
+const COMMAND: u64 = 8 * 1024;
+
+/// What a peer's bytes amount to.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Outcome {
+    pub(crate) ready: bool,
+    pub(crate) events: Vec<SessionEvent>,
+    /// The connection failed before the peer closed it.
+    pub(crate) violation: bool,
+}
+
+thread_local! {
+    static RUNTIME: RefCell<Runtime> =
+        RefCell::new(Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime"));
+}
+
+/// Runs one input: the role, the size of the pieces, and the peer's bytes.
+pub(crate) fn run(input: &[u8]) {
+    let [role, piece, bytes @ ..] = input else { return };
+    let dealer = role & 1 == 1;
+    let expected = parse(bytes, dealer);
+    let received = RUNTIME.with_borrow(|runtime| runtime.block_on(receive(bytes, dealer, usize::from(*piece) + 1)));
+    assert_eq!(received, expected, "dealer: {dealer}, in pieces of {}", usize::from(*piece) + 1);
+    let payload: usize = received.events.iter().map(size).sum();
+    assert!(payload <= bytes.len());
+}
+
+fn size(event: &SessionEvent) -> usize {
+    match event {
+        SessionEvent::Message(frames) => {
+            let size = frames.iter().map(Bytes::len).sum();
+            assert!(size <= LIMITS.message && frames.len() <= LIMITS.frames);
+            size
+        }
+        SessionEvent::Ready | SessionEvent::Oversize(_) => 0,
+    }
+}
+
+/// The outcome through a socket pair.
+async fn receive(bytes: &[u8], dealer: bool, piece: usize) -> Outcome {
+    let (ours, theirs) = duplex(512);
+    let (mut read, mut write) = tokio::io::split(theirs);
+    let peer = async {
+        for piece in bytes.chunks(piece) {
+            if write.write_all(piece).await.is_err() {
+                return;
+            }
+        }
+        let _ = write.shutdown().await;
+    };
+    // The peer reads all along, so that answers to its heartbeats never block.
+    let drain = async {
+        let mut sink = [0; 256];
+        while matches!(read.read(&mut sink).await, Ok(count) if count > 0) {}
+    };
+    let (outcome, (), ()) = tokio::join!(consume(ours, dealer), peer, drain);
+    outcome
+}
+
+async fn consume(stream: tokio::io::DuplexStream, dealer: bool) -> Outcome {
+    let role = if dealer { SocketRole::Dealer } else { SocketRole::Sub { topic: Bytes::from_static(b"kv") } };
+    let mut outcome = Outcome::default();
+    let mut connection = match Connection::handshake(stream, Session::new(role, LIMITS), Timing::default()).await {
+        Ok(connection) => connection,
+        Err(error) => return Outcome { violation: error.reason() != "closed_in_handshake", ..outcome },
+    };
+    outcome.ready = true;
+    loop {
+        match connection.next_event().await {
+            Ok(event) => outcome.events.push(event),
+            Err(error) => {
+                outcome.violation = error.reason() != "closed";
+                return outcome;
+            }
+        }
+    }
+}
+
+/// The plain parser.
+fn parse(bytes: &[u8], dealer: bool) -> Outcome {
+    let mut outcome = Outcome::default();
+    outcome.violation = parse_into(bytes, dealer, &mut outcome).is_err();
+    outcome
+}
+
+struct Violation;
+
+/// Flags and body of a frame, and the bytes after it.
+struct Frame<'a> {
+    flags: u8,
+    body: &'a [u8],
+    rest: &'a [u8],
+}
+
+/// The next frame. `None` where the bytes end.
+fn frame(bytes: &[u8], at_most: impl Fn(u8, u64) -> bool) -> Result<Option<Frame<'_>>, Violation> {
+    let Some((&flags, rest)) = bytes.split_first() else { return Ok(None) };
+    let (length, rest) = if flags & 2 == 0 {
+        let Some((&length, rest)) = rest.split_first() else { return Ok(None) };
+        (u64::from(length), rest)
+    } else {
+        let Some((length, rest)) = rest.split_first_chunk() else { return Ok(None) };
+        (u64::from_be_bytes(*length), rest)
+    };
+    if flags > 7 || flags & 5 == 5 || !at_most(flags, length) {
+        return Err(Violation);
+    }
+    let complete = usize::try_from(length).ok().and_then(|length| rest.split_at_checked(length));
+    Ok(complete.map(|(body, rest)| Frame { flags, body, rest }))
+}
+
+fn parse_into(bytes: &[u8], dealer: bool, outcome: &mut Outcome) -> Result<(), Violation> {
+    let is = |at: usize, test: &dyn Fn(u8) -> bool| bytes.get(at).is_none_or(|byte| test(*byte));
+    if !is(0, &|byte| byte == 0xff) || !is(9, &|byte| byte & 1 == 1) || !is(10, &|byte| byte >= 3) {
+        return Err(Violation);
+    }
+    let Some((greeting, rest)) = bytes.split_at_checked(64) else { return Ok(()) };
+    if !greeting[12..32].starts_with(b"NULL\0") {
+        return Err(Violation);
+    }
+    let Some(handshake) = frame(rest, |flags, length| flags & 4 != 0 && length <= COMMAND)? else { return Ok(()) };
+    let mut rest = handshake.rest;
+    let socket_type = ready(handshake.body).ok_or(Violation)?;
+    let accepted: [&[u8]; 3] = if dealer { [b"ROUTER", b"DEALER", b"REP"] } else { [b"PUB", b"XPUB", b"XPUB"] };
+    if !accepted.contains(&&socket_type[..]) {
+        return Err(Violation);
+    }
+    outcome.ready = true;
+    let limit = LIMITS.message as u64;
+    let mut parts = Vec::new();
+    let mut count = 0_usize;
+    let mut total = 0_u64;
+    loop {
+        let sound = |flags: u8, length: u64| match flags & 4 {
+            0 => length.saturating_add(total) <= limit * SKIPPED,
+            _ => length <= COMMAND,
+        };
+        let Some(Frame { flags, body, rest: after }) = frame(rest, sound)? else { return Ok(()) };
+        rest = after;
+        if flags & 4 != 0 {
+            traffic_command(body)?;
+            continue;
+        }
+        parts.push(Bytes::copy_from_slice(body));
+        count += 1;
+        total += body.len() as u64;
+        if count as u64 > LIMITS.frames as u64 * SKIPPED {
+            return Err(Violation);
+        }
+        if flags & 1 == 0 {
+            outcome.events.push(event(std::mem::take(&mut parts), count, total));
+            count = 0;
+            total = 0;
+        }
+    }
+}
+
+/// The event of a complete message. Of two exceeded limits the first one is reported.
+fn event(parts: Vec<Bytes>, count: usize, total: u64) -> SessionEvent {
+    let limit = LIMITS.message as u64;
+    if total <= limit && count <= LIMITS.frames {
+        return SessionEvent::Message(parts);
+    }
+    let mut sum = 0;
+    let by_bytes = parts.iter().position(|part| {
+        sum += part.len() as u64;
+        sum > limit
+    });
+    match by_bytes {
+        Some(at) if at <= LIMITS.frames => SessionEvent::Oversize(Oversize::Message),
+        _ => SessionEvent::Oversize(Oversize::Frames),
+    }
+}
+
+/// The socket type that READY names.
+fn ready(body: &[u8]) -> Option<Vec<u8>> {
+    let mut rest = body.strip_prefix(b"\x05READY")?;
+    let mut socket_type = Vec::new();
+    while let Some((&length, after)) = rest.split_first() {
+        let (name, after) = after.split_at_checked(usize::from(length))?;
+        let (length, after) = after.split_first_chunk()?;
+        let (value, after) = after.split_at_checked(u32::from_be_bytes(*length) as usize)?;
+        if name.eq_ignore_ascii_case(b"socket-type") {
+            socket_type = value.to_vec();
+        }
+        rest = after;
+    }
+    Some(socket_type)
+}
+
+fn traffic_command(body: &[u8]) -> Result<(), Violation> {
+    let (&length, rest) = body.split_first().ok_or(Violation)?;
+    let (name, data) = rest.split_at_checked(usize::from(length)).ok_or(Violation)?;
+    match name {
+        b"ERROR" => Err(Violation),
+        b"PING" if !(2..=18).contains(&data.len()) => Err(Violation),
+        b"READY" if ready(body).is_none() => Err(Violation),
+        _ => Ok(()),
+    }
+}

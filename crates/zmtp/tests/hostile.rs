@@ -1,0 +1,231 @@
+//! Peers that violate the protocol, announce huge sizes, or hold connections: the process keeps its memory and its
+//! sockets, and a sound publisher is still received.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::{Instant, sleep, timeout};
+use warmroute_zmtp::{
+    DealerSocket, Endpoint, Limits, Oversize, ProtocolError, SessionEvent, SocketConfig, SubEvent, SubSocket, Timing,
+    ZmtpError,
+};
+
+const READY_PUB: &[u8] = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB";
+const READY_ROUTER: &[u8] = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER";
+
+fn greeting(minor: u8) -> Vec<u8> {
+    let mut greeting = vec![0; 64];
+    greeting[0] = 0xff;
+    greeting[9] = 0x7f;
+    greeting[10] = 3;
+    greeting[11] = minor;
+    greeting[12..16].copy_from_slice(b"NULL");
+    greeting
+}
+
+/// A long message frame's header.
+fn header(length: u64) -> Vec<u8> {
+    [&[2], &length.to_be_bytes()[..]].concat()
+}
+
+async fn bound() -> (SubSocket, String) {
+    let any: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let config = SocketConfig { limits: Limits { message: 1 << 20, frames: 4 }, ..SocketConfig::default() };
+    let socket = SubSocket::bind(&any, "kv", config).await.unwrap();
+    let address = socket.local_endpoint().unwrap().to_string().replace("tcp://", "");
+    (socket, address)
+}
+
+/// A raw publisher after the handshake.
+async fn publisher(address: &str) -> TcpStream {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(&[&greeting(0)[..], READY_PUB].concat()).await.unwrap();
+    let mut handshake = [0; 64 + 27 + 5];
+    stream.read_exact(&mut handshake).await.unwrap();
+    assert_eq!(handshake[91..], *b"\x00\x03\x01kv");
+    stream
+}
+
+async fn next(socket: &mut SubSocket) -> SubEvent {
+    timeout(Duration::from_secs(10), socket.next_event()).await.expect("an event").expect("the socket is open")
+}
+
+/// The next event that is not about a refused connection.
+async fn next_accepted(socket: &mut SubSocket) -> SubEvent {
+    loop {
+        match next(socket).await {
+            SubEvent::Refused { .. } => {}
+            event => return event,
+        }
+    }
+}
+
+/// Resident memory in MiB.
+fn resident() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches("kB").trim().parse::<usize>().unwrap() / 1024
+}
+
+/// The reproduction of an abort: nine bytes after the greeting, with a length that cannot be allocated.
+#[tokio::test]
+async fn announced_length_does_not_abort_the_process() {
+    for length in [1 << 62, 1 << 40, u64::MAX] {
+        let (mut socket, address) = bound().await;
+        let mut early = TcpStream::connect(&address).await.unwrap();
+        early.write_all(&[greeting(0), header(length)].concat()).await.unwrap();
+        match next(&mut socket).await {
+            SubEvent::Refused { error, .. } => assert_eq!(error.reason(), "protocol"),
+            other => panic!("{other:?}"),
+        }
+        let mut late = publisher(&address).await;
+        assert!(matches!(next(&mut socket).await, SubEvent::Connected { .. }));
+        late.write_all(&header(length)).await.unwrap();
+        match next(&mut socket).await {
+            SubEvent::Disconnected { error: ZmtpError::Protocol(ProtocolError::MessageTooLarge(_)), .. } => {}
+            other => panic!("{other:?}"),
+        }
+        let mut sound = publisher(&address).await;
+        sound.write_all(b"\x00\x02kv").await.unwrap();
+        assert!(matches!(next(&mut socket).await, SubEvent::Connected { .. }));
+        assert!(matches!(next(&mut socket).await, SubEvent::Message(_)));
+    }
+}
+
+/// The same by an engine that is connected to, on the event endpoint and on the replay endpoint.
+#[tokio::test]
+async fn connected_engine_cannot_abort_the_process() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint: Endpoint = format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap();
+    tokio::spawn(async move {
+        for (ready, length) in [(READY_PUB, 1 << 62), (READY_ROUTER, 1 << 62)] {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            stream.write_all(&[&greeting(1), ready, &header(length)].concat()).await.unwrap();
+            let mut rest = Vec::new();
+            stream.read_to_end(&mut rest).await.ok();
+        }
+    });
+    let mut sub = SubSocket::connect(&endpoint, "", SocketConfig::default()).await.unwrap();
+    match next(&mut sub).await {
+        SubEvent::Disconnected { error, .. } => assert_eq!(error.reason(), "too_large"),
+        other => panic!("{other:?}"),
+    }
+    assert!(sub.next_event().await.is_none());
+    let mut dealer = DealerSocket::connect(&endpoint, SocketConfig::default()).await.unwrap();
+    assert_eq!(dealer.next_event().await.unwrap_err().reason(), "too_large");
+}
+
+#[tokio::test]
+async fn oversize_message_is_skipped_without_memory() {
+    let (mut socket, address) = bound().await;
+    let mut stream = publisher(&address).await;
+    assert!(matches!(next(&mut socket).await, SubEvent::Connected { .. }));
+    let before = resident();
+    let sending = tokio::spawn(async move {
+        // Sixteen times the limit, which is the most that is skipped.
+        stream.write_all(&header(16 << 20)).await.unwrap();
+        for _ in 0..16 {
+            stream.write_all(&[7; 1 << 20]).await.unwrap();
+        }
+        stream.write_all(b"\x00\x02kv").await.unwrap();
+        stream
+    });
+    assert!(matches!(next(&mut socket).await, SubEvent::Oversize(Oversize::Message)));
+    assert!(matches!(next(&mut socket).await, SubEvent::Message(frames) if frames == [Bytes::from_static(b"kv")]));
+    assert!(resident() < before + 8, "{} MiB before, {} MiB after", before, resident());
+    drop(sending.await.unwrap());
+}
+
+/// The number of open descriptors of this process.
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+#[tokio::test]
+async fn held_handshakes_are_bounded_and_do_not_lock_publishers_out() {
+    let (mut socket, address) = bound().await;
+    let mut held = Vec::new();
+    for _ in 0..200 {
+        let mut stream = TcpStream::connect(&address).await.unwrap();
+        stream.write_all(&greeting(0)[..36]).await.unwrap();
+        held.push(stream);
+        // The queue of refusals is lossy, so events are read along the way.
+        while timeout(Duration::from_millis(1), socket.next_event()).await.is_ok() {}
+    }
+    // Our ends of the held connections, beside the 200 ends of the peers.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while descriptors() > 200 + 8 + 60 {
+        assert!(Instant::now() < deadline, "{} descriptors", descriptors());
+        sleep(Duration::from_millis(20)).await;
+    }
+    let mut sound = publisher(&address).await;
+    sound.write_all(b"\x00\x02kv").await.unwrap();
+    assert!(matches!(next_accepted(&mut socket).await, SubEvent::Connected { .. }));
+    assert!(matches!(next_accepted(&mut socket).await, SubEvent::Message(_)));
+}
+
+#[tokio::test]
+async fn publishers_of_a_socket_are_bounded() {
+    let (mut socket, address) = bound().await;
+    let mut publishers = Vec::new();
+    for _ in 0..4 {
+        publishers.push(publisher(&address).await);
+        assert!(matches!(next(&mut socket).await, SubEvent::Connected { .. }));
+    }
+    let mut fifth = publisher(&address).await;
+    match next(&mut socket).await {
+        SubEvent::Refused { error, .. } => assert_eq!(error.reason(), "too_many_publishers"),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(fifth.read(&mut [0; 8]).await.unwrap(), 0, "the connection is closed");
+    publishers.pop();
+    assert!(matches!(next(&mut socket).await, SubEvent::Disconnected { .. }));
+    publishers.push(publisher(&address).await);
+    assert!(matches!(next(&mut socket).await, SubEvent::Connected { .. }));
+}
+
+#[tokio::test]
+async fn slow_peer_is_received_and_a_stalled_handshake_ends() {
+    let any: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let timing = Timing { handshake: Duration::from_millis(300), ..Timing::default() };
+    let mut socket = SubSocket::bind(&any, "", SocketConfig { timing, ..SocketConfig::default() }).await.unwrap();
+    let address = socket.local_endpoint().unwrap().to_string().replace("tcp://", "");
+    let mut stalled = TcpStream::connect(&address).await.unwrap();
+    stalled.write_all(&greeting(0)).await.unwrap();
+    match next(&mut socket).await {
+        SubEvent::Refused { error, .. } => assert_eq!(error.reason(), "handshake_timeout"),
+        other => panic!("{other:?}"),
+    }
+    let mut slow = TcpStream::connect(&address).await.unwrap();
+    slow.set_nodelay(true).unwrap();
+    slow.write_all(&[&greeting(0)[..], READY_PUB].concat()).await.unwrap();
+    assert!(matches!(next(&mut socket).await, SubEvent::Connected { .. }));
+    for byte in b"\x01\x02kv\x00\x04body" {
+        slow.write_all(&[*byte]).await.unwrap();
+        sleep(Duration::from_millis(50)).await;
+    }
+    match next(&mut socket).await {
+        SubEvent::Message(frames) => assert_eq!(frames, [&b"kv"[..], b"body"]),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn dealer_reports_the_message_before_the_end() {
+    let listener = TcpListener::bind("[::1]:0").await.unwrap();
+    let endpoint: Endpoint = format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap();
+    tokio::spawn(async move {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        stream.write_all(&[&greeting(1), READY_ROUTER, b"\x01\x00\x00\x01x"].concat()).await.unwrap();
+        // Closing with unread data would reset the connection.
+        stream.read_exact(&mut [0; 64 + 30]).await.unwrap();
+    });
+    let mut dealer = DealerSocket::connect(&endpoint, SocketConfig::default()).await.unwrap();
+    let reply = SessionEvent::Message(vec![Bytes::new(), Bytes::from_static(b"x")]);
+    assert_eq!(dealer.next_event().await.unwrap(), reply);
+    assert!(dealer.next_event().await.is_err());
+}
