@@ -153,7 +153,9 @@ impl Api {
         if let Some(route) = bookings.again(attempt)? {
             return Ok(answer::route(&route, prompts, pb::Booked::Before));
         }
-        let admitted = entrance.admit(request, session.as_ref(), |_| ()).await?;
+        let mut admitted = entrance.admit(request, session.as_ref(), |_| ()).await?;
+        // A caller may never report the status of the answer.
+        entrance.router().confirm_predictions(&mut admitted.booked);
         // No await from here on: a caller that leaves leaves either nothing or what it can find again by name.
         Ok(match bookings.keep(attempt, admitted)? {
             Kept::Now(route) => answer::route(&route, prompts, pb::Booked::Now),

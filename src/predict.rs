@@ -3,8 +3,12 @@
 //! as if an engine had reported it, and per rank in runs that remember when they were last used: a prompt refreshes its
 //! whole path, so a run is never younger than the one before it, and whatever leaves first lies at an end. A block
 //! costs its place in the index and no more; the clocks and counters are per run.
+//!
+//! A prompt is in flight until the status of the answer is known. Prompts in flight lie in an index of their own, so a request
+//! that the engine refuses neither leaves blocks nor evicts any.
 
 mod chains;
+mod in_flight;
 mod lease;
 mod policy;
 mod rank;
@@ -19,6 +23,8 @@ use crate::block::BlockHashes;
 use crate::index::{Overlaps, PrefixIndex};
 use crate::worker::{Slot, WorkerRank};
 
+pub use in_flight::InFlightPrompt;
+use in_flight::InFlightPrompts;
 pub use lease::Lease;
 pub use policy::{EffectivePolicy, Policy, Ttl};
 use rank::Rank;
@@ -33,8 +39,16 @@ struct Rules {
 /// The caches as our decisions should have left them.
 pub struct Predictor {
     index: Arc<PrefixIndex>,
-    ranks: RwLock<Vec<Option<Arc<Rank>>>>,
+    in_flight: Arc<PrefixIndex>,
+    ranks: RwLock<Vec<Option<PredictedRank>>>,
     rules: Arc<Rules>,
+}
+
+/// The predicted cache of one rank.
+#[derive(Clone)]
+struct PredictedRank {
+    confirmed: Arc<Rank>,
+    in_flight: Arc<InFlightPrompts>,
 }
 
 /// The size of a predictor.
@@ -46,6 +60,8 @@ pub struct PredictStats {
     pub blocks: u64,
     /// Generated blocks of all ranks.
     pub generated: u64,
+    /// Blocks of prompts of all ranks whose answer has not begun.
+    pub in_flight: u64,
 }
 
 /// What one rank should hold.
@@ -67,15 +83,35 @@ pub struct RankPrediction {
     pub evicted: u64,
     /// Blocks whose time was over.
     pub expired: u64,
-    /// Blocks that were not entered, because live requests held all that there is room for.
+    /// Blocks that were not entered, because live requests held all that there is room for, or the prompt was longer than that.
     pub refused: u64,
+    /// Blocks of prompts whose answer has not begun, beside those above.
+    pub in_flight: u64,
+}
+
+impl PredictedRank {
+    /// Removes what has had its time, where the policy goes by time.
+    fn expire(&self) {
+        if !self.confirmed.leases() {
+            self.in_flight.expire();
+            self.confirmed.expire();
+        }
+    }
+
+    fn stats(&self, slot: Slot) -> Option<RankPrediction> {
+        let mut stats = self.confirmed.stats(slot)?;
+        let in_flight = self.in_flight.stats();
+        stats.in_flight = in_flight.blocks;
+        stats.refused += in_flight.refused_blocks;
+        Some(stats)
+    }
 }
 
 impl Predictor {
     /// A predictor that holds nothing.
     pub fn new(policy: Policy, clock: impl Fn() -> Instant + Send + Sync + 'static) -> Arc<Self> {
         let rules = Arc::new(Rules { policy, start: clock(), clock: Box::new(clock) });
-        Arc::new(Self { index: PrefixIndex::new(), ranks: RwLock::default(), rules })
+        Arc::new(Self { index: PrefixIndex::new(), in_flight: PrefixIndex::new(), ranks: RwLock::default(), rules })
     }
 
     /// Begins to predict for a rank; `capacity` is its number of KV blocks, if known. If the slot was open, what was
@@ -83,7 +119,11 @@ impl Predictor {
     pub fn open(&self, slot: Slot, rank: WorkerRank, capacity: Option<u64>) -> EffectivePolicy {
         self.close(slot);
         let policy = self.rules.policy.for_capacity(capacity);
-        let opened = Arc::new(Rank::new(self.index.paths(slot), rank, policy, self.rules.clone()));
+        // An engine refuses a prompt that does not fit its cache.
+        let most_in_flight = policy.most_blocks().min(capacity.unwrap_or(u64::MAX));
+        let in_flight = InFlightPrompts::new(self.in_flight.paths(slot), most_in_flight, self.rules.clone());
+        let confirmed = Rank::new(self.index.paths(slot), rank, policy, self.rules.clone());
+        let opened = PredictedRank { confirmed: Arc::new(confirmed), in_flight: Arc::new(in_flight) };
         let mut ranks = self.ranks.write();
         if ranks.len() <= slot.at() {
             ranks.resize(slot.at() + 1, None);
@@ -96,27 +136,53 @@ impl Predictor {
     pub fn close(&self, slot: Slot) {
         let closed = self.ranks.write().get_mut(slot.at()).and_then(Option::take);
         if let Some(rank) = closed {
-            rank.close();
+            rank.confirmed.close();
+            rank.in_flight.close();
         }
     }
 
-    /// A request with this prompt goes to a rank. Nothing is recorded if the slot belongs to somebody else by now.
+    /// Records a prompt that an engine accepted. Nothing is recorded if the slot has another owner by now.
     pub fn record(&self, slot: Slot, rank: WorkerRank, prompt: &BlockHashes) -> Lease {
-        let found = self.ranks.read().get(slot.at()).cloned().flatten().filter(|found| found.name() == rank);
-        match found {
-            Some(found) => found.record(prompt),
-            None => Lease::none(),
-        }
+        self.find(slot, rank).map_or_else(Lease::none, |found| found.confirmed.record(prompt))
+    }
+
+    /// Records a prompt that is sent now; it counts for concurrent requests until it is confirmed or dropped. Nothing is
+    /// recorded if the slot has another owner by now.
+    pub fn send(&self, slot: Slot, rank: WorkerRank, prompt: &BlockHashes) -> InFlightPrompt {
+        let found = self.find(slot, rank);
+        found.map_or_else(InFlightPrompt::none, |found| found.in_flight.record(prompt, found.confirmed))
+    }
+
+    fn find(&self, slot: Slot, rank: WorkerRank) -> Option<PredictedRank> {
+        let found = self.ranks.read().get(slot.at()).cloned().flatten();
+        found.filter(|found| found.confirmed.name() == rank)
     }
 
     /// Finds what each rank should have cached of a prompt, all on the device. `into` is overwritten.
     pub fn overlaps(&self, prompt: &BlockHashes, into: &mut Overlaps) {
         self.index.overlaps(prompt, into);
+        let mut in_flight = Overlaps::new();
+        self.in_flight.overlaps(prompt, &mut in_flight);
+        into.raise_where(&in_flight, |_| true);
+    }
+
+    /// Raises overlaps to what the ranks that `applies` names should have cached of a prompt. `scratch` is overwritten.
+    pub fn raise(
+        &self,
+        prompt: &BlockHashes,
+        into: &mut Overlaps,
+        scratch: &mut Overlaps,
+        applies: impl Fn(Slot) -> bool,
+    ) {
+        for index in [&self.index, &self.in_flight] {
+            index.overlaps(prompt, scratch);
+            into.raise_where(scratch, &applies);
+        }
     }
 
     /// Takes out what has had its time. To be called every [`Ttl::STEP`] or so.
     pub fn expire(&self) {
-        let ranks: Vec<Arc<Rank>> = self.ranks.read().iter().flatten().cloned().collect();
+        let ranks: Vec<PredictedRank> = self.ranks.read().iter().flatten().cloned().collect();
         for rank in ranks {
             rank.expire();
         }
@@ -127,6 +193,7 @@ impl Predictor {
         let mut stats = PredictStats::default();
         for (slot, rank) in self.ranks.read().iter().enumerate() {
             let Some(found) = rank.as_ref().and_then(|rank| rank.stats(Slot(slot as u32))) else { continue };
+            stats.in_flight += found.in_flight;
             stats.blocks += found.blocks;
             stats.generated += found.generated;
             stats.ranks.push(found);

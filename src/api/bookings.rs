@@ -13,8 +13,7 @@ use crate::health::{self, Probe};
 use crate::load::ledger::{self, Attempt, Change, Known, Ledger, Rules};
 use crate::load::{Booking, LoadTracker};
 use crate::metrics::Metrics;
-use crate::predict::Lease;
-use crate::router::{Booked, Foreign, Route, Router};
+use crate::router::{Booked, BookedPredictions, Foreign, Route, Router};
 use crate::sessions::Hold;
 use crate::worker::{WorkerId, WorkerRank};
 
@@ -34,7 +33,7 @@ struct Beside {
     /// The answer it got, if it was routed here.
     route: Option<Arc<Route>>,
     added: Option<Added>,
-    leases: Vec<Lease>,
+    predictions: BookedPredictions,
     probes: Vec<Probe>,
     _session: Option<Hold>,
 }
@@ -84,14 +83,14 @@ impl Bookings {
 
     /// Keeps what was booked for a request. Where the same attempt has been booked meanwhile, that stays, and this goes.
     pub(super) fn keep(&self, attempt: Attempt<'_>, admitted: Admitted) -> Result<Kept<Arc<Route>>, Fault> {
-        let Admitted { booked: Booked { route, reservation, probes, leases, .. }, session, .. } = admitted;
+        let Admitted { booked: Booked { route, reservation, probes, predictions, .. }, session, .. } = admitted;
         let (route, added) = (Arc::new(route), reservation.bookings().next().map(Added::of));
         self.change(|state| {
             if let Some(route) = state.again(attempt)? {
                 return Ok(Kept::Before(route));
             }
             state.ledger.keep(attempt, reservation)?;
-            state.beside(attempt, Beside { route: Some(route.clone()), added, leases, probes, _session: session });
+            state.beside(attempt, Beside { route: Some(route.clone()), added, predictions, probes, _session: session });
             Ok(Kept::Now(route))
         })
     }
@@ -110,8 +109,8 @@ impl Bookings {
             }
             state.ledger.add(attempt, vec![foreign.booking.clone()])?;
             let added = Added::of(&foreign.booking);
-            let leases = router.expect_cached(foreign);
-            state.beside(attempt, Beside { added: Some(added), leases, ..Beside::default() });
+            let predictions = router.expect_cached(foreign);
+            state.beside(attempt, Beside { added: Some(added), predictions, ..Beside::default() });
             Ok(Kept::Now(added))
         })
     }
@@ -141,9 +140,7 @@ impl Bookings {
     pub(super) fn output_block(&self, attempt: Attempt<'_>, fraction: Option<f64>) -> Result<(), Fault> {
         self.change(|state| {
             match state.ledger.known(attempt) {
-                Some(Known::Booked(_, _, beside)) => {
-                    beside.leases.first_mut().into_iter().for_each(|lease| lease.grow(1))
-                }
+                Some(Known::Booked(_, _, beside)) => beside.predictions.grow(),
                 Some(Known::Ended(_)) | None => return Err(not_booked(attempt)),
             }
             state.ledger.output_block(attempt, fraction);

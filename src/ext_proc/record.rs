@@ -17,7 +17,7 @@ use crate::health::Outcome;
 use crate::metrics::{Metrics, ModelLabel, ModelRoleLabels, OutcomeLabel, RankLabels};
 use crate::openai::usage::{Kind, Usage, UsageScanner};
 use crate::prefill::{self, Retried, Turn};
-use crate::router::{Answer, AnswerFrom, Destination, Mode, Moved, Router};
+use crate::router::{Answer, AnswerFrom, BookedPredictions, Destination, Mode, Moved, Router};
 use crate::worker::Endpoint;
 
 /// No prompt is longer, whatever an engine says.
@@ -138,6 +138,7 @@ impl Record {
             AnsweredBy::Policy => {
                 // Somebody else may try the worker.
                 admitted.booked.probes.clear();
+                admitted.booked.predictions = BookedPredictions::default();
                 return;
             }
             AnsweredBy::Worker(address) => {
@@ -151,6 +152,7 @@ impl Record {
                     Some(None) => {
                         // An address that we do not know may well be another name of the chosen worker's.
                         admitted.booked.probes.clear();
+                        self.router.settle_predictions(&mut admitted.booked, head.status);
                         self.metrics.served_elsewhere.get_or_create(&OutcomeLabel { outcome: "unknown" }).inc();
                         return;
                     }
@@ -171,12 +173,18 @@ impl Record {
                 self.metrics.served_elsewhere.get_or_create(&OutcomeLabel { outcome }).inc();
             }
         }
+        if let AnswerFrom::Other(_) = from {
+            self.router.settle_predictions(&mut admitted.booked, head.status);
+        }
         admitted.booked.forget_remote();
         for (worker, change) in changes {
             info!(%worker, status = head.status, ?change, "the health of a worker changed");
         }
-        if from != AnswerFrom::Chosen {
-            let rank = RankLabels::new(chosen, self.router.role_of(chosen));
+        // A rank that left has no series any more.
+        if from != AnswerFrom::Chosen
+            && let Some(role) = self.router.role_of(chosen)
+        {
+            let rank = RankLabels::new(chosen, Some(role));
             self.metrics.chosen_not_reached.get_or_create(&rank).inc();
         }
     }

@@ -44,13 +44,13 @@ impl std::fmt::Debug for Rank {
 
 impl Rules {
     /// Steps of time since the start that are over.
-    fn steps(&self) -> u64 {
+    pub(super) fn steps(&self) -> u64 {
         let passed = (self.clock)().saturating_duration_since(self.start);
         (passed.as_nanos() / Ttl::STEP.as_nanos()) as u64
     }
 
     /// The step at whose beginning a block recorded now has had its time.
-    fn end_of_life(&self) -> u64 {
+    pub(super) fn end_of_life(&self) -> u64 {
         let passed = (self.clock)().saturating_duration_since(self.start);
         passed.saturating_add(self.policy.ttl()).as_nanos().div_ceil(Ttl::STEP.as_nanos()) as u64
     }
@@ -65,6 +65,11 @@ impl Rank {
 
     pub(super) fn name(&self) -> WorkerRank {
         self.name
+    }
+
+    /// Whether live requests hold their blocks, instead of a time after which blocks leave.
+    pub(super) fn leases(&self) -> bool {
+        self.policy.leases()
     }
 
     pub(super) fn close(&self) {
@@ -122,9 +127,6 @@ impl Rank {
     }
 
     pub(super) fn expire(&self) {
-        if self.policy.leases() {
-            return;
-        }
         let now = self.rules.steps();
         let mut state = self.state.lock();
         while state.as_mut().is_some_and(|state| state.expire(now)) {
@@ -145,6 +147,7 @@ impl Rank {
             evicted: state.evicted,
             expired: state.expired,
             refused: state.refused,
+            in_flight: 0,
         })
     }
 }

@@ -169,6 +169,9 @@ impl Call {
             let outcome = answer
                 .as_ref()
                 .map_or_else(|failure| failure.outcome(|| caller.lives(worker, since)), |_| Some(Outcome::Success));
+            if answer.is_ok() {
+                router.confirm_prefill(&mut admitted.booked);
+            }
             if let Some(outcome) = outcome {
                 note(&router, admitted, outcome);
             }

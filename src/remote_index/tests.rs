@@ -202,10 +202,11 @@ proptest! {
 fn without_an_answer_it_goes_by_what_was_routed_before() {
     let remote = remote_router(3, 1);
     let asked = || request(&[vec![1, 2, 3, 4]]);
-    let first = remote.route(asked()).unwrap();
+    let mut first = remote.route(asked()).unwrap();
     assert_eq!((first.route.mode, first.route.reason), (Mode::Approximate, Some(Reason::IndexAway)));
     assert_eq!(first.route.overlap, TierBlocks::default());
     let at = first.route.to.rank;
+    remote.settle_predictions(&mut first, 200);
     drop(first);
     let again = remote.ask(asked()).unwrap();
     assert_eq!((again.to.rank, again.overlap.device, again.mode), (at, 4, Mode::Approximate));

@@ -10,6 +10,7 @@ use super::answer::Mode;
 use super::leg::Legs;
 use super::placing::Booked;
 use super::pools::{Pools, Standings};
+use super::predictions::BookedPredictions;
 use super::question::RouteRequest;
 use crate::fleet::Member;
 use crate::health::{Change, Outcome, Probe};
@@ -69,6 +70,12 @@ impl Router {
         if answer.from == AnswerFrom::Chosen && (200..300).contains(&answer.status) {
             self.expect_events(booked, now);
         }
+        match answer.from {
+            AnswerFrom::Chosen => self.settle_predictions(booked, answer.status),
+            // The predictions move there first.
+            AnswerFrom::Other(_) => {}
+            AnswerFrom::Gateway => booked.predictions = BookedPredictions::default(),
+        }
         let outcome = match Outcome::of_status(answer.status) {
             Outcome::Success if !booked.route.is_inference() => Outcome::Inconclusive,
             outcome => outcome,
@@ -110,8 +117,8 @@ impl Router {
     pub fn prefill_answered(&self, booked: &mut Booked, outcome: Outcome) -> Option<(WorkerId, Change)> {
         let worker = booked.route.prefill()?.to.rank.worker;
         if outcome == Outcome::Failure {
-            let of_prefill = booked.leases.drain(booked.own_leases.min(booked.leases.len())..);
-            of_prefill.zip(booked.prompts.iter().cycle()).for_each(|(lease, hashes)| _ = lease.revoke(hashes));
+            let prediction = booked.predictions.prefilling.take();
+            prediction.into_iter().for_each(|prediction| _ = prediction.revoke(&booked.prompts));
         }
         let mut probes = std::mem::take(&mut booked.probes);
         let change = self.verdict(worker, outcome, &mut probes, self.load.now());

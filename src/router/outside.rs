@@ -2,6 +2,7 @@
 //! and the booking of a request that somebody else has sent somewhere. By the same arithmetic as a decision of ours.
 
 use super::pools::serving;
+use super::predictions::BookedPredictions;
 use super::prepared::Prepared;
 use super::question::RouteRequest;
 use super::{RouteError, Router};
@@ -10,7 +11,6 @@ use crate::fleet::Member;
 use crate::health::{Change, Outcome, Probe};
 use crate::index::TierBlocks;
 use crate::load::{Additional, Booking, Load, Sequences, Until};
-use crate::predict::Lease;
 use crate::schedule::{Candidate, Cost, Question, costs, preference};
 use crate::worker::{Role, WorkerId, WorkerRank};
 
@@ -127,9 +127,11 @@ impl Router {
     }
 
     /// Its prompt will be cached where it went, as far as that is predicted.
-    pub fn expect_cached(&self, foreign: &Foreign) -> Vec<Lease> {
+    pub fn expect_cached(&self, foreign: &Foreign) -> BookedPredictions {
         let blocks = foreign.prepared.request.prompt.blocks();
-        self.expect(&foreign.member, blocks)
+        let mut answering = self.expect(&foreign.member, blocks);
+        answering.iter_mut().for_each(|prediction| self.confirm(prediction, blocks));
+        BookedPredictions { answering, prefilling: None }
     }
 
     /// These workers answered a request with that status, as a caller says; says what that changed, for the log. Probes of

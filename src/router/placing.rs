@@ -9,6 +9,7 @@ use super::Router;
 use super::answer::{Route, RouteError};
 use super::leg::{Legs, Undecided};
 use super::pools::Pools;
+use super::predictions::BookedPredictions;
 use super::prepared::Prepared;
 use super::question::Prefilled;
 use super::remote::Remote;
@@ -18,7 +19,6 @@ use crate::fleet::Member;
 use crate::health::{Condition, Probe};
 use crate::load::Reservation;
 use crate::parity::Sighting;
-use crate::predict::Lease;
 use crate::worker::{Endpoint, WorkerId, WorkerRank};
 
 /// A routed request and everything it holds.
@@ -31,7 +31,7 @@ pub struct Booked {
     /// Whether the request is the one that tries a worker that was out.
     pub probes: Vec<Probe>,
     /// Its blocks, as far as they are predicted.
-    pub leases: Vec<Lease>,
+    pub predictions: BookedPredictions,
     /// The duty to look for its blocks when it was answered.
     pub(super) sighting: Option<Sighting>,
     /// Its prompts, as far as they are known, until it is known who serves it.
@@ -40,8 +40,6 @@ pub struct Booked {
     pub(super) remote: Remote,
     /// Who will have them cached; whoever answers comes first. Empty where nothing is predicted.
     pub(super) expected: Vec<Member>,
-    /// How many of the leases, from the first on, are on the worker rank that answers.
-    pub(super) own_leases: usize,
     /// When it was placed.
     pub(super) placed: Instant,
     /// Who was chosen to answer, whoever did.
@@ -67,9 +65,7 @@ impl Booked {
 
     /// The answer fills one more block, on the worker rank that writes it.
     pub fn grow(&mut self) {
-        if let Some(lease) = self.leases.first_mut().filter(|_| self.own_leases > 0) {
-            lease.grow(1);
-        }
+        self.predictions.grow();
     }
 }
 
@@ -101,12 +97,13 @@ impl Router {
         legs.chosen().filter(|member| self.predictions.any_of(member)).cloned().collect()
     }
 
-    /// The request is on its way: its prompts will be cached where it goes, as far as that is predicted.
+    /// The request is on its way: its prompts count as cached where it goes, as far as that is predicted.
     pub fn expect_booked(&self, booked: &mut Booked) {
         for member in booked.expected.drain(..) {
-            booked.leases.extend(self.expect(&member, &booked.prompts));
-            if member.rank == booked.chosen {
-                booked.own_leases = booked.leases.len();
+            let prediction = self.expect(&member, &booked.prompts);
+            match member.rank == booked.chosen {
+                true => booked.predictions.answering = prediction,
+                false => booked.predictions.prefilling = prediction,
             }
         }
     }

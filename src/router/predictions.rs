@@ -5,11 +5,12 @@
 use std::sync::Arc;
 
 use super::Router;
+use super::placing::Booked;
 use super::remote::Known;
 use crate::block::{BlockHashes, LocalHash};
 use crate::fleet::Member;
 use crate::index::Overlaps;
-use crate::predict::{EffectivePolicy, Lease, Predictor, RankPrediction};
+use crate::predict::{EffectivePolicy, InFlightPrompt, Lease, Predictor, RankPrediction};
 use crate::worker::{BlockSize, WorkerRank};
 
 /// Both kinds of prediction, as far as they are wanted.
@@ -77,21 +78,25 @@ impl Predictions {
         known: Known<'_>,
     ) {
         if let Some(predictor) = &self.without_events {
-            predictor.overlaps(hashes, scratch);
-            table.raise_where(scratch, |slot| known.is_silent(slot));
+            predictor.raise(hashes, table, scratch, |slot| known.is_silent(slot));
         }
         if let Some(predictor) = &self.beside_events {
-            predictor.overlaps(hashes, scratch);
-            table.raise_where(scratch, |slot| known.is_telling(slot));
+            predictor.raise(hashes, table, scratch, |slot| known.is_telling(slot));
         }
     }
 
-    /// Prompts go to this worker rank. Predictor by predictor, and of each in the order of the prompts; the first lease is
-    /// the one that grows with the answer.
-    pub(super) fn record(&self, member: &Member, prompts: &[BlockHashes]) -> Vec<Lease> {
+    /// Records prompts that this worker rank has accepted.
+    fn record(&self, member: &Member, prompts: &[BlockHashes]) {
+        for predictor in self.of(member) {
+            prompts.iter().for_each(|hashes| drop(predictor.record(member.slot, member.rank, hashes)));
+        }
+    }
+
+    /// Records prompts that are sent to this worker rank: predictor by predictor, and for each in the order of the prompts.
+    fn send(&self, member: &Member, prompts: &[BlockHashes]) -> Vec<InFlightPrompt> {
         let of_prompts = |predictor: &Arc<Predictor>| {
-            let record = |hashes| predictor.record(member.slot, member.rank, hashes);
-            prompts.iter().map(record).collect::<Vec<_>>()
+            let send = |hashes| predictor.send(member.slot, member.rank, hashes);
+            prompts.iter().map(send).collect::<Vec<_>>()
         };
         self.of(member).flat_map(of_prompts).collect()
     }
@@ -102,6 +107,56 @@ impl Predictions {
 
     fn all(&self) -> impl Iterator<Item = &Arc<Predictor>> {
         self.without_events.iter().chain(&self.beside_events)
+    }
+}
+
+/// The predicted cache of one request's prompts on one worker rank.
+#[derive(Debug)]
+pub struct PromptPrediction {
+    member: Member,
+    phase: PredictionPhase,
+}
+
+#[derive(Debug)]
+enum PredictionPhase {
+    /// The answer has not begun, so the engine may still refuse the request.
+    InFlight(Vec<InFlightPrompt>),
+    /// The engine has accepted the request. The first lease is the one that grows with the answer.
+    Confirmed(Vec<Lease>),
+}
+
+impl PromptPrediction {
+    /// The answer fills more blocks.
+    pub(super) fn grow(&mut self, blocks: u64) {
+        if let PredictionPhase::Confirmed(leases) = &mut self.phase {
+            leases.first_mut().into_iter().for_each(|lease| lease.grow(blocks));
+        }
+    }
+
+    /// Removes the blocks that were recorded for the request alone; returns how many blocks the answer had filled.
+    pub(super) fn revoke(self, prompts: &[BlockHashes]) -> u64 {
+        match self.phase {
+            PredictionPhase::InFlight(_) => 0,
+            PredictionPhase::Confirmed(leases) => {
+                leases.into_iter().zip(prompts.iter().cycle()).map(|(lease, hashes)| lease.revoke(hashes)).sum()
+            }
+        }
+    }
+}
+
+/// The predicted cache of one request's prompts, on each worker rank that computes them.
+#[derive(Debug, Default)]
+pub struct BookedPredictions {
+    /// On the worker rank that answers.
+    pub(super) answering: Option<Box<PromptPrediction>>,
+    /// On the worker rank that prefills, where that is another one.
+    pub(super) prefilling: Option<Box<PromptPrediction>>,
+}
+
+impl BookedPredictions {
+    /// The answer fills one more block, on the worker rank that writes it.
+    pub fn grow(&mut self) {
+        self.answering.iter_mut().for_each(|prediction| prediction.grow(1));
     }
 }
 
@@ -127,20 +182,49 @@ impl Routed {
 }
 
 impl Router {
-    /// From now on `hear` is told of what is predicted, as it happens; it must be quick. Who called first is the one who
-    /// hears.
+    /// Registers the listener for confirmed predictions; it must be quick. Only the first registration takes effect.
     pub fn on_routed(&self, hear: impl Fn(&Member, &[BlockHashes]) + Send + Sync + 'static) {
         self.hear_routed.set(Box::new(hear)).ok();
     }
 
-    /// Prompts go to this worker rank, so they will be cached there, as far as that is predicted.
-    pub(super) fn expect(&self, member: &Member, prompts: &[BlockHashes]) -> Vec<Lease> {
-        let leases = self.predictions.record(member, prompts);
-        let is_predicted = || !leases.is_empty() && prompts.iter().any(|hashes| !hashes.is_empty());
+    /// Records prompts that are sent to this worker rank, as far as its cache is predicted.
+    pub(super) fn expect(&self, member: &Member, prompts: &[BlockHashes]) -> Option<Box<PromptPrediction>> {
+        let in_flight = self.predictions.send(member, prompts);
+        let phase = PredictionPhase::InFlight(in_flight);
+        self.predictions.any_of(member).then(|| Box::new(PromptPrediction { member: member.clone(), phase }))
+    }
+
+    /// The engine accepted the request: the prompts will be cached there, and other routers are notified.
+    pub(super) fn confirm(&self, prediction: &mut PromptPrediction, prompts: &[BlockHashes]) {
+        let PredictionPhase::InFlight(in_flight) = &mut prediction.phase else { return };
+        let in_flight = std::mem::take(in_flight);
+        let leases = in_flight.into_iter().zip(prompts.iter().cycle()).map(|(prompt, hashes)| prompt.confirm(hashes));
+        prediction.phase = PredictionPhase::Confirmed(leases.collect());
+        let is_predicted = || prompts.iter().any(|hashes| !hashes.is_empty());
         if let Some(hear) = self.hear_routed.get().filter(|_| is_predicted()) {
-            hear(member, prompts);
+            hear(&prediction.member, prompts);
         }
-        leases
+    }
+
+    /// Confirms the predictions of a request, for a caller that does not report the status of the answer.
+    pub fn confirm_predictions(&self, booked: &mut Booked) {
+        let Booked { predictions, prompts, .. } = booked;
+        let both = predictions.answering.iter_mut().chain(&mut predictions.prefilling);
+        both.for_each(|prediction| self.confirm(prediction, prompts));
+    }
+
+    /// The status of the answer is known. A request that succeeds confirms its predictions; any other leaves nothing.
+    pub fn settle_predictions(&self, booked: &mut Booked, status: u16) {
+        match status {
+            200..300 => self.confirm_predictions(booked),
+            _ => booked.predictions = BookedPredictions::default(),
+        }
+    }
+
+    /// The prefill worker of a request has computed its prompts.
+    pub fn confirm_prefill(&self, booked: &mut Booked) {
+        let Booked { predictions, prompts, .. } = booked;
+        predictions.prefilling.iter_mut().for_each(|prediction| self.confirm(prediction, prompts));
     }
 
     /// Another router has routed prompts. What their requests hold is not known here: their blocks may leave before others
@@ -154,6 +238,6 @@ impl Router {
             BlockHashes::chain(tokens, routed.block_size, locals)
         };
         let prompts: Vec<BlockHashes> = routed.prompts.into_iter().map(hashes).collect();
-        drop(self.predictions.record(member, &prompts));
+        self.predictions.record(member, &prompts);
     }
 }

@@ -89,16 +89,11 @@ impl Router {
     /// The prompts are not cached where they were to go, but where they went, as far as that is predicted.
     fn expect_at(&self, booked: &mut Booked, moved: Option<&Member>) {
         self.expect_booked(booked);
-        let own = std::mem::take(&mut booked.own_leases).min(booked.leases.len());
-        let own = booked.leases.drain(..own);
-        let generated: u64 = own.zip(booked.prompts.iter().cycle()).map(|(lease, hashes)| lease.revoke(hashes)).sum();
+        let before = booked.predictions.answering.take();
+        let generated = before.map_or(0, |prediction| prediction.revoke(&booked.prompts));
         let Some(member) = moved.filter(|member| member.worker.block_size == booked.route.block_size) else { return };
-        let mut leases = self.expect(member, &booked.prompts);
-        if let Some(lease) = leases.first_mut() {
-            lease.grow(generated);
-        }
-        booked.own_leases = leases.len();
-        booked.leases.splice(..0, leases);
+        booked.predictions.answering = self.expect(member, &booked.prompts);
+        booked.predictions.answering.iter_mut().for_each(|prediction| prediction.grow(generated));
     }
 
     /// Whether a worker rank takes requests as far as we know: it is there, does not drain and is not out.

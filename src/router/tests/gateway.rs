@@ -197,16 +197,27 @@ fn expected_at(router: &Router) -> Vec<(u64, u64, u64)> {
     held
 }
 
+fn in_flight_at(router: &Router) -> Vec<(u64, u64)> {
+    let mut held: Vec<_> = router.predictions().stats().map(|rank| (rank.rank.worker.0, rank.in_flight)).collect();
+    held.sort_unstable();
+    held
+}
+
+/// The chosen worker answers a request with 200, to its end.
+fn accept(router: &Router, mut booked: Booked) {
+    router.answered(&mut booked, Answer { status: 200, from: AnswerFrom::Chosen });
+}
+
 #[test]
 fn what_was_booked_and_expected_moves_to_who_served() {
     let router = predicted([at(1), at(2)]);
     let known = router.route(RouteRequest { prompt: request(&[vec![1, 2]]).prompt, ..within(&[2]) });
-    drop(known);
+    accept(&router, known.unwrap());
     let mut booked = router.route(within(&[1])).unwrap();
-    booked.grow();
     booked.reservation.output_block(None);
     assert_eq!((load_of(&router, 1), load_of(&router, 2)), ((4, 13, 1), (0, 0, 0)));
-    assert_eq!(expected_at(&router), [(1, 3, 1), (2, 2, 0)]);
+    assert_eq!(expected_at(&router), [(1, 0, 0), (2, 2, 0)]);
+    assert_eq!(in_flight_at(&router), [(1, 3), (2, 0)]);
     let mapped = "[::ffff:10.0.0.1]:8000".parse().unwrap();
     for unchanged in [endpoint(1), mapped] {
         assert_eq!(router.served(&mut booked, unchanged), Moved::Unchanged);
@@ -214,10 +225,12 @@ fn what_was_booked_and_expected_moves_to_who_served() {
     assert_eq!(router.served(&mut booked, endpoint(2)), Moved::To(rank(2)));
     assert_eq!(router.served(&mut booked, endpoint(2)), Moved::Unchanged);
     assert_eq!((load_of(&router, 1), load_of(&router, 2)), ((0, 0, 0), (4, 5, 1)), "two blocks are cached there");
-    assert_eq!(expected_at(&router), [(1, 0, 0), (2, 3, 1)]);
+    assert_eq!(in_flight_at(&router), [(1, 0), (2, 3)]);
+    router.settle_predictions(&mut booked, 200);
+    assert_eq!((expected_at(&router), in_flight_at(&router)), (vec![(1, 0, 0), (2, 3, 0)], vec![(1, 0), (2, 0)]));
     assert_eq!(booked.route.to, Destination { rank: rank(2), endpoint: endpoint(2), several_ranks: false });
     booked.grow();
-    assert_eq!(expected_at(&router)[1], (2, 3, 2));
+    assert_eq!(expected_at(&router)[1], (2, 3, 1));
     (0..20).for_each(|_| router.prefilled(&booked, Duration::from_secs(9)));
     assert!(router.prefill_time_errors().is_empty(), "a time with a vain try in it is no time of a prefill");
     let other = Answer { status: 200, from: AnswerFrom::Other(WorkerId(2)) };
@@ -288,9 +301,11 @@ fn a_remote_prefill_stays_where_it_was() {
     let workers = [with_role(1, Role::Prefill), with_role(11, Role::Decode), with_role(12, Role::Decode)];
     let router = predicted(workers);
     let mut booked = router.route(within(&[1, 11])).unwrap();
-    assert_eq!(expected_at(&router), [(1, 3, 0), (11, 3, 0), (12, 0, 0)]);
+    assert_eq!(in_flight_at(&router), [(1, 3), (11, 3), (12, 0)]);
     assert_eq!(router.served(&mut booked, endpoint(12)), Moved::To(rank(12)));
     assert_eq!([1, 11, 12].map(|id| load_of(&router, id)), [(0, 13, 1), (0, 0, 0), (3, 0, 1)]);
+    assert_eq!(in_flight_at(&router), [(1, 3), (11, 0), (12, 3)]);
+    router.settle_predictions(&mut booked, 200);
     assert_eq!(expected_at(&router), [(1, 3, 0), (11, 0, 0), (12, 3, 0)]);
     assert_eq!(booked.route.prefill().unwrap().to.rank, rank(1));
     booked.reservation.first_token();
@@ -333,7 +348,7 @@ fn the_beginning_of_a_prompt_counts_as_far_as_it_is_known() {
     assert_eq!(short.tokens(), 12, "it is as long as what is known, whatever the estimate");
 
     let predicted = predicted([at(1)]);
-    drop(predicted.route(request(&[vec![1, 2, 3, 4]])).unwrap());
+    accept(&predicted, predicted.route(request(&[vec![1, 2, 3, 4]])).unwrap());
     let route = predicted.ask(beginning(known())).unwrap();
     assert_eq!((route.mode, route.reason), (Mode::Approximate, Some(Reason::BodyCut)));
     assert_eq!(route.steer().predicted_cached_tokens, Some(12));

@@ -264,18 +264,24 @@ fn a_placed_request_leaves_no_prediction_before_it_is_sent_and_only_the_answerin
     let router = router.predicting(Predictions { without_events, ..Predictions::default() });
     router.fleet().members().for_each(|member| router.predictions().open(member));
     let held = || {
-        let mut held: Vec<_> =
-            router.predictions().stats().map(|rank| (rank.rank.worker.0, rank.blocks, rank.generated)).collect();
+        let mut held: Vec<_> = router
+            .predictions()
+            .stats()
+            .map(|rank| (rank.rank.worker.0, rank.in_flight, rank.blocks, rank.generated))
+            .collect();
         held.sort_unstable();
         held
     };
     let mut prepared = router.prepare(request(&[vec![1, 2], vec![3]]));
     let Attempt::Placed(mut booked) = router.place(&mut prepared, &Gate::default()) else { panic!("it is free") };
-    assert_eq!(held(), [(1, 0, 0), (11, 0, 0)]);
+    assert_eq!(held(), [(1, 0, 0, 0), (11, 0, 0, 0)]);
     router.expect_booked(&mut booked);
-    assert_eq!(held(), [(1, 3, 0), (11, 3, 0)]);
+    assert_eq!(held(), [(1, 3, 0, 0), (11, 3, 0, 0)]);
+    router.confirm_prefill(&mut booked);
+    assert_eq!(held(), [(1, 0, 3, 0), (11, 3, 0, 0)]);
+    router.settle_predictions(&mut booked, 200);
     booked.grow();
-    assert_eq!(held(), [(1, 3, 0), (11, 3, 1)]);
+    assert_eq!(held(), [(1, 0, 3, 0), (11, 0, 3, 1)]);
 }
 
 fn first(failed: &[u64]) -> RouteRequest {
