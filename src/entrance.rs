@@ -22,6 +22,8 @@ pub struct SessionWord {
     pub id: String,
     /// The session that started it.
     pub parent: Option<String>,
+    /// The tenant of the client, where tenants are told apart.
+    pub tenant: Option<String>,
     /// Whether this is its last request.
     pub last: bool,
     /// After this time without a request the engine may close the session.
@@ -58,7 +60,12 @@ impl Affinity {
 
 impl SessionWord {
     fn name<'a>(&'a self, model: Option<&'a ModelName>) -> SessionName<'a> {
-        SessionName { id: &self.id, parent: self.parent.as_deref(), model: model.map(ModelName::as_str) }
+        SessionName {
+            id: &self.id,
+            parent: self.parent.as_deref(),
+            model: model.map(ModelName::as_str),
+            tenant: self.tenant.as_deref(),
+        }
     }
 }
 

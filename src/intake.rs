@@ -275,17 +275,14 @@ impl Intake {
         request.constraints.adapter = encoded.adapter;
         request.tracked = encoded.tracked;
         request.foretold = encoded.foretold;
-        let session = self.parts.sessions.as_ref().and_then(|signs| {
-            let control = encoded.extension.as_ref().and_then(|extension| extension.session_control.as_ref());
-            signs.read(headers, encoded.session, control)
-        });
+        let control = encoded.extension.as_ref().and_then(|extension| extension.session_control.as_ref());
+        let session = self.session(headers, encoded.session, control);
         let Encoded { asked_model, tokens, times, unreadable, .. } = encoded;
         Taken { request, api: None, asked_model, unreadable, session, query, tokens, times }
     }
 
     fn told(&self, headers: Headers<'_>) -> Told {
-        let tenant = self.parts.clients.tenant_header.as_deref().and_then(headers);
-        let tenant = tenant.map(|value| value.trim().to_owned()).filter(|tenant| !tenant.is_empty());
+        let tenant = self.tenant(headers);
         let signs = self.parts.sessions.as_ref();
         let boundary = headers("content-type").and_then(|value| openai::boundary(&value));
         let session_in_body = signs.is_some_and(|signs| signs.leave_it_to_the_body(headers));

@@ -5,6 +5,7 @@
 //! cannot be told the time.
 
 mod table;
+mod tenants;
 mod words;
 
 use std::fmt;
@@ -29,7 +30,9 @@ pub struct SessionRules {
     pub ttl: Duration,
     /// How many are remembered at most; then the one not used for longest is forgotten.
     pub most_sessions: usize,
-    /// Longest id, in bytes.
+    /// How many of them one tenant may have, where tenants are told apart; then its own one not used for longest is removed.
+    pub most_sessions_per_tenant: usize,
+    /// Longest id, in bytes, of a session or a tenant.
     pub longest_id: usize,
 }
 
@@ -42,7 +45,11 @@ impl SessionRules {
         if !Self::TTL.contains(&self.ttl) {
             return Err(("ttl", format!("is {:?}, but must be from 1 s to 31,536,000 s (a year)", self.ttl)));
         }
-        let positive = [("most_sessions", self.most_sessions), ("longest_id", self.longest_id)];
+        let positive = [
+            ("most_sessions", self.most_sessions),
+            ("most_sessions_per_tenant", self.most_sessions_per_tenant),
+            ("longest_id", self.longest_id),
+        ];
         match positive.into_iter().find(|(_, value)| *value == 0) {
             Some((name, _)) => Err((name, "is 0, but must be at least 1".to_owned())),
             None => Ok(()),
@@ -52,7 +59,7 @@ impl SessionRules {
 
 impl Default for SessionRules {
     fn default() -> Self {
-        Self { ttl: Duration::from_secs(600), most_sessions: 65_536, longest_id: 256 }
+        Self { ttl: Duration::from_secs(600), most_sessions: 65_536, most_sessions_per_tenant: 16_384, longest_id: 256 }
     }
 }
 
@@ -65,6 +72,8 @@ pub struct SessionName<'a> {
     pub parent: Option<&'a str>,
     /// The model it is for: sessions of different models are different ones, whatever clients call them.
     pub model: Option<&'a str>,
+    /// The tenant of the client, where tenants are told apart: one cannot enter or end the sessions of another.
+    pub tenant: Option<&'a str>,
 }
 
 /// Why a request has no session. It is routed all the same, by cost alone.
@@ -75,6 +84,12 @@ pub enum Refused {
     IdLength {
         /// Its length.
         bytes: usize,
+        /// The limit.
+        most: usize,
+    },
+    /// The tenant has as many sessions as it may, and requests of all of them run.
+    #[error("the limit of {most} sessions of one tenant is reached, and all of them are in use")]
+    TenantFull {
         /// The limit.
         most: usize,
     },

@@ -90,14 +90,14 @@ impl Bed {
     }
 
     fn first(&self, id: &str) -> Binding {
-        match self.sessions.enter(SessionName { id, parent: None, model: None }).unwrap() {
+        match self.sessions.enter(SessionName { id, parent: None, model: None, tenant: None }).unwrap() {
             Entry::First(binding) => binding,
             other => panic!("{other:?}"),
         }
     }
 
     fn bound(&self, id: &str) -> Hold {
-        match self.sessions.enter(SessionName { id, parent: None, model: None }).unwrap() {
+        match self.sessions.enter(SessionName { id, parent: None, model: None, tenant: None }).unwrap() {
             Entry::Bound(hold) => hold,
             other => panic!("{other:?}"),
         }
@@ -229,7 +229,8 @@ async fn groups_are_not_opened_and_what_is_configured_is_said() {
         ..EngineSessionsConfig::of(EngineKind::Sglang)
     };
     let bed = Bed::start(&[engine.address], config);
-    let Ok(Entry::First(group)) = bed.sessions.enter(SessionName { id: "child", parent: Some("p"), model: None })
+    let Ok(Entry::First(group)) =
+        bed.sessions.enter(SessionName { id: "child", parent: Some("p"), model: None, tenant: None })
     else {
         panic!("nobody was there before")
     };
@@ -288,7 +289,7 @@ async fn a_session_that_another_router_sees_to_is_not_closed_until_it_is_inherit
     bed.sessions.on_word(1, || ());
     let hold = bed.first("a").bind(rank(1, 0));
     bed.counted("open", "ok", 1).await;
-    let session = Arc::new(SessionKey { model: None, group: false, id: "a".into() });
+    let session = Arc::new(SessionKey { model: None, tenant: None, group: false, id: "a".into() });
     let bound =
         |version, by| Word::Bound { session: session.clone(), target: rank(1, 0), stamp: Stamp { version, by } };
     bed.sessions.take(bound(1, 2), Use::Now);

@@ -207,7 +207,8 @@ pub(super) fn session(session: pb::Session) -> Result<SessionWord, Fault> {
     if id.is_empty() {
         return Err(Fault::argument("the session has no id"));
     }
-    Ok(SessionWord { id, parent: Some(parent).filter(|parent| !parent.is_empty()), last, idle: None })
+    let parent = Some(parent).filter(|parent| !parent.is_empty());
+    Ok(SessionWord { id, parent, tenant: None, last, idle: None })
 }
 
 /// Reads the name of an attempt.

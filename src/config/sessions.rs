@@ -27,7 +27,9 @@ pub struct SessionsConfig {
     pub wait: Period,
     /// How many sessions are remembered; requests of others are routed without.
     pub most_sessions: usize,
-    /// Longest id in bytes; longer ones are ignored.
+    /// How many of them one tenant may have, by `clients.tenant_header`.
+    pub most_sessions_per_tenant: usize,
+    /// Longest id in bytes, of a session or a tenant; longer ones are ignored.
     pub longest_id: usize,
     /// Whether engines are told of sessions that come to them and leave; none: they are not.
     pub engine: Option<EngineSessionsConfig>,
@@ -46,7 +48,7 @@ pub enum Affinity {
 
 impl Default for SessionsConfig {
     fn default() -> Self {
-        let SessionRules { ttl, most_sessions, longest_id } = SessionRules::default();
+        let SessionRules { ttl, most_sessions, most_sessions_per_tenant, longest_id } = SessionRules::default();
         Self {
             affinity: Affinity::default(),
             ttl: Period(ttl),
@@ -56,6 +58,7 @@ impl Default for SessionsConfig {
             final_headers: names(["x-dynamo-session-final"]),
             wait: Period::millis(500),
             most_sessions,
+            most_sessions_per_tenant,
             longest_id,
             engine: None,
         }
@@ -65,7 +68,12 @@ impl Default for SessionsConfig {
 impl SessionsConfig {
     /// What the core is told.
     pub fn rules(&self) -> SessionRules {
-        SessionRules { ttl: self.ttl.get(), most_sessions: self.most_sessions, longest_id: self.longest_id }
+        SessionRules {
+            ttl: self.ttl.get(),
+            most_sessions: self.most_sessions,
+            most_sessions_per_tenant: self.most_sessions_per_tenant,
+            longest_id: self.longest_id,
+        }
     }
 
     /// Mistakes of meaning.

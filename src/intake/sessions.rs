@@ -3,6 +3,7 @@
 use crate::entrance::SessionWord;
 use crate::openai::{self, SessionAction, SessionControl};
 
+use super::Intake;
 use super::wishes::Headers;
 
 /// Where sessions are named.
@@ -44,7 +45,32 @@ impl SessionSigns {
         let last = last.is_some_and(|value| value == "1" || value.eq_ignore_ascii_case("true"));
         let closes = control.is_some_and(|control| control.action == Some(SessionAction::Close));
         let parent = value(headers, &self.parent_headers);
-        Some(SessionWord { id, parent, last: last || closes, idle: control.and_then(SessionControl::idle) })
+        Some(SessionWord {
+            id,
+            parent,
+            tenant: None,
+            last: last || closes,
+            idle: control.and_then(SessionControl::idle),
+        })
+    }
+}
+
+impl Intake {
+    /// The tenant of the client, where tenants are told apart.
+    pub(super) fn tenant(&self, headers: Headers<'_>) -> Option<String> {
+        let tenant = self.parts.clients.tenant_header.as_deref().and_then(headers);
+        tenant.map(|value| value.trim().to_owned()).filter(|tenant| !tenant.is_empty())
+    }
+
+    /// The session of a request, with the tenant whose session it is.
+    pub(super) fn session(
+        &self,
+        headers: Headers<'_>,
+        in_body: Option<String>,
+        control: Option<&SessionControl>,
+    ) -> Option<SessionWord> {
+        let session = self.parts.sessions.as_ref()?.read(headers, in_body, control)?;
+        Some(SessionWord { tenant: self.tenant(headers), ..session })
     }
 }
 
@@ -67,7 +93,7 @@ mod tests {
         };
         let body: &[u8] = br#"{"metadata":{"session":"in-body"}}"#;
         let word = |id: &str, parent: Option<&str>, last| {
-            Some(SessionWord { id: id.to_owned(), parent: parent.map(str::to_owned), last, idle: None })
+            Some(SessionWord { id: id.to_owned(), parent: parent.map(str::to_owned), tenant: None, last, idle: None })
         };
         type Case<'a> = (&'a [(&'a str, &'a str)], &'a [u8], Option<SessionWord>);
         let cases: [Case<'_>; 7] = [
@@ -91,7 +117,7 @@ mod tests {
         let signs = SessionSigns { headers: vec!["x-a".into()], ..SessionSigns::default() };
         let word = |id: &str, last, idle: Option<u64>| {
             let idle = idle.map(std::time::Duration::from_secs);
-            Some(SessionWord { id: id.to_owned(), parent: None, last, idle })
+            Some(SessionWord { id: id.to_owned(), parent: None, tenant: None, last, idle })
         };
         type Case<'a> = (Option<&'a str>, &'a str, Option<SessionWord>);
         let cases: [Case<'_>; 8] = [

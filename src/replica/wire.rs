@@ -19,8 +19,8 @@ use crate::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
 /// The slot of somebody who is not here. Whoever books looks up the right one.
 pub(super) const NOWHERE: Slot = Slot(u32::MAX);
 
-/// Most blocks of a message that are not named. Nobody can make us remember more by a number.
-const MOST_UNNAMED: u64 = 1 << 22;
+/// Most blocks of a message that are not named: a prompt of 2 million tokens. A number of a few bytes makes no more memory.
+const MOST_UNNAMED: u64 = 1 << 17;
 
 /// Most blocks of one answer.
 const MOST_OUTPUT: u64 = 1 << 20;
@@ -114,7 +114,12 @@ fn routed(routed: &Routed, most_named: usize) -> proto::Routed {
 }
 
 fn session(key: &SessionKey) -> proto::Session {
-    proto::Session { model: key.model.as_deref().map(str::to_owned), id: key.id.to_string(), group: key.group }
+    proto::Session {
+        model: key.model.as_deref().map(str::to_owned),
+        tenant: key.tenant.as_deref().map(str::to_owned),
+        id: key.id.to_string(),
+        group: key.group,
+    }
 }
 
 /// Names the blocks of one message that have no names.
@@ -210,5 +215,10 @@ fn rank(worker: u64, rank: u32) -> WorkerRank {
 }
 
 fn key(told: proto::Session) -> SessionKey {
-    SessionKey { model: told.model.map(Into::into), group: told.group, id: told.id.into() }
+    SessionKey {
+        model: told.model.map(Into::into),
+        tenant: told.tenant.map(Into::into),
+        group: told.group,
+        id: told.id.into(),
+    }
 }

@@ -1,20 +1,23 @@
 //! The sessions as a table of states: everything that happens to a session, as a function of the time it happens at.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use super::tenants::TenantTable;
 use super::words::{Stamp, Word};
 use super::{Counts, Moved, Refused, SessionName, SessionRules, Stay};
 use crate::worker::{WorkerId, WorkerRank};
 
 /// What names an entry. A group and a session never meet, whatever clients call them, and neither do sessions of different
-/// models, because no worker could serve both.
+/// models, because no worker could serve both, or sessions of different tenants.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SessionKey {
     /// The model it is for.
     pub model: Option<Box<str>>,
+    /// The tenant whose client named it, where tenants are told apart.
+    pub tenant: Option<Arc<str>>,
     /// Whether it is a group.
     pub group: bool,
     /// The id, or the parent's where it is a group.
@@ -63,8 +66,8 @@ pub(super) struct Session {
 pub(super) struct Table {
     pub(super) rules: SessionRules,
     pub(super) sessions: HashMap<Arc<Key>, Session>,
-    /// The sessions of which no request runs, in the order of their last use.
-    pub(super) idle: BTreeMap<(Instant, u64), Arc<Key>>,
+    /// The sessions of each tenant, and those of which no request runs.
+    pub(super) tenants: TenantTable,
     /// What moved and was not asked for yet; none while nobody wants to know.
     moves: Option<Vec<Moved>>,
     /// The same for other routers, which are told less, and what lets them agree.
@@ -78,18 +81,31 @@ pub(super) struct Table {
 
 impl Table {
     pub(super) fn new(rules: SessionRules) -> Self {
-        let (sessions, idle) = (HashMap::new(), BTreeMap::new());
-        Self { rules, sessions, idle, moves: None, words: None, own: 0, numbers: 0, running: 0, waiting: 0 }
+        Self {
+            rules,
+            sessions: HashMap::new(),
+            tenants: TenantTable::default(),
+            moves: None,
+            words: None,
+            own: 0,
+            numbers: 0,
+            running: 0,
+            waiting: 0,
+        }
     }
 
     pub(super) fn key(&self, name: SessionName<'_>) -> Result<Key, Refused> {
         let most = self.rules.longest_id;
         let wrong = |id: &&str| !self.may_be_called(id);
-        if let Some(id) = [Some(name.id), name.parent].into_iter().flatten().find(wrong) {
+        if let Some(id) = [Some(name.id), name.parent, name.tenant].into_iter().flatten().find(wrong) {
             return Err(Refused::IdLength { bytes: id.len(), most });
         }
-        let (model, group) = (name.model.map(Into::into), name.parent.is_some());
-        Ok(Key { model, group, id: name.parent.unwrap_or(name.id).into() })
+        Ok(Key {
+            model: name.model.map(Into::into),
+            tenant: name.tenant.map(Into::into),
+            group: name.parent.is_some(),
+            id: name.parent.unwrap_or(name.id).into(),
+        })
     }
 
     pub(super) fn enter(&mut self, key: &Arc<Key>, now: Instant) -> Result<Step, Refused> {
@@ -102,7 +118,7 @@ impl Table {
                     session.ending = false;
                     self.running += 1;
                     if let Some(since) = session.idle.take() {
-                        self.idle.remove(&(since, number));
+                        self.tenants.unset_idle((since, number));
                     }
                     self.tell_again(key, now);
                     Step::Bound { number, target }
@@ -115,11 +131,9 @@ impl Table {
                 Bond::Deciding(_) => Step::Wait,
             });
         }
-        if !self.has_room() {
-            return Err(Refused::Full { most: self.rules.most_sessions });
-        }
+        self.make_room(key)?;
         let number = self.next_number();
-        self.sessions.insert(key.clone(), Session::new(number, Bond::Deciding(None)));
+        self.insert(key, Session::new(number, Bond::Deciding(None)));
         Ok(Step::First { number })
     }
 
@@ -157,7 +171,7 @@ impl Table {
         let waiters = session.wakers();
         match (session.running, elsewhere) {
             (0, Some(_)) => self.rest(key, number, now),
-            (0, None) => drop(self.sessions.remove(key)),
+            (0, None) => drop(self.take_out(key)),
             _ => {}
         }
         waiters
@@ -232,7 +246,7 @@ impl Table {
     fn rest(&mut self, key: &Arc<Key>, number: u64, now: Instant) {
         if let Some(session) = self.session(key, number) {
             session.idle = Some(now);
-            self.idle.insert((now, number), key.clone());
+            self.tenants.set_idle((now, number), key.clone());
         }
     }
 
@@ -241,28 +255,43 @@ impl Table {
         (1..=self.rules.longest_id).contains(&id.len())
     }
 
-    /// Whether there may be one more, if need be after one that is forgotten for it.
-    pub(super) fn has_room(&mut self) -> bool {
-        self.sessions.len() < self.rules.most_sessions || self.evict()
+    /// Makes room for one more session, if need be by removing the one that is idle for longest: of the same tenant where
+    /// the tenant has as many as it may, else of all.
+    pub(super) fn make_room(&mut self, key: &Key) -> Result<(), Refused> {
+        let most = self.rules.most_sessions_per_tenant;
+        if let Some(tenant) = key.tenant.as_deref().filter(|tenant| self.tenants.count(tenant) >= most) {
+            let oldest = self.tenants.oldest_of(tenant);
+            return self.evict(oldest).then_some(()).ok_or(Refused::TenantFull { most });
+        }
+        let most = self.rules.most_sessions;
+        if self.sessions.len() < most || self.evict(self.tenants.oldest()) {
+            return Ok(());
+        }
+        Err(Refused::Full { most })
     }
 
-    /// Forgets the session that was not used for longest; whether there is one of which no request runs.
-    fn evict(&mut self) -> bool {
-        let oldest = self.idle.pop_first();
-        if let Some((_, key)) = &oldest {
-            self.remove(key);
-        }
-        oldest.is_some()
+    /// Removes an idle session; false where there is none.
+    fn evict(&mut self, last_use: Option<(Instant, u64)>) -> bool {
+        let key = last_use.and_then(|last_use| self.tenants.unset_idle(last_use));
+        key.iter().for_each(|key| self.remove(key));
+        key.is_some()
     }
 
     pub(super) fn expire(&mut self, now: Instant) {
-        while let Some(oldest) = self.idle.first_entry() {
-            if now.saturating_duration_since(oldest.key().0) < self.rules.ttl {
-                break;
-            }
-            let key = oldest.remove();
-            self.remove(&key);
-        }
+        let ttl = self.rules.ttl;
+        let is_due = |(since, _): &(Instant, u64)| now.saturating_duration_since(*since) >= ttl;
+        while self.evict(self.tenants.oldest().filter(is_due)) {}
+    }
+
+    pub(super) fn insert(&mut self, key: &Arc<Key>, session: Session) {
+        self.tenants.add(key);
+        self.sessions.insert(key.clone(), session);
+    }
+
+    fn take_out(&mut self, key: &Key) -> Option<Session> {
+        let session = self.sessions.remove(key)?;
+        self.tenants.remove(key);
+        Some(session)
     }
 
     pub(super) fn retain(&mut self, known: impl Fn(WorkerId) -> bool) {
@@ -283,7 +312,7 @@ impl Table {
         for (key, number, idle, target) in lost {
             match idle {
                 Some(since) => {
-                    self.idle.remove(&(since, number));
+                    self.tenants.unset_idle((since, number));
                     self.remove(&key);
                 }
                 None => self.loosen(&key, number, target),
@@ -342,7 +371,7 @@ impl Table {
     }
 
     pub(super) fn remove(&mut self, key: &Arc<Key>) {
-        if let Some(Session { bond: Bond::Bound(target), stamp, .. }) = self.sessions.remove(key)
+        if let Some(Session { bond: Bond::Bound(target), stamp, .. }) = self.take_out(key)
             && stamp.by == self.own
         {
             self.note(Moved::Left, key, target);
@@ -352,9 +381,22 @@ impl Table {
     /// Notes a move, unless nobody has asked for so long that the notes have become several for each session there can be.
     pub(super) fn note(&mut self, moved: fn(Stay) -> Moved, key: &Key, target: WorkerRank) {
         let most = self.most_notes();
-        let Some(moves) = self.moves.as_mut().filter(|moves| moves.len() < most) else { return };
         let idle = self.sessions.get(key).and_then(|session| session.engine_idle);
-        moves.push(moved(Stay { id: key.id.to_string(), group: key.group, target, idle }));
+        let moved = moved(Stay { id: key.id.to_string(), group: key.group, target, idle });
+        // An engine knows no tenants: what another tenant has open there under the same id is not closed.
+        if matches!(moved, Moved::Left(_)) && self.has_namesake(key, target) {
+            return;
+        }
+        let Some(moves) = self.moves.as_mut().filter(|moves| moves.len() < most) else { return };
+        moves.push(moved);
+    }
+
+    /// Whether another tenant has a session of the same id there.
+    fn has_namesake(&self, key: &Key, target: WorkerRank) -> bool {
+        let of = |tenant: Option<&Arc<str>>| Key { tenant: tenant.cloned(), ..key.clone() };
+        let others = self.tenants.tenants().map(Some).chain([None]).filter(|tenant| *tenant != key.tenant.as_ref());
+        let is_there = |key: Key| self.sessions.get(&key).is_some_and(|session| session.bond == Bond::Bound(target));
+        self.moves.is_some() && others.map(of).any(is_there)
     }
 
     pub(super) fn most_notes(&self) -> usize {

@@ -33,7 +33,8 @@ impl Hands {
 
 fn sessions(most_sessions: usize) -> (Arc<Sessions>, Hands) {
     let hands = Hands::new();
-    let rules = SessionRules { ttl: Duration::from_secs(TTL), most_sessions, longest_id: 8 };
+    let rules =
+        SessionRules { ttl: Duration::from_secs(TTL), most_sessions, most_sessions_per_tenant: 2, longest_id: 8 };
     let clock = hands.clone();
     let sessions = Sessions::new(rules, move || clock.now());
     sessions.on_move(|| ());
@@ -55,7 +56,7 @@ fn rank(worker: u64) -> WorkerRank {
 }
 
 fn enter(sessions: &Arc<Sessions>, id: &str) -> Entry {
-    sessions.enter(SessionName { id, parent: None, model: None }).unwrap()
+    sessions.enter(SessionName { id, parent: None, model: None, tenant: None }).unwrap()
 }
 
 fn first(entry: Entry) -> Binding {
@@ -220,7 +221,7 @@ fn the_last_request_of_a_session_ends_it_unless_it_is_used_again() {
 #[test]
 fn children_of_one_parent_stay_together_and_apart_from_their_parent() {
     let (sessions, _) = sessions(8);
-    let child = |id| sessions.enter(SessionName { id, parent: Some("p"), model: None }).unwrap();
+    let child = |id| sessions.enter(SessionName { id, parent: Some("p"), model: None, tenant: None }).unwrap();
     let hold = first(child("c1")).bind(rank(1));
     hold.finish();
     drop(hold);
@@ -232,7 +233,7 @@ fn children_of_one_parent_stay_together_and_apart_from_their_parent() {
 #[test]
 fn ids_and_numbers_beyond_the_limits_are_refused() {
     let (sessions, hands) = sessions(1);
-    let refused = |id, parent| sessions.enter(SessionName { id, parent, model: None }).unwrap_err();
+    let refused = |id, parent| sessions.enter(SessionName { id, parent, model: None, tenant: None }).unwrap_err();
     assert_eq!(refused("", None), Refused::IdLength { bytes: 0, most: 8 });
     assert_eq!(refused("123456789", None), Refused::IdLength { bytes: 9, most: 8 });
     assert_eq!(refused("1", Some("123456789")), Refused::IdLength { bytes: 9, most: 8 });
@@ -261,7 +262,7 @@ fn where_there_is_no_room_the_session_not_used_for_longest_goes() {
 #[test]
 fn sessions_of_different_models_are_different_ones() {
     let (sessions, _) = sessions(8);
-    let of = |model, parent| sessions.enter(SessionName { id: "a", parent, model }).unwrap();
+    let of = |model, parent| sessions.enter(SessionName { id: "a", parent, model, tenant: None }).unwrap();
     for (nth, parent) in [None, Some("p")].into_iter().enumerate() {
         let nth = nth as u64 * 10;
         let one = first(of(Some("m1"), parent)).bind(rank(nth + 1));
@@ -321,7 +322,7 @@ async fn first_requests_from_many_threads_end_up_together_though_some_give_up() 
 #[test]
 fn looking_where_a_session_is_enters_nothing_and_keeps_nothing_alive() {
     let (sessions, hands) = sessions(10);
-    let target = |id| sessions.target(SessionName { id, parent: None, model: None });
+    let target = |id| sessions.target(SessionName { id, parent: None, model: None, tenant: None });
     assert_eq!((target("a"), sessions.counts()), (None, Counts::default()));
     let binding = first(enter(&sessions, "a"));
     assert_eq!(target("a"), None, "nobody has decided");
@@ -333,4 +334,58 @@ fn looking_where_a_session_is_enters_nothing_and_keeps_nothing_alive() {
     hands.forward(1);
     assert_eq!(target("a"), None, "looking has not made it younger");
     assert_eq!(target("an id that is too long"), None);
+}
+
+fn of_tenant<'a>(id: &'a str, tenant: &'a str) -> SessionName<'a> {
+    SessionName { id, parent: None, model: None, tenant: Some(tenant) }
+}
+
+#[test]
+fn tenants_cannot_enter_or_end_each_others_sessions() {
+    let (sessions, _hands) = sessions(10);
+    let hold = first(sessions.enter(of_tenant("a", "one")).unwrap()).bind(rank(1));
+    let Entry::First(other) = sessions.enter(of_tenant("a", "two")).unwrap() else {
+        panic!("another tenant's session")
+    };
+    let other = other.bind(rank(2));
+    other.finish();
+    drop(other);
+    assert_eq!(sessions.target(of_tenant("a", "one")), Some(rank(1)));
+    assert_eq!(sessions.target(of_tenant("a", "two")), None);
+    assert_eq!(sessions.target(SessionName { id: "a", parent: None, model: None, tenant: None }), None);
+    drop(hold);
+}
+
+#[test]
+fn tenant_at_its_limit_evicts_only_its_own_sessions() {
+    let (sessions, hands) = sessions(10);
+    drop(first(sessions.enter(of_tenant("a", "victim")).unwrap()).bind(rank(1)));
+    for id in ["a", "b", "c", "d", "e"] {
+        hands.forward(1);
+        drop(first(sessions.enter(of_tenant(id, "greedy")).unwrap()).bind(rank(2)));
+    }
+    let left = ["a", "b", "c", "d", "e"].map(|id| sessions.target(of_tenant(id, "greedy")).is_some());
+    assert_eq!(left, [false, false, false, true, true]);
+    assert_eq!(sessions.target(of_tenant("a", "victim")), Some(rank(1)));
+    let running = ["d", "e"].map(|id| sessions.enter(of_tenant(id, "greedy")).unwrap());
+    assert_eq!(sessions.enter(of_tenant("f", "greedy")).unwrap_err(), Refused::TenantFull { most: 2 });
+    drop(running);
+    let long = SessionName { tenant: Some("123456789"), ..of_tenant("a", "") };
+    assert_eq!(sessions.enter(long).unwrap_err(), Refused::IdLength { bytes: 9, most: 8 });
+    sessions.expire();
+    assert_eq!(sessions.counts().sessions, 3);
+}
+
+#[test]
+fn session_of_another_tenant_stays_open_on_the_engine() {
+    let (sessions, _hands) = sessions(10);
+    sessions.on_move(|| ());
+    let [one, two] = ["one", "two"].map(|tenant| first(sessions.enter(of_tenant("a", tenant)).unwrap()).bind(rank(1)));
+    sessions.moves();
+    two.finish();
+    drop(two);
+    assert_eq!(sessions.moves(), [], "the engine has one session of this id, which tenant one still uses");
+    one.finish();
+    drop(one);
+    assert_eq!(sessions.moves(), [Moved::Left(Stay { id: "a".into(), group: false, target: rank(1), idle: None })]);
 }

@@ -185,8 +185,8 @@ impl Table {
         };
         let is_news = is == Use::Now || before < stamp;
         if let Some(since) = session.idle.as_mut().filter(|_| is_news).map(|since| std::mem::replace(since, now)) {
-            self.idle.remove(&(since, number));
-            self.idle.insert((now, number), key.clone());
+            self.tenants.unset_idle((since, number));
+            self.tenants.set_idle((now, number), key.clone());
         }
         match left {
             Some(left) if left != target => self.note(Moved::Left, &key, left),
@@ -218,13 +218,14 @@ impl Table {
     }
 
     fn adopt_new(&mut self, key: &Arc<Key>, target: WorkerRank, stamp: Stamp, now: Instant) {
-        if !self.may_be_called(&key.id) || !self.has_room() {
+        let names = [Some(&*key.id), key.tenant.as_deref()];
+        if !names.into_iter().flatten().all(|name| self.may_be_called(name)) || self.make_room(key).is_err() {
             return;
         }
         let number = self.next_number();
         let session = Session { idle: Some(now), stamp, ..Session::new(number, Bond::Bound(target)) };
-        self.idle.insert((now, number), key.clone());
-        self.sessions.insert(key.clone(), session);
+        self.insert(key, session);
+        self.tenants.set_idle((now, number), key.clone());
         if stamp.by == self.own && self.notes_moves() {
             // It was ours, and we have forgotten it while others used it.
             self.stamp(key, target, now);
@@ -238,7 +239,7 @@ impl Table {
         let number = session.number;
         match session.idle {
             Some(since) => {
-                self.idle.remove(&(since, number));
+                self.tenants.unset_idle((since, number));
                 self.remove(key);
             }
             // Another request has begun it anew.

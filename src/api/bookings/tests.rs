@@ -55,7 +55,7 @@ impl Scene {
 
     fn admitted(&self, length: usize) -> Admitted {
         let booked = self.router.route(Self::request(length)).unwrap();
-        let session = match self.sessions.enter(SessionName { id: "s", parent: None, model: None }) {
+        let session = match self.sessions.enter(SessionName { id: "s", parent: None, model: None, tenant: None }) {
             Ok(Entry::Bound(hold)) => Some(hold),
             Ok(Entry::First(binding)) => Some(binding.bind(booked.route.to.rank)),
             _ => None,

@@ -185,7 +185,7 @@ impl Life {
 
     fn enter(&self, id: usize) -> Result<Entry, Refused> {
         let parent = (IDS[id] == "p").then_some("p");
-        self.sessions.enter(SessionName { id: IDS[id], parent, model: None })
+        self.sessions.enter(SessionName { id: IDS[id], parent, model: None, tenant: None })
     }
 
     /// Keeps what was given out, after a look whether it is what the model says.

@@ -88,7 +88,7 @@ fn a_decision_that_is_given_up_leaves_what_another_router_has_decided_meanwhile(
 }
 
 fn key() -> Arc<SessionKey> {
-    Arc::new(SessionKey { model: None, group: false, id: "a".into() })
+    Arc::new(SessionKey { model: None, tenant: None, group: false, id: "a".into() })
 }
 
 #[test]
