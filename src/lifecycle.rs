@@ -3,6 +3,7 @@
 //! Draining is a token everybody watches and a deadline somebody keeps.
 
 pub mod config;
+pub mod folder;
 pub mod follow;
 
 use std::collections::BTreeSet;

@@ -19,7 +19,7 @@ use tonic_health::pb::health_client::HealthClient;
 use tracing::{info, warn};
 
 use super::health::DRAINING;
-use crate::lifecycle::Readiness;
+use crate::lifecycle::{Readiness, folder};
 
 /// How long the one at the socket may take to say that it is leaving. Who takes longer is busy, and stays.
 const ANSWER: Duration = Duration::from_secs(2);
@@ -83,7 +83,7 @@ impl SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         let path = self.path();
-        let Ok(folder) = File::open(folder(path)) else { return };
+        let Ok(folder) = File::open(folder::of(path)) else { return };
         // Where it cannot be locked, a successor is making the place its own.
         let ours = folder.try_lock().is_ok() && is_socket(path);
         if ours && std::os::unix::net::UnixStream::connect(path).is_err() {
@@ -95,8 +95,8 @@ impl Drop for SocketFile {
 
 /// Takes the place at `path`.
 pub(super) async fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
-    let folder = folder(path).to_owned();
-    fs::create_dir_all(&folder)?;
+    folder::prepare(path)?;
+    let folder = folder::of(path).to_owned();
     let _lock = tokio::task::spawn_blocking(move || lock(&folder)).await??;
     match holder(path).await {
         Holder::Nobody => {}
@@ -188,10 +188,6 @@ fn lock(folder: &Path) -> io::Result<File> {
     let folder = File::open(folder)?;
     folder.lock()?;
     Ok(folder)
-}
-
-fn folder(path: &Path) -> &Path {
-    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 fn is_socket(path: &Path) -> bool {

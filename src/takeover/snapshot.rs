@@ -35,8 +35,10 @@ pub fn write(path: &Path, ranks: impl Iterator<Item = RankDump>) -> anyhow::Resu
 }
 
 fn write_beside(path: &Path, ranks: impl Iterator<Item = RankDump>) -> std::io::Result<u32> {
-    // The salts of tenants are in it.
-    let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    // A file that a process of the same number left behind. Where it is something else, creating the file fails.
+    let _removed = std::fs::remove_file(path);
+    // The salts of tenants are in it, so neither a link nor a file with another mode is used.
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
     let mut out = BufWriter::with_capacity(BUFFER, file);
     let mut count = 0;
     dump::begin(&mut out)?;
@@ -79,6 +81,8 @@ fn try_read(path: &Path, max_age: Duration, now: SystemTime) -> anyhow::Result<H
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
     use crate::block::{EngineHash, LocalHash};
     use crate::index::{KvEvent, PrefixIndex, StoredBlock};
@@ -110,7 +114,18 @@ mod tests {
         let problem = format!("{:#}", write(&path, [held(3)].into_iter()).unwrap_err());
         assert!(problem.contains("index.warmroute"), "{problem}");
         assert_eq!(read(&path, minute, now), both);
-        std::fs::remove_dir(part).unwrap();
+        std::fs::remove_dir(&part).unwrap();
+        // A link in its place is not followed, and the mode of the file in its place is not kept.
+        let target = folder.path().join("target");
+        std::fs::write(&target, "text").unwrap();
+        std::os::unix::fs::symlink(&target, &part).unwrap();
+        assert_eq!(write(&path, [held(1), held(2)].into_iter()).unwrap(), 2);
+        assert_eq!(std::fs::read_to_string(&target).unwrap(), "text");
+        std::fs::remove_file(target).unwrap();
+        std::fs::write(&part, "text").unwrap();
+        std::fs::set_permissions(&part, PermissionsExt::from_mode(0o644)).unwrap();
+        assert_eq!(write(&path, [held(1), held(2)].into_iter()).unwrap(), 2);
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         assert_eq!(write(&path, std::iter::empty()).unwrap(), 0);
         assert_eq!(read(&path, minute, now), both, "nothing is no reason to forget");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "and nothing else is left");

@@ -7,6 +7,7 @@ use std::path::Path;
 use serde::{Serialize, Serializer};
 
 use super::hosts::{Labels, hosts};
+use crate::lifecycle::folder;
 use crate::metrics::{Metrics, OutcomeLabel};
 use crate::worker::Worker;
 
@@ -135,9 +136,8 @@ fn replace(path: &Path, text: &str) -> io::Result<Written> {
     if std::fs::read(path).is_ok_and(|bytes| bytes == text.as_bytes()) {
         return Ok(Written::Unchanged);
     }
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    std::fs::create_dir_all(folder)?;
-    let mut file = builder().tempfile_in(folder)?;
+    folder::prepare(path)?;
+    let mut file = builder().tempfile_in(folder::of(path))?;
     file.write_all(text.as_bytes())?;
     file.persist(path)?;
     Ok(Written::Replaced)

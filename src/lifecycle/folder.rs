@@ -1,0 +1,110 @@
+//! Folders of files that other processes trust: the unix socket and Envoy's endpoint file. Another user of the host who can
+//! replace these files would receive prompts and answers in place of warmroute and the engines.
+
+use std::fs::{self, DirBuilder, Metadata};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::path::Path;
+
+const WRITABLE_BY_OTHERS: u32 = 0o002;
+const WRITABLE_BY_GROUP_OR_OTHERS: u32 = 0o022;
+/// As `/tmp`: any user may create files, and delete only their own.
+const SHARED: u32 = 0o1002;
+
+/// Why a folder is not used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FolderError {
+    /// Another user can replace the files in it.
+    #[error("the folder belongs to user {owner}, who can replace what is in it; {FIX}")]
+    OtherOwner {
+        /// The user.
+        owner: u32,
+    },
+    /// Any user can create the files first.
+    #[error("any user of this host can create files in the folder; {FIX}")]
+    Shared,
+}
+
+const FIX: &str = "use one of its own that warmroute creates, or /run/warmroute made by the service manager";
+
+/// Creates the folder of a file where it is missing, readable by all and writable by this user only, and refuses one where
+/// another user could replace the file.
+pub fn prepare(file: &Path) -> io::Result<()> {
+    let folder = of(file);
+    DirBuilder::new().recursive(true).mode(0o755).create(folder)?;
+    let folder = folder.canonicalize()?;
+    let parent = folder.parent().map(fs::metadata).transpose()?;
+    let found = Folder::new(&fs::metadata(&folder)?, parent.as_ref());
+    found.check(rustix::process::geteuid().as_raw()).map_err(io::Error::other)
+}
+
+/// The folder that a file is in.
+pub fn of(file: &Path) -> &Path {
+    file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// What is known of a folder.
+#[derive(Clone, Copy, Debug)]
+struct Folder {
+    owner: u32,
+    mode: u32,
+    /// The mode of the folder that it is in.
+    parent_mode: u32,
+}
+
+impl Folder {
+    fn new(folder: &Metadata, parent: Option<&Metadata>) -> Self {
+        Self { owner: folder.uid(), mode: folder.mode(), parent_mode: parent.map_or(0, |parent| parent.mode()) }
+    }
+
+    /// A folder of root is as good as our own, whoever may write into it: so are the volumes that the containers of a pod
+    /// share. A folder of another user is used only where an administrator has put it, and nobody but the owner can write.
+    fn check(self, user: u32) -> Result<(), FolderError> {
+        let Self { owner, mode, parent_mode } = self;
+        if mode & SHARED == SHARED {
+            return Err(FolderError::Shared);
+        }
+        let is_trusted = owner == user || owner == 0;
+        if !is_trusted && (mode & WRITABLE_BY_GROUP_OR_OTHERS != 0 || parent_mode & WRITABLE_BY_OTHERS != 0) {
+            return Err(FolderError::OtherOwner { owner });
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    #[test]
+    fn folders_that_other_users_control_are_refused() {
+        let other = Err(FolderError::OtherOwner { owner: 7 });
+        let cases = [
+            // Owner, mode, mode of the parent, what follows for user 5.
+            ("our own in /tmp", 5, 0o700, 0o1777, Ok(())),
+            ("our own, group may write", 5, 0o2770, 0o755, Ok(())),
+            ("root's", 0, 0o755, 0o755, Ok(())),
+            ("a volume of the pod", 0, 0o777, 0o755, Ok(())),
+            ("/tmp itself", 0, 0o1777, 0o755, Err(FolderError::Shared)),
+            ("another user was first in /tmp", 7, 0o777, 0o1777, other),
+            ("another user was first in /tmp, for root", 7, 0o755, 0o1777, other),
+            ("another user's, writable by a group", 7, 0o775, 0o755, other),
+            ("a mounted folder of another user", 7, 0o755, 0o755, Ok(())),
+        ];
+        for (case, owner, mode, parent_mode, expected) in cases {
+            assert_eq!(Folder { owner, mode, parent_mode }.check(5), expected, "{case}");
+        }
+    }
+
+    #[test]
+    fn new_folder_is_writable_by_its_owner_only() {
+        let root = tempfile::tempdir().unwrap();
+        let file = root.path().join("a/b/ext_proc.sock");
+        prepare(&file).unwrap();
+        assert_eq!(fs::metadata(of(&file)).unwrap().permissions().mode() & 0o022, 0);
+        fs::set_permissions(of(&file), fs::Permissions::from_mode(0o1777)).unwrap();
+        assert!(prepare(&file).unwrap_err().to_string().contains("any user of this host"));
+    }
+}
