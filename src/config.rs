@@ -6,6 +6,7 @@ mod advice;
 mod check;
 mod flags;
 mod health;
+mod index;
 mod index_trust;
 mod kv_events;
 mod learn;
@@ -52,6 +53,7 @@ use crate::xds::config::EnvoyConfig;
 pub use advice::Advice;
 pub use flags::Flags;
 pub use health::HealthConfig;
+pub use index::IndexConfig;
 pub use index_trust::{IndexTrustConfig, SilenceConfig};
 pub use kv_events::KvEventsLimits;
 pub use learn::LearnConfig;
@@ -109,6 +111,9 @@ pub struct Config {
     /// When a worker whose answers are errors is left alone.
     #[serde(default)]
     pub health: HealthConfig,
+    /// How much is kept of what is cached.
+    #[serde(default)]
+    pub index: IndexConfig,
     /// What is made of event sources that may be out of date.
     #[serde(default)]
     pub index_trust: IndexTrustConfig,
@@ -282,6 +287,7 @@ impl Config {
             when_all_overloaded: self.overload.when_all,
             health: self.health.rules(),
             trust: self.index_trust.rules(),
+            most_blocks_per_tier: Some(self.index.most_blocks_per_tier),
             fallbacks: self.gateway.fallbacks as usize,
             scores: self.gateway.scores,
         }

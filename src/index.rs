@@ -10,6 +10,7 @@ pub mod dump;
 pub mod event;
 mod extents;
 mod gains;
+mod limits;
 mod marks;
 mod needs;
 mod overlaps;
@@ -31,6 +32,7 @@ use parking_lot::{RwLock, RwLockReadGuard};
 use serde::Serialize;
 
 pub use event::{GroupNeed, KvEvent, Outcome, StoredBlock};
+pub use limits::BlockLimits;
 pub use overlaps::{Overlaps, TierBlocks};
 use owners::Layer;
 pub(crate) use paths::{Entered, PathEnd, PathWriter};
@@ -89,6 +91,10 @@ pub struct SlotStats {
     /// What it holds.
     #[serde(flatten)]
     pub counts: BlockCounts,
+    /// What it may hold.
+    pub limits: BlockLimits,
+    /// Blocks and names that were dropped because a limit was reached, since the writer joined.
+    pub over_limit: u64,
 }
 
 /// Blocks per tier, and copies: the engine may hold one block several times.
@@ -132,6 +138,13 @@ impl PrefixIndex {
     /// The writer of a slot. It takes the slot over: what an earlier writer of the slot holds is no longer reported.
     pub fn join(self: &Arc<Self>, slot: Slot) -> RankWriter {
         RankWriter::new(self.clone(), slot)
+    }
+
+    /// Limits what the writer of a slot may hold from now on. What it holds already stays.
+    pub fn set_limits(&self, slot: Slot, limits: BlockLimits) {
+        if let Some((_, tally)) = self.seats.read().seating(slot) {
+            tally.set_limits(limits);
+        }
     }
 
     /// A writer of a slot for whom blocks need no names. It takes the slot over as any writer does.

@@ -185,6 +185,8 @@ metrics! {
     worker_active_requests: Family<RankLabels, Gauge> = Family::default();
     /// Blocks a worker rank has cached, by tier, as far as its KV events told
     worker_cached_blocks: Family<RankTierLabels, Gauge> = Family::default();
+    /// Most blocks that are kept of a worker rank, by tier; events beyond it have the outcome index_full
+    worker_cached_blocks_limit: Family<RankTierLabels, Gauge> = Family::default();
     /// Blocks a worker rank is taken to have cached because prompts with them were routed there
     worker_predicted_blocks: Family<RankLabels, Gauge> = Family::default();
     /// Workers in the fleet
@@ -205,8 +207,8 @@ metrics! {
     xds_generation: Gauge = Gauge::default();
     /// xDS streams that are open
     xds_streams: Gauge = Gauge::default();
-    /// Endpoints told by xDS, by outcome: sent, accepted, refused
-    xds_updates: Family<OutcomeLabel, Counter> = outcomes(&["sent", "accepted", "refused"]);
+    /// Endpoints told by xDS, by outcome: sent, accepted, refused, too_many_names (the stream was ended)
+    xds_updates: Family<OutcomeLabel, Counter> = outcomes(&["sent", "accepted", "refused", "too_many_names"]);
     /// From a change of the endpoints until an Envoy says that it has it
     xds_acceptance_seconds: Histogram = Histogram::new(exponential_buckets(0.0005, 2.0, 14));
     /// Whether the connection to NATS is up, by which replicas tell each other what they do
@@ -284,6 +286,11 @@ impl Metrics {
         let mut page = String::new();
         text::encode(&mut page, &registry)?;
         Ok(format.convert(page))
+    }
+
+    /// Removes the series of a worker rank that left, as far as they are not rebuilt for each page.
+    pub fn forget_rank(&self, rank: &RankLabels) {
+        self.chosen_not_reached.remove(rank);
     }
 
     /// Notes the time that one stage of a decision took.

@@ -34,7 +34,7 @@ pub use feedback::{Answer, AnswerFrom};
 pub use outside::{Elsewhere, Foreign, Surveyed};
 pub use placing::Booked;
 use predictions::HearRouted;
-pub use predictions::{Predictions, Routed};
+pub use predictions::{BookedPredictions, Predictions, PromptPrediction, Routed};
 pub use prepared::Prepared;
 pub use question::{Decoders, Prefilled, Priority, Prompt, RouteRequest, Step};
 pub use remote::{Remote, RemoteAnswer, RemoteRank, RemoteRanks};
@@ -46,7 +46,7 @@ use crate::admission::{Attempt, Gate};
 use crate::block::tracking::unshared;
 use crate::fleet::{Fleet, Member};
 use crate::health::Health;
-use crate::index::PrefixIndex;
+use crate::index::{BlockLimits, PrefixIndex};
 use crate::load::{LoadTracker, LoadView};
 use crate::parity::Parity;
 use crate::schedule::{Occupancy, Overload};
@@ -153,6 +153,15 @@ impl Router {
         self.overload.set_thresholds(settings.overload);
         self.health.set_rules(settings.health);
         self.settings.store(Arc::new(settings));
+        self.fleet().members().for_each(|member| self.limit_blocks(member));
+    }
+
+    /// Limits the blocks that the index holds of a worker rank, by its capacity and the settings.
+    pub fn limit_blocks(&self, member: &Member) {
+        if let Some(most) = self.settings().most_blocks_per_tier {
+            let limits = BlockLimits::of_rank(member.worker.capacity.total_kv_blocks, most);
+            self.index.set_limits(member.slot, limits);
+        }
     }
 
     /// Believes the event source of a worker rank so far from now on.
@@ -302,8 +311,7 @@ impl Router {
             sighting: None,
             prompts: Vec::new(),
             remote: prepared.request.remote.clone(),
-            leases: Vec::new(),
-            own_leases: 0,
+            predictions: BookedPredictions::default(),
             took_over: matches!(prepared.request.step, Step::Decode(_)),
             away: None,
         })

@@ -123,6 +123,7 @@ fn refresh_ranks(metrics: &Metrics, router: &Router) {
         family.clear();
     }
     cached.clear();
+    metrics.worker_cached_blocks_limit.clear();
     let held = router.index().stats().slots;
     for load in router.load().snapshot() {
         let label = labels_of(router, load.rank);
@@ -134,7 +135,9 @@ fn refresh_ranks(metrics: &Metrics, router: &Router) {
         let counts = held.counts;
         let tiers = [counts.device, counts.host, counts.disk, counts.external];
         for (tier, count) in Tier::ALL.into_iter().zip(tiers) {
-            cached.get_or_create(&RankTierLabels::new(&label, tier)).set(gauge(count));
+            let labels = RankTierLabels::new(&label, tier);
+            cached.get_or_create(&labels).set(gauge(count));
+            metrics.worker_cached_blocks_limit.get_or_create(&labels).set(gauge(held.limits.of(tier)));
         }
     }
 }

@@ -73,6 +73,7 @@ impl Announcer {
         let said = async {
             let (Some(envoys), Some(generation)) = (&self.envoys, told.generation) else { return };
             if tokio::time::timeout(ENVOY_SAYS, envoys.reached(generation)).await.is_err() {
+                envoys.skip_slow(generation);
                 warn!(
                     generation,
                     "not every Envoy says that it has the new endpoints; going on without waiting for it"

@@ -11,13 +11,14 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::api::{Feed, Joined};
+use crate::fleet::Member;
 use crate::kv_events::{self, RankSink, SourceSpec, SourceState, Witness};
 use crate::lifecycle::{ReadyGuard, supervise};
 use crate::metrics::Metrics;
 use crate::router::Router;
 use crate::takeover::{self, Takeover};
 use crate::trust::{Because, Standing};
-use crate::worker::{Slot, WorkerRank};
+use crate::worker::WorkerRank;
 
 /// How often it is looked whether sources are silent.
 const LOOK: Duration = Duration::from_secs(1);
@@ -42,7 +43,7 @@ pub(super) fn leave(file: &Path, feed: &Feed, router: &Router) {
 /// One event source and who wants to know how it does.
 pub(super) struct Followed {
     pub(super) spec: SourceSpec,
-    pub(super) slot: Slot,
+    pub(super) member: Member,
     pub(super) router: Arc<Router>,
     pub(super) feed: Arc<Feed>,
     pub(super) metrics: Arc<Metrics>,
@@ -87,7 +88,12 @@ impl Followed {
 
     /// The way of the rank's events into the index. Dropping it takes the rank out of the index.
     fn sink(&self) -> (Arc<Joined>, RankSink) {
-        let joined = Arc::new(self.feed.join(self.spec.rank, self.router.index().join(self.slot)));
+        let slot = self.member.slot;
+        let joined = Arc::new(self.feed.join(self.spec.rank, self.router.index().join(slot)));
+        // The capacity may have become known since the source was started.
+        let fleet = self.router.fleet();
+        let current = fleet.member(slot).filter(|member| member.rank == self.member.rank);
+        self.router.limit_blocks(current.unwrap_or(&self.member));
         let (doubted, settled, position) = (joined.clone(), joined.clone(), joined.position().clone());
         let applied = joined.clone();
         let sink = RankSink {
@@ -136,7 +142,7 @@ impl Followed {
         let was_silent = witness.source().lock().is_silent();
         // Answers may have settled doubts since the last batch.
         witness.note(|source| {
-            self.router.index().doubted(self.slot).into_iter().for_each(|doubted| source.doubted(doubted));
+            self.router.index().doubted(self.member.slot).into_iter().for_each(|doubted| source.doubted(doubted));
             source.look(std::time::Instant::now(), &rules);
         });
         if !was_silent && witness.source().lock().is_silent() {

@@ -23,7 +23,7 @@ use crate::fleet::{Fleet, Member};
 use crate::kv_events::{SharedResync, SourceSpec};
 use crate::learned::{Agreed, Given, Learned, Mismatch};
 use crate::lifecycle::{self, Readiness, ReadyGuard};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, RankLabels};
 use crate::router::{AllLearned, Router};
 use crate::takeover::Takeover;
 use crate::worker::{ModelName, Worker, WorkerId, WorkerRank};
@@ -216,6 +216,7 @@ impl Keeper {
         for member in &change.removed {
             self.router.load().close(member.slot);
             self.router.predictions().close(member);
+            self.metrics.forget_rank(&RankLabels::new(member.rank, Some(member.worker.role)));
         }
         if let Some(sessions) = self.entrance.sessions() {
             sessions.retain(|worker| fleet.worker(worker).is_some());
@@ -263,6 +264,7 @@ impl Keeper {
         let other = |member: &&Member| before.member(member.slot).is_none_or(|old| blocks(old) != blocks(member));
         for member in changed.iter().filter(other) {
             self.router.predictions().refit(member);
+            self.router.limit_blocks(member);
         }
     }
 
@@ -285,7 +287,7 @@ impl Keeper {
         let stop = CancellationToken::new();
         let followed = Followed {
             spec,
-            slot: member.slot,
+            member: member.clone(),
             router: self.router.clone(),
             feed: self.feed.clone(),
             metrics: self.metrics.clone(),

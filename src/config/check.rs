@@ -27,6 +27,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
         ("load", load(config)),
         ("overload", config.overload.problems()),
         ("health", config.health.problems()),
+        ("index", config.index.problems()),
         ("index_trust", config.index_trust.problems()),
         ("kv_events", config.kv_events.problems()),
         ("queue", config.queue.problems()),

@@ -123,6 +123,8 @@ impl Pipeline {
         if taken.query {
             return self.query(taken, &head, &model);
         }
+        // Only the answer to a query contains them, and the request may wait long.
+        taken.tokens = Vec::new();
         let hashed = !matches!(taken.request.prompt, Prompt::Estimated { .. });
         let failure = self.failure_of(taken.request.model.as_ref());
         let pool = taken.request.constraints.pool.clone();

@@ -11,7 +11,7 @@ use super::doubts::Doubts;
 use super::gains::Gains;
 use super::needs::Needs;
 use super::watch::PrefixWatches;
-use super::{BlockCounts, Moment, SlotStats};
+use super::{BlockCounts, BlockLimits, Moment, SlotStats};
 use crate::tier::Tier;
 use crate::worker::Slot;
 
@@ -173,7 +173,13 @@ impl Seats {
 
     pub(super) fn stats(&self) -> Vec<SlotStats> {
         let seated = self.tallies.iter().enumerate().filter_map(|(slot, tally)| Some((slot, tally.as_ref()?)));
-        seated.map(|(slot, tally)| SlotStats { slot: Slot(slot as u32), counts: tally.read() }).collect()
+        let stats = |(slot, tally): (usize, &Arc<Tally>)| SlotStats {
+            slot: Slot(slot as u32),
+            counts: tally.read(),
+            limits: tally.limits(),
+            over_limit: tally.over_limit.load(Ordering::Relaxed),
+        };
+        seated.map(stats).collect()
     }
 
     /// Under which seat a slot is reported, and what its writer tells of itself.
@@ -191,8 +197,12 @@ impl Seats {
 }
 
 /// A writer's counts, where others can read them.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Tally {
+    most_device: AtomicU64,
+    most_lower: AtomicU64,
+    /// Blocks that were dropped because a limit was reached.
+    over_limit: AtomicU64,
     blocks: [AtomicU64; 4],
     copies: AtomicU64,
     waiting: AtomicU64,
@@ -205,7 +215,44 @@ pub(super) struct Tally {
     pub(super) watches: PrefixWatches,
 }
 
+impl Default for Tally {
+    fn default() -> Self {
+        Self {
+            most_device: AtomicU64::new(BlockLimits::NONE.device),
+            most_lower: AtomicU64::new(BlockLimits::NONE.lower_tier),
+            over_limit: AtomicU64::default(),
+            blocks: Default::default(),
+            copies: AtomicU64::default(),
+            waiting: AtomicU64::default(),
+            stores: AtomicU64::default(),
+            gaps: AtomicU32::default(),
+            doubts: Mutex::default(),
+            gains: Mutex::default(),
+            watches: PrefixWatches::default(),
+        }
+    }
+}
+
 impl Tally {
+    pub(super) fn set_limits(&self, limits: BlockLimits) {
+        self.most_device.store(limits.device, Ordering::Relaxed);
+        self.most_lower.store(limits.lower_tier, Ordering::Relaxed);
+    }
+
+    pub(super) fn limits(&self) -> BlockLimits {
+        let load = |most: &AtomicU64| most.load(Ordering::Relaxed);
+        BlockLimits { device: load(&self.most_device), lower_tier: load(&self.most_lower) }
+    }
+
+    /// Blocks that a tier may still take.
+    pub(super) fn room(&self, tier: Tier) -> u64 {
+        self.limits().of(tier).saturating_sub(self.blocks[tier as usize].load(Ordering::Relaxed))
+    }
+
+    pub(super) fn note_over_limit(&self, blocks: u64) {
+        self.over_limit.fetch_add(blocks, Ordering::Relaxed);
+    }
+
     /// Only the writer changes its tally, so a plain load and store do.
     pub(super) fn add_blocks(&self, tier: Tier, by: i64) {
         add(&self.blocks[tier as usize], by);

@@ -1,4 +1,5 @@
 mod doubts;
+mod limits;
 mod model;
 mod properties;
 mod stress;

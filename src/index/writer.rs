@@ -223,12 +223,17 @@ impl RankWriter {
     fn store_group(&mut self, group: u32, need: GroupNeed, blocks: &[EngineHash]) -> Outcome {
         let groups = self.groups.get_or_insert_default();
         let lesson = groups.learn(group, need);
-        let mut gained = false;
+        let most = usize::try_from(self.tally.limits().names()).unwrap_or(usize::MAX);
+        let (mut gained, mut over) = (false, 0);
         if let Some(at) = groups.find(group) {
             for &engine in blocks {
-                gained |= groups.store(at, engine);
+                match groups.store(at, engine, most) {
+                    Some(is_new) => gained |= is_new,
+                    None => over += 1,
+                }
             }
         }
+        self.tally.note_over_limit(over);
         if lesson == Lesson::Changed {
             // The blocks get other classes one by one, so until all have theirs nothing is reusable.
             self.tell_needs(Needs { unknown: true, ..Needs::default() });
@@ -239,6 +244,7 @@ impl RankWriter {
         }
         match lesson {
             Lesson::TooMany { .. } => Outcome::TooManyGroups,
+            _ if over > 0 => Outcome::IndexFull,
             _ if gained || blocks.is_empty() => Outcome::Ok,
             _ => Outcome::DuplicateStore,
         }

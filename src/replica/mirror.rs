@@ -14,6 +14,9 @@ use crate::worker::{Slot, WorkerId, WorkerRank};
 /// Most reservations of one peer.
 const MOST: usize = 1 << 20;
 
+/// Most blocks of the reservations of one peer, each counted as often as it is reserved.
+pub(super) const MOST_BLOCKS: usize = if cfg!(test) { 1 << 18 } else { 1 << 22 };
+
 /// The state of this process that messages of peers change.
 pub struct World<'a> {
     /// The load table.
@@ -40,6 +43,10 @@ pub(super) struct Mirror {
     bookings: BTreeMap<BookingId, Mirrored>,
     /// How many of them are on workers that we do not know, or not yet.
     waiting: usize,
+    /// Blocks of all of them.
+    blocks: usize,
+    /// Reservations that were not counted, because the peer has too many, or too many blocks.
+    refused: u64,
     /// By which fleet they are counted.
     generation: u64,
 }
@@ -75,11 +82,12 @@ impl Mirror {
     /// that nobody sees less load than there is.
     pub(super) fn replace(&mut self, all: Vec<(BookingId, Live)>, world: &World<'_>) {
         let mut before = std::mem::take(self);
-        self.generation = world.generation;
+        (self.generation, self.refused) = (world.generation, before.refused);
         for (id, live) in all {
             match before.bookings.remove(&id) {
                 Some(known) if known.live.same(&live) && !known.is_cut() => {
                     self.waiting += usize::from(known.held.is_none());
+                    self.blocks += known.blocks();
                     self.bookings.insert(id, known);
                 }
                 known => {
@@ -115,29 +123,48 @@ impl Mirror {
         self.waiting
     }
 
+    /// Reservations of the peer that were not counted.
+    pub(super) fn refused(&self) -> u64 {
+        self.refused
+    }
+
+    #[cfg(test)]
+    pub(super) fn blocks(&self) -> usize {
+        self.blocks
+    }
+
     fn insert(&mut self, id: BookingId, live: Live, world: &World<'_>) {
-        if self.bookings.len() >= MOST {
+        let mut mirrored = Mirrored { live, held: None };
+        if self.bookings.len() >= MOST || self.blocks + mirrored.blocks() > MOST_BLOCKS {
+            self.refused += 1;
             return;
         }
-        let mut mirrored = Mirrored { live, held: None };
+        self.blocks += mirrored.blocks();
         mirrored.hold(world);
         self.waiting += usize::from(mirrored.held.is_none());
         self.bookings.insert(id, mirrored);
     }
 
     fn remove(&mut self, id: BookingId) {
-        let gone = self.bookings.remove(&id);
-        self.waiting -= usize::from(gone.is_some_and(|gone| gone.held.is_none()));
+        let Some(gone) = self.bookings.remove(&id) else { return };
+        self.blocks -= gone.blocks();
+        self.waiting -= usize::from(gone.held.is_none());
     }
 
     fn change(&mut self, mut news: News, world: &World<'_>) {
         let (News::FirstToken(id) | News::OutputBlocks { id, .. } | News::Moved { id, .. }) = news else { return };
-        let Some(Mirrored { live, held }) = self.bookings.get_mut(&id) else { return };
+        let Some(mirrored) = self.bookings.get_mut(&id) else { return };
         if let News::Moved { to: Some(to), .. } = &mut news {
             locate(to, world);
         }
-        live.apply(&news);
-        let Some(reservation) = held else { return };
+        let before = mirrored.blocks();
+        mirrored.live.apply(&news);
+        self.blocks = self.blocks - before + mirrored.blocks();
+        if self.blocks > MOST_BLOCKS {
+            self.refused += 1;
+            return self.remove(id);
+        }
+        let Mirrored { held: Some(reservation), .. } = mirrored else { return };
         match news {
             News::FirstToken(_) => _ = reservation.first_token(),
             News::OutputBlocks { count, fraction, .. } => reservation.output_blocks(count, fraction),
@@ -145,7 +172,7 @@ impl Mirror {
                 let goes_on = to.is_some();
                 if !reservation.relocate(|_, _| to) && goes_on {
                     // Not known here, or not yet.
-                    *held = None;
+                    mirrored.held = None;
                     self.waiting += 1;
                 }
             }
@@ -155,6 +182,10 @@ impl Mirror {
 }
 
 impl Mirrored {
+    fn blocks(&self) -> usize {
+        self.live.bookings.iter().map(|booking| booking.sequences.blocks()).sum()
+    }
+
     fn is_cut(&self) -> bool {
         self.held.as_ref().is_some_and(Reservation::is_cut)
     }

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use prost::Message as _;
 use rand::Rng;
 use serde::Serialize;
 
@@ -16,13 +17,16 @@ use crate::load::{BookingId, Live, News};
 use crate::sessions::Use;
 
 /// Most peers.
-const MOST_PEERS: usize = 1024;
+const MOST_PEERS: usize = 128;
 
 /// Most batches that are kept while the whole is waited for. Who tells more meanwhile is asked once more.
 const MOST_LATER: usize = 1024;
 
 /// Most parts of an answer.
 const MOST_PARTS: u32 = 4096;
+
+/// Most bytes of snapshots and batches that are kept, over all peers, until the last part of a snapshot is there.
+const MOST_PENDING_BYTES: usize = if cfg!(test) { 1 << 20 } else { 128 << 20 };
 
 /// Who has not answered for so long is asked again.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -96,6 +100,8 @@ struct Behind {
     next_part: u32,
     of: u64,
     later: Vec<Batch>,
+    /// Bytes of the parts and of the later batches, as they were encoded.
+    bytes: usize,
 }
 
 /// A peer, as it is shown.
@@ -108,6 +114,8 @@ pub(super) struct Shown {
     reservations: usize,
     /// Of these, on workers that are not known here.
     on_unknown_workers: usize,
+    /// Reservations that are not counted, because the peer has too many, or too many blocks.
+    refused: u64,
     heard_ms_ago: u128,
 }
 
@@ -140,10 +148,11 @@ impl Peers {
                 Peer { name: batch.name.clone(), heard: now, draining: false, standing, mirror: Mirror::default() };
             self.peers.insert(from, peer);
         }
+        let room = self.room();
         let Some(peer) = self.peers.get_mut(&from) else { return outcome };
         peer.heard = now;
         peer.draining |= batch.draining;
-        if !peer.hear(batch, world, rng) {
+        if !peer.hear(batch, world, rng, room) {
             outcome.noted.push(Noted::Gap(from));
             outcome.wishes.push(Wish::Ask(from));
             peer.standing.fall_behind(now);
@@ -154,16 +163,17 @@ impl Peers {
     /// Part of what a peer was asked for.
     pub fn take(&mut self, part: SnapshotPart, world: &World<'_>, now: Instant, rng: &mut impl Rng) -> Outcome {
         let (from, mut outcome) = (ReplicaId(part.replica), Outcome::default());
+        let room = self.room();
         let Some(peer) = self.peers.get_mut(&from) else { return outcome };
         peer.heard = now;
         let Standing::Behind(behind) = &mut peer.standing else { return outcome };
-        let Some((events, last)) = behind.collect(part, now) else { return outcome };
+        let Some((events, last)) = behind.collect(part, now, room) else { return outcome };
         let later = std::mem::take(&mut behind.later);
         peer.replace(events, world, rng);
         peer.standing = Standing::Level { last };
         let mut is_level = true;
         for batch in later {
-            is_level = is_level && peer.hear(batch, world, rng);
+            is_level = is_level && peer.hear(batch, world, rng, room);
         }
         if is_level {
             outcome.noted.push(Noted::Level(from, peer.mirror.len()));
@@ -173,6 +183,19 @@ impl Peers {
             peer.standing.fall_behind(now);
         }
         outcome
+    }
+
+    /// Bytes that may still be kept until snapshots are complete.
+    fn room(&self) -> usize {
+        MOST_PENDING_BYTES.saturating_sub(self.pending_bytes())
+    }
+
+    pub(super) fn pending_bytes(&self) -> usize {
+        let bytes = |peer: &Peer| match &peer.standing {
+            Standing::Behind(behind) => behind.bytes,
+            Standing::Level { .. } => 0,
+        };
+        self.peers.values().map(bytes).sum()
     }
 
     /// Time goes by.
@@ -239,6 +262,7 @@ impl Peers {
             level: matches!(peer.standing, Standing::Level { .. }),
             reservations: peer.mirror.len(),
             on_unknown_workers: peer.mirror.waiting(),
+            refused: peer.mirror.refused(),
             heard_ms_ago: now.saturating_duration_since(peer.heard).as_millis(),
         };
         self.peers.iter().map(shown).collect()
@@ -247,12 +271,12 @@ impl Peers {
 
 impl Peer {
     /// Takes a batch; whether nothing is missing before it, or it is waited for already.
-    fn hear(&mut self, batch: Batch, world: &World<'_>, rng: &mut impl Rng) -> bool {
+    fn hear(&mut self, batch: Batch, world: &World<'_>, rng: &mut impl Rng, room: usize) -> bool {
         let has_events = !batch.events.is_empty();
         match &mut self.standing {
             Standing::Behind(behind) => {
                 if has_events {
-                    behind.keep(batch);
+                    behind.keep(batch, room);
                 }
                 true
             }
@@ -302,26 +326,31 @@ impl Standing {
 
 impl Behind {
     fn new(asked: Instant) -> Self {
-        Self { asked, parts: Vec::new(), next_part: 0, of: 0, later: Vec::new() }
+        Self { asked, parts: Vec::new(), next_part: 0, of: 0, later: Vec::new(), bytes: 0 }
     }
 
     /// Keeps a batch for later. Where there are too many, what comes after shows that some are missing.
-    fn keep(&mut self, batch: Batch) {
-        if self.later.len() < MOST_LATER {
+    fn keep(&mut self, batch: Batch, room: usize) {
+        let bytes = batch.encoded_len();
+        if self.later.len() < MOST_LATER && bytes <= room {
+            self.bytes += bytes;
             self.later.push(batch);
         }
     }
 
     /// Everything and the batch up to which it is, once the last part is there. The first part of an answer begins anew,
     /// because the peer may have been asked twice.
-    fn collect(&mut self, part: SnapshotPart, now: Instant) -> Option<(Vec<Event>, u64)> {
+    fn collect(&mut self, part: SnapshotPart, now: Instant, room: usize) -> Option<(Vec<Event>, u64)> {
         if part.part == 0 {
             (self.next_part, self.of) = (0, part.sequence);
             self.parts.clear();
+            self.bytes = self.later.iter().map(Batch::encoded_len).sum();
         }
-        if part.part != self.next_part || part.sequence != self.of || part.part >= MOST_PARTS {
+        let bytes = part.encoded_len();
+        if part.part != self.next_part || part.sequence != self.of || part.part >= MOST_PARTS || bytes > room {
             return None;
         }
+        self.bytes += bytes;
         self.next_part += 1;
         self.asked = now;
         self.parts.extend(part.events);

@@ -10,7 +10,7 @@ use prost::Message as _;
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 
-use super::mirror::World;
+use super::mirror::{MOST_BLOCKS, Mirror, World};
 use super::own::Own;
 use super::peers::{Noted, Peers, Wish};
 use super::proto::{Batch, Event, SnapshotPart};
@@ -353,7 +353,7 @@ fn perform(site: &mut Site, at: usize, step: &Step) {
         Step::Release(nth) if !replica.held.is_empty() => drop(replica.held.swap_remove(nth % held)),
         Step::Session(id, worker) => {
             let id = format!("s{id}");
-            let name = SessionName { id: &id, parent: None, model: Some("m") };
+            let name = SessionName { id: &id, parent: None, model: Some("m"), tenant: None };
             match replica.sessions.enter(name) {
                 Ok(Entry::First(binding)) => drop(binding.bind(rank(worker))),
                 Ok(Entry::Bound(mut hold)) => hold.rebind(rank(worker)),
@@ -388,7 +388,7 @@ proptest! {
         let truth = site.truth();
         let targets = |replica: &Replica, id: u64| {
             let id = format!("s{id}");
-            replica.sessions.target(SessionName { id: &id, parent: None, model: Some("m") })
+            replica.sessions.target(SessionName { id: &id, parent: None, model: Some("m"), tenant: None })
         };
         // Of blocks that count in part, how many do depends on who else held them at that moment.
         let partly = steps.iter().any(|(_, step)| matches!(step, Step::Output(_, _, Some(_))));
@@ -566,4 +566,69 @@ fn what_comes_out_of_a_message_is_what_went_in() {
     assert_eq!(back(100), routed);
     assert_eq!(back(1).prompts, [vec![LocalHash(1)], vec![]], "as much of it as there is room for");
     assert_eq!(wire::told(Event::default(), &mut Names::new(&mut SmallRng::seed_from_u64(1))), None);
+}
+
+/// A world in which no rank is known and nothing follows from anything.
+fn empty_world(load: &Arc<LoadTracker>) -> World<'_> {
+    World {
+        load,
+        generation: 0,
+        slot: &|_| None,
+        sessions: None,
+        overloaded: &|_, _| (),
+        first_token: &|_| (),
+        routed: &|_| (),
+        booked: &|_| (),
+    }
+}
+
+fn unnamed(id: u64, unnamed: u64) -> Event {
+    let prompt = super::proto::Prompt { blocks: Vec::new(), unnamed };
+    let booking = super::proto::Booking { worker: 1, prompts: vec![prompt], ..Default::default() };
+    let booked = super::proto::Booked { id, bookings: vec![booking], ..Default::default() };
+    Event { event: Some(super::proto::event::Event::Booked(booked)) }
+}
+
+#[test]
+fn unnamed_blocks_of_a_peer_are_bounded() {
+    let (load, mut random) = (LoadTracker::new(Instant::now), SmallRng::seed_from_u64(1));
+    let (world, mut mirror) = (empty_world(&load), Mirror::default());
+    for id in 0..1_000 {
+        let event = unnamed(id, u64::MAX);
+        assert!(event.encoded_len() < 60);
+        mirror.apply(wire::told(event, &mut Names::new(&mut random)).unwrap(), &world);
+        assert!(mirror.blocks() <= MOST_BLOCKS, "{}", mirror.blocks());
+    }
+    assert_eq!((mirror.blocks(), mirror.len(), mirror.refused()), (MOST_BLOCKS, 2, 998));
+    mirror.apply(Told::Load(News::Released(crate::load::BookingId(0))), &world);
+    assert_eq!(mirror.blocks(), MOST_BLOCKS / 2);
+    let to_more = super::proto::Moved { id: 1, to: Some(booking_of(&unnamed(1, u64::MAX))) };
+    let moved = Event { event: Some(super::proto::event::Event::Moved(to_more)) };
+    mirror.apply(wire::told(moved, &mut Names::new(&mut random)).unwrap(), &world);
+    assert_eq!(mirror.blocks(), MOST_BLOCKS / 2, "a moved reservation is counted by what it is now");
+    mirror.replace(Vec::new(), &world);
+    assert_eq!((mirror.blocks(), mirror.len()), (0, 0));
+}
+
+fn booking_of(event: &Event) -> super::proto::Booking {
+    match &event.event {
+        Some(super::proto::event::Event::Booked(booked)) => booked.bookings[0].clone(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn batches_awaiting_snapshots_are_bounded() {
+    let (load, mut random) = (LoadTracker::new(Instant::now), SmallRng::seed_from_u64(1));
+    let (world, now) = (empty_world(&load), Instant::now());
+    let mut peers = Peers::new(ReplicaId(0), LEASE);
+    for sequence in 1..40 {
+        for replica in 1..20 {
+            let name = "x".repeat(10_000);
+            let event = Event { event: Some(super::proto::event::Event::FirstTokenOf(name)) };
+            let batch = Batch { replica, sequence, events: vec![event], ..Batch::default() };
+            peers.hear(batch, &world, now, &mut random);
+        }
+    }
+    assert!((900 << 10..=1 << 20).contains(&peers.pending_bytes()), "{}", peers.pending_bytes());
 }

@@ -24,6 +24,8 @@ pub struct RouterSettings {
     pub health: HealthRules,
     /// What is made of event sources that may be out of date.
     pub trust: TrustRules,
+    /// Blocks that a worker rank may have in the index per tier, where its number of KV blocks is not known; none: without limit.
+    pub most_blocks_per_tier: Option<u64>,
     /// How many further endpoints a route names at most, for Envoy to try when it cannot reach the chosen one.
     pub fallbacks: usize,
     /// Whether a route names the cost of every candidate.

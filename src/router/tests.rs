@@ -9,6 +9,7 @@ mod herd;
 mod outside;
 mod parity;
 mod phases;
+mod refused;
 mod standing;
 mod trust;
 
@@ -110,4 +111,21 @@ fn of_very_many_prompts_all_are_searched_for() {
     let second = router.route(request(&prompts)).unwrap();
     assert_eq!(second.route.choice.cost.decode_cost, 1000.0);
     assert_eq!(router.load().snapshot()[0].active_blocks, 1000);
+}
+
+#[test]
+fn index_limits_follow_capacity_and_settings() {
+    let settings = |most| RouterSettings { most_blocks_per_tier: most, ..RouterSettings::default() };
+    let mut sized = worker(2);
+    sized.capacity.total_kv_blocks = Some(100);
+    let router = router_of([worker(1), sized], settings(Some(50)));
+    let fleet = router.fleet();
+    let _writers: Vec<_> = fleet.members().map(|member| router.index().join(member.slot)).collect();
+    let limits = || {
+        router.index().stats().slots.iter().map(|slot| (slot.limits.device, slot.limits.lower_tier)).collect::<Vec<_>>()
+    };
+    fleet.members().for_each(|member| router.limit_blocks(member));
+    assert_eq!(limits(), [(50, 50), (400, 400)]);
+    router.set_settings(settings(Some(1_000)));
+    assert_eq!(limits(), [(1_000, 1_000), (400, 1_000)]);
 }

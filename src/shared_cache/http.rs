@@ -13,6 +13,9 @@ use super::config::SharedCacheConfig;
 use super::ranges::normalized;
 use super::{Lookup, SharedCache, SharedCacheError, SharedHits, SharedQuery};
 
+/// Most blocks of a prompt that are queried, from the first on: the query is built at once, and no timeout interrupts that.
+const MOST_BLOCKS: usize = 1 << 16;
+
 /// A shared cache that is asked over HTTP.
 #[derive(Debug)]
 pub struct HttpSharedCache {
@@ -76,8 +79,8 @@ impl HttpSharedCache {
         let question = Question {
             model: query.model,
             block_size: query.prompt.block_size().0.get(),
-            block_hashes: query.prompt.locals().iter().map(|hash| Hex(hash.0)).collect(),
-            sequence_hashes: query.prompt.sequences().iter().map(|hash| Hex(hash.0)).collect(),
+            block_hashes: query.prompt.locals().iter().take(MOST_BLOCKS).map(|hash| Hex(hash.0)).collect(),
+            sequence_hashes: query.prompt.sequences().iter().take(MOST_BLOCKS).map(|hash| Hex(hash.0)).collect(),
         };
         let body = serde_json::to_vec(&question).map_err(|problem| SharedCacheError::Client(problem.to_string()))?;
         let request = self.client.post(self.url.clone()).header(CONTENT_TYPE, "application/json").body(body);

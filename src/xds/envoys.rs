@@ -42,6 +42,14 @@ pub struct Listener {
     pub generation: Option<u64>,
     /// Why it could not use what it was told last.
     pub refused: Option<String>,
+    /// Whether it did not acknowledge endpoints in time; it is not waited for until it does.
+    pub is_slow: bool,
+}
+
+impl Listener {
+    fn is_behind(&self, generation: u64) -> bool {
+        !self.clusters.is_empty() && self.generation < Some(generation)
+    }
 }
 
 impl Envoys {
@@ -75,14 +83,19 @@ impl Envoys {
         let mut reports = self.reports.subscribe();
         loop {
             reports.borrow_and_update();
-            let behind = |listener: &Listener| !listener.clusters.is_empty() && listener.generation < Some(generation);
-            if !self.streams.lock().iter().any(|(_, listener)| behind(listener)) {
+            if !self.streams.lock().iter().any(|(_, listener)| !listener.is_slow && listener.is_behind(generation)) {
                 return;
             }
             if reports.changed().await.is_err() {
                 return;
             }
         }
+    }
+
+    /// Those who have not acknowledged this generation by now are not waited for until they do.
+    pub fn skip_slow(&self, generation: u64) {
+        let mut streams = self.streams.lock();
+        streams.iter_mut().for_each(|(_, listener)| listener.is_slow |= listener.is_behind(generation));
     }
 
     /// Who listens.
@@ -138,5 +151,37 @@ impl Drop for Seat {
         self.envoys.streams.lock().try_remove(self.key);
         self.envoys.metrics.xds_streams.dec();
         self.envoys.report();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn envoy_that_never_acknowledges_delays_one_change_only() {
+        let envoys = Envoys::new(Vec::new(), Arc::new(Metrics::new()));
+        let [silent, good] = [envoys.join("delta"), envoys.join("delta")];
+        let acknowledge = |generation| {
+            good.tell(|listener| (listener.is_slow, listener.generation) = (false, Some(generation)));
+        };
+        for seat in [&silent, &good] {
+            seat.tell(|listener| listener.clusters = vec!["workers".to_owned()]);
+        }
+        let reached = async |generation| {
+            tokio::time::timeout(Duration::from_millis(500), envoys.reached(generation)).await.is_ok()
+        };
+        acknowledge(1);
+        assert!(!reached(1).await, "the first change waits for both");
+        envoys.skip_slow(1);
+        assert!(reached(1).await);
+        assert!(!reached(2).await, "the other one is still waited for");
+        acknowledge(2);
+        assert!(reached(2).await);
+        silent.tell(|listener| (listener.is_slow, listener.generation) = (false, Some(2)));
+        acknowledge(3);
+        assert!(!reached(3).await, "once it acknowledges it is waited for again");
     }
 }

@@ -22,7 +22,7 @@ use tracing::{info, warn};
 
 use super::assignments::Assignments;
 use super::envoys::{Envoys, Seat};
-use super::subscription::{Subscription, Word};
+use super::subscription::{MOST_NAMES, Subscription, Word};
 use super::variant::{Delta, Received, StateOfTheWorld, Variant, is_ours};
 
 /// The services over the same Envoys.
@@ -59,7 +59,7 @@ impl Discovery {
         };
         let answers = stream::unfold(conversation, |mut conversation| async {
             let answer = conversation.next().await?;
-            Some((Ok(answer), conversation))
+            Some((answer, conversation))
         });
         Response::new(Box::pin(answers))
     }
@@ -77,16 +77,18 @@ struct Conversation<V: Variant> {
 }
 
 impl<V: Variant> Conversation<V> {
-    /// The next answer; `None` where the stream has ended.
-    async fn next(&mut self) -> Option<V::Response> {
+    /// The next answer; `None` where the stream has ended. An error ends the stream.
+    async fn next(&mut self) -> Option<Result<V::Response, Status>> {
         loop {
             if let Some(answer) = self.owed() {
-                return Some(answer);
+                return Some(Ok(answer));
             }
             tokio::select! {
                 () = self.closing.cancelled() => return None,
                 request = self.requests.message() => match request {
-                    Ok(Some(request)) => self.hear(V::heard(request)),
+                    Ok(Some(request)) => if let Err(status) = self.hear(V::heard(request)) {
+                        return Some(Err(status));
+                    },
                     // How it ended is of no interest: Envoy comes back, and says what it has.
                     Ok(None) | Err(_) => return None,
                 },
@@ -101,7 +103,10 @@ impl<V: Variant> Conversation<V> {
         if answer.is_some() {
             self.seat.envoys().count("sent");
         } else if self.subscription.wants_something() && self.subscription.is_settled(&now) {
-            let before = self.seat.tell(|listener| listener.generation.replace(now.generation));
+            let before = self.seat.tell(|listener| {
+                listener.is_slow = false;
+                listener.generation.replace(now.generation)
+            });
             if before.is_some_and(|before| before < now.generation) {
                 self.seat.envoys().accepted(now.since);
             }
@@ -109,13 +114,14 @@ impl<V: Variant> Conversation<V> {
         answer
     }
 
-    fn hear(&mut self, received: Received) {
+    fn hear(&mut self, received: Received) -> Result<(), Status> {
         let Received { node, type_url, heard } = received;
         if let Some(node) = node {
             self.seat.tell(|listener| (listener.node, listener.node_cluster) = (node.id, node.cluster));
         }
         if !is_ours(&type_url) {
-            return self.wonder(type_url);
+            self.wonder(type_url);
+            return Ok(());
         }
         match self.subscription.hear(heard) {
             Word::Asks | Word::Stale => {}
@@ -124,8 +130,15 @@ impl<V: Variant> Conversation<V> {
                 self.seat.tell(|listener| listener.refused = None);
             }
             Word::Refuses(reason) => self.refused(reason),
+            Word::TooManyNames => {
+                self.seat.envoys().count("too_many_names");
+                let text = format!("a stream may name {MOST_NAMES} clusters, with 1 MiB of names");
+                warn!(node = self.seat.tell(|listener| listener.node.clone()), "xDS stream refused: {text}");
+                return Err(Status::resource_exhausted(text));
+            }
         }
         self.note_clusters();
+        Ok(())
     }
 
     /// Envoy goes on with what it has; there is nothing that could be told otherwise before the fleet changes.
@@ -163,7 +176,7 @@ impl<V: Variant> Conversation<V> {
 
     /// Somebody else has to tell Envoy of these; it goes on without after its `initial_fetch_timeout`.
     fn wonder(&mut self, type_url: String) {
-        if !self.strange.contains(&type_url) {
+        if self.strange.len() < MOST_NAMES && !self.strange.contains(&type_url) {
             self.seat.tell(|listener| {
                 warn!(
                     node = listener.node,

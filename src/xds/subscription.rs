@@ -48,6 +48,8 @@ pub(super) enum Word {
     Refuses(String),
     /// It is about an answer that is not the last; nothing follows from it.
     Stale,
+    /// It names more clusters than a stream may.
+    TooManyNames,
 }
 
 /// What Envoy is told next.
@@ -61,6 +63,10 @@ pub(super) struct News<'a> {
 
 /// All clusters.
 const ALL: &str = "*";
+
+/// Most clusters that one stream may name, and most bytes of their names.
+pub(super) const MOST_NAMES: usize = if cfg!(test) { 16 } else { 4096 };
+const MOST_NAME_BYTES: usize = 1 << 20;
 
 /// One conversation.
 #[derive(Clone, Debug, Default)]
@@ -93,7 +99,12 @@ impl Subscription {
             Wants::Change { more, less, has } => self.change(more, &less, has),
         }
         self.begun = true;
-        word
+        if self.exceeds_limits() { Word::TooManyNames } else { word }
+    }
+
+    fn exceeds_limits(&self) -> bool {
+        let bytes: usize = self.names.iter().chain(self.told.keys()).map(String::len).sum();
+        self.names.len() > MOST_NAMES || self.told.len() > MOST_NAMES || bytes > MOST_NAME_BYTES
     }
 
     fn want(&mut self, mut names: BTreeSet<String>, again: bool) {

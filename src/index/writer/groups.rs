@@ -137,8 +137,15 @@ impl Groups {
         layers
     }
 
-    /// Enters one copy of a block; whether the group did not hold it before.
-    pub(super) fn store(&mut self, at: usize, engine: EngineHash) -> bool {
+    /// Enters one copy of a block; whether the group did not hold it before. None where the groups hold `most` blocks, or
+    /// count further copies of as many, already.
+    pub(super) fn store(&mut self, at: usize, engine: EngineHash, most: usize) -> Option<bool> {
+        let is_known = self.holds.contains_key(&engine);
+        let room = if is_known { self.extra.len() < most } else { self.holds.len() < most };
+        room.then(|| self.store_one(at, engine))
+    }
+
+    fn store_one(&mut self, at: usize, engine: EngineHash) -> bool {
         let held = self.holds.entry(engine).or_insert(0);
         let bit = 1 << at;
         let is_new = *held & bit == 0;

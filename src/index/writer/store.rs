@@ -20,7 +20,43 @@ enum Gain {
 }
 
 impl RankWriter {
+    /// Stores as many of the blocks as the limits of the writer allow.
     pub(super) fn store(&mut self, parent: Option<EngineHash>, blocks: &[StoredBlock], tier: Tier) -> Outcome {
+        let (allowed, over) = blocks.split_at(self.allowed(blocks, tier));
+        if over.is_empty() {
+            return self.store_allowed(parent, blocks, tier);
+        }
+        self.tally.note_over_limit(over.len() as u64);
+        let outcome = if allowed.is_empty() { Outcome::Ok } else { self.store_allowed(parent, allowed, tier) };
+        match outcome {
+            Outcome::Ok | Outcome::DuplicateStore | Outcome::ParentAwaited => Outcome::IndexFull,
+            outcome => outcome,
+        }
+    }
+
+    /// How many of the blocks, from the first on, keep the writer within its limits.
+    fn allowed(&self, blocks: &[StoredBlock], tier: Tier) -> usize {
+        let mut room = self.tally.room(tier);
+        let held = (self.names.len() + self.waiting.len()) as u64;
+        let mut names = self.tally.limits().names().saturating_sub(held);
+        if blocks.len() as u64 <= room.min(names) {
+            return blocks.len();
+        }
+        let mut fits = |block: &&StoredBlock| {
+            let named = self.names.get(block.engine);
+            let new_name = named.is_none();
+            // A name that moves to another content leaves the old one held where that has further names.
+            let may_move = !self.aliases.is_empty();
+            let new_in_tier = may_move || named.is_none_or(|named| !named.layers.has(tier));
+            let fits = (!new_name || names > 0) && (!new_in_tier || room > 0);
+            names = names.saturating_sub(u64::from(new_name));
+            room = room.saturating_sub(u64::from(new_in_tier));
+            fits
+        };
+        blocks.iter().take_while(|block| fits(block)).count()
+    }
+
+    fn store_allowed(&mut self, parent: Option<EngineHash>, blocks: &[StoredBlock], tier: Tier) -> Outcome {
         // Both are on their way from memory at once then.
         blocks.first().into_iter().for_each(|block| self.names.fetch(block.engine));
         match parent.map(|parent| (parent, self.names.get(parent))) {

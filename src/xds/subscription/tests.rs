@@ -255,3 +255,22 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn stream_that_names_too_many_clusters_is_refused() {
+    let names: Vec<String> = (0..=MOST_NAMES).map(|number| format!("cluster-{number}")).collect();
+    let mut delta = Subscription::default();
+    let (last, fitting) = names.split_last().unwrap();
+    for name in fitting {
+        assert_eq!(delta.hear(says("", change(&[name], &[]))), Word::Asks);
+    }
+    assert_eq!(delta.hear(says("", change(&[last], &[]))), Word::TooManyNames);
+    let mut whole = Subscription::default();
+    assert_eq!(whole.hear(says("", Wants::Exactly(names.iter().cloned().collect()))), Word::TooManyNames);
+    let mut resumed = Subscription::default();
+    let has = names.into_iter().map(|name| (name, "1".to_owned())).collect();
+    let wants = Wants::Change { more: Vec::new(), less: Vec::new(), has };
+    assert_eq!(resumed.hear(says("", wants)), Word::TooManyNames);
+    let long = "x".repeat(MOST_NAME_BYTES + 1);
+    assert_eq!(Subscription::default().hear(says("", exactly(&[&long]))), Word::TooManyNames);
+}

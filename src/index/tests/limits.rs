@@ -1,0 +1,92 @@
+//! What a writer may hold: a publisher that stores for ever is stopped at the limit, and says so.
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::*;
+
+fn limited(device: u64, lower_tier: u64) -> (std::sync::Arc<PrefixIndex>, RankWriter) {
+    let index = PrefixIndex::new();
+    let writer = index.join(Slot(0));
+    index.set_limits(Slot(0), BlockLimits { device, lower_tier });
+    (index, writer)
+}
+
+fn run(from: u64, to: u64) -> Vec<(u64, u64)> {
+    (from..to).map(|block| (block, block)).collect()
+}
+
+fn over_limit(index: &PrefixIndex) -> u64 {
+    index.stats().slots[0].over_limit
+}
+
+#[test]
+fn store_beyond_tier_limit_keeps_leading_blocks() {
+    let (index, mut writer) = limited(10, 4);
+    assert_eq!(writer.apply(&stored(None, &run(0, 15), Tier::Device)), Outcome::IndexFull);
+    assert_eq!((device(&index, Slot(0), &(0..15).collect::<Vec<_>>()), over_limit(&index)), (10, 5));
+    assert_eq!(writer.apply(&stored(None, &run(0, 10), Tier::Device)), Outcome::DuplicateStore, "no block is new");
+    assert_eq!(writer.apply(&stored(Some(9), &run(20, 21), Tier::Device)), Outcome::IndexFull);
+    assert_eq!(writer.apply(&stored(None, &run(0, 6), Tier::HostPinned)), Outcome::IndexFull);
+    assert_eq!(index.stats().total.host, 4);
+    // Once of the first copies and once of the second ones.
+    (0..2).for_each(|_| _ = writer.apply(&removed(&[9, 8])));
+    assert_eq!(writer.apply(&stored(Some(7), &run(30, 32), Tier::Device)), Outcome::Ok, "there is room again");
+    index.set_limits(Slot(0), BlockLimits { device: 5, lower_tier: 4 });
+    assert_eq!(index.stats().total.device, 10, "what is held stays");
+    assert_eq!(writer.apply(&stored(Some(31), &run(40, 41), Tier::Device)), Outcome::IndexFull);
+}
+
+#[test]
+fn names_of_one_content_have_a_limit() {
+    let (index, mut writer) = limited(10, 6);
+    for name in 0..100 {
+        writer.apply(&stored(None, &[(1, name)], Tier::Device));
+    }
+    let total = index.stats().total;
+    assert_eq!((total.device, total.copies, over_limit(&index)), (1, 16, 84));
+}
+
+#[test]
+fn shares_of_cache_groups_have_a_limit() {
+    let (index, mut writer) = limited(10, 6);
+    assert_eq!(writer.apply(&share(1, (1, 1), &(0..16).collect::<Vec<_>>())), Outcome::Ok);
+    assert_eq!(writer.apply(&share(1, (1, 1), &(0..20).collect::<Vec<_>>())), Outcome::IndexFull);
+    assert_eq!(over_limit(&index), 4, "blocks that the main group never named");
+}
+
+#[test]
+fn limits_follow_the_capacity_where_it_is_known() {
+    let of = |capacity| {
+        let limits = BlockLimits::of_rank(capacity, 1000);
+        (limits.device, limits.lower_tier, limits.names())
+    };
+    assert_eq!(of(None), (1000, 1000, 2000));
+    assert_eq!(of(Some(100)), (400, 1000, 1400));
+    assert_eq!(of(Some(1000)), (4000, 4000, 8000));
+    assert_eq!(of(Some(u64::MAX)).2, u64::MAX);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_sequence_of_events_exceeds_the_limits(
+        steps in vec((0..4u8, 0..12u64, 0..12u64, 0..5u64, 0..4usize), 1..80),
+    ) {
+        let (index, mut writer) = limited(12, 7);
+        for (kind, parent, from, count, tier) in steps {
+            let tier = Tier::ALL[tier];
+            let blocks: Vec<_> = (from..from + count).map(|block| (block % 5, block * 100 + parent)).collect();
+            let names: Vec<_> = blocks.iter().map(|block| block.1).collect();
+            match kind {
+                0 => writer.apply(&stored(None, &blocks, tier)),
+                1 => writer.apply(&stored(Some(parent * 100), &blocks, tier)),
+                2 => writer.apply(&share(parent as u32, (1, 1), &names)),
+                _ => writer.apply(&KvEvent::Removed { blocks: names.into_iter().map(EngineHash).collect(), tier }),
+            };
+            let total = index.stats().total;
+            prop_assert!(total.device <= 12 && total.host.max(total.disk).max(total.external) <= 7, "{:?}", total);
+        }
+    }
+}
