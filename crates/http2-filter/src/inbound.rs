@@ -1,5 +1,7 @@
 //! Frames of the client. Octets are final as soon as no header block that began before them is incomplete.
 
+use std::borrow::Cow;
+
 use crate::activity::OpenStreams;
 use crate::frame::{
     CONTINUATION, DATA, END_HEADERS, FrameHeader, HEADER, HEADERS, PADDED, PRIORITY, RST_STREAM, length_octets,
@@ -245,8 +247,11 @@ impl<'a> HeaderBlock<'a> {
         Ok(Some(Self { frames }))
     }
 
-    fn fragments(&self) -> Vec<u8> {
-        self.frames.iter().flat_map(|frame| frame.fragment).copied().collect()
+    fn fragments(&self) -> Cow<'a, [u8]> {
+        match &*self.frames {
+            [frame] => Cow::Borrowed(frame.fragment),
+            frames => frames.iter().flat_map(|frame| frame.fragment).copied().collect(),
+        }
     }
 
     /// The same frames with a block that is not longer: the last fragments shrink.
