@@ -42,7 +42,7 @@ use crate::intake::Intake;
 use crate::lifecycle::Readiness;
 use crate::load::ledger::{Change, Refused};
 use crate::metrics::{CallLabels, Metrics};
-use crate::router::Elsewhere;
+use crate::router::{Elsewhere, SharedBlocks};
 use bookings::{Added, Bookings, Kept};
 use pb::router_server::{Router, RouterServer};
 use question::Shape;
@@ -167,8 +167,9 @@ impl Api {
         let Shared { intake, entrance, bookings, shape, .. } = &*self.0;
         let attempt = question::attempt(asked.attempt.as_ref())?;
         let rank = question::rank(asked.worker)?;
-        let request =
+        let mut request =
             question::read(&intake.load_full(), asked.question, Shape { shared: false, ..*shape }).await?.request;
+        question::overrule(&mut request, asked.overrides.as_ref())?;
         let how = Elsewhere { prefilled: !asked.prefills.unwrap_or(true), cached_tokens: asked.cached_tokens };
         if how.cached_tokens.is_some_and(|cached| cached > request.prompt.tokens()) {
             return Err(Fault::argument("more tokens are cached than the prompt has"));
@@ -230,13 +231,20 @@ impl Api {
     }
 
     async fn overlaps(&self, asked: pb::OverlapScoresRequest) -> Result<pb::OverlapScoresResponse, Fault> {
-        let request = question::read(&self.0.intake.load_full(), asked.question, self.0.shape).await?.request;
+        let intake = self.0.intake.load_full();
+        let shape = Shape { shared: asked.include_shared.unwrap_or(true), ..self.0.shape };
+        let mut request = question::read(&intake, asked.question, shape).await?.request;
+        question::overrule(&mut request, asked.overrides.as_ref())?;
+        if !shape.shared {
+            request.shared = SharedBlocks::NotAsked;
+        }
+        let shared_cache = shape.shared.then(|| answer::shared_cache(&request.shared, intake.has_shared_cache()));
         let blocks = request.prompt.blocks();
         let block_size = blocks.first().map_or(0, |hashes| hashes.block_size().0.get());
         let prompt_blocks = blocks.iter().map(|hashes| hashes.len() as u64).sum();
         let surveyed = self.0.entrance.router().survey(request)?;
         let ranks = surveyed.iter().map(answer::overlap_score).collect();
-        Ok(pb::OverlapScoresResponse { ranks, prompt_blocks, block_size })
+        Ok(pb::OverlapScoresResponse { ranks, prompt_blocks, block_size, shared_cache })
     }
 
     async fn loads(&self, asked: pb::PotentialLoadsRequest) -> Result<pb::PotentialLoadsResponse, Fault> {
@@ -246,7 +254,8 @@ impl Api {
             loads.sort_by_key(|load| load.rank);
             return Ok(pb::PotentialLoadsResponse { ranks: loads.iter().map(answer::load).collect() });
         }
-        let request = question::read(&self.0.intake.load_full(), asked.question, self.0.shape).await?.request;
+        let mut request = question::read(&self.0.intake.load_full(), asked.question, self.0.shape).await?.request;
+        question::overrule(&mut request, asked.overrides.as_ref())?;
         let ranks = router.survey(request)?.iter().map(answer::potential_load).collect();
         Ok(pb::PotentialLoadsResponse { ranks })
     }

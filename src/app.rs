@@ -138,7 +138,7 @@ impl App {
         let way_in = WayIn::new(config.limits.body.bytes());
         app.serve_health(&sockets, &config).await?;
         let envoys = parts::envoys(&config, &metrics);
-        let replica = app.join_replicas(&config, &entrance);
+        let replica = app.join_replicas(&config, &entrance)?;
         let pages = app.shown(&entrance, &way_in, (envoys.clone(), replica.clone()));
         let listener = sockets.bind_admin(&config.admin).await?;
         app.admin_address = listener.address;

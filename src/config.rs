@@ -19,7 +19,9 @@ mod reload;
 mod sessions;
 mod tracking;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -47,7 +49,7 @@ use crate::self_test::config::SelfTestConfig;
 use crate::settings::{ConfigError, Document, Problem};
 use crate::shared_cache::SharedCacheConfig;
 use crate::takeover::config::TakeoverConfig;
-use crate::worker::Worker;
+use crate::worker::{ModelName, Worker};
 use crate::xds::config::EnvoyConfig;
 
 pub use advice::Advice;
@@ -283,6 +285,7 @@ impl Config {
             weights: self.schedule,
             tracking: self.load,
             disaggregation: self.disaggregation,
+            enforced: Arc::new(self.enforced_models()),
             overload: self.overload.thresholds(),
             when_all_overloaded: self.overload.when_all,
             health: self.health.rules(),
@@ -291,6 +294,13 @@ impl Config {
             fallbacks: self.gateway.fallbacks as usize,
             scores: self.gateway.scores,
         }
+    }
+
+    /// Models whose prompts only prefill workers may compute: those with `prefill`, or the only one.
+    fn enforced_models(&self) -> BTreeSet<ModelName> {
+        let applies = |model: &&ModelConfig| model.prefill.is_some() || self.models.len() == 1;
+        let models = self.models.iter().filter(|_| self.disaggregation.enforce);
+        models.filter(applies).map(|model| model.name.clone()).collect()
     }
 
     /// Where the fleet comes from.

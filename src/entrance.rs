@@ -298,7 +298,7 @@ impl Entrance {
         if let (Some(opening), Some(word), Some(_)) = (opening, session, &admitted.session) {
             tell(&mut told, Duration::ZERO);
             // Not opened in time is not opened: the request is sent all the same.
-            let _ = timeout(opening.deadline, (opening.open)(target, &word.id)).await;
+            let _ = Box::pin(timeout(opening.deadline, (opening.open)(target, &word.id))).await;
         }
         Ok(admitted)
     }

@@ -67,8 +67,14 @@ metrics! {
     exchanges_open: Gauge = Gauge::default();
     /// Time of one stage of a decision, in microseconds
     decision_stage_microseconds: Histograms<StageLabel> = stages(&["parse", "render", "tokenize", "hash", "index", "choose", "total"]);
-    /// Share of a prompt's blocks found cached on the chosen worker rank, 0 to 1
+    /// Share of a prompt's blocks found cached on the worker rank that computes the prompt, 0 to 1
     hit_rate: Histograms<ModelLabel> = histograms(|| Histogram::new(linear_buckets(0.0, 0.05, 21)));
+    /// Share of a prompt's blocks that the shared cache holds, 0 to 1, by model; look-ups that failed are not among them
+    shared_cache_hit_rate: Histograms<ModelLabel> = histograms(|| Histogram::new(linear_buckets(0.0, 0.05, 21)));
+    /// Blocks of prompts that the shared cache holds beyond those on the device of the worker that computes the prompt, by model
+    shared_cache_beyond_blocks: Family<ModelLabel, Counter> = Family::default();
+    /// Time that a request waited for the shared cache, in seconds
+    shared_cache_seconds: Histogram = Histogram::new(exponential_buckets(0.0001, 2.0, 12));
     /// Prompt length in tokens
     prompt_tokens: Histograms<ModelLabel> = histograms(|| Histogram::new(exponential_buckets(32.0, 2.0, 14)));
     /// Output length in tokens, where the answer passed through us
@@ -133,6 +139,8 @@ metrics! {
     prefill_calls: Family<OutcomeLabel, Counter> = outcomes(&["done", "refused", "busy", "full", "timeout", "failed", "left_before_start", "left_after_start"]);
     /// Time that a called-for prefill took, from the question to its end, in seconds, by outcome as the calls'; what was taken back is not among them
     prefill_call_seconds: Histograms<OutcomeLabel> = outcome_histograms(&["done", "refused", "busy", "full", "timeout", "failed", "left_after_start"]);
+    /// Time from the end of another worker's prefill to the first token of the decode worker, in seconds, by model
+    prefill_to_first_token_seconds: Histograms<ModelLabel> = histograms(seconds);
     /// Prefills under way at prefill workers that we asked for them, those of clients who have left among them
     prefills_under_way: Gauge = Gauge::default();
     /// Further tries of Envoy's that it has shown us, by what became of them: prefilled_anew, as_it_is (nothing was prepared for it elsewhere), taken_out (what was prepared for it by an earlier process), given_up (nobody is left who could), left

@@ -28,7 +28,7 @@ use parking_lot::Mutex;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
-pub use answer::{Destination, Mode, Phases, Prefill, Reason, Route, RouteError, Steer};
+pub use answer::{ComputedBy, Destination, Mode, Phases, Prefill, Reason, Route, RouteError, Steer};
 pub use explain::{Explanation, Judged, PhaseExplained};
 pub use feedback::{Answer, AnswerFrom};
 pub use outside::{Elsewhere, Foreign, Surveyed};
@@ -36,7 +36,7 @@ pub use placing::Booked;
 use predictions::HearRouted;
 pub use predictions::{BookedPredictions, Predictions, PromptPrediction, Routed};
 pub use prepared::Prepared;
-pub use question::{Decoders, Prefilled, Priority, Prompt, RouteRequest, Step};
+pub use question::{Decoders, Prefilled, Priority, Prompt, RouteRequest, SharedBlocks, Step};
 pub use remote::{Remote, RemoteAnswer, RemoteRank, RemoteRanks};
 pub use served::Moved;
 pub use settings::{RouterSettings, Tracking, WhenOverloaded};
@@ -369,6 +369,7 @@ impl Router {
                 to: destination(leg.member()),
                 overlap: prepared.overlap(leg.member()),
                 cached_tokens: prepared.cached_tokens(leg.member(), true),
+                best_cached_tokens: leg.cached.best,
                 trust: prepared.standing(leg.member()).trust,
                 choice: leg.choice.clone(),
             })),
@@ -393,6 +394,7 @@ impl Router {
             best_cached_tokens: leg.cached.best,
             chance_cached_tokens: leg.cached.sum / (members.len() as u64).max(1),
             reusable_tokens: prepared.reusable_tokens(),
+            shared_beyond_device: shared_beyond_device(legs),
             candidates: members.len(),
             unheard: leg.unheard + legs.prefill.as_ref().map_or(0, |leg| leg.unheard),
             choice: leg.choice.clone(),
@@ -424,6 +426,12 @@ impl Router {
             Prompt::Hashed(_) => (Mode::Exact, None),
         }
     }
+}
+
+/// Blocks of the shared cache beyond those on the device of the worker that computes the prompt.
+fn shared_beyond_device(legs: &Legs<'_>) -> u64 {
+    let leg = legs.prefill.as_ref().unwrap_or(&legs.decode);
+    leg.question.shared_beyond(leg.candidates[leg.choice.index].overlap.device)
 }
 
 fn occupancy(view: &LoadView<'_>, member: &Member) -> Occupancy {

@@ -1,11 +1,13 @@
 //! From values of the library to messages.
 
+use std::ops::Range;
+
 use super::pb;
 use crate::block::BlockHashes;
 use crate::fleet::Fleet;
 use crate::index::TierBlocks;
 use crate::load::RankLoad;
-use crate::router::{Destination, Mode, Route, Surveyed};
+use crate::router::{Destination, Mode, Route, SharedBlocks, Surveyed};
 use crate::schedule::{Choice, Cost};
 use crate::worker::{BlockSize, ModelName, Role, Worker, WorkerRank};
 
@@ -110,6 +112,21 @@ pub(super) fn overlap_score(surveyed: &Surveyed) -> pb::OverlapScore {
         effective_blocks: surveyed.effective_blocks,
         credit_blocks: cost.device_credit + cost.host_credit + cost.disk_credit + cost.shared_credit,
         cached_tokens: surveyed.cached_tokens,
+    }
+}
+
+/// What the shared cache holds of a prompt.
+pub(super) fn shared_cache(blocks: &SharedBlocks, enabled: bool) -> pb::SharedCacheHits {
+    let range = |range: &Range<u32>| pb::BlockRange { start: range.start, end: range.end };
+    let error = match blocks {
+        SharedBlocks::Failed(reason) => *reason,
+        SharedBlocks::Held(_) | SharedBlocks::NotAsked => "",
+    };
+    pb::SharedCacheHits {
+        enabled,
+        total_hit_blocks: blocks.ranges().iter().map(|range| u64::from(range.end - range.start)).sum(),
+        ranges: blocks.ranges().iter().map(range).collect(),
+        error: error.to_owned(),
     }
 }
 

@@ -1,9 +1,11 @@
 //! What can go wrong in a call, and the one place that says which gRPC status it is.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use tonic::metadata::MetadataValue;
 use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt as _};
 
 use crate::entrance::Refusal;
 use crate::index::dump::VERSION;
@@ -11,6 +13,9 @@ use crate::load::ledger::Refused;
 use crate::router::{Reason, RouteError};
 use crate::schedule::Ineligible;
 use crate::worker::WorkerRank;
+
+/// Domain of the reasons in details.
+const DOMAIN: &str = "warmroute";
 
 /// When to come back where nothing better is known.
 const SOON: Duration = Duration::from_secs(1);
@@ -96,6 +101,30 @@ impl Fault {
         }
     }
 
+    /// Why the queue did not let a request in, for programs.
+    fn details(&self) -> Option<ErrorDetails> {
+        let (reason, retry_after, facts) = match self {
+            Fault::Refusal(Refusal::Overflow { class, kind, current, limit, retry_after }) => {
+                let facts = [
+                    ("class", class.to_string()),
+                    ("kind", kind.to_string()),
+                    ("current", current.to_string()),
+                    ("limit", limit.to_string()),
+                ];
+                ("QUEUE_FULL", retry_after, Vec::from(facts))
+            }
+            Fault::Refusal(Refusal::Deadline { class, waited, retry_after }) => {
+                let facts = [("class", class.to_string()), ("waited_ms", waited.as_millis().to_string())];
+                ("QUEUE_DEADLINE", retry_after, Vec::from(facts))
+            }
+            _ => return None,
+        };
+        let facts = facts.into_iter().map(|(name, value)| (name.to_owned(), value));
+        let mut details = ErrorDetails::with_error_info(reason, DOMAIN, HashMap::<String, String>::from_iter(facts));
+        details.set_retry_info(Some(*retry_after));
+        Some(details)
+    }
+
     /// The status, and after how long to come back.
     fn code(&self) -> (Code, Option<Duration>) {
         match self {
@@ -129,7 +158,10 @@ fn code_of(error: RouteError) -> (Code, Option<Duration>) {
 impl From<Fault> for Status {
     fn from(fault: Fault) -> Self {
         let (code, retry) = fault.code();
-        let mut status = Status::new(code, fault.to_string());
+        let mut status = match fault.details() {
+            Some(details) => Status::with_error_details(code, fault.to_string(), details),
+            None => Status::new(code, fault.to_string()),
+        };
         if let Some(retry) = retry {
             // A fraction of a second is still a second.
             let seconds = retry.as_secs() + u64::from(retry.subsec_nanos() > 0);
@@ -142,6 +174,7 @@ impl From<Fault> for Status {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::admission::LimitKind;
     use crate::worker::{DpRank, WorkerId};
 
     #[test]
@@ -174,5 +207,28 @@ mod tests {
             assert_eq!((status.code(), told), (code, retry), "{fault}");
             assert_eq!(status.message(), fault.to_string());
         }
+    }
+
+    #[test]
+    fn queue_refusals_carry_structured_details() {
+        let retry_after = Duration::from_millis(1500);
+        let class = || "default".into();
+        let kind = LimitKind::PromptTokens;
+        let full = Refusal::Overflow { class: class(), kind, current: 70, limit: 64, retry_after };
+        let late = Refusal::Deadline { class: class(), waited: Duration::from_millis(30), retry_after };
+        let kind = kind.to_string();
+        let cases: [(Refusal, &str, &[(&str, &str)]); 2] = [
+            (full, "QUEUE_FULL", &[("class", "default"), ("current", "70"), ("kind", kind.as_str()), ("limit", "64")]),
+            (late, "QUEUE_DEADLINE", &[("class", "default"), ("waited_ms", "30")]),
+        ];
+        for (refusal, reason, expected) in cases {
+            let details = Status::from(Fault::from(refusal)).get_error_details();
+            let info = details.error_info().unwrap();
+            let mut facts: Vec<_> = info.metadata.iter().map(|(key, value)| (&**key, &**value)).collect();
+            facts.sort_unstable();
+            assert_eq!((&*info.reason, &*info.domain, &*facts), (reason, "warmroute", expected));
+            assert_eq!(details.retry_info().unwrap().retry_delay, Some(retry_after));
+        }
+        assert!(Status::from(Fault::NotReady).get_error_details().error_info().is_none());
     }
 }

@@ -168,11 +168,7 @@ pub(super) fn wish(request: &mut RouteRequest, wishes: pb::Wishes) -> Result<(),
     if let Some(priority) = wishes.priority {
         request.priority = read_priority(priority)?;
     }
-    if let Some(overrides) = wishes.overrides {
-        override_weights(&mut request.overrides, &overrides);
-        let valid = request.overrides.validate();
-        valid.map_err(|(name, text)| Fault::argument(format!("`{name}` {text}")))?;
-    }
+    overrule(request, wishes.overrides.as_ref())?;
     request.expected_output_tokens = wishes.expected_output_tokens.or(request.expected_output_tokens);
     Ok(())
 }
@@ -187,6 +183,13 @@ fn read_priority(priority: pb::Priority) -> Result<Priority, Fault> {
         return Err(Fault::argument(format!("the priority jump is {jump}; give seconds, 0 or more")));
     }
     Ok(Priority { strict: strict.into(), jump, class: Some(class).filter(|class| !class.is_empty()) })
+}
+
+/// Enters settings for this request alone, if there are any.
+pub(super) fn overrule(request: &mut RouteRequest, overrides: Option<&pb::Overrides>) -> Result<(), Fault> {
+    let Some(overrides) = overrides else { return Ok(()) };
+    override_weights(&mut request.overrides, overrides);
+    request.overrides.validate().map_err(|(name, text)| Fault::argument(format!("`{name}` {text}")))
 }
 
 fn override_weights(overrides: &mut Overrides, set: &pb::Overrides) {

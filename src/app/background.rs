@@ -11,6 +11,7 @@ use super::workers::{self, Wanted};
 use super::{App, learn};
 use crate::api::Feed;
 use crate::audit::Audit;
+use crate::block::TrackingHash;
 use crate::config::Config;
 use crate::engine_sessions::{EngineAccess, EngineSessions};
 use crate::entrance::Entrance;
@@ -50,12 +51,20 @@ impl App {
     }
 
     /// Lets other replicas know what this one does, and it what they do, where there are to be any.
-    pub(super) fn join_replicas(&mut self, config: &Config, entrance: &Arc<Entrance>) -> Option<Arc<Replica>> {
-        let settings = config.replicas.as_ref()?;
+    pub(super) fn join_replicas(
+        &mut self,
+        config: &Config,
+        entrance: &Arc<Entrance>,
+    ) -> anyhow::Result<Option<Arc<Replica>>> {
+        let Some(settings) = &config.replicas else { return Ok(None) };
+        let key = match config.tracking_hash.load().map_err(|problem| anyhow::anyhow!("{}", problem.text))? {
+            TrackingHash::Public => None,
+            TrackingHash::Keyed(key) => Some(key),
+        };
         let name = settings.name.clone().or_else(tls::host_name).unwrap_or_default();
         let (metrics, ready) = (self.reloader.metrics.clone(), self.readiness.wait_for(REPLICAS));
         let replica =
-            Replica::new(settings, name, (entrance.clone(), metrics.clone()), (ready, self.readiness.clone()));
+            Replica::new(settings, name, (entrance.clone(), metrics.clone()), (ready, self.readiness.clone()), key);
         let (talking, stop) = (replica.clone(), self.stop.clone());
         self.background.spawn(async move {
             supervise("replicas", &metrics, stop, || {
@@ -65,7 +74,7 @@ impl App {
             .await;
             talking.farewell().await;
         });
-        Some(replica)
+        Ok(Some(replica))
     }
 
     /// Starts what feeds the fleet.

@@ -24,9 +24,9 @@ use crate::kv_events::{SharedResync, SourceSpec};
 use crate::learned::{Agreed, Given, Learned, Mismatch};
 use crate::lifecycle::{self, Readiness, ReadyGuard};
 use crate::metrics::{Metrics, RankLabels};
-use crate::router::{AllLearned, Router};
+use crate::router::{AllLearned, Router, RouterSettings};
 use crate::takeover::Takeover;
-use crate::worker::{ModelName, Worker, WorkerId, WorkerRank};
+use crate::worker::{ModelName, Role, Worker, WorkerId, WorkerRank};
 
 pub(super) struct Keeper {
     router: Arc<Router>,
@@ -85,7 +85,9 @@ impl Keeper {
     pub(super) fn new(config: &Config, parts: Parts, readiness: Readiness) -> Self {
         let Parts { entrance, feed, metrics, said, resync, announcer, takeover } = parts;
         let least = config.readiness.min_initial_workers as usize;
-        let guard = readiness.wait_for(format!("initial workers: at least {least}"));
+        let prefill =
+            if config.disaggregation.enforce { ", and prefill workers (`disaggregation.enforce`)" } else { "" };
+        let guard = readiness.wait_for(format!("initial workers: at least {least}{prefill}"));
         Self {
             router: entrance.router().clone(),
             entrance,
@@ -230,7 +232,9 @@ impl Keeper {
         self.metrics.workers.set(fleet.workers().count() as i64);
         self.metrics.fleet_generation.set(fleet.generation() as i64);
         let found = fleet.workers().count();
-        if let Some((_, guard)) = self.initial_workers.take_if(|(least, _)| found >= *least) {
+        let lacks_prefill = lacks_prefill(&fleet, &self.router.settings());
+        let suffice = |least: usize| found >= least && (least == 0 || !lacks_prefill);
+        if let Some((_, guard)) = self.initial_workers.take_if(|(least, _)| suffice(*least)) {
             let workers = fleet.workers().map(|worker| (worker.id, worker.endpoint)).collect();
             let ready = guard.then("settings of the initial workers");
             self.unasked = Some(Unasked { workers, ready });
@@ -328,6 +332,14 @@ fn without_leavers(before: &Fleet, desired: &[Worker]) -> Option<Vec<Worker>> {
         rest.iter().any(like)
     };
     change.removed.iter().all(replaced).then_some(rest)
+}
+
+/// Whether requests of some model would be refused because `disaggregation.enforce` is set and it has no prefill worker.
+fn lacks_prefill(fleet: &Fleet, settings: &RouterSettings) -> bool {
+    let has_prefill =
+        |model: &ModelName| fleet.workers().any(|worker| worker.model == *model && worker.role == Role::Prefill);
+    let decoded = fleet.workers().filter(|worker| worker.role == Role::Decode).map(|worker| &worker.model);
+    settings.disaggregation.enforce && settings.enforced.iter().chain(decoded).any(|model| !has_prefill(model))
 }
 
 #[cfg(test)]

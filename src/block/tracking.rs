@@ -12,6 +12,9 @@ use super::hash::{BlockHashes, Content, SequenceHash, Windows, chained};
 /// Separates these keyed hashes from any other use of the same key.
 const DOMAIN: &[u8] = b"dynamo.router.tracking-hash/keyed-xxh3-v1\0";
 
+/// Separates the keystream of what replicas publish from any other use of the same key.
+const STREAM_DOMAIN: &[u8] = b"warmroute.replica.routed/blake3-xof-v1\0";
+
 /// The family of names.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum TrackingHash {
@@ -42,6 +45,9 @@ impl Key {
     /// Bytes in a secret.
     pub const LEN: usize = 32;
 
+    /// Bytes in a nonce.
+    pub const NONCE: usize = 16;
+
     /// A key under a name.
     pub fn new(id: &str, secret: [u8; Key::LEN]) -> Self {
         Self { id: id.into(), secret }
@@ -50,6 +56,19 @@ impl Key {
     /// The name.
     pub fn id(&self) -> &str {
         &self.id
+    }
+
+    /// Encrypts values, or decrypts them: each is combined with a keystream of the key and the nonce. A nonce must not be
+    /// used for other values.
+    pub fn apply_keystream<'v>(&self, nonce: &[u8; Key::NONCE], values: impl Iterator<Item = &'v mut u64>) {
+        let mut hasher = blake3::Hasher::new_keyed(&self.secret);
+        hasher.update(STREAM_DOMAIN).update(nonce);
+        let mut stream = hasher.finalize_xof();
+        for value in values {
+            let mut bytes = [0; size_of::<u64>()];
+            stream.fill(&mut bytes);
+            *value ^= u64::from_le_bytes(bytes);
+        }
     }
 
     /// The seeds of block hashing and of chaining.

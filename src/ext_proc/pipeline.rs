@@ -152,7 +152,7 @@ impl Pipeline {
                 request_id = head.request_id,
                 mode = route.mode.as_str(),
                 prompt_tokens = route.prompt_tokens,
-                predicted_cached_tokens = route.predicted_cached_tokens,
+                predicted_cached_tokens = route.computed_by().cached_tokens,
                 "routed {}",
                 route.short()
             );
@@ -310,9 +310,13 @@ impl Pipeline {
         }
         self.metrics.prompt_tokens.get_or_create(label).observe(route.prompt_tokens as f64);
         self.metrics.hit_rate.get_or_create(label).observe(route.hit_rate());
-        self.metrics.best_cached_tokens.get_or_create(label).inc_by(route.best_cached_tokens);
-        self.metrics.predicted_cached_tokens.get_or_create(label).inc_by(route.predicted_cached_tokens);
-        if route.predicted_cached_tokens < route.best_cached_tokens {
+        if route.shared_beyond_device > 0 {
+            self.metrics.shared_cache_beyond_blocks.get_or_create(label).inc_by(route.shared_beyond_device);
+        }
+        let computed_by = route.computed_by();
+        self.metrics.best_cached_tokens.get_or_create(label).inc_by(computed_by.best_cached_tokens);
+        self.metrics.predicted_cached_tokens.get_or_create(label).inc_by(computed_by.cached_tokens);
+        if computed_by.cached_tokens < computed_by.best_cached_tokens {
             self.metrics.non_max_overlap_choices.get_or_create(label).inc();
         }
     }

@@ -34,6 +34,8 @@ pub(super) struct Record {
     admitted: Option<Box<Admitted>>,
     /// What is to be known of a prefill that is, or was, another worker's, until the first token.
     remote: Option<Remote>,
+    /// When the prefill of another worker was done, until the first token.
+    prefill_done: Option<Instant>,
     label: Option<ModelLabel>,
     /// The model and the role of the worker that decodes.
     role_labels: Option<ModelRoleLabels>,
@@ -51,7 +53,7 @@ pub(super) struct Record {
     shown: bool,
     /// Whether something of the answer's body was seen, by us or by the probe.
     seen: bool,
-    usage: UsageScanner,
+    usage: Box<UsageScanner>,
     status: u16,
     /// Whether the answer is shown while it is written, so that its beginning is its first token.
     event_stream: bool,
@@ -86,6 +88,7 @@ impl Record {
             admitted_at: now,
             admitted: None,
             remote: None,
+            prefill_done: None,
             label: None,
             role_labels: None,
             first_token_at: None,
@@ -95,7 +98,7 @@ impl Record {
             moved: false,
             shown: false,
             seen: false,
-            usage: UsageScanner::default(),
+            usage: Box::default(),
             status: 0,
             event_stream: false,
             end: End::Abandoned,
@@ -107,6 +110,8 @@ impl Record {
 
     /// The prefill is, or was, another worker's.
     pub(super) fn prefills(&mut self, remote: Option<Remote>) {
+        // A prefill that is called for is done before the request is sent on.
+        self.prefill_done = matches!(remote, Some(Remote::Called(_))).then(Instant::now);
         self.remote = remote;
     }
 
@@ -130,7 +135,7 @@ impl Record {
     pub(super) fn answered(&mut self, head: ResponseHead) {
         self.status = head.status;
         self.event_stream = head.event_stream;
-        self.usage = UsageScanner::new(if head.event_stream { Kind::EventStream } else { Kind::Whole });
+        *self.usage = UsageScanner::new(if head.event_stream { Kind::EventStream } else { Kind::Whole });
         let Some(admitted) = &mut self.admitted else { return };
         let from = match head.from {
             AnsweredBy::Unknown => AnswerFrom::Chosen,
@@ -214,6 +219,7 @@ impl Record {
         let (Some(Remote::Meets(mirrored)), Some(admitted)) = (&self.remote, &mut self.admitted) else { return false };
         match turn {
             Turn::Done => {
+                self.prefill_done = Some(Instant::now());
                 admitted.booked.reservation.first_token();
                 false
             }
@@ -261,7 +267,7 @@ impl Record {
         };
         match again {
             Ok((remote, body)) => {
-                self.remote = Some(remote);
+                self.prefills(Some(remote));
                 Again::With(body)
             }
             Err(error) => {
@@ -292,6 +298,11 @@ impl Record {
                 self.router.prefilled(&admitted.booked, self.admitted_at.elapsed());
             }
         }
+        let done = self.prefill_done.take().filter(|_| well && self.event_stream);
+        if let (Some(done), Some(label)) = (done, &self.label) {
+            let took = done.elapsed().as_secs_f64();
+            self.metrics.prefill_to_first_token_seconds.get_or_create(label).observe(took);
+        }
         if let Some(labels) = self.role_labels.as_ref().filter(|_| well) {
             let took = self.arrived.elapsed().as_secs_f64();
             self.metrics.time_to_first_token_seconds.get_or_create(labels).observe(took);
@@ -314,7 +325,7 @@ impl Record {
         let Some(admitted) = &mut self.admitted else { return };
         let route = &admitted.booked.route;
         let size = route.block_size.tokens() as u64;
-        let generated = self.usage.content_events();
+        let generated = self.usage.output_tokens();
         let grown = (route.prompt_tokens + generated).div_ceil(size) - route.prompt_tokens.div_ceil(size);
         let expected = route.expected_output_tokens;
         let fraction = expected.map(|expected| (1.0 - generated as f64 / expected.max(1) as f64).max(0.0));
@@ -407,7 +418,7 @@ impl Drop for Record {
         }
         let Some(label) = &self.label else { return };
         let usage = self.usage.usage();
-        let output = usage.map_or(self.usage.content_events(), |usage| usage.completion_tokens);
+        let output = usage.map_or(self.usage.output_tokens(), |usage| usage.completion_tokens);
         self.note_output(output);
         if let Some(cached) = usage.and_then(|usage| usage.cached_tokens) {
             // An engine may say anything, and a counter forgets nothing.

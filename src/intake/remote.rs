@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::{Intake, Model};
 use crate::block::agreement::agreement;
 use crate::remote_index::{Asker, Question};
-use crate::router::{Prompt, Remote, RouteRequest};
+use crate::router::{Prompt, Remote, RouteRequest, SharedBlocks};
 
 impl Model {
     /// What its way of hashing makes of the prompt that everybody knows.
@@ -16,14 +16,20 @@ impl Model {
 }
 
 impl Intake {
+    /// Whether there is a cache that all workers share.
+    pub fn has_shared_cache(&self) -> bool {
+        self.parts.shared.is_some()
+    }
+
     /// Adds what others say of a request's prompts, and says how long the index took; `shared` where the cache that all
     /// workers share is to be asked as well.
     pub async fn ask_others(&self, request: &mut RouteRequest, shared: bool) -> Option<(&'static str, Duration)> {
         let shared = self.parts.shared.as_ref().filter(|_| shared);
-        let ranges = async {
+        let blocks = async {
             match shared {
-                Some(shared) => shared.look_up(request).await,
-                None => Vec::new(),
+                // Its future is large, and few deployments have a shared cache.
+                Some(shared) => Box::pin(shared.look_up(request)).await,
+                None => SharedBlocks::NotAsked,
             }
         };
         let remote = async {
@@ -31,8 +37,8 @@ impl Intake {
             let answer = self.ask_index(self.parts.remote.as_deref()?, request).await;
             Some((answer, began.elapsed()))
         };
-        let (ranges, remote) = tokio::join!(ranges, remote);
-        request.shared = ranges;
+        let (blocks, remote) = tokio::join!(blocks, remote);
+        request.shared = blocks;
         let (answer, took) = remote?;
         request.remote = answer;
         Some(("remote_index", took))

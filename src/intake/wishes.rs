@@ -3,7 +3,7 @@
 //! none, because it is a wish and not a condition of the request.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 
 use crate::openai::Extension;
@@ -21,6 +21,8 @@ const PREFILL_RANK: &[&str] = &["x-dynamo-prefill-dp-rank", "x-prefill-dp-rank"]
 const PRIORITY: &[&str] = &["x-dynamo-request-priority"];
 const STRICT_PRIORITY: &[&str] = &["x-dynamo-request-strict-priority"];
 const CLASS: &[&str] = &["x-dynamo-meta-policy-class"];
+/// Ids of the workers that may be chosen, separated by commas.
+const ALLOWED_WORKERS: &str = "x-warmroute-allowed-workers";
 /// JSON of the weights for one request.
 const OVERRIDES: &str = "x-warmroute-override";
 
@@ -60,6 +62,7 @@ impl Wishes {
         Self {
             constraints: Constraints {
                 pin: named.pin(Role::Decode),
+                allowed: allowed(headers, body),
                 required_taints: body.routing_constraints.required_taints.iter().cloned().collect(),
                 preferred_taints: finite(&body.routing_constraints.preferred_taints),
                 ..Constraints::default()
@@ -79,6 +82,14 @@ impl Wishes {
 
 fn finite(weights: &BTreeMap<String, f64>) -> BTreeMap<String, f64> {
     weights.iter().filter(|(_, weight)| weight.is_finite()).map(|(taint, weight)| (taint.clone(), *weight)).collect()
+}
+
+/// The workers that may be chosen; a list of which one id cannot be read counts as none.
+fn allowed(headers: Headers<'_>, body: &Extension) -> Option<BTreeSet<WorkerId>> {
+    let Some(list) = headers(ALLOWED_WORKERS) else {
+        return body.allowed_worker_ids.as_ref().map(|ids| ids.iter().copied().map(WorkerId).collect());
+    };
+    list.split(',').map(|id| id.trim().parse().ok().map(WorkerId)).collect()
 }
 
 fn overrides(headers: Headers<'_>, body: &Extension) -> Overrides {
@@ -158,6 +169,24 @@ mod tests {
         assert_eq!(wishes.constraints.preferred_taints["b"], 0.5);
         assert!(wishes.query);
         assert_eq!(wishes.overrides.router_temperature, Some(0.5));
+    }
+
+    #[test]
+    fn allow_list_of_header_goes_before_nvext() {
+        let ids = |ids: &[u64]| Some(ids.iter().copied().map(WorkerId).collect());
+        let nvext = r#"{"allowed_worker_ids":[3,18446744073709551615]}"#;
+        type Case<'a> = (&'a [(&'a str, &'a str)], &'a str, Option<BTreeSet<WorkerId>>);
+        let cases: [Case<'_>; 6] = [
+            (&[], "{}", None),
+            (&[], nvext, ids(&[3, u64::MAX])),
+            (&[], r#"{"allowed_worker_ids":[]}"#, ids(&[])),
+            (&[("x-warmroute-allowed-workers", "1, 2")], nvext, ids(&[1, 2])),
+            (&[("x-warmroute-allowed-workers", "1,x")], nvext, None),
+            (&[], r#"{"allowed_worker_ids":"x"}"#, None),
+        ];
+        for (headers, nvext, expected) in cases {
+            assert_eq!(read(headers, nvext).constraints.allowed, expected, "{headers:?} {nvext}");
+        }
     }
 
     #[test]

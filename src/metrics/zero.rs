@@ -50,7 +50,7 @@ impl Metrics {
             drop(self.kv_events.get_or_create(&EventLabels { kind, outcome: "ok" }));
         }
         for call in ["open", "close"] {
-            for outcome in ["ok", "timeout", "unreachable", "connection", "status", "overflow"] {
+            for outcome in ["ok", "busy", "unreachable", "timeout", "not_offered", "status", "overflow"] {
                 drop(self.engine_session_calls.get_or_create(&EngineSessionLabels { call, outcome }));
             }
         }
@@ -84,10 +84,13 @@ impl Metrics {
             &self.delivered_cached_tokens,
             &self.non_max_overlap_choices,
             &self.parity_mismatches,
+            &self.shared_cache_beyond_blocks,
         ];
         counters.into_iter().for_each(|family| drop(family.get_or_create(&label)));
         let histograms = [
             &self.hit_rate,
+            &self.shared_cache_hit_rate,
+            &self.prefill_to_first_token_seconds,
             &self.prompt_tokens,
             &self.audit_over_predicted_blocks,
             &self.audit_under_predicted_blocks,

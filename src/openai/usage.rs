@@ -8,7 +8,7 @@ mod shape;
 #[cfg(test)]
 mod tests;
 
-use answer::Counts;
+use answer::{Content, Counts};
 use long::Long;
 use shape::Shape;
 
@@ -49,6 +49,7 @@ pub struct UsageScanner {
     long: Option<Long>,
     counts: Option<Counts>,
     content_events: u64,
+    content_tokens: u64,
     skipped: u64,
     done: bool,
 }
@@ -81,9 +82,15 @@ impl UsageScanner {
         self.counts.map(Counts::usage)
     }
 
-    /// Events that brought content: about one per token, where no usage is told.
+    /// Events that brought content.
     pub fn content_events(&self) -> u64 {
         self.content_events
+    }
+
+    /// Tokens of the answer so far: as many as its usage says, or as the events list by id or by probability; an event that
+    /// says nothing of that counts as one.
+    pub fn output_tokens(&self) -> u64 {
+        self.usage().map_or(0, |usage| usage.completion_tokens).max(self.content_tokens)
     }
 
     /// Lines and events that were too long or not understood.
@@ -223,6 +230,7 @@ impl UsageScanner {
     fn read_event(&mut self, data: &[u8]) {
         if self.shape.fits(data) {
             self.content_events += 1;
+            self.content_tokens += 1;
         } else if data == b"[DONE]" {
             self.done = true;
         } else {
@@ -235,13 +243,14 @@ impl UsageScanner {
             self.skipped += 1;
             return;
         };
-        if told.counts.is_none() && told.content && !told.last {
+        if told.counts.is_none() && told.content == Content::Some && !told.last {
             self.shape.learn(json);
         }
         if let Some(counts) = told.counts {
             self.counts.get_or_insert_default().merge(counts);
         }
-        self.content_events += u64::from(told.content);
+        self.content_events += u64::from(told.content != Content::None);
+        self.content_tokens = self.content_tokens.saturating_add(told.content.tokens());
         self.done |= told.last;
     }
 }

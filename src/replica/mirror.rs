@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::Told;
 use super::wire::NOWHERE;
+use crate::block::tracking::Key;
 use crate::load::{Booking, BookingId, Live, LoadTracker, News, Reservation};
 use crate::router::Routed;
 use crate::sessions::{Sessions, Use};
@@ -25,6 +26,8 @@ pub struct World<'a> {
     pub generation: u64,
     /// The slot of a rank of the fleet.
     pub slot: &'a dyn Fn(WorkerRank) -> Option<Slot>,
+    /// The key of `tracking_hash`, where there is one.
+    pub key: Option<&'a Key>,
     /// The session table, where sessions are configured.
     pub sessions: Option<&'a Sessions>,
     /// Marks a worker as overloaded.

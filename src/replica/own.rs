@@ -8,6 +8,7 @@ use prost::Message as _;
 use super::proto::event::Event as Any;
 use super::proto::{Batch, Event, SnapshotPart};
 use super::{ReplicaId, Told, wire};
+use crate::block::tracking::Key;
 use crate::load::{BookingId, Live, News};
 
 /// Most bytes of a message, if the server does not want less.
@@ -21,6 +22,7 @@ const ENVELOPE: usize = 4 * 1024;
 pub struct Own {
     id: ReplicaId,
     name: String,
+    key: Option<Key>,
     most_bytes: usize,
     /// Of the last batch with events.
     sequence: u64,
@@ -44,7 +46,13 @@ impl Own {
     pub fn new(id: ReplicaId, name: String) -> Self {
         let most_bytes = MOST_BYTES - ENVELOPE;
         let (live, untold, batches) = (BTreeMap::new(), Untold::default(), Vec::new());
-        Self { id, name, most_bytes, sequence: 0, draining: false, live, untold, batches }
+        Self { id, name, key: None, most_bytes, sequence: 0, draining: false, live, untold, batches }
+    }
+
+    /// Encrypts the block hashes of routed prompts with a key that all replicas have.
+    #[must_use]
+    pub fn with_key(self, key: Option<Key>) -> Self {
+        Self { key, ..self }
     }
 
     /// Makes no message of more than so many bytes, as far as that can be.
@@ -65,7 +73,7 @@ impl Own {
                 return;
             }
         }
-        let event = wire::event(told, self.most_named());
+        let event = wire::event(told, self.most_named(), self.key.as_ref());
         let bytes = event.encoded_len() + 8;
         if self.untold.bytes + bytes > self.most_bytes {
             self.close();
@@ -93,7 +101,7 @@ impl Own {
     pub fn snapshot(&self, beside: &[Told]) -> Vec<SnapshotPart> {
         let named = self.most_named();
         let alive = self.live.iter().map(|(id, live)| wire::alive(*id, live, named));
-        let events = alive.chain(beside.iter().map(|told| wire::event(told, named)));
+        let events = alive.chain(beside.iter().map(|told| wire::event(told, named, self.key.as_ref())));
         let new = |part| SnapshotPart { replica: self.id.0, sequence: self.sequence, part, ..SnapshotPart::default() };
         let (mut parts, mut current, mut bytes) = (Vec::new(), new(0), 0);
         for event in events {

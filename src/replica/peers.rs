@@ -284,7 +284,7 @@ impl Peer {
             Standing::Level { last } if !has_events => batch.sequence <= *last,
             Standing::Level { last } if batch.sequence == last.saturating_add(1) => {
                 *last = batch.sequence;
-                let mut names = Names::new(rng);
+                let mut names = Names::new(rng, world.key);
                 for told in batch.events.into_iter().filter_map(|event| wire::told(event, &mut names)) {
                     if let Told::Load(News::Booked { bookings, .. }) = &told {
                         bookings.iter().for_each(|booking| (world.booked)(booking));
@@ -300,7 +300,7 @@ impl Peer {
     fn replace(&mut self, events: Vec<Event>, world: &World<'_>, rng: &mut impl Rng) {
         let mut bookings: Vec<(BookingId, Live)> = Vec::new();
         let mut beside: Vec<Told> = Vec::new();
-        let mut names = Names::new(rng);
+        let mut names = Names::new(rng, world.key);
         for event in events {
             match event.event {
                 Some(Any::Booked(told)) => bookings.push(wire::live(told, &mut names)),

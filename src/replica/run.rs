@@ -22,6 +22,7 @@ use super::peers::{Noted, Outcome, Peers, Wish};
 use super::proto::{Batch, SnapshotPart};
 use super::rates::{Kind, Rates};
 use super::{ReplicaId, Told};
+use crate::block::tracking::Key;
 use crate::entrance::Entrance;
 use crate::fleet::Member;
 use crate::lifecycle::{Readiness, ReadyGuard};
@@ -67,6 +68,7 @@ pub struct Replica {
     starting: Mutex<Option<Starting>>,
     began: Instant,
     rates: Mutex<(Rates, Instant)>,
+    key: Option<Key>,
     /// What NATS refused last.
     complained: Mutex<String>,
 }
@@ -91,6 +93,7 @@ impl Replica {
         name: String,
         (entrance, metrics): (Arc<Entrance>, Arc<Metrics>),
         (ready, readiness): (ReadyGuard, Readiness),
+        key: Option<Key>,
     ) -> Arc<Self> {
         let id = ReplicaId(rand::random());
         let (tell, news) = mpsc::unbounded_channel();
@@ -107,7 +110,7 @@ impl Replica {
         });
         let peers = Peers::new(id, settings.lease.get());
         let random = SmallRng::seed_from_u64(rand::random());
-        let state = State { own: Own::new(id, name), peers, random };
+        let state = State { own: Own::new(id, name).with_key(key.clone()), peers, random };
         let starting = Starting { guard: ready, until: Instant::now() + settings.wait.get(), greeted: None };
         let replica = Arc::new(Self {
             settings: settings.clone(),
@@ -127,6 +130,7 @@ impl Replica {
             began: Instant::now(),
             rates: Mutex::new((Rates::default(), Instant::now())),
             complained: Mutex::default(),
+            key,
         });
         if let Some(sessions) = replica.entrance.sessions() {
             let heard = Arc::downgrade(&replica);
@@ -432,6 +436,7 @@ impl Replica {
             load: router.load(),
             generation: fleet.generation(),
             slot: &|rank| fleet.slot(rank),
+            key: self.key.as_ref(),
             sessions: self.entrance.sessions().map(|sessions| &**sessions),
             overloaded: &|worker, left| router.mark_overloaded(worker, left),
             booked: &|booking| {

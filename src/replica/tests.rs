@@ -16,6 +16,7 @@ use super::peers::{Noted, Peers, Wish};
 use super::proto::{Batch, Event, SnapshotPart};
 use super::wire::Names;
 use super::{ReplicaId, Told, wire};
+use crate::block::tracking::Key;
 use crate::block::{LocalHash, SequenceHash};
 use crate::load::{Booking, LoadTracker, News, RankLoad, Reservation, Sequences, Until};
 use crate::router::Routed;
@@ -139,6 +140,7 @@ impl Replica {
             load: &self.load,
             generation: self.generation,
             slot: &|rank| (rank.worker.0 < known).then(|| Self::slot(first, rank.worker.0)),
+            key: None,
             sessions: Some(&self.sessions),
             overloaded: &|_, _| (),
             first_token: &|_| (),
@@ -544,8 +546,8 @@ fn what_comes_out_of_a_message_is_what_went_in() {
     ];
     for news in all {
         let told = Told::Load(news);
-        let event = Event::decode(&wire::event(&told, 100).encode_to_vec()[..]).unwrap();
-        let mut back = wire::told(event, &mut Names::new(&mut SmallRng::seed_from_u64(1))).unwrap();
+        let event = Event::decode(&wire::event(&told, 100, None).encode_to_vec()[..]).unwrap();
+        let mut back = wire::told(event, &mut Names::new(&mut SmallRng::seed_from_u64(1), None)).unwrap();
         if let Told::Load(News::Booked { bookings, .. }) = &mut back {
             bookings[0].slot = replica.booking(2, &[]).slot;
         }
@@ -557,15 +559,34 @@ fn what_comes_out_of_a_message_is_what_went_in() {
     let prompts = vec![vec![LocalHash(1), LocalHash(2)], vec![LocalHash(3)]];
     let routed = Routed { rank: rank(2), block_size: BlockSize::new(16).unwrap(), prompts };
     let back = |most_named| {
-        let event = wire::event(&Told::Routed(routed.clone()), most_named);
-        match wire::told(event, &mut Names::new(&mut SmallRng::seed_from_u64(1))) {
+        let event = wire::event(&Told::Routed(routed.clone()), most_named, None);
+        match wire::told(event, &mut Names::new(&mut SmallRng::seed_from_u64(1), None)) {
             Some(Told::Routed(routed)) => routed,
             other => panic!("{other:?}"),
         }
     };
     assert_eq!(back(100), routed);
     assert_eq!(back(1).prompts, [vec![LocalHash(1)], vec![]], "as much of it as there is room for");
-    assert_eq!(wire::told(Event::default(), &mut Names::new(&mut SmallRng::seed_from_u64(1))), None);
+    assert_eq!(wire::told(Event::default(), &mut Names::new(&mut SmallRng::seed_from_u64(1), None)), None);
+}
+
+#[test]
+fn routed_hashes_are_readable_with_the_key_only() {
+    let key = |id: &str, byte| Key::new(id, [byte; Key::LEN]);
+    let prompts = vec![vec![LocalHash(1), LocalHash(2)], vec![LocalHash(1)]];
+    let routed = Routed { rank: rank(2), block_size: BlockSize::new(16).unwrap(), prompts };
+    let told = Told::Routed(routed.clone());
+    let ours = key("a", 7);
+    let event = wire::event(&told, 100, Some(&ours));
+    let Some(super::proto::event::Event::Routed(sent)) = &event.event else { panic!("{event:?}") };
+    let hashes: Vec<u64> = sent.prompts.iter().flat_map(|prompt| prompt.hashes.clone()).collect();
+    assert!(hashes.iter().all(|hash| ![1, 2].contains(hash)), "{hashes:?}");
+    assert_ne!(hashes[0], hashes[2], "equal blocks look different");
+    assert_ne!(event, wire::event(&told, 100, Some(&ours)), "every message has its own nonce");
+    let read = |key: Option<&Key>| wire::told(event.clone(), &mut Names::new(&mut SmallRng::seed_from_u64(1), key));
+    assert_eq!(read(Some(&ours)), Some(told.clone()));
+    assert_eq!((read(None), read(Some(&key("b", 7)))), (None, None));
+    assert_ne!(read(Some(&key("a", 8))), Some(told));
 }
 
 /// A world in which no rank is known and nothing follows from anything.

@@ -9,7 +9,7 @@ use rand::Rng;
 use super::Told;
 use super::proto::event::Event as Any;
 use super::proto::{self, Event};
-use crate::block::tracking::unshared;
+use crate::block::tracking::{Key, unshared};
 use crate::block::{LocalHash, SequenceHash};
 use crate::load::{Booking, BookingId, Live, News, Sequences, Until};
 use crate::router::Routed;
@@ -26,7 +26,7 @@ const MOST_UNNAMED: u64 = 1 << 17;
 const MOST_OUTPUT: u64 = 1 << 20;
 
 /// What is told, with no more than so many blocks named.
-pub(super) fn event(told: &Told, most_named: usize) -> Event {
+pub(super) fn event(told: &Told, most_named: usize, key: Option<&Key>) -> Event {
     let any = match told {
         Told::Load(News::Booked { id, bookings: all }) => {
             Any::Booked(proto::Booked { id: id.0, bookings: bookings(all, most_named), ..proto::Booked::default() })
@@ -54,7 +54,7 @@ pub(super) fn event(told: &Told, most_named: usize) -> Event {
             Any::Overloaded(proto::Overloaded { worker: worker.0, milliseconds: left.as_millis() as u64 })
         }
         Told::FirstTokenOf(name) => Any::FirstTokenOf(name.clone()),
-        Told::Routed(routed) => Any::Routed(self::routed(routed, most_named)),
+        Told::Routed(routed) => Any::Routed(sealed(self::routed(routed, most_named), key)),
     };
     Event { event: Some(any) }
 }
@@ -110,7 +110,33 @@ fn routed(routed: &Routed, most_named: usize) -> proto::Routed {
         rank: routed.rank.rank.0,
         block_size: routed.block_size.0.get(),
         prompts: routed.prompts.iter().map(prompt).collect(),
+        ..proto::Routed::default()
     }
+}
+
+/// Encrypts the hashes of a message: anyone who knows the public formula could test for a prompt otherwise.
+fn sealed(mut routed: proto::Routed, key: Option<&Key>) -> proto::Routed {
+    if let Some(key) = key {
+        let nonce: [u8; Key::NONCE] = rand::random();
+        key.apply_keystream(&nonce, hashes(&mut routed));
+        (routed.key_id, routed.nonce) = (key.id().to_owned(), nonce.to_vec());
+    }
+    routed
+}
+
+/// Decrypts the hashes of a message; `None` where they are encrypted with a key that is not ours.
+fn opened(mut routed: proto::Routed, key: Option<&Key>) -> Option<proto::Routed> {
+    if routed.key_id.is_empty() {
+        return Some(routed);
+    }
+    let key = key.filter(|key| key.id() == routed.key_id)?;
+    let nonce: [u8; Key::NONCE] = std::mem::take(&mut routed.nonce).try_into().ok()?;
+    key.apply_keystream(&nonce, hashes(&mut routed));
+    Some(routed)
+}
+
+fn hashes(routed: &mut proto::Routed) -> impl Iterator<Item = &mut u64> {
+    routed.prompts.iter_mut().flat_map(|prompt| &mut prompt.hashes)
 }
 
 fn session(key: &SessionKey) -> proto::Session {
@@ -122,15 +148,16 @@ fn session(key: &SessionKey) -> proto::Session {
     }
 }
 
-/// Names the blocks of one message that have no names.
+/// Reads one message: names its blocks that have no names, and decrypts its hashes.
 pub(super) struct Names<'r, R> {
     random: &'r mut R,
+    key: Option<&'r Key>,
     left: u64,
 }
 
 impl<'r, R: Rng> Names<'r, R> {
-    pub(super) fn new(random: &'r mut R) -> Self {
-        Self { random, left: MOST_UNNAMED }
+    pub(super) fn new(random: &'r mut R, key: Option<&'r Key>) -> Self {
+        Self { random, key, left: MOST_UNNAMED }
     }
 
     fn make(&mut self, count: u64) -> Arc<[SequenceHash]> {
@@ -168,6 +195,7 @@ pub(super) fn told(event: Event, names: &mut Names<'_, impl Rng>) -> Option<Told
         }),
         Any::FirstTokenOf(name) => Told::FirstTokenOf(name),
         Any::Routed(told) => {
+            let told = opened(told, names.key)?;
             let prompt = |prompt: proto::LocalBlocks| prompt.hashes.into_iter().map(LocalHash).collect();
             Told::Routed(Routed {
                 rank: rank(told.worker, told.rank),

@@ -257,6 +257,8 @@ pub struct Prefill {
     pub overlap: TierBlocks,
     /// Prompt tokens it will not compute.
     pub cached_tokens: u64,
+    /// The same for the prefill worker that holds most.
+    pub best_cached_tokens: u64,
     /// How far its event source can be believed.
     pub trust: Trust,
     /// The choice with its cost.
@@ -300,6 +302,9 @@ pub struct Route {
     pub chance_cached_tokens: u64,
     /// Prompt tokens that an engine could find cached at best.
     pub reusable_tokens: u64,
+    /// Blocks of the shared cache beyond those on the device of the worker that computes the prompt.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub shared_beyond_device: u64,
     /// How many candidates were costed.
     pub candidates: usize,
     /// Bookings of other replicas that were reckoned with, though no word of them has come.
@@ -317,8 +322,25 @@ pub struct Route {
     pub choose_time: Duration,
 }
 
+fn is_zero(blocks: &u64) -> bool {
+    *blocks == 0
+}
+
 fn is_none(count: &u32) -> bool {
     *count == 0
+}
+
+/// The worker rank that computes the prompt: the prefill worker where there is one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ComputedBy {
+    /// Its name.
+    pub rank: WorkerRank,
+    /// Blocks of the prompt that it holds.
+    pub overlap: TierBlocks,
+    /// Prompt tokens that it does not compute.
+    pub cached_tokens: u64,
+    /// The same for the candidate that holds most.
+    pub best_cached_tokens: u64,
 }
 
 /// Why there is no route.
@@ -473,8 +495,27 @@ impl Route {
         line
     }
 
-    /// Share of the prompt's blocks that the chosen worker rank holds.
+    /// The worker rank that computes the prompt, with what it holds of it.
+    pub fn computed_by(&self) -> ComputedBy {
+        match self.prefill() {
+            Some(prefill) => ComputedBy {
+                rank: prefill.to.rank,
+                overlap: prefill.overlap,
+                cached_tokens: prefill.cached_tokens,
+                best_cached_tokens: prefill.best_cached_tokens,
+            },
+            None => ComputedBy {
+                rank: self.to.rank,
+                overlap: self.overlap,
+                cached_tokens: self.predicted_cached_tokens,
+                best_cached_tokens: self.best_cached_tokens,
+            },
+        }
+    }
+
+    /// Share of the prompt's blocks that the worker rank holds that computes the prompt.
     pub fn hit_rate(&self) -> f64 {
-        if self.prompt_blocks == 0 { 0.0 } else { f64::from(self.overlap.total()) / self.prompt_blocks as f64 }
+        let held = f64::from(self.computed_by().overlap.total());
+        if self.prompt_blocks == 0 { 0.0 } else { held / self.prompt_blocks as f64 }
     }
 }

@@ -265,7 +265,7 @@ impl<'f> Decision<'_, 'f> {
                 Phase::Decode => Role::Decode,
             },
             tracked_blocks: if tracks { self.prepared.blocks.complete } else { 0 },
-            shared: request.shared.clone(),
+            shared: request.shared.ranges().to_vec(),
             ..Question::new(request.prompt.tokens(), block_size)
         }
     }

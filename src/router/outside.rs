@@ -66,7 +66,7 @@ impl Router {
         let question = Question {
             track_prefill: prepared.track_prefill,
             tracked_blocks: if tracks { prepared.blocks.complete } else { 0 },
-            shared: prepared.request.shared.clone(),
+            shared: prepared.request.shared.ranges().to_vec(),
             ..Question::new(prepared.request.prompt.tokens(), block_size)
         };
         let candidates: Vec<_> = self.load.look(|view| {

@@ -61,6 +61,28 @@ impl Prompt {
     }
 }
 
+/// Blocks of a prompt in the cache that all workers share.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum SharedBlocks {
+    /// There is none, or it was not asked.
+    #[default]
+    NotAsked,
+    /// It holds these ranges of blocks, sorted and disjoint.
+    Held(Vec<Range<u32>>),
+    /// It gave no information, for this reason.
+    Failed(&'static str),
+}
+
+impl SharedBlocks {
+    /// The ranges of blocks that are known to be there.
+    pub fn ranges(&self) -> &[Range<u32>] {
+        match self {
+            SharedBlocks::Held(ranges) => ranges,
+            SharedBlocks::NotAsked | SharedBlocks::Failed(_) => &[],
+        }
+    }
+}
+
 /// One request to route.
 #[derive(Clone, Debug)]
 pub struct RouteRequest {
@@ -72,8 +94,8 @@ pub struct RouteRequest {
     pub foretold: Foretold,
     /// By which names the load tells blocks apart, where not by the sequence hashes; one list per prompt.
     pub tracked: Option<Vec<Arc<[SequenceHash]>>>,
-    /// Ranges of blocks, sorted and disjoint, that a cache shared by all workers holds.
-    pub shared: Vec<Range<u32>>,
+    /// What a cache shared by all workers holds of its prompt.
+    pub shared: SharedBlocks,
     /// What is cached where, as far as somebody else was asked for it.
     pub remote: Remote,
     /// Whom the request may go to. The role is the router's to fill in.
@@ -178,7 +200,7 @@ impl RouteRequest {
             prompt,
             foretold: Foretold::Nothing,
             tracked: None,
-            shared: Vec::new(),
+            shared: SharedBlocks::NotAsked,
             remote: Remote::NotAsked,
             constraints: Constraints::default(),
             prefill_pin: None,

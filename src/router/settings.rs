@@ -1,11 +1,15 @@
 //! How the router decides, as configured.
 
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use crate::disagg::Disaggregation;
 use crate::health::HealthRules;
 use crate::schedule::{Thresholds, Weights};
 use crate::trust::TrustRules;
+use crate::worker::ModelName;
 
 /// Everything that steers a decision beside the request itself.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -16,6 +20,8 @@ pub struct RouterSettings {
     pub tracking: Tracking,
     /// What happens where prefill workers exist, or ought to.
     pub disaggregation: Disaggregation,
+    /// Models to which `disaggregation.enforce` applies even while all of their workers have the default role.
+    pub enforced: Arc<BTreeSet<ModelName>>,
     /// What counts as overload.
     pub overload: Thresholds,
     /// What happens while every eligible worker is overloaded.

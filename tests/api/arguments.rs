@@ -70,11 +70,11 @@ async fn questions_that_make_no_sense_are_refused_by_every_call() {
             let asked = pb::RouteRequest { question: question.clone(), book, ..pb::RouteRequest::default() };
             refused(what, client.route(asked).await, code);
         }
-        let asked = pb::OverlapScoresRequest { question: question.clone() };
+        let asked = pb::OverlapScoresRequest { question: question.clone(), ..Default::default() };
         refused(what, client.overlap_scores(asked).await, code);
         if question.is_some() {
             // Without a question it tells the loads as they are.
-            let asked = pb::PotentialLoadsRequest { question: question.clone() };
+            let asked = pb::PotentialLoadsRequest { question: question.clone(), ..Default::default() };
             refused(what, client.potential_loads(asked).await, code);
         }
         let asked = pb::AddRequestRequest {

@@ -31,7 +31,7 @@ async fn a_request_is_booked_prefilled_answered_and_freed() {
     let row =
         page.as_array().unwrap().iter().find(|row| row["rank"]["worker"] == chosen.worker_id.to_string()).unwrap();
     assert_eq!((&row["active_blocks"], &row["active_prefill_tokens"]), (&5.into(), &22.into()));
-    let asked = pb::PotentialLoadsRequest { question: Some(tokens(18)) };
+    let asked = pb::PotentialLoadsRequest { question: Some(tokens(18)), ..Default::default() };
     let loads = client.potential_loads(asked).await.unwrap().into_inner().ranks;
     let with: Vec<_> = loads.iter().map(|load| (load.potential_prefill_tokens, load.potential_decode_blocks)).collect();
     // What was routed is taken to be cached there, so 2 of the 18 tokens are new.
@@ -117,6 +117,7 @@ async fn what_others_routed_counts_where_they_say() {
         question: Some(tokens(22)),
         prefills,
         cached_tokens,
+        overrides: None,
     };
     let answer = client.add_request(add("d", 1, Some(false), None)).await.unwrap().into_inner();
     assert_eq!((answer.booked(), answer.prefill_tokens, answer.prompt_blocks), (pb::Booked::Now, 0, 5));
@@ -214,4 +215,16 @@ fn the_library_does_the_same_without_a_server() {
     assert!(booked.contains("active_blocks: 8, active_prefill_tokens: 34, active_requests: 1"), "{booked}");
     assert!(first_token.contains("active_blocks: 8, active_prefill_tokens: 0, active_requests: 1"), "{first_token}");
     assert!(ended.contains("active_blocks: 0, active_prefill_tokens: 0, active_requests: 0"), "{ended}");
+}
+
+#[tokio::test]
+async fn enforced_prefill_gates_readiness() {
+    let site = Site::begin("disaggregation: {enforce: true}\n", &[worker(1, ", role: decode")]).await;
+    site.until("a fleet", |page| page.as_str().is_some_and(|page| page.contains("warmroute_workers 1\n")), "metrics")
+        .await;
+    tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+    site.until("waiting", |page| page["ready"] == false, "readyz").await;
+    assert!(site.page("readyz").await.contains("prefill workers"));
+    site.list(&[worker(1, ", role: decode"), worker(2, ", role: prefill")]);
+    site.until("ready", |page| page["ready"] == true, "readyz").await;
 }

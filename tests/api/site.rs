@@ -40,6 +40,14 @@ impl Site {
 
     /// `more` is added to the configuration.
     pub(crate) async fn start(more: &str, workers: &[String]) -> Self {
+        let site = Self::begin(more, workers).await;
+        // Whoever asks before the first fleet is published hears that there is none.
+        site.until("ready", |page| page["ready"] == true, "readyz").await;
+        site
+    }
+
+    /// The same, not ready yet.
+    pub(crate) async fn begin(more: &str, workers: &[String]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut text =
             String::from("listen: {tcp: '127.0.0.1:0'}\nadmin: {listen: '127.0.0.1:0'}\nworkers_file: workers.yaml\n");
@@ -62,10 +70,7 @@ impl Site {
         let shutdown = CancellationToken::new();
         let running = tokio::spawn(app.run_until(shutdown.clone().cancelled_owned()));
         let client = RouterClient::connect(format!("http://{api}")).await.unwrap();
-        let site = Self { client, api, admin, dir, shutdown, running };
-        // Whoever asks before the first fleet is published hears that there is none.
-        site.until("ready", |page| page["ready"] == true, "readyz").await;
-        site
+        Self { client, api, admin, dir, shutdown, running }
     }
 
     pub(crate) fn workers_file(&self) -> PathBuf {
@@ -109,7 +114,7 @@ impl Site {
 
     /// (prefill tokens, blocks, requests) over all workers.
     pub(crate) async fn load(&self) -> (u64, u64, u64) {
-        let answer = self.client.clone().potential_loads(pb::PotentialLoadsRequest { question: None }).await.unwrap();
+        let answer = self.client.clone().potential_loads(pb::PotentialLoadsRequest::default()).await.unwrap();
         let add = |sum: (u64, u64, u64), load: &pb::PotentialLoad| {
             (sum.0 + load.active_prefill_tokens, sum.1 + load.active_decode_blocks, sum.2 + load.active_requests)
         };
@@ -139,7 +144,7 @@ impl Site {
     }
 
     pub(crate) async fn overlaps(&self, question: pb::Question) -> Vec<pb::OverlapScore> {
-        let asked = pb::OverlapScoresRequest { question: Some(question) };
+        let asked = pb::OverlapScoresRequest { question: Some(question), ..Default::default() };
         self.client.clone().overlap_scores(asked).await.unwrap().into_inner().ranks
     }
 

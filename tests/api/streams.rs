@@ -153,7 +153,7 @@ async fn overlaps_say_what_each_rank_holds_and_what_that_is_worth() {
     let more = "readiness: {event_sources_deadline: 50ms}\nschedule: {overlap_score_credit: 0.5}\n";
     let site = Site::start(more, &[worker(1, &engine.listed()), worker(2, "")]).await;
     store(&site, &mut engine, 1, 1, 16).await;
-    let asked = pb::OverlapScoresRequest { question: Some(tokens(16)) };
+    let asked = pb::OverlapScoresRequest { question: Some(tokens(16)), ..Default::default() };
     let answer = site.client.clone().overlap_scores(asked).await.unwrap().into_inner();
     assert_eq!((answer.prompt_blocks, answer.block_size), (4, 4));
     let device = |blocks| Some(pb::Tiers { device: blocks, ..pb::Tiers::default() });

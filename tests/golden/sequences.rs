@@ -461,6 +461,7 @@ impl Bench {
             load: &self.tracker,
             generation: fleet.generation(),
             slot: &|rank| fleet.slot(rank),
+            key: None,
             sessions: None,
             overloaded: &|_, _| (),
             first_token: &|_| (),

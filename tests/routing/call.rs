@@ -91,6 +91,7 @@ async fn both_workers_do_their_part_and_answers_are_as_if_one_had_done_it_all() 
     assert_eq!(bed.engines("engine_sim:kv_transfers_total").await, 60.0);
     let page = bed.metrics().await;
     assert_eq!(page.sum("prefill_calls_total", &[("outcome", "done")]), 60.0);
+    assert_eq!(page.sum("prefill_to_first_token_seconds_count", &[]), 20.0, "of each streamed answer");
     assert_eq!(page.sum("phases_total", &[("phases", "remote_prefill")]), 60.0);
     bed.nothing_left().await;
 }

@@ -14,10 +14,49 @@ use super::Usage;
 #[derive(Debug, Default)]
 pub(super) struct Told {
     pub(super) counts: Option<Counts>,
-    /// Whether it brought content.
-    pub(super) content: bool,
+    pub(super) content: Content,
     /// Whether it says that it is the last.
     pub(super) last: bool,
+}
+
+/// What an event brings of the answer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Content {
+    /// Nothing.
+    #[default]
+    None,
+    /// Something; it does not say how many tokens.
+    Some,
+    /// So many tokens, at least one.
+    Tokens(u64),
+}
+
+impl Content {
+    /// Its tokens, one where their number is not known.
+    pub(super) fn tokens(self) -> u64 {
+        match self {
+            Content::None => 0,
+            Content::Some => 1,
+            Content::Tokens(tokens) => tokens,
+        }
+    }
+
+    fn of(is_there: bool, tokens: u64) -> Self {
+        match (is_there, tokens) {
+            (_, 1..) => Content::Tokens(tokens),
+            (true, 0) => Content::Some,
+            (false, 0) => Content::None,
+        }
+    }
+
+    /// Both together.
+    fn and(self, other: Self) -> Self {
+        match (self, other) {
+            (Content::None, content) | (content, Content::None) => content,
+            (Content::Some, Content::Some) => Content::Some,
+            (one, other) => Content::Tokens(one.tokens().saturating_add(other.tokens())),
+        }
+    }
 }
 
 /// What was counted, by the names it has in the APIs; a later word on a number replaces an earlier one, and silence does not.
@@ -100,7 +139,7 @@ pub(super) fn read(json: &[u8]) -> Option<Told> {
                 if let Some(counts) = told.counts {
                     sum.counts.get_or_insert_default().add(counts);
                 }
-                sum.content |= told.content;
+                sum.content = sum.content.and(told.content);
             }
             Some(sum)
         }
@@ -155,6 +194,9 @@ struct Answer<'a> {
     content: Filled,
     #[serde(default)]
     output: Filled,
+    /// Of a piece of the Responses API.
+    #[serde(default)]
+    logprobs: Length,
 }
 
 /// What an event of the Responses API or of Anthropic's brings of the answer.
@@ -190,11 +232,11 @@ impl Answer<'_> {
             &*kind,
             "message_stop" | "response.completed" | "response.incomplete" | "response.failed" | "response.cancelled"
         );
-        Told { counts, content: self.has_content(&kind), last }
+        Told { counts, content: self.content(&kind), last }
     }
 
-    fn has_content(&self, kind: &str) -> bool {
-        match kind {
+    fn content(&self, kind: &str) -> Content {
+        let is_there = match kind {
             "content_block_delta" => {
                 let piece = self.delta.filter(|raw| raw.get().starts_with('{'));
                 let piece = piece.and_then(|raw| serde_json::from_str::<Piece>(raw.get()).ok());
@@ -206,10 +248,14 @@ impl Answer<'_> {
             }
             _ => {
                 let choices = self.choices.as_deref().unwrap_or_default();
-                choices.iter().any(Choice::has_content)
-                    || [self.text, self.output_ids, self.output].contains(&Filled(true))
+                let content = choices.iter().map(Choice::content).fold(Content::None, Content::and);
+                if content != Content::None {
+                    return content;
+                }
+                [self.text, self.output_ids, self.output].contains(&Filled(true))
             }
-        }
+        };
+        Content::of(is_there, if is_there { self.logprobs.0 } else { 0 })
     }
 }
 
@@ -221,6 +267,10 @@ struct Choice {
     delta: Option<Said>,
     #[serde(default)]
     message: Option<Said>,
+    #[serde(default)]
+    token_ids: Length,
+    #[serde(default)]
+    logprobs: Logprobs,
 }
 
 #[derive(Deserialize)]
@@ -238,12 +288,53 @@ struct Said {
 }
 
 impl Choice {
+    fn content(&self) -> Content {
+        let tokens = self.token_ids.0.max(self.logprobs.content.0).max(self.logprobs.tokens.0);
+        Content::of(self.has_content(), tokens)
+    }
+
     fn has_content(&self) -> bool {
         let said = |said: &Said| {
             [said.content, said.reasoning, said.reasoning_content, said.refusal, said.tool_calls]
                 .contains(&Filled(true))
         };
         self.text.0 || self.delta.as_ref().is_some_and(said) || self.message.as_ref().is_some_and(said)
+    }
+}
+
+/// How many elements a list has; 0 for anything else.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Length(u64);
+
+impl<'de> Deserialize<'de> for Length {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let raw = <&RawValue>::deserialize(deserializer)?;
+        Ok(Self(serde_json::from_str::<Vec<IgnoredAny>>(raw.get()).map_or(0, |list| list.len() as u64)))
+    }
+}
+
+/// The probabilities of the tokens of a choice, a list per token in either API.
+#[derive(Clone, Copy, Debug, Default)]
+struct Logprobs {
+    content: Length,
+    tokens: Length,
+}
+
+impl<'de> Deserialize<'de> for Logprobs {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Default, Deserialize)]
+        #[serde(default)]
+        struct Lists {
+            content: Length,
+            tokens: Length,
+        }
+        let raw = <&RawValue>::deserialize(deserializer)?.get();
+        let lists = if raw.starts_with('{') {
+            serde_json::from_str::<Lists>(raw).unwrap_or_default()
+        } else {
+            Lists::default()
+        };
+        Ok(Self { content: lists.content, tokens: lists.tokens })
     }
 }
 

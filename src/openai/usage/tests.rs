@@ -388,3 +388,28 @@ proptest! {
         prop_assert_eq!((scanner.skipped(), scanner.is_done()), (expected.skipped(), expected.is_done()));
     }
 }
+
+#[test]
+fn output_tokens_are_counted_where_events_tell_them() {
+    let cases: [(&str, u64); 8] = [
+        (r#"{"choices":[{"delta":{"content":"a b c"},"token_ids":[1,2,3]}]}"#, 3),
+        (r#"{"choices":[{"text":"a b","logprobs":{"tokens":["a"," b"],"token_logprobs":[-1,-1]}}]}"#, 2),
+        (r#"{"choices":[{"delta":{"content":"a b"},"logprobs":{"content":[{"token":"a"},{"token":" b"}]}}]}"#, 2),
+        (r#"{"choices":[{"delta":{"content":"a b"},"logprobs":null,"token_ids":null}]}"#, 1),
+        (r#"{"choices":[{"text":"a","token_ids":[1,2]},{"text":"b","token_ids":[3]}]}"#, 3),
+        (r#"{"choices":[{"delta":{"content":"a"}}],"usage":{"prompt_tokens":9,"completion_tokens":5}}"#, 5),
+        (r#"{"text":"a b c","output_ids":[1],"meta_info":{"completion_tokens":3}}"#, 3),
+        (r#"{"type":"response.output_text.delta","delta":"a b","logprobs":[{"token":"a"},{"token":" b"}]}"#, 2),
+    ];
+    for (event, expected) in cases {
+        let mut scanner = UsageScanner::new(Kind::EventStream);
+        scanner.push(format!("data: {event}\n\n").as_bytes());
+        assert_eq!((scanner.output_tokens(), scanner.content_events()), (expected, 1), "{event}");
+    }
+    // Events without such lists count as one token each, also those that are not parsed.
+    let mut scanner = UsageScanner::new(Kind::EventStream);
+    for text in ["a", "b", "c"] {
+        scanner.push(format!("data: {{\"choices\":[{{\"delta\":{{\"content\":\"{text}\"}}}}]}}\n\n").as_bytes());
+    }
+    assert_eq!((scanner.output_tokens(), scanner.content_events()), (3, 3));
+}

@@ -21,7 +21,7 @@ fn a_survey_tells_every_tier_and_costs_as_the_next_decision_does() {
     let router = router_of([worker(1), worker(2)], RouterSettings::default());
     let _writer = tiered(&router);
     // 33 tokens in blocks of 4; the shared cache holds blocks 0 to 5.
-    let asked = || RouteRequest { shared: vec![0..2, 3..6], ..request(&[(0..8).collect()]) };
+    let asked = || RouteRequest { shared: SharedBlocks::Held(vec![0..2, 3..6]), ..request(&[(0..8).collect()]) };
     let live = router.route(request(&[(0..2).collect()])).unwrap();
     assert_eq!(live.route.to.rank.worker, WorkerId(2), "it holds both blocks");
     let surveyed = router.survey(asked()).unwrap();

@@ -3,8 +3,11 @@
 use std::collections::BTreeMap;
 
 use super::*;
+use crate::block::EngineHash;
 use crate::disagg::{Bypass, Conditional, Disaggregation};
+use crate::index::{KvEvent, StoredBlock};
 use crate::schedule::{Constraints, Pin};
+use crate::tier::Tier;
 use crate::worker::{DpRank, Enforcement, KvTransfer};
 
 fn with_role(id: u64, role: Role) -> Worker {
@@ -370,4 +373,28 @@ fn where_decode_workers_can_do_nothing_else_nobody_else_does_it_for_a_missing_pr
     publish(&router, decoders().chain([worker(21)]));
     assert_eq!(router.route(asks(Step::Both)).unwrap().route.to.rank.worker, WorkerId(21));
     assert_eq!(router.route(together()).unwrap().route.to.rank.worker, WorkerId(21));
+}
+
+#[test]
+fn enforce_holds_for_workers_of_the_default_role() {
+    let enforced = Arc::new(["m".into()].into());
+    let router = router_of([worker(1)], RouterSettings { enforced, ..enforcing(true) });
+    assert_eq!(router.route(request(&[vec![1, 2]])).unwrap_err(), RouteError::NoPrefill);
+    publish(&router, [worker(1), with_role(2, Role::Prefill)]);
+    assert!(router.route(request(&[vec![1, 2]])).unwrap().route.prefill().is_some());
+}
+
+#[test]
+fn hit_rate_is_that_of_the_prefill_worker() {
+    let router = router_of([with_role(1, Role::Prefill), with_role(11, Role::Decode)], RouterSettings::default());
+    let slot = router.fleet().members().find(|member| member.worker.role == Role::Prefill).unwrap().slot;
+    let mut writer = router.index().join(slot);
+    let block = |at| StoredBlock { engine: EngineHash(at), local: LocalHash(at) };
+    let stored = KvEvent::Stored { parent: None, blocks: [1, 2].map(block).to_vec(), tier: Tier::Device };
+    writer.apply(&stored);
+    let route = router.route(request(&[vec![1, 2, 3, 4]])).unwrap().route;
+    let computed_by = route.computed_by();
+    assert_eq!((computed_by.rank.worker, computed_by.overlap.device), (WorkerId(1), 2));
+    assert_eq!((computed_by.cached_tokens, computed_by.best_cached_tokens), (8, 8));
+    assert_eq!((route.hit_rate(), route.overlap.device), (0.5, 0));
 }
