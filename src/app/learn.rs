@@ -406,6 +406,7 @@ mod tests {
             engine: "0".to_owned(),
             block_size: Some(16),
             num_gpu_blocks: Some(90),
+            size_tokens: None,
             prefix_caching: None,
             hash_algorithm: None,
         };

@@ -595,6 +595,7 @@ fn empty_world(load: &Arc<LoadTracker>) -> World<'_> {
         load,
         generation: 0,
         slot: &|_| None,
+        key: None,
         sessions: None,
         overloaded: &|_, _| (),
         first_token: &|_| (),
@@ -617,7 +618,7 @@ fn unnamed_blocks_of_a_peer_are_bounded() {
     for id in 0..1_000 {
         let event = unnamed(id, u64::MAX);
         assert!(event.encoded_len() < 60);
-        mirror.apply(wire::told(event, &mut Names::new(&mut random)).unwrap(), &world);
+        mirror.apply(wire::told(event, &mut Names::new(&mut random, None)).unwrap(), &world);
         assert!(mirror.blocks() <= MOST_BLOCKS, "{}", mirror.blocks());
     }
     assert_eq!((mirror.blocks(), mirror.len(), mirror.refused()), (MOST_BLOCKS, 2, 998));
@@ -625,7 +626,7 @@ fn unnamed_blocks_of_a_peer_are_bounded() {
     assert_eq!(mirror.blocks(), MOST_BLOCKS / 2);
     let to_more = super::proto::Moved { id: 1, to: Some(booking_of(&unnamed(1, u64::MAX))) };
     let moved = Event { event: Some(super::proto::event::Event::Moved(to_more)) };
-    mirror.apply(wire::told(moved, &mut Names::new(&mut random)).unwrap(), &world);
+    mirror.apply(wire::told(moved, &mut Names::new(&mut random, None)).unwrap(), &world);
     assert_eq!(mirror.blocks(), MOST_BLOCKS / 2, "a moved reservation is counted by what it is now");
     mirror.replace(Vec::new(), &world);
     assert_eq!((mirror.blocks(), mirror.len()), (0, 0));

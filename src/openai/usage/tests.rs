@@ -368,7 +368,8 @@ proptest! {
                 // What is cut into lines or nothing at all is for the other tests.
                 event => match answer::read(event) {
                     Some(told) => {
-                        expected.content_events += u64::from(told.content);
+                        expected.content_events += u64::from(told.content != answer::Content::None);
+                        expected.content_tokens = expected.content_tokens.saturating_add(told.content.tokens());
                         expected.done |= told.last;
                         if let Some(counts) = told.counts {
                             expected.counts.get_or_insert_default().merge(counts);
@@ -384,6 +385,7 @@ proptest! {
         cuts.windows(2).for_each(|cut| scanner.push(&stream[cut[0]..cut[1]]));
         scanner.finish();
         prop_assert_eq!(scanner.content_events(), expected.content_events());
+        prop_assert_eq!(scanner.output_tokens(), expected.output_tokens());
         prop_assert_eq!(scanner.usage(), expected.usage());
         prop_assert_eq!((scanner.skipped(), scanner.is_done()), (expected.skipped(), expected.is_done()));
     }
