@@ -31,7 +31,7 @@ use support::stack::{EngineSpec, MODEL, Programs, Stack};
 use support::workload::{Shape, Workload};
 use warmroute::audit::Totals;
 
-/// The allocator of the warmroute binary: its memory is that of a deployment.
+/// The allocator of the warmroute binary, so that the measured memory is that of a deployment.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 

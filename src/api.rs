@@ -169,7 +169,7 @@ impl Api {
         let rank = question::rank(asked.worker)?;
         let mut request =
             question::read(&intake.load_full(), asked.question, Shape { shared: false, ..*shape }).await?.request;
-        question::overrule(&mut request, asked.overrides.as_ref())?;
+        question::apply_overrides(&mut request, asked.overrides.as_ref())?;
         let how = Elsewhere { prefilled: !asked.prefills.unwrap_or(true), cached_tokens: asked.cached_tokens };
         if how.cached_tokens.is_some_and(|cached| cached > request.prompt.tokens()) {
             return Err(Fault::argument("more tokens are cached than the prompt has"));
@@ -234,7 +234,7 @@ impl Api {
         let intake = self.0.intake.load_full();
         let shape = Shape { shared: asked.include_shared.unwrap_or(true), ..self.0.shape };
         let mut request = question::read(&intake, asked.question, shape).await?.request;
-        question::overrule(&mut request, asked.overrides.as_ref())?;
+        question::apply_overrides(&mut request, asked.overrides.as_ref())?;
         if !shape.shared {
             request.shared = SharedBlocks::NotAsked;
         }
@@ -255,7 +255,7 @@ impl Api {
             return Ok(pb::PotentialLoadsResponse { ranks: loads.iter().map(answer::load).collect() });
         }
         let mut request = question::read(&self.0.intake.load_full(), asked.question, self.0.shape).await?.request;
-        question::overrule(&mut request, asked.overrides.as_ref())?;
+        question::apply_overrides(&mut request, asked.overrides.as_ref())?;
         let ranks = router.survey(request)?.iter().map(answer::potential_load).collect();
         Ok(pb::PotentialLoadsResponse { ranks })
     }

@@ -78,7 +78,7 @@ const LOADING: &str = "tokenizers";
 
 /// A running warmroute.
 pub struct App {
-    /// Stops the background tasks before the parts that they work with are dropped, as in a start that fails.
+    /// Stops the background tasks before the parts that they use are dropped, for example when the start fails.
     _stop_first: DropGuard,
     started: Instant,
     /// Where the admin pages are.
@@ -273,7 +273,7 @@ impl App {
             xds = ?self.xds_address,
             "listening"
         );
-        // Dropped before the parts are, whose steps of readiness end with them.
+        // Dropped before the parts, because dropping a part ends its readiness steps.
         let _announcement = AbortOnDropHandle::new(tokio::spawn(announce_ready(
             self.readiness.clone(),
             self.reloader.clone(),
@@ -468,7 +468,7 @@ impl App {
     }
 }
 
-/// Logs once that every step of the start has ended, and with what.
+/// Logs one line with the loaded models, workers and event sources once every startup step has ended.
 async fn announce_ready(readiness: Readiness, reloader: Arc<Reloader>, started: Instant) {
     if readiness.changes().wait_for(BTreeSet::is_empty).await.is_err() {
         return;

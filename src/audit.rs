@@ -88,7 +88,7 @@ impl Answered {
         Self { foreseen, said, prompts, moved: false, engine_block_size: None, held_at_end: 0 }
     }
 
-    /// The same, served by another worker or not.
+    /// Sets whether another worker than the chosen one served the answer.
     #[must_use]
     pub fn moved(self, moved: bool) -> Self {
         Self { moved, ..self }
@@ -120,7 +120,7 @@ impl Answered {
         self.prompts.iter().map(&mut holds).sum()
     }
 
-    /// Tokens by which an engine with smaller blocks than ours may find more than whole blocks of ours, of all prompts.
+    /// Tokens that an engine with smaller blocks may find beyond the whole predicted blocks, over all prompts.
     fn rounding(&self) -> u64 {
         let ours = self.foreseen.block_size.tokens();
         let rest = self.engine_block_size.map_or(0, |engine| ours.saturating_sub(engine.tokens()));
@@ -136,7 +136,7 @@ impl Answered {
         let (found, captured) = (self.said.cached / size, foreseen.captured / size);
         let held = self.held(index, slot);
         if found > captured {
-            // Blocks that another request stored may be gone again by now.
+            // Blocks that another request stored may have been evicted since.
             return Told::from(held.max(self.held_at_end) >= found);
         }
         if held < captured {

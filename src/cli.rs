@@ -50,7 +50,7 @@ pub enum Command {
     Serve(ServeArgs),
 }
 
-/// Which configuration, and how thoroughly.
+/// Arguments of `check`.
 #[derive(Debug, Args)]
 pub struct CheckArgs {
     /// The configuration file
@@ -70,7 +70,7 @@ pub struct AuditArgs {
     /// The file with the token that the admin pages ask for
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
-    /// The authority (PEM) that signed the certificate of the admin pages; by default those that the system trusts
+    /// CA certificate file (PEM) of the admin pages; by default the CAs that the system trusts
     #[arg(long, value_name = "FILE")]
     pub ca_file: Option<PathBuf>,
     /// What a million prompt tokens cost, to say what the saved ones are worth
@@ -90,7 +90,7 @@ pub struct DoctorArgs {
     /// Envoy's admin page; by default `envoy.admin` of the configuration
     #[arg(long, value_name = "URL", value_parser = page)]
     pub envoy_admin: Option<String>,
-    /// The authority (PEM) that signed the certificate of Envoy's admin page; by default those that the system trusts
+    /// CA certificate file (PEM) of Envoy's admin page; by default the CAs that the system trusts
     #[arg(long, value_name = "FILE")]
     pub envoy_ca_file: Option<PathBuf>,
     /// Send the engines no completion. By default each rank gets two of some hundred tokens, to see whether its events come
@@ -130,7 +130,7 @@ pub struct ExplainArgs {
     /// The file with the token that the admin pages ask for
     #[arg(long, value_name = "FILE", requires = "admin")]
     pub token_file: Option<PathBuf>,
-    /// The authority (PEM) that signed the certificate of the admin pages; by default those that the system trusts
+    /// CA certificate file (PEM) of the admin pages; by default the CAs that the system trusts
     #[arg(long, value_name = "FILE", requires = "admin")]
     pub ca_file: Option<PathBuf>,
     /// Print JSON

@@ -113,7 +113,7 @@ pub struct Config {
     /// When a worker whose answers are errors is left alone.
     #[serde(default)]
     pub health: HealthConfig,
-    /// How much is kept of what is cached.
+    /// Limits of the prefix index.
     #[serde(default)]
     pub index: IndexConfig,
     /// What is made of event sources that may be out of date.
@@ -256,7 +256,7 @@ impl Config {
         if problems.is_empty() { Ok(config) } else { Err(document.locate(problems)) }
     }
 
-    /// Gives problems that were found after the file was read the line of the value at fault.
+    /// Adds file and line to problems that were found after the file was read.
     pub fn locate(path: &Path, problems: Vec<Problem>) -> Vec<ConfigError> {
         let read = |error: std::io::Error| ConfigError::of_file(path, format!("the file cannot be read: {error}"));
         let document = std::fs::read(path).map_err(read).and_then(|bytes| Document::parse(path, &bytes));

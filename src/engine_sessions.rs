@@ -46,7 +46,7 @@ pub struct EngineAccess {
 }
 
 impl EngineAccess {
-    /// The connections of `client`, with a limit of calls of its own.
+    /// Shares the connections of `client`, with a separate limit of concurrent calls.
     pub fn new(client: &EngineClient, engines: &EnginesConfig) -> Self {
         Self { client: client.apart(engines.token_file.clone(), AT_ONCE_TO_ALL), engines: engines.clone() }
     }
@@ -60,7 +60,7 @@ pub struct EngineSessions {
     router: Arc<Router>,
     metrics: Arc<Metrics>,
     news: Arc<Notify>,
-    /// Locked before `known`, while moves of sessions become calls.
+    /// Locked before `known`, while session moves are turned into calls.
     lanes: Mutex<Lanes>,
     known: Mutex<Known>,
 }
@@ -69,17 +69,17 @@ pub struct EngineSessions {
 struct Known {
     /// Where the engine of a bound session was when it came: its worker may have left the fleet by the time it leaves.
     bound: HashMap<(WorkerId, String), Place>,
-    /// What is known of the opening of these.
-    opening: HashMap<Place, Opening>,
+    /// The open calls of sessions at engines.
+    opening: HashMap<Place, SessionOpening>,
     /// What engines may have open because of us.
     open: HashSet<Place>,
 }
 
-/// The opening of a session at an engine.
-struct Opening {
+/// State of the call that opens a session at an engine.
+struct SessionOpening {
     /// The idle time that the client set.
     idle: Option<Duration>,
-    /// Whether the call has ended, well or not.
+    /// Whether the call has ended, successfully or not.
     settled: watch::Sender<bool>,
 }
 
@@ -113,8 +113,17 @@ impl EngineSessions {
         let news = Arc::new(Notify::new());
         let heard = news.clone();
         sessions.on_move(move || heard.notify_one());
-        let (lanes, known) = (Mutex::default(), Mutex::default());
-        Arc::new(Self { config, access: ArcSwap::from_pointee(access), sessions, router, metrics, news, lanes, known })
+        let access = ArcSwap::from_pointee(access);
+        Arc::new(Self {
+            config,
+            access,
+            sessions,
+            router,
+            metrics,
+            news,
+            lanes: Mutex::default(),
+            known: Mutex::default(),
+        })
     }
 
     /// Longest time that a request waits for its session to be opened.
@@ -127,8 +136,8 @@ impl EngineSessions {
         self.access.store(Arc::new(access));
     }
 
-    /// Ends when the call that opens the session at that worker has ended, well or not, or there is none to wait for.
-    pub async fn opened(&self, rank: WorkerRank, id: String) {
+    /// Waits until the call that opens the session at that worker has ended, successfully or not. Returns at once if there is none.
+    pub async fn wait_until_open(&self, rank: WorkerRank, id: String) {
         self.follow();
         let settled = {
             let Known { bound, opening, .. } = &*self.known.lock();
@@ -136,14 +145,14 @@ impl EngineSessions {
             opening.map(|opening| opening.settled.subscribe())
         };
         if let Some(mut settled) = settled {
-            // An error: the session has left the worker.
+            // An error means that the session has left the worker.
             let _ = settled.wait_for(|settled| *settled).await;
         }
     }
 
     /// Tells engines, for ever.
     pub async fn run(&self) {
-        // Calls that were under way when this ended before are made again.
+        // Calls in progress when the previous run ended are repeated.
         self.lanes.lock().restart();
         self.known.lock().opening.values().for_each(|opening| _ = opening.settled.send_replace(true));
         let mut running = FuturesUnordered::new();
@@ -244,11 +253,11 @@ impl EngineSessions {
         let place = Place { endpoint, id: stay.id.clone() };
         let mut known = self.known.lock();
         known.bound.insert((worker, stay.id), place.clone());
-        known.opening.insert(place.clone(), Opening { idle: stay.idle, settled: watch::Sender::new(false) });
+        known.opening.insert(place.clone(), SessionOpening { idle: stay.idle, settled: watch::Sender::new(false) });
         Some(place)
     }
 
-    /// The call that opens a session has ended.
+    /// Records that the call that opens a session has ended.
     fn settle(&self, place: &Place) {
         if let Some(opening) = self.known.lock().opening.get(place) {
             opening.settled.send_replace(true);

@@ -22,7 +22,7 @@ pub struct SessionWord {
     pub id: String,
     /// The session that started it.
     pub parent: Option<String>,
-    /// The tenant of the client, where tenants are told apart.
+    /// The tenant of the client, if `clients.tenant_header` is set.
     pub tenant: Option<String>,
     /// Whether this is its last request.
     pub last: bool,
@@ -33,7 +33,7 @@ pub struct SessionWord {
 type OpenSession = Box<dyn Fn(WorkerRank, &str) -> BoxFuture<'static, ()> + Send + Sync>;
 
 /// Opens sessions at engines before their first request is sent there.
-struct Opening {
+struct SessionOpener {
     /// Longest time that a request waits for it.
     deadline: Duration,
     open: OpenSession,
@@ -127,7 +127,7 @@ pub struct Entrance {
     admission: Arc<Admission<Router>>,
     affinities: Option<Affinities>,
     queue_deadline: Duration,
-    opening: OnceLock<Opening>,
+    opening: OnceLock<SessionOpener>,
 }
 
 /// Where a request stands in its session.
@@ -153,14 +153,14 @@ impl Entrance {
         &self.router
     }
 
-    /// From now on a request of a session waits until `open` is ready, for `deadline` at most: the session is open at the
-    /// worker rank then. The first call counts.
+    /// Registers the function that opens sessions at worker ranks. A request of a session waits for it, at most for `deadline`.
+    /// Only the first registration takes effect.
     pub fn on_open(
         &self,
         deadline: Duration,
         open: impl Fn(WorkerRank, &str) -> BoxFuture<'static, ()> + Send + Sync + 'static,
     ) {
-        self.opening.set(Opening { deadline, open: Box::new(open) }).ok();
+        self.opening.set(SessionOpener { deadline, open: Box::new(open) }).ok();
     }
 
     /// The waiting room.
@@ -297,7 +297,7 @@ impl Entrance {
         let admitted = Admitted { booked, session: hold, comes_back };
         if let (Some(opening), Some(word), Some(_)) = (opening, session, &admitted.session) {
             tell(&mut told, Duration::ZERO);
-            // Not opened in time is not opened: the request is sent all the same.
+            // After the deadline the request is sent without an open session.
             let _ = Box::pin(timeout(opening.deadline, (opening.open)(target, &word.id))).await;
         }
         Ok(admitted)

@@ -1,8 +1,7 @@
-//! Which workers answer. Envoy's `override_host` sends where it is told, whatever Envoy knows of the health of that host,
-//! so we must not send where nobody answers. A worker whose answers are errors several times in a row is taken out for a
-//! while; then exactly one request at a time tries it, and only when that fails it is taken out for twice as long. A health
-//! check that passes again after it failed ends the rest early. The first success forgives everything. While nobody is in
-//! trouble, all of this costs the reading of one number.
+//! Health of the workers. Envoy's `override_host` sends a request to the named host regardless of its health, so warmroute
+//! must not choose a dead worker. A worker with several failed answers in a row is ejected for a while. Then one request at a
+//! time probes it; if the probe fails, the next ejection lasts twice as long. A health check that passes after a failed one
+//! ends the ejection early. Any success resets the state. While all workers are healthy, this costs the read of one number.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -37,7 +36,7 @@ impl Default for HealthRules {
 pub enum Outcome {
     /// The worker computed an answer.
     Success,
-    /// The answer says nothing of the worker's health: the request was refused as wrong, or needed no computation.
+    /// The answer does not show the worker's health: the request was refused as invalid, or needed no computation.
     Inconclusive,
     /// Nobody answered, or the answer was an error of the worker's own.
     Failure,
@@ -159,9 +158,9 @@ impl Health {
         }
     }
 
-    /// Enters the result of a health check of a worker that is out. The first check that passes after one that failed ends
-    /// the rest: the next request may try the worker. A check that has always passed ends nothing, since requests fail all
-    /// the same. Returns whether the rest was ended.
+    /// Records the result of a health check of an ejected worker. The first passed check after a failed one ends the ejection:
+    /// the next request may probe the worker. If no check has failed, a passed check has no effect, because requests fail
+    /// nevertheless. Returns whether the ejection ended.
     pub fn checked(&self, worker: WorkerId, is_healthy: bool, now: Instant) -> bool {
         let first = self.rules.read().first;
         let mut table = self.table.lock();

@@ -91,7 +91,7 @@ pub struct SlotStats {
     /// What it holds.
     #[serde(flatten)]
     pub counts: BlockCounts,
-    /// What it may hold.
+    /// Limits of the writer.
     pub limits: BlockLimits,
     /// Blocks and names that were dropped because a limit was reached, since the writer joined.
     pub over_limit: u64,
@@ -140,7 +140,7 @@ impl PrefixIndex {
         RankWriter::new(self.clone(), slot)
     }
 
-    /// Limits what the writer of a slot may hold from now on. What it holds already stays.
+    /// Limits the blocks that the writer of a slot may add. Blocks above the new limit are not removed.
     pub fn set_limits(&self, slot: Slot, limits: BlockLimits) {
         if let Some((_, tally)) = self.seats.read().seating(slot) {
             tally.set_limits(limits);

@@ -43,7 +43,7 @@ use queue::Place;
 pub use rewrite::{AskedModel, Rewrites};
 pub use sessions::SessionSigns;
 pub use shared::Shared;
-use tokenized::{Stopwatch, Tokenized, hidden, reason};
+use tokenized::{Stopwatch, TokenizedPrompts, hidden, reason};
 pub use wishes::{Headers, Wishes};
 
 use crate::block::tracking::Scope;
@@ -76,11 +76,11 @@ pub enum Body {
         /// How long it will be, as the client says.
         length: Option<u64>,
     },
-    /// Its beginning, where it is larger than the limit.
+    /// The beginning of a body that exceeds the limit.
     TooLarge {
-        /// What was gathered of it.
+        /// The bytes received.
         shown: Bytes,
-        /// How long it is at least.
+        /// A lower bound of its length.
         bytes: u64,
     },
     /// There was no room to keep it; so long it was.
@@ -178,14 +178,14 @@ struct Told {
 /// The bytes of a body.
 struct Shown {
     bytes: Bytes,
-    /// Where they are only its beginning.
-    cut: Option<CutShort>,
+    /// Set if they are only its beginning.
+    cut: Option<TruncatedBody>,
 }
 
-/// What is known of a body of which only the beginning is there.
+/// A body of which only the beginning was received.
 #[derive(Clone, Copy)]
-struct CutShort {
-    /// How long it is said to be.
+struct TruncatedBody {
+    /// The announced length.
     length: Option<u64>,
     because: Reason,
 }
@@ -231,7 +231,7 @@ impl Intake {
         let encoded = match api {
             Some(api) => {
                 let mut told = self.told(headers);
-                // What is left of the deadline is for the blocks of what was tokenized.
+                // The rest of the deadline is for hashing the tokenized part.
                 told.until = Some(Instant::now() + self.parts.limits.deadline / 8 * 7);
                 self.ask_engines(api, &mut told, body).await;
                 self.encode(api, told, body).await
@@ -297,10 +297,10 @@ impl Intake {
             Body::Shed { bytes, model } => return self.unkept(api, (*bytes, model), Reason::TokenizerBusy),
             Body::Whole(body) => Shown { bytes: body.clone(), cut: None },
             Body::Cut { shown, length } => {
-                Shown { bytes: shown.clone(), cut: Some(CutShort { length: *length, because: Reason::BodyCut }) }
+                Shown { bytes: shown.clone(), cut: Some(TruncatedBody { length: *length, because: Reason::BodyCut }) }
             }
             Body::TooLarge { shown, bytes } => {
-                let cut = CutShort { length: Some(*bytes), because: Reason::BodyTooLarge };
+                let cut = TruncatedBody { length: Some(*bytes), because: Reason::BodyTooLarge };
                 Shown { bytes: shown.clone(), cut: Some(cut) }
             }
         };
@@ -329,13 +329,13 @@ impl Intake {
 
     /// Encodes on a thread for that; `None` when the queue is full.
     async fn encode_queued(self: &Arc<Self>, api: Api, told: Told, shown: Shown) -> Option<Encoded> {
-        let lane = self.large.turn(shown.bytes.len()).await?;
+        let lane = self.large.acquire(shown.bytes.len()).await?;
         let _place = Place::take(&self.queued, self.parts.limits.queue)?;
         // The semaphore is never closed, and what is lost is a panic already turned into an error.
         let permit = self.encoders.clone().acquire_owned().await.ok()?;
         let intake = self.clone();
         let encode = move || {
-            // Held until the work is done and not only until it is waited for: a deadline does not stop the work at once.
+            // Held until the work is done: a deadline ends the wait, but does not stop the work at once.
             let _permit = permit;
             let _lane = lane;
             intake.encode_now(api, &told, &shown)
@@ -355,7 +355,7 @@ impl Intake {
             warn!("the tokenizer panicked; routing by load");
             Encoded::without(api, bytes.len(), Reason::EncodeFailed)
         });
-        // What was tokenized only in part says nothing of how long such a body takes.
+        // The time of a partial tokenization does not show how long a whole body takes.
         if bytes.len() > self.parts.limits.inline && !matches!(encoded.prompt, Prompt::Beginning { .. }) {
             let became = if encoded.ours { Became::Tokens } else { Became::Other };
             self.pace.note(became, bytes.len(), began.elapsed());
@@ -408,7 +408,7 @@ impl Intake {
             return encoded;
         }
         match self.tokens((&named, &salt), &request, &mut encoded, &mut clock) {
-            Ok(Tokenized { mut prompts, stopped: Some(because) }) => {
+            Ok(TokenizedPrompts { mut prompts, stopped: Some(because) }) => {
                 encoded.fail(because);
                 if prompts.len() == 1
                     && let Some(tokens) = prompts.pop()
@@ -417,7 +417,7 @@ impl Intake {
                     encoded.times.push(("hash", clock.lap()));
                 }
             }
-            Ok(Tokenized { prompts, stopped: None }) => {
+            Ok(TokenizedPrompts { prompts, stopped: None }) => {
                 let hashes: Vec<_> = prompts.iter().map(|tokens| named.resumed_hashes(tokens, &salt)).collect();
                 let prompts: Vec<_> = prompts.into_iter().map(Tokens::into_ids).collect();
                 encoded.tracked = self.tracked(&named, &prompts, &hashes, &salt);

@@ -1,5 +1,5 @@
-//! Starting, supervising and ending. Readiness is a set of guards, one for each step that must end before traffic may
-//! come; the service is ready when none is left. Background tasks run under [`supervise`], so that none dies silently.
+//! Start, supervision and shutdown. Readiness is a set of guards, one for each step that must end before traffic is
+//! accepted; the service is ready when none is left. Background tasks run under [`supervise`], which reports every failure.
 //! Draining is a token everybody watches and a deadline somebody keeps.
 
 pub mod config;
@@ -28,7 +28,7 @@ pub struct Readiness {
     pending: watch::Sender<BTreeSet<String>>,
 }
 
-/// One step that readiness waits for. Dropping it ends the wait; only [`Self::done`] and [`Self::give_up`] log how.
+/// One step that readiness waits for. Dropping it ends the wait; only [`Self::done`] and [`Self::give_up`] log the outcome.
 pub struct ReadyGuard {
     name: String,
     readiness: Readiness,
@@ -41,7 +41,7 @@ pub struct ReadyGuard {
 enum StepOutcome {
     Complete,
     TimedOut,
-    /// The task that held it was dropped, as in a start that fails.
+    /// The task that held it was dropped, for example because the start failed.
     Dropped,
 }
 

@@ -97,7 +97,7 @@ metrics! {
     audit_tokens: Family<ModelTokensLabels, Counter> = Family::default();
     /// Prompt tokens that were not found cached, by cause: block_alignment, workload (nobody had them), load_spill (another worker was chosen for its load), evicted (meanwhile, as its events tell), stale_index (they do not), unknown (one of these two: too much was told since, or the index is kept elsewhere), parity (the engine's tokens are others), served_elsewhere, guess (the cache was guessed), unforeseen (routed by load)
     audit_missed_tokens: Family<CauseLabels, Counter> = Family::default();
-    /// Answers that found more or less cached than was foreseen, by cause; as the missed tokens', and stored_meanwhile (by another request), block_rounding (the engine's blocks are smaller than ours)
+    /// Answers that found more or less cached than predicted, by cause: those of missed tokens, stored_meanwhile (by another request), block_rounding (the engine's blocks are smaller than block_size)
     audit_errors: Family<CauseLabels, Counter> = Family::default();
     /// Blocks predicted as cached that the engine had to compute, for each answer with fewer cached tokens than predicted
     audit_over_predicted_blocks: Histograms<ModelLabel> = histograms(error_blocks);
@@ -215,7 +215,7 @@ metrics! {
     xds_generation: Gauge = Gauge::default();
     /// xDS streams that are open
     xds_streams: Gauge = Gauge::default();
-    /// Endpoints told by xDS, by outcome: sent, accepted, refused, too_many_names (the stream was ended)
+    /// Endpoints published by xDS, by outcome: sent, accepted, refused, too_many_names (the stream was ended)
     xds_updates: Family<OutcomeLabel, Counter> = outcomes(&["sent", "accepted", "refused", "too_many_names"]);
     /// From a change of the endpoints until an Envoy says that it has it
     xds_acceptance_seconds: Histogram = Histogram::new(exponential_buckets(0.0005, 2.0, 14));
@@ -286,8 +286,8 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// The whole page. `refresh` sets the values that are read from their owner at each scrape; no other page is written
-    /// meanwhile, so that it may clear families first.
+    /// Renders the page. `refresh` sets the values that are read at each scrape. Pages are rendered one at a time, so `refresh`
+    /// may clear families.
     pub fn page(&self, format: TextFormat, refresh: impl FnOnce(&Self)) -> Result<String, std::fmt::Error> {
         let registry = self.lock();
         refresh(self);

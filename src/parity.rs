@@ -137,8 +137,8 @@ impl Standing {
         self.parity.lock().workers.entry(worker).or_default().events.undecided += 1;
     }
 
-    /// Reserves a slot for one more checked request and begins to watch its prompt; `None` where as many are checked as
-    /// may be, or there is nothing to check.
+    /// Reserves a slot for one more checked request and begins to watch its prompt. Returns `None` if no slot is free, or there
+    /// is nothing to check.
     pub fn sighting(
         self: &Arc<Self>,
         rank: WorkerRank,

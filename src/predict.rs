@@ -60,7 +60,7 @@ pub struct PredictStats {
     pub blocks: u64,
     /// Generated blocks of all ranks.
     pub generated: u64,
-    /// Blocks of prompts of all ranks whose answer has not begun.
+    /// Blocks of prompts in flight, over all ranks.
     pub in_flight: u64,
 }
 
@@ -83,14 +83,14 @@ pub struct RankPrediction {
     pub evicted: u64,
     /// Blocks whose time was over.
     pub expired: u64,
-    /// Blocks that were not entered, because live requests held all that there is room for, or the prompt was longer than that.
+    /// Blocks that were not recorded, because live requests held all the room, or the prompt was longer than the room.
     pub refused: u64,
-    /// Blocks of prompts whose answer has not begun, beside those above.
+    /// Blocks of prompts in flight, in addition to those above.
     pub in_flight: u64,
 }
 
 impl PredictedRank {
-    /// Removes what has had its time, where the policy goes by time.
+    /// Removes expired blocks, if the policy has a time to live.
     fn expire(&self) {
         if !self.confirmed.leases() {
             self.in_flight.expire();

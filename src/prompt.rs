@@ -45,11 +45,11 @@ use files::Loaded;
 pub use files::{Fingerprint, LoadError};
 use media::Rules;
 pub use media::{Illustrated, MediaConfig};
-pub use pieces::{Budget, Stop};
+pub use pieces::{StopReason, TokenBudget};
 use resume::{Frame, Resumer};
 pub use resume::{PromptCache, Tokens};
 use template::Templates;
-pub use within::Bounded;
+pub use within::BoundedTokens;
 
 /// Where one model's tokenizer and chat template are. Files may be `.json` or `.json.gz`.
 #[derive(Deserialize, Serialize, Clone, Debug, PartialEq, Eq)]
@@ -300,7 +300,7 @@ impl Encoder {
     /// [`Encoder::tokenize`] gives. Prompts with different names `apart` (the salt of the engine's cache) take over nothing
     /// from one another, so that nobody learns from the time what others sent.
     pub fn tokenize_resuming(&self, rendered: &Rendered<'_>, apart: Option<&str>) -> Result<Vec<Tokens>, EncodeError> {
-        let all = self.tokenize_within(rendered, apart, &Budget::UNLIMITED)?;
+        let all = self.tokenize_within(rendered, apart, &TokenBudget::UNLIMITED)?;
         Ok(all.into_iter().map(|bounded| bounded.tokens).collect())
     }
 

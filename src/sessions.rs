@@ -30,7 +30,7 @@ pub struct SessionRules {
     pub ttl: Duration,
     /// How many are remembered at most; then the one not used for longest is forgotten.
     pub most_sessions: usize,
-    /// How many of them one tenant may have, where tenants are told apart; then its own one not used for longest is removed.
+    /// Most sessions of one tenant. At the limit the least recently used session of the tenant is removed.
     pub most_sessions_per_tenant: usize,
     /// Longest id, in bytes, of a session or a tenant.
     pub longest_id: usize,
@@ -72,7 +72,7 @@ pub struct SessionName<'a> {
     pub parent: Option<&'a str>,
     /// The model it is for: sessions of different models are different ones, whatever clients call them.
     pub model: Option<&'a str>,
-    /// The tenant of the client, where tenants are told apart: one cannot enter or end the sessions of another.
+    /// The tenant of the client, if `clients.tenant_header` is set. A tenant cannot use or close the sessions of another.
     pub tenant: Option<&'a str>,
 }
 
@@ -87,7 +87,7 @@ pub enum Refused {
         /// The limit.
         most: usize,
     },
-    /// The tenant has as many sessions as it may, and requests of all of them run.
+    /// The tenant is at its limit, and all of its sessions have running requests.
     #[error("the limit of {most} sessions of one tenant is reached, and all of them are in use")]
     TenantFull {
         /// The limit.
@@ -132,7 +132,7 @@ pub struct Stay {
     pub group: bool,
     /// Where.
     pub target: WorkerRank,
-    /// After this time without a request the engine may close it, where the client said so.
+    /// The idle time after which the engine may close it, if the client set one.
     pub idle: Option<Duration>,
 }
 

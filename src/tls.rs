@@ -18,7 +18,7 @@ mod secrets;
 pub use acceptor::{Acceptor, Protocol};
 pub use client::{ClientFiles, believing_the_system, client, trusting};
 pub use config::TlsConfig;
-pub use connection::Connection;
+pub use connection::AcceptedConnection;
 pub use connection_table::ConnectionLimits;
 pub use exposure::ListenerExposure;
 pub use files::Pace;

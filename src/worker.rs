@@ -392,7 +392,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn worker_ids_are_text_in_json_and_read_from_either_form() {
+    fn worker_ids_are_written_as_json_text() {
         let id = WorkerId(u64::MAX);
         assert_eq!(serde_json::to_value(id).unwrap(), serde_json::json!("18446744073709551615"));
         for text in ["18446744073709551615", "\"18446744073709551615\""] {

@@ -482,7 +482,7 @@ fn too_large_payloads() -> [(&'static str, Vec<u8>); 2] {
 }
 
 #[tokio::test]
-async fn too_large_batch_is_counted_and_lost_without_replay_endpoint() {
+async fn too_large_batch_without_replay_is_counted_lost() {
     for (limit, too_large) in too_large_payloads() {
         let site = Site::new(Attach::Connect, false);
         let subscriber = site.subscribe();

@@ -1,5 +1,5 @@
 //! A cache that all workers share, from the configuration to the choice: an HTTP server that speaks the documented protocol,
-//! and a started warmroute that asks it.
+//! and a started warmroute that queries it.
 
 #![expect(clippy::unwrap_used, reason = "in a test, and in what helps it, a failure is a failed test")]
 
@@ -26,7 +26,7 @@ use warmroute::api::pb::router_client::RouterClient;
 use warmroute::app::App;
 use warmroute::config::Config;
 
-/// What the cache is asked, and what it answers; none: status 500.
+/// The queries that the cache received, and its answer; none: status 500.
 #[derive(Default)]
 struct Cache {
     ranges: Mutex<Option<Vec<(u64, u64)>>>,

@@ -1,4 +1,4 @@
-//! Series that are read from their owner at each scrape.
+//! Metric series whose values are read from other components at each scrape.
 
 use std::collections::BTreeSet;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -12,7 +12,7 @@ use crate::tier::Tier;
 use crate::trust::Trust;
 use crate::worker::{Role, WorkerRank};
 
-/// Sets the series to the state of this instant.
+/// Sets the series to the current state.
 pub(super) fn refresh(metrics: &Metrics, entrance: &Entrance) {
     let router = entrance.router();
     start_roles_at_zero(metrics, router);
@@ -46,8 +46,10 @@ fn start_roles_at_zero(metrics: &Metrics, router: &Router) {
 
 /// Sets the series of the event sources; ranks that left disappear.
 fn refresh_sources(metrics: &Metrics, router: &Router) {
-    let (lag, age) = (&metrics.kv_event_source_lag_seconds, &metrics.kv_event_source_last_event_age_seconds);
-    let (gaps, lost) = (&metrics.kv_event_source_gaps, &metrics.kv_event_source_lost_batches);
+    let lag = &metrics.kv_event_source_lag_seconds;
+    let age = &metrics.kv_event_source_last_event_age_seconds;
+    let gaps = &metrics.kv_event_source_gaps;
+    let lost = &metrics.kv_event_source_lost_batches;
     let stale_blocks = &metrics.kv_event_source_doubted_blocks;
     metrics.kv_event_source_trust.clear();
     lag.clear();
@@ -86,7 +88,7 @@ fn refresh_sources(metrics: &Metrics, router: &Router) {
 fn refresh_predictions(metrics: &Metrics, router: &Router) {
     metrics.worker_predicted_blocks.clear();
     for rank in router.predictions().stats() {
-        // Two predictors may cover one rank, and the one with the longer memory holds what the other does.
+        // Two predictors may cover one rank. The one that retains blocks longer also holds the blocks of the other.
         let blocks = metrics.worker_predicted_blocks.get_or_create_owned(&labels_of(router, rank.rank));
         blocks.set(blocks.get().max(gauge(rank.blocks)));
     }
@@ -96,7 +98,8 @@ fn refresh_queue(metrics: &Metrics, entrance: &Entrance) {
     metrics.queue_outcomes.clear();
     for standing in entrance.admission().standing() {
         let label = ClassLabel { class: standing.class.to_string() };
-        let (pending, tally) = (standing.pending, standing.tally);
+        let pending = standing.pending;
+        let tally = standing.tally;
         metrics.queue_requests.get_or_create(&label).set(gauge(pending.requests));
         metrics.queue_prompt_tokens.get_or_create(&label).set(gauge(pending.prompt_tokens));
         metrics.queue_cached_tokens.get_or_create(&label).set(gauge(pending.cached_tokens));
@@ -117,8 +120,10 @@ fn refresh_queue(metrics: &Metrics, entrance: &Entrance) {
 
 /// Sets the series of the worker ranks; ranks that left disappear.
 fn refresh_ranks(metrics: &Metrics, router: &Router) {
-    let (blocks, prefill) = (&metrics.worker_active_decode_blocks, &metrics.worker_active_prefill_tokens);
-    let (requests, cached) = (&metrics.worker_active_requests, &metrics.worker_cached_blocks);
+    let blocks = &metrics.worker_active_decode_blocks;
+    let prefill = &metrics.worker_active_prefill_tokens;
+    let requests = &metrics.worker_active_requests;
+    let cached = &metrics.worker_cached_blocks;
     for family in [blocks, prefill, requests] {
         family.clear();
     }

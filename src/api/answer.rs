@@ -115,7 +115,7 @@ pub(super) fn overlap_score(surveyed: &Surveyed) -> pb::OverlapScore {
     }
 }
 
-/// What the shared cache holds of a prompt.
+/// The blocks of a prompt in the shared cache.
 pub(super) fn shared_cache(blocks: &SharedBlocks, enabled: bool) -> pb::SharedCacheHits {
     let range = |range: &Range<u32>| pb::BlockRange { start: range.start, end: range.end };
     let error = match blocks {

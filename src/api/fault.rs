@@ -14,7 +14,7 @@ use crate::router::{Reason, RouteError};
 use crate::schedule::Ineligible;
 use crate::worker::WorkerRank;
 
-/// Domain of the reasons in details.
+/// Domain of the reasons in `google.rpc.ErrorInfo`.
 const DOMAIN: &str = "warmroute";
 
 /// When to come back where nothing better is known.
@@ -101,7 +101,7 @@ impl Fault {
         }
     }
 
-    /// Why the queue did not let a request in, for programs.
+    /// The machine-readable reason why the queue refused a request.
     fn details(&self) -> Option<ErrorDetails> {
         let (reason, retry_after, facts) = match self {
             Fault::Refusal(Refusal::Overflow { class, kind, current, limit, retry_after }) => {

@@ -168,7 +168,7 @@ pub(super) fn wish(request: &mut RouteRequest, wishes: pb::Wishes) -> Result<(),
     if let Some(priority) = wishes.priority {
         request.priority = read_priority(priority)?;
     }
-    overrule(request, wishes.overrides.as_ref())?;
+    apply_overrides(request, wishes.overrides.as_ref())?;
     request.expected_output_tokens = wishes.expected_output_tokens.or(request.expected_output_tokens);
     Ok(())
 }
@@ -185,8 +185,8 @@ fn read_priority(priority: pb::Priority) -> Result<Priority, Fault> {
     Ok(Priority { strict: strict.into(), jump, class: Some(class).filter(|class| !class.is_empty()) })
 }
 
-/// Enters settings for this request alone, if there are any.
-pub(super) fn overrule(request: &mut RouteRequest, overrides: Option<&pb::Overrides>) -> Result<(), Fault> {
+/// Applies the overrides of this request, if there are any.
+pub(super) fn apply_overrides(request: &mut RouteRequest, overrides: Option<&pb::Overrides>) -> Result<(), Fault> {
     let Some(overrides) = overrides else { return Ok(()) };
     override_weights(&mut request.overrides, overrides);
     request.overrides.validate().map_err(|(name, text)| Fault::argument(format!("`{name}` {text}")))

@@ -1,4 +1,4 @@
-//! The TCP addresses of the listeners, tried before anything else is built.
+//! Checks that the TCP addresses of the listeners are free, before any other part is built.
 
 use std::net::SocketAddr;
 
@@ -8,8 +8,8 @@ use tokio::net::TcpSocket;
 use super::unix;
 use crate::config::Config;
 
-/// Fails where another process listens at one of the addresses, unless that process is leaving: the value says so. Nothing
-/// is left bound: a socket that accepts before there is a service would hold every request.
+/// Fails if another process listens at one of the addresses, unless that process is draining: then it returns true. Nothing
+/// is left bound: a socket that accepts connections before the service runs would leave every request unanswered.
 pub(super) async fn ensure_free(config: &Config) -> anyhow::Result<bool> {
     if let Some(socket) = &config.listen.unix
         && unix::is_left(socket).await

@@ -172,13 +172,15 @@ impl App {
         let engines = EngineSessions::new(engine, access, sessions.clone(), entrance.router().clone(), metrics.clone());
         let renewed = engines.clone();
         self.reloader.part("engine_sessions", move |next| {
-            let (engines, access) = (renewed.clone(), EngineAccess::new(&next.client, &next.config.engines));
+            let engines = renewed.clone();
+            let access = EngineAccess::new(&next.client, &next.config.engines);
             Ok(Box::new(move || engines.set_access(access)))
         });
         let opener = engines.clone();
         entrance.on_open(engines.deadline(), move |rank, id| {
-            let (engines, id) = (opener.clone(), id.to_owned());
-            Box::pin(async move { engines.opened(rank, id).await })
+            let engines = opener.clone();
+            let id = id.to_owned();
+            Box::pin(async move { engines.wait_until_open(rank, id).await })
         });
         let stop = self.stop.clone();
         self.background.spawn(async move {

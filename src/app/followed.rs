@@ -90,7 +90,7 @@ impl Followed {
     fn sink(&self) -> (Arc<Joined>, RankSink) {
         let slot = self.member.slot;
         let joined = Arc::new(self.feed.join(self.spec.rank, self.router.index().join(slot)));
-        // The capacity may have become known since the source was started.
+        // The capacity may have become known after the source was started.
         let fleet = self.router.fleet();
         let current = fleet.member(slot).filter(|member| member.rank == self.member.rank);
         self.router.limit_blocks(current.unwrap_or(&self.member));

@@ -1,5 +1,5 @@
-//! Health checks of workers that are out: an engine that is back is used again within seconds, and no client's request has to
-//! find that out.
+//! Health checks of ejected workers. An engine that recovers is used again within seconds, without a client's request as a
+//! probe.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,9 +24,9 @@ const DEADLINE: Duration = Duration::from_secs(2);
 /// Workers that are checked at once.
 const CONCURRENCY: usize = 64;
 
-/// How engines are reached.
+/// The client of the engines, with their addresses.
 #[derive(Clone)]
-struct EngineAccess {
+struct HealthCheckClient {
     engines: EnginesConfig,
     client: EngineClient,
 }
@@ -34,21 +34,23 @@ struct EngineAccess {
 impl App {
     /// Starts the health checks.
     pub(super) fn check_health(&mut self, config: &Config, router: &Arc<Router>) {
-        let access = EngineAccess { engines: config.engines.clone(), client: self.reloader.client() };
+        let access = HealthCheckClient { engines: config.engines.clone(), client: self.reloader.client() };
         let (access_tx, access_rx) = watch::channel(access);
         self.reloader.part("health checks", move |next: &Next| {
-            let access = EngineAccess { engines: next.config.engines.clone(), client: next.client.clone() };
+            let access = HealthCheckClient { engines: next.config.engines.clone(), client: next.client.clone() };
             let access_tx = access_tx.clone();
             Ok(Box::new(move || _ = access_tx.send_replace(access)))
         });
-        let (router, metrics, stop) = (router.clone(), self.reloader.metrics.clone(), self.stop.clone());
+        let router = router.clone();
+        let metrics = self.reloader.metrics.clone();
+        let stop = self.stop.clone();
         self.background.spawn(async move {
             supervise("health checks", &metrics, stop, || run(router.clone(), access_rx.clone())).await;
         });
     }
 }
 
-async fn run(router: Arc<Router>, access: watch::Receiver<EngineAccess>) -> anyhow::Result<()> {
+async fn run(router: Arc<Router>, access: watch::Receiver<HealthCheckClient>) -> anyhow::Result<()> {
     let mut ticks = tokio::time::interval(INTERVAL);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
@@ -59,14 +61,14 @@ async fn run(router: Arc<Router>, access: watch::Receiver<EngineAccess>) -> anyh
     }
 }
 
-/// Checks one worker. An answer that says nothing of the engine's health changes nothing.
-async fn check(router: &Router, access: &EngineAccess, id: WorkerId) {
+/// Checks one worker. An answer that does not show the health of the engine has no effect.
+async fn check(router: &Router, access: &HealthCheckClient, id: WorkerId) {
     let Some(worker) = router.fleet().worker(id).cloned() else { return };
     let engine = access.engines.url(worker.endpoint);
     let answer = tokio::time::timeout(DEADLINE, access.client.health(&engine)).await;
     let Some(is_healthy) = is_healthy(&answer.unwrap_or(Err(EngineError::Timeout))) else { return };
     if router.health_checked(id, is_healthy) {
-        info!(worker = %id, "the health check of an ejected worker passes again; the next request may try it");
+        info!(worker = %id, "health check of ejected worker passed; the next request may probe it");
     }
 }
 
@@ -85,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_that_say_nothing_of_health_are_ignored() {
+    fn answers_unrelated_to_health_are_ignored() {
         let status = |status| Err(EngineError::Status { status, message: None });
         let cases = [
             (Ok(()), Some(true)),

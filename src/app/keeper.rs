@@ -334,7 +334,7 @@ fn without_leavers(before: &Fleet, desired: &[Worker]) -> Option<Vec<Worker>> {
     change.removed.iter().all(replaced).then_some(rest)
 }
 
-/// Whether requests of some model would be refused because `disaggregation.enforce` is set and it has no prefill worker.
+/// Whether `disaggregation.enforce` would refuse the requests of a model, because the model has no prefill worker.
 fn lacks_prefill(fleet: &Fleet, settings: &RouterSettings) -> bool {
     let has_prefill =
         |model: &ModelName| fleet.workers().any(|worker| worker.model == *model && worker.role == Role::Prefill);

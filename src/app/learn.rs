@@ -293,8 +293,8 @@ pub fn learned(endpoint: Endpoint, caches: &[CacheConfig], sources: &[EventsOfRa
     }
 }
 
-/// KV blocks of the rank that has the fewest. Where several ranks share a page, vLLM shows the sum of their blocks in the line
-/// of each of them, but the tokens of one rank.
+/// KV blocks of the rank that has the fewest. If several ranks share a metrics page, each line of vLLM has the sum of their
+/// blocks, but the tokens of its own rank.
 fn blocks_per_rank(caches: &[CacheConfig]) -> Option<u64> {
     let count = caches.len() as u64;
     let is_sum = count > 1 && caches.windows(2).all(|pair| pair[0].num_gpu_blocks == pair[1].num_gpu_blocks);
@@ -479,7 +479,7 @@ mod tests {
         assert_eq!((found.block_size, found.total_kv_blocks), (BlockSize::new(16), Some(90)));
         assert_eq!(found.ranks.map(|ranks| (ranks.start, ranks.size.get())), Some((0, 2)));
         assert_eq!(found.event_sources.keys().collect::<Vec<_>>(), [&0]);
-        // vLLM shows the sum over the ranks in each line, and the tokens of one rank.
+        // Each line of vLLM has the blocks of all ranks and the tokens of one rank.
         let sum = [cache("0", 32, 6000), cache("1", 32, 6000)];
         assert_eq!(learned(worker, &sum, &[]).total_kv_blocks, Some(3000));
         let exact = sum.clone().map(|cache| CacheConfig { size_tokens: Some(64_000), ..cache });

@@ -46,12 +46,12 @@ impl Offline {
     }
 }
 
-/// What loading the parts of a configuration finds.
+/// The problems found while loading the parts of a configuration.
 #[derive(Debug, Default)]
 pub struct LoadReport {
     /// Reasons for which `serve` would not start.
     pub problems: Vec<Problem>,
-    /// Models that cannot be served as well as they seem to be meant.
+    /// Warnings about models that work only in part, for example without a chat template.
     pub warnings: Vec<Advice>,
 }
 
@@ -80,7 +80,7 @@ pub fn without_template(model: &Model) -> Option<Advice> {
     })
 }
 
-/// Why a tokenizer cannot be loaded, at the key whose file is at fault.
+/// The reason why a tokenizer cannot be loaded, at the key of the file that caused it.
 fn tokenizer_problem(settings: &ModelConfig, error: &anyhow::Error) -> Problem {
     let Some(error) = error.downcast_ref::<LoadError>() else {
         return Problem::of("tokenizer", format!("{error:#}"));

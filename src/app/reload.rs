@@ -301,7 +301,7 @@ fn step(step: &Step) -> String {
     }
 }
 
-/// The last read of the file was valid.
+/// Records that the last read of the file was valid.
 fn note_valid(metrics: &Metrics) {
     metrics.config_last_reload_successful.set(1);
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());

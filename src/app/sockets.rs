@@ -29,7 +29,7 @@ use crate::api::ApiConfig;
 use crate::ext_proc::config::{LimitsConfig, ListenConfig};
 use crate::metrics::Metrics;
 use crate::tls::{
-    Acceptor, Connection, LimitedListener, ListenerLimits, ListenerProfile, Protocol, Secrets, TlsConfig,
+    AcceptedConnection, Acceptor, LimitedListener, ListenerLimits, ListenerProfile, Protocol, Secrets, TlsConfig,
 };
 
 /// After how long a silent connection is asked whether it is still there.
@@ -38,23 +38,23 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
 /// How long the answer may take. Generous: a peer that is only busy must not lose its requests.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// For ext_proc. A connection carries the exchanges of thousands of clients, and Envoy resets those that took too long or whose client
-/// has left, all at once where warmroute was busy. The limit of the library would close the connection, with every other exchange.
+/// For ext_proc. One connection carries the exchanges of thousands of clients. Envoy resets the streams of requests that time out or
+/// are cancelled, many at once if warmroute was busy. The default limit would close the connection and end all other exchanges.
 const EXT_PROC_RESETS: ResetLimits = ResetLimits { pending: 100_000, local_errors: 100_000 };
 
 /// For all other listeners: the defaults of the h2 crate, against rapid resets (CVE-2023-44487). tonic leaves the second one unbounded.
 const RESETS: ResetLimits = ResetLimits { pending: 20, local_errors: 1024 };
 
-/// How long a connection with open streams may carry no message before a new connection may replace it, if there are too many.
+/// A connection with open streams and no message for this long may be replaced when the listener is full.
 const QUIET: Duration = Duration::from_secs(300);
 
 /// How long a connection of the health listener may be idle. Envoy checks at least once a minute (`no_traffic_interval`).
 const HEALTH_IDLE: Duration = Duration::from_secs(300);
 
-/// How long a connection of the admin listener may take until the headers of its next request have come.
+/// Timeout of the request headers on the admin listener.
 const HTTP_HEADER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long pages that are being answered may take after the end.
+/// How long admin responses in progress may take after shutdown.
 const ADMIN_GRACE: Duration = Duration::from_secs(5);
 
 /// Bytes of a frame that Envoy may send. With the 16 KiB that are usual a long body comes in dozens of pieces, each of which
@@ -169,7 +169,7 @@ impl GrpcListener {
     }
 }
 
-impl<S: Connected> Connected for Connection<S> {
+impl<S: Connected> Connected for AcceptedConnection<S> {
     type ConnectInfo = S::ConnectInfo;
 
     fn connect_info(&self) -> Self::ConnectInfo {
@@ -234,8 +234,7 @@ impl Sockets {
     }
 
     fn ext_proc(&self, socket: Socket) -> GrpcListener {
-        let (header_list, streams) = (self.header_list(), self.limits.streams);
-        GrpcListener { socket, header_list, streams, resets: EXT_PROC_RESETS }
+        GrpcListener { socket, header_list: self.header_list(), streams: self.limits.streams, resets: EXT_PROC_RESETS }
     }
 
     async fn grpc(&self, profile: ListenerProfile, address: SocketAddr) -> anyhow::Result<GrpcListener> {
@@ -310,7 +309,7 @@ impl AdminListener {
                 }
             });
         }
-        // Pages that are being answered come to their end.
+        // Responses in progress are completed.
         let _expired = tokio::time::timeout(ADMIN_GRACE, graceful.shutdown()).await;
         Ok(())
     }

@@ -72,7 +72,7 @@ pub struct Evidence {
     pub told: Told,
     /// Whether somebody else served the request.
     pub moved: bool,
-    /// Tokens by which the engine may find more than whole blocks of ours, because its blocks are smaller.
+    /// Tokens that the engine may find beyond the whole predicted blocks, because its blocks are smaller.
     pub rounding: u64,
 }
 
@@ -108,7 +108,7 @@ pub enum Cause {
     Evicted,
     /// Only between the choice and the prefill did the chosen worker get them.
     StoredMeanwhile,
-    /// The engine reuses smaller blocks than ours, so it found part of a block more.
+    /// The engine has smaller blocks, so it reused a further part of a block.
     BlockRounding,
     /// The index said something else than was true.
     StaleIndex,
@@ -166,7 +166,7 @@ impl Cause {
             Cause::LoadSpill => "another worker was chosen for its load",
             Cause::Evicted => "evicted meanwhile",
             Cause::StoredMeanwhile => "stored meanwhile",
-            Cause::BlockRounding => "the engine's blocks are smaller than ours",
+            Cause::BlockRounding => "the engine's blocks are smaller than `block_size`",
             Cause::StaleIndex => "the index was out of date",
             Cause::Unknown => "too much was told since to know",
             Cause::Parity => "the engine's tokens are others",
@@ -335,7 +335,7 @@ mod tests {
             (foreseen(64, 32), said(48), told, &[(Align, 4), (Spill, 16), (Workload, 32)], Some((1, Stored))),
             (foreseen(64, 32), said(96), told, &[(Align, 4)], Some((4, Stored))),
             (foreseen(64, 32), said(96), UNTOLD, &[(Align, 4)], Some((4, StaleIndex))),
-            // Part of a block more is the known rounding; more than that is not.
+            // Less than one block is the known rounding; more is an error.
             (foreseen(32, 32), said(40), smaller, &[(Align, 4), (Workload, 56)], Some((1, Rounding))),
             (foreseen(32, 32), said(48), smaller, &[(Align, 4), (Workload, 48)], Some((1, StaleIndex))),
             (foreseen(32, 32), said(0), moved, &[(Align, 4), (Elsewhere, 32), (Workload, 64)], Some((-2, Elsewhere))),

@@ -215,7 +215,7 @@ fn models_beyond_what_is_told_apart_are_counted_together() {
 }
 
 #[test]
-fn blocks_of_a_concurrent_request_explain_more_although_evicted_again() {
+fn evicted_blocks_of_concurrent_request_explain_surplus() {
     let (audit, mut writer, _) = audit();
     writer.apply(&stored(1, 2));
     let begin = Instant::now();
@@ -228,7 +228,7 @@ fn blocks_of_a_concurrent_request_explain_more_although_evicted_again() {
 }
 
 #[test]
-fn part_of_a_block_more_is_rounding_where_the_engines_blocks_are_smaller() {
+fn partial_block_surplus_of_smaller_blocks_is_rounding() {
     let (audit, mut writer, _) = audit();
     writer.apply(&stored(1, 2));
     for (engine, cached, cause) in

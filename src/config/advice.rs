@@ -37,7 +37,7 @@ impl Config {
             pools(model, &roles).into_iter().chain(conditional(self, model))
         });
         let meetings = workers.iter().filter_map(|worker| meeting_place(self, worker));
-        let values = [short_bodies(self), long_deadline(self), trusted_strangers(self)].into_iter().flatten();
+        let values = [short_bodies(self), long_deadline(self), trusted_open_listener(self)].into_iter().flatten();
         of_models.chain(meetings).chain(confined(self, workers)).chain(found_twice(self)).chain(values).collect()
     }
 
@@ -47,7 +47,7 @@ impl Config {
     }
 }
 
-/// Shorter limits are most likely a size without its unit.
+/// A smaller limit is probably a size without its unit.
 const SHORT_BODY: Size = Size::kib(64);
 
 /// `message_timeout` of the shipped Envoy files.
@@ -74,14 +74,14 @@ fn long_deadline(config: &Config) -> Option<Advice> {
     })
 }
 
-/// Clients that reach the listener beside Envoy may set what Envoy removes.
-fn trusted_strangers(config: &Config) -> Option<Advice> {
+/// Clients that connect without Envoy can send headers that Envoy would remove.
+fn trusted_open_listener(config: &Config) -> Option<Advice> {
     let open =
         config.listen.tcp.filter(|listen| config.listen.unprotected && !listen.ip().to_canonical().is_loopback())?;
     config.clients.trusted.then(|| Advice {
         subject: "clients.trusted".to_owned(),
         seen: format!(
-            "everyone who reaches {open} may pin workers and set priorities, because `listen.unprotected` is true"
+            "any client that reaches {open} may pin workers and set priorities, because `listen.unprotected` is true"
         ),
         mend: "set `listen.tls.client_ca`, or allow only Envoy by a network policy".to_owned(),
     })
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn suspicious_values_are_warned_of() {
+    fn suspicious_values_cause_warnings() {
         let open = json!({"tcp": "0.0.0.0:9002", "unprotected": true});
         let cases = [
             (json!({}), None),
@@ -296,7 +296,7 @@ mod tests {
             (json!({"listen": open}), None),
             (
                 json!({"listen": open, "clients": {"trusted": true}}),
-                Some("clients.trusted: everyone who reaches 0.0.0.0:9002"),
+                Some("clients.trusted: any client that reaches 0.0.0.0:9002"),
             ),
         ];
         for (more, expected) in cases {

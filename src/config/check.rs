@@ -87,7 +87,7 @@ fn credentials(config: &Config) -> Vec<Problem> {
     urls.into_iter().filter(|(_, url)| has_credentials(url)).map(|(place, _)| Problem::at(place, text)).collect()
 }
 
-/// Other mistakes of an address with a password would quote it.
+/// Drops the other problems of an address with a password, because they would quote it.
 fn with_credentials_first(mut problems: Vec<Problem>, credentials: Vec<Problem>) -> Vec<Problem> {
     problems.retain(|problem| credentials.iter().all(|other| other.trail != problem.trail));
     problems.extend(credentials);

@@ -1,4 +1,4 @@
-//! `index:`: how much of the engines' caches is kept in the prefix index.
+//! `index:`: limits of the prefix index.
 
 use serde::{Deserialize, Serialize};
 
@@ -20,7 +20,7 @@ impl Default for IndexConfig {
 }
 
 impl IndexConfig {
-    /// Mistakes of meaning.
+    /// Values that are valid YAML but make no sense.
     pub fn problems(&self) -> Vec<Problem> {
         let text = "the index would hold nothing; the default is 1048576";
         let is_zero = self.most_blocks_per_tier == 0;

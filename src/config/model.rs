@@ -12,7 +12,7 @@ use crate::prompt::{Engine, MediaConfig, Transformers};
 use crate::settings::Problem;
 use crate::worker::{BlockSize, ModelName};
 
-/// No engine has larger KV blocks; beyond it hardly any prompt would fill one.
+/// Largest block size. No engine has larger KV blocks, and hardly any prompt would fill one.
 const MAX_BLOCK_TOKENS: usize = 1 << 16;
 
 /// One entry of the list of models.

@@ -99,7 +99,7 @@ impl Lanes {
         self.tidy(place.endpoint);
     }
 
-    /// No call is under way any more.
+    /// Marks all calls as ended.
     pub(super) fn restart(&mut self) {
         for (endpoint, lane) in &mut self.lanes {
             lane.running.clear();

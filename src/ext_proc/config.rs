@@ -193,7 +193,8 @@ impl LimitsConfig {
 
     /// Limits of a listener.
     pub fn listener(&self, idle: Option<Duration>, quiet: Duration) -> ListenerLimits {
-        let (total, per_peer) = (self.connections as usize, self.connections_per_peer as usize);
+        let total = self.connections as usize;
+        let per_peer = self.connections_per_peer as usize;
         let header_block = usize::try_from(self.header_list.0).unwrap_or(usize::MAX);
         let connections = ConnectionLimits { total, per_peer, quiet };
         ListenerLimits { connections, handshake: self.handshake.get(), idle, header_block }

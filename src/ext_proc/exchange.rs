@@ -250,8 +250,8 @@ impl Exchange {
         reply_with(mutation::immediate(answer))
     }
 
-    /// The response comes from another worker than the chosen one. Called before the response headers are handled, which name
-    /// the worker.
+    /// Records that another worker than the chosen one sent the response. Called before the response headers are handled,
+    /// because they name the worker.
     pub fn on_served_elsewhere(&mut self, by: Destination) {
         if let Some(directions) = &mut self.context.directions {
             directions.steer.to = Some(by);

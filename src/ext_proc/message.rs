@@ -20,13 +20,13 @@ pub enum BodyMode {
     Streamed,
     /// Chunk by chunk, and every byte has to be sent back by us.
     FullDuplex,
-    /// Message by message (`GRPC`), and each has to be sent back by us. A mode that this version does not know is handled
-    /// in the same way: the request is routed by its headers, and what comes of the body is sent back.
+    /// Message by message (`GRPC`): each message has to be sent back. Unknown modes are handled in the same way: the request is
+    /// routed by its headers, and received body messages are sent back.
     Grpc,
 }
 
 impl BodyMode {
-    /// Whether the body reaches its destination only through our replies.
+    /// Whether the body reaches its destination only through the replies of warmroute.
     pub fn is_sent_back(self) -> bool {
         matches!(self, BodyMode::FullDuplex | BodyMode::Grpc)
     }

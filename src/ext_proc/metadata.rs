@@ -20,7 +20,7 @@ pub const EXCHANGE: &str = "exchange";
 /// Key of the pool that a request is for, in our namespace.
 const POOL: &str = "pool";
 
-/// Key of the endpoints that a request is restricted to. Only the gateway may say so: as a header of a client it is removed.
+/// Key of the endpoints that a request is restricted to. Only the gateway may set it: a client's header of this name is removed.
 pub const SUBSET: &str = "x-gateway-destination-endpoint-subset";
 /// Key of the endpoint that served.
 pub const SERVED: &str = "x-gateway-destination-endpoint-served";

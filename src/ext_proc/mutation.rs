@@ -167,7 +167,7 @@ pub fn pieces(to: To, body: &[u8], end: bool) -> impl Iterator<Item = Processing
     })
 }
 
-/// One message of a body in mode `GRPC` on its way back, whole and with the flags that it came with.
+/// Returns one body message of mode `GRPC` unchanged, with its flags.
 pub fn message(to: To, piece: &Piece) -> ProcessingResponse {
     let streamed = StreamedBodyResponse {
         body: piece.body.to_vec(),
@@ -184,7 +184,7 @@ fn send_back(to: To, streamed: StreamedBodyResponse) -> ProcessingResponse {
     wrap(to, CommonResponse { body_mutation: Some(mutation), ..CommonResponse::default() })
 }
 
-/// The replies to a part of a body that nothing is changed of.
+/// The replies to a part of a body that is not changed.
 pub fn unchanged(to: To, mode: BodyMode, piece: &Piece) -> Vec<ProcessingResponse> {
     match mode {
         BodyMode::FullDuplex => pieces(to, &piece.body, piece.is_last()).collect(),

@@ -123,7 +123,7 @@ impl Pipeline {
         if taken.query {
             return self.query(taken, &head, &model);
         }
-        // Only the answer to a query contains them, and the request may wait long.
+        // Only the reply to a query contains them, and the request may wait for a long time.
         taken.tokens = Vec::new();
         let hashed = !matches!(taken.request.prompt, Prompt::Estimated { .. });
         let failure = self.failure_of(taken.request.model.as_ref());

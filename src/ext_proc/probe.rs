@@ -54,7 +54,7 @@ impl Probe {
             }
             Some(Message::ResponseTrailers) => (vec![mutation::response_trailers()], false, true),
         };
-        // Where the answer passes through us, an early end would lose the rest of it.
+        // If the response passes through warmroute, ending the stream early would lose the rest of it.
         let duplex = self.modes.is_some_and(|modes| modes.response.is_sent_back());
         let first = seen && !self.seen;
         self.seen |= seen;

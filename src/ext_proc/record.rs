@@ -34,7 +34,7 @@ pub(super) struct Record {
     admitted: Option<Box<Admitted>>,
     /// What is to be known of a prefill that is, or was, another worker's, until the first token.
     remote: Option<Remote>,
-    /// When the prefill of another worker was done, until the first token.
+    /// Time at which another worker completed the prefill. Removed at the first token.
     prefill_done: Option<Instant>,
     label: Option<ModelLabel>,
     /// The model and the role of the worker that decodes.
@@ -110,7 +110,7 @@ impl Record {
 
     /// The prefill is, or was, another worker's.
     pub(super) fn prefills(&mut self, remote: Option<Remote>) {
-        // A prefill that is called for is done before the request is sent on.
+        // warmroute calls the prefill worker before it sends the request on.
         self.prefill_done = matches!(remote, Some(Remote::Called(_))).then(Instant::now);
         self.remote = remote;
     }
@@ -185,7 +185,7 @@ impl Record {
         for (worker, change) in changes {
             info!(%worker, status = head.status, ?change, "the health of a worker changed");
         }
-        // A rank that left has no series any more.
+        // The series of a rank that left have been removed.
         if from != AnswerFrom::Chosen
             && let Some(role) = self.router.role_of(chosen)
         {

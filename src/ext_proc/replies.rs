@@ -42,7 +42,7 @@ pub struct Replying {
     replies: Replies,
     /// None once it is over.
     work: Option<Work>,
-    /// The status that the stream ends with, behind all replies.
+    /// The status that ends the stream, after all replies.
     failed: Option<Status>,
 }
 

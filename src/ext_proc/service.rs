@@ -91,23 +91,19 @@ impl Kept {
         self.first_tokens.seen(name);
     }
 
-    /// The next message; `None` when the client has sent its last. The status of an error ends the stream: Envoy has either
-    /// sent what cannot be read, or closed the connection and reads no status.
+    /// Returns the next message, or `None` after the half-close. An error status ends the stream: Envoy has sent an unreadable
+    /// message, or has closed the connection and reads no status.
     pub(super) async fn receive(&self, incoming: &mut Streaming<Asked>) -> Result<Option<Asked>, Status> {
         incoming.message().await.inspect_err(|status| {
-            // An error of the connection has a source, and is how Envoy ends many streams.
+            // A connection error has a source. Envoy ends many streams in this way.
             if status.source().is_some() {
                 return trace!(%status, "stream closed");
             }
             self.metrics.unreadable_messages.inc();
             if self.warned_of_unreadable.swap(true, Ordering::Relaxed) {
-                return debug!(%status, "an ext_proc message cannot be read");
+                return debug!(%status, "ext_proc message unreadable");
             }
-            warn!(
-                %status,
-                "an ext_proc message cannot be read, and its stream ends with this status; further ones are counted in \
-                 warmroute_unreadable_messages_total"
-            );
+            warn!(%status, "ext_proc message unreadable; see warmroute_unreadable_messages_total for further ones");
         })
     }
 

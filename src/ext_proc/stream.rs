@@ -52,26 +52,26 @@ pub(super) struct Stream {
     deadline: Instant,
 }
 
-/// What ends the exchange before its own end.
-enum Closed {
+/// The reason why a stream closes before the exchange has ended.
+enum StreamClose {
     /// The client has sent its last message, and all replies to its messages were made.
     ByClient,
     /// No further message can be read.
     Failed(Status),
 }
 
-impl Closed {
+impl StreamClose {
     fn status(self) -> Result<(), Status> {
         match self {
-            Closed::ByClient => Ok(()),
-            Closed::Failed(status) => Err(status),
+            StreamClose::ByClient => Ok(()),
+            StreamClose::Failed(status) => Err(status),
         }
     }
 }
 
-impl From<Status> for Closed {
+impl From<Status> for StreamClose {
     fn from(status: Status) -> Self {
-        Closed::Failed(status)
+        StreamClose::Failed(status)
     }
 }
 
@@ -113,7 +113,7 @@ impl Stream {
         }
     }
 
-    /// Runs to the end of the stream, and gives the status it ends with.
+    /// Runs to the end of the stream, and returns its status.
     pub(super) async fn run(mut self, first: Incoming) -> Result<(), Status> {
         // Messages that came while a route was looked for.
         let mut early = VecDeque::new();
@@ -156,7 +156,7 @@ impl Stream {
         }
     }
 
-    async fn next(&mut self) -> Result<Event, Closed> {
+    async fn next(&mut self) -> Result<Event, StreamClose> {
         let first_token = async {
             match &self.first_token {
                 Some(awaited) => awaited.seen().await,
@@ -175,7 +175,7 @@ impl Stream {
             () = first_token => Ok(Event::FirstToken),
             message = self.kept.receive(&mut self.incoming) => match message? {
                 Some(message) => Ok(Event::Message(Box::new(message))),
-                None => Err(Closed::ByClient),
+                None => Err(StreamClose::ByClient),
             },
             () = tokio::time::sleep_until(self.deadline), if self.exchange.is_gathering() => Ok(Event::Deadline),
             again = tries => Ok(Event::Try(Box::new(again))),
@@ -183,7 +183,7 @@ impl Stream {
         }
     }
 
-    async fn take(&mut self, incoming: Incoming, early: &mut VecDeque<Asked>) -> Result<(), Closed> {
+    async fn take(&mut self, incoming: Incoming, early: &mut VecDeque<Asked>) -> Result<(), StreamClose> {
         if let Some(modes) = incoming.modes {
             self.exchange.configure(modes);
             self.kept.warn_of(modes.request);
@@ -212,7 +212,7 @@ impl Stream {
         Ok(())
     }
 
-    async fn carry_out(&mut self, effects: Vec<Effect>, early: &mut VecDeque<Asked>) -> Result<(), Closed> {
+    async fn carry_out(&mut self, effects: Vec<Effect>, early: &mut VecDeque<Asked>) -> Result<(), StreamClose> {
         let mut effects = VecDeque::from(effects);
         while let Some(effect) = effects.pop_front() {
             match effect {
@@ -255,7 +255,7 @@ impl Stream {
     }
 
     /// Nothing can come of the request any longer.
-    async fn give_up(&mut self, early: &mut VecDeque<Asked>) -> Result<(), Closed> {
+    async fn give_up(&mut self, early: &mut VecDeque<Asked>) -> Result<(), StreamClose> {
         let effects = self.exchange.on_give_up(&reject::never_met());
         self.carry_out(effects, early).await
     }
@@ -279,13 +279,15 @@ impl Stream {
 
     /// Looks for a route while watching the stream: a client that leaves meanwhile leaves nothing booked. `None` when
     /// Envoy began to answer by itself meanwhile, so that no route is wanted any longer.
-    async fn route(&mut self, inbound: Inbound, early: &mut VecDeque<Asked>) -> Result<Option<Routed>, Closed> {
+    async fn route(&mut self, inbound: Inbound, early: &mut VecDeque<Asked>) -> Result<Option<Routed>, StreamClose> {
         let inbound = Inbound { body: self.keep(inbound.body), ..inbound };
         let pipeline = self.live.pipeline.clone();
         let (tell, mut told) = oneshot::channel();
         let route = pipeline.route(inbound, move |wait| _ = tell.send(wait));
         tokio::pin!(route);
-        let (mut holding, mut waiting, mut half_closed) = (false, 0, false);
+        let mut holding = false;
+        let mut waiting = 0;
+        let mut half_closed = false;
         loop {
             let room = early.len() < EARLY && waiting < EARLY_BYTES && !half_closed;
             tokio::select! {
@@ -296,8 +298,8 @@ impl Stream {
                     self.hold(wait).await;
                 }
                 message = self.kept.receive(&mut self.incoming), if room => {
-                    // The replies to earlier messages are still due. Envoy, where its client has left, resets the stream
-                    // behind this, and that drops the exchange.
+                    // The replies to earlier messages are still due. If its client has left, Envoy resets the stream
+                    // afterwards, which drops the exchange.
                     let Some(message) = message? else {
                         half_closed = true;
                         continue;

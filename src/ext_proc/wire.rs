@@ -84,7 +84,7 @@ impl Piece {
         Self { body: body.into(), end_of_stream, ..Self::default() }
     }
 
-    /// Whether nothing follows.
+    /// Whether it is the last piece of the body.
     pub fn is_last(&self) -> bool {
         self.end_of_stream || self.end_of_stream_without_message
     }
@@ -155,8 +155,8 @@ impl NamedService for ExtProc {
     const NAME: &'static str = SERVICE_NAME;
 }
 
-/// Compressed messages that are accepted. The limit of a message applies to what it is before and after decompression, and
-/// the latter stops at it.
+/// Accepted compression encodings. The message limit applies before and after decompression, and decompression stops at
+/// the limit.
 fn gzip() -> EnabledCompressionEncodings {
     let mut accepted = EnabledCompressionEncodings::default();
     accepted.enable(CompressionEncoding::Gzip);

@@ -1,4 +1,4 @@
-//! How much of the index one worker rank may take. An engine that never reports removals, or a publisher that reports blocks
+//! Limits of the memory that one worker rank may use in the index. An engine that never reports removals, or a publisher that reports blocks
 //! that do not exist, must not exhaust the memory of the process.
 
 use serde::{Serialize, Serializer};
@@ -16,7 +16,7 @@ pub struct BlockLimits {
     pub lower_tier: u64,
 }
 
-/// The index may hold so many times the KV blocks that the engine reports: its events may arrive before removals do.
+/// Factor on the KV blocks that the engine reports: events of new blocks may arrive before those of removals.
 const TIMES_CAPACITY: u64 = 4;
 
 impl BlockLimits {

@@ -244,7 +244,7 @@ impl Tally {
         BlockLimits { device: load(&self.most_device), lower_tier: load(&self.most_lower) }
     }
 
-    /// Blocks that a tier may still take.
+    /// Blocks that may still be added to a tier.
     pub(super) fn room(&self, tier: Tier) -> u64 {
         self.limits().of(tier).saturating_sub(self.blocks[tier as usize].load(Ordering::Relaxed))
     }

@@ -39,8 +39,7 @@ impl WatchedPrefix {
         self.most_held.fetch_max(held, Ordering::Relaxed);
     }
 
-    /// Whether a stored run can have made the held prefix longer. A run whose first block is not in the prompt leads away
-    /// from it.
+    /// Whether a stored run can extend the held prefix. A run whose first block is not in the prompt cannot.
     fn may_grow_by(&self, blocks: &[StoredBlock]) -> bool {
         let is_complete = self.most_held.load(Ordering::Relaxed) == self.locals.len();
         !is_complete && blocks.first().is_some_and(|first| self.locals.contains(&first.local))
@@ -77,7 +76,8 @@ impl PrefixWatch {
         self.prefix.most_held.load(Ordering::Relaxed)
     }
 
-    /// Whether the slot still has the writer that it had when the watch began. The watch sees nothing of a later writer.
+    /// Whether the slot still has the writer that it had when the watch began. The watch does not receive the stores of a later
+    /// writer.
     pub fn is_current(&self, index: &PrefixIndex, slot: Slot) -> bool {
         index.seats.read().seating(slot).is_some_and(|(_, tally)| Arc::ptr_eq(tally, &self.tally))
     }
@@ -94,7 +94,7 @@ impl PrefixIndex {
     pub fn watch(&self, hashes: &BlockHashes, slot: Slot) -> Option<PrefixWatch> {
         let prefix = Arc::new(WatchedPrefix { locals: hashes.locals().into(), most_held: AtomicUsize::new(0) });
         let (seat, tally) = self.seats.read().seating(slot).map(|(seat, tally)| (seat, tally.clone()))?;
-        // In this order: a store that does not see the watch is complete before the lookup begins.
+        // Registered before the lookup: a store that misses the watch is complete before the lookup begins.
         tally.watches.add(prefix.clone());
         prefix.note(self.held_prefix(&prefix.locals, seat));
         Some(PrefixWatch { prefix, tally })

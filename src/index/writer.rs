@@ -224,7 +224,8 @@ impl RankWriter {
         let groups = self.groups.get_or_insert_default();
         let lesson = groups.learn(group, need);
         let most = usize::try_from(self.tally.limits().names()).unwrap_or(usize::MAX);
-        let (mut gained, mut over) = (false, 0);
+        let mut gained = false;
+        let mut over = 0;
         if let Some(at) = groups.find(group) {
             for &engine in blocks {
                 match groups.store(at, engine, most) {

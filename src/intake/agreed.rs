@@ -5,11 +5,11 @@ use crate::learned::Agreed;
 use crate::openai;
 use crate::prompt::Engine;
 
-/// Most tokens of a prompt that are made where no engine says how many its model takes.
+/// Most tokens of a prompt if no engine reports the length of its model.
 const MOST_TOKENS: usize = 1 << 20;
 
 impl Intake {
-    /// How many tokens of a prompt are made and hashed: no engine computes a longer one.
+    /// Most tokens of a prompt that are computed and hashed. No engine accepts a longer prompt.
     pub(super) fn most_tokens(&self, named: &Named) -> usize {
         let longest = self.agreed(named, |agreed| agreed.max_model_len);
         longest.map_or(MOST_TOKENS, |longest| usize::try_from(longest).unwrap_or(usize::MAX))

@@ -4,7 +4,7 @@
 
 use tracing::debug;
 
-use super::{CutShort, Encoded, Intake, Named, Stopwatch, Tokenized, Told, estimate};
+use super::{Encoded, Intake, Named, Stopwatch, TokenizedPrompts, Told, TruncatedBody, estimate};
 use crate::block::Salt;
 use crate::openai::cut::{Cut, Mended, Step, mend};
 use crate::openai::{self, Api, Chat, Content, Meaning, Message, Shape};
@@ -19,8 +19,8 @@ const TRIES: usize = 4;
 
 impl Intake {
     /// Reads the beginning of a body.
-    pub(super) fn read_beginning(&self, api: Api, told: &Told, shown: &[u8], cut: CutShort) -> Encoded {
-        let CutShort { length, because } = cut;
+    pub(super) fn read_beginning(&self, api: Api, told: &Told, shown: &[u8], cut: TruncatedBody) -> Encoded {
+        let TruncatedBody { length, because } = cut;
         let whole = usize::try_from(length.unwrap_or(0)).unwrap_or(usize::MAX).max(shown.len());
         let mut encoded = Encoded::without(api, whole, because);
         let asked = openai::model_quickly(shown);
@@ -51,7 +51,7 @@ impl Intake {
         let cache = encoded.salt(told, &mut request, self.parts.clients.trusted);
         let salt = Salt { lora: named.adapter.clone(), cache };
         let tokens = self.tokens((&named, &salt), &request, &mut encoded, &mut clock);
-        let Ok(Tokenized { mut prompts, stopped }) = tokens else { return encoded };
+        let Ok(TokenizedPrompts { mut prompts, stopped }) = tokens else { return encoded };
         let Some(mut tokens) = prompts.pop() else { return encoded };
         if let Some(because) = stopped {
             self.begin_with((&named, &salt), tokens, because, &mut encoded);
@@ -71,7 +71,7 @@ impl Intake {
         encoded
     }
 
-    /// A prompt of which these are the first tokens; how many there are stays the guess that it was.
+    /// Sets the first tokens of the prompt. The estimate of its length does not change.
     pub(super) fn begin_with(
         &self,
         (named, salt): (&Named, &Salt),

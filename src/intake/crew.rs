@@ -1,8 +1,7 @@
-//! The threads on which bodies are encoded that may take long: one per core and two at least, so that a large body leaves one
-//! to others, and the same for as long as the process runs. The
-//! fast tokenizer keeps on each thread the words that it met there, up to a hundred megabytes of them for each model. So
-//! these threads must be few, or memory has no bound, and must not come and go as those of tokio's blocking pool do, or each
-//! begins with nothing again.
+//! The threads that encode bodies that may take long: one per core and at least two, so that a large body leaves one to
+//! others. They run as long as the process. The fast tokenizer caches words on each thread, up to a hundred megabytes for
+//! each model. So these threads must be few, or memory has no bound. They must also persist, unlike those of tokio's
+//! blocking pool, because a new thread starts with an empty cache.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};

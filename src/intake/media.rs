@@ -5,7 +5,7 @@ use super::{Encoded, Intake, Named, Stopwatch, estimate, reason};
 use crate::block::{Content, Salt};
 use crate::openai;
 use crate::prompt::media::Root;
-use crate::prompt::{Budget, Illustrated};
+use crate::prompt::{Illustrated, TokenBudget};
 use crate::router::{Prompt, Reason};
 
 impl Intake {
@@ -23,7 +23,7 @@ impl Intake {
             None => agreed.roots_differ.then_some(Root::Different),
         });
         let is_over = clock.deadline();
-        let budget = Budget::new(self.most_tokens(named), &is_over);
+        let budget = TokenBudget::new(self.most_tokens(named), &is_over);
         let within = (salt.cache.as_deref(), &budget);
         let mut shown = match encoder.illustrate(request, within, &root.unwrap_or_default()) {
             Ok(shown) => shown,

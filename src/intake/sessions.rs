@@ -30,8 +30,8 @@ impl SessionSigns {
         openai::text_of(body, self.body_field.as_deref()?).filter(|id| !id.is_empty())
     }
 
-    /// The session that the headers name, else `nvext.session_control`, else the field of the body. What
-    /// `nvext.session_control` says of another session than the named one does not count.
+    /// The session that the headers name, else `nvext.session_control`, else the field of the body. A `nvext.session_control`
+    /// with another session id is ignored.
     pub(super) fn read(
         &self,
         headers: Headers<'_>,
@@ -56,13 +56,13 @@ impl SessionSigns {
 }
 
 impl Intake {
-    /// The tenant of the client, where tenants are told apart.
+    /// The tenant of the client, if `clients.tenant_header` is set.
     pub(super) fn tenant(&self, headers: Headers<'_>) -> Option<String> {
         let tenant = self.parts.clients.tenant_header.as_deref().and_then(headers);
         tenant.map(|value| value.trim().to_owned()).filter(|tenant| !tenant.is_empty())
     }
 
-    /// The session of a request, with the tenant whose session it is.
+    /// The session of a request, with its tenant.
     pub(super) fn session(
         &self,
         headers: Headers<'_>,

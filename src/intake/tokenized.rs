@@ -1,4 +1,4 @@
-//! The tokens of a request, within the model's length and the deadline, or why there are none.
+//! Tokenizes a request within the length of the model and the deadline.
 
 use std::time::{Duration, Instant};
 
@@ -7,20 +7,20 @@ use tracing::debug;
 use super::{Encoded, Intake, Named};
 use crate::block::Salt;
 use crate::openai::{self, Hidden, Opaque};
-use crate::prompt::{Budget, EncodeError, Encoder, Stop, Tokens};
+use crate::prompt::{EncodeError, Encoder, StopReason, TokenBudget, Tokens};
 use crate::router::Reason;
 
-/// The tokens of the prompts of a request, as far as they were made.
-pub(super) struct Tokenized {
+/// The tokens of the prompts of a request, or the first of them.
+pub(super) struct TokenizedPrompts {
     pub(super) prompts: Vec<Tokens>,
-    /// Why there are more.
+    /// The reason why tokenization stopped early.
     pub(super) stopped: Option<Reason>,
 }
 
-fn why_stopped(stop: Stop) -> Reason {
+fn degradation(stop: StopReason) -> Reason {
     match stop {
-        Stop::TooLong => Reason::PromptTooLong,
-        Stop::Deadline => Reason::Deadline,
+        StopReason::TooLong => Reason::PromptTooLong,
+        StopReason::Deadline => Reason::Deadline,
     }
 }
 
@@ -32,9 +32,9 @@ impl Intake {
         request: &openai::Request,
         encoded: &mut Encoded,
         clock: &mut Stopwatch,
-    ) -> Result<Tokenized, Reason> {
+    ) -> Result<TokenizedPrompts, Reason> {
         if let Some(tokens) = encoded.extension.as_mut().and_then(|extension| extension.token_data.take()) {
-            return Ok(Tokenized { prompts: vec![tokens.into()], stopped: None });
+            return Ok(TokenizedPrompts { prompts: vec![tokens.into()], stopped: None });
         }
         if request.prompt == openai::Prompt::TooMany {
             return Err(Reason::TooManyPrompts);
@@ -46,12 +46,12 @@ impl Intake {
         let rendered = encoder.render(request).map_err(reason)?;
         encoded.times.push(("render", clock.lap()));
         let is_over = clock.deadline();
-        let budget = Budget::new(self.most_tokens(named), &is_over);
+        let budget = TokenBudget::new(self.most_tokens(named), &is_over);
         let bounded = encoder.tokenize_within(&rendered, salt.cache.as_deref(), &budget).map_err(reason)?;
         encoded.times.push(("tokenize", clock.lap()));
         encoded.ours = !matches!(request.prompt, openai::Prompt::Tokens(_));
-        let stopped = bounded.iter().find_map(|prompt| prompt.stopped).map(why_stopped);
-        Ok(Tokenized { prompts: bounded.into_iter().map(|prompt| prompt.tokens).collect(), stopped })
+        let stopped = bounded.iter().find_map(|prompt| prompt.stopped).map(degradation);
+        Ok(TokenizedPrompts { prompts: bounded.into_iter().map(|prompt| prompt.tokens).collect(), stopped })
     }
 }
 
@@ -68,14 +68,14 @@ pub(super) fn reason(error: EncodeError) -> Reason {
         EncodeError::TooMany => Reason::TooManyPrompts,
         EncodeError::NoTemplate => Reason::NoChatTemplate,
         error => {
-            // Not the error itself: templates quote the prompt in theirs.
+            // The error is not logged, because a template error may quote the prompt.
             debug!(because = error.label(), "prompt refused");
             Reason::EncodeFailed
         }
     }
 }
 
-/// The time that each stage takes, and when tokenization has to stop.
+/// The duration of each stage, and the deadline of tokenization.
 pub(super) struct Stopwatch {
     lap: Instant,
     until: Option<Instant>,

@@ -84,7 +84,7 @@ fn finite(weights: &BTreeMap<String, f64>) -> BTreeMap<String, f64> {
     weights.iter().filter(|(_, weight)| weight.is_finite()).map(|(taint, weight)| (taint.clone(), *weight)).collect()
 }
 
-/// The workers that may be chosen; a list of which one id cannot be read counts as none.
+/// The workers that may be chosen. A list with an invalid id is ignored.
 fn allowed(headers: Headers<'_>, body: &Extension) -> Option<BTreeSet<WorkerId>> {
     let Some(list) = headers(ALLOWED_WORKERS) else {
         return body.allowed_worker_ids.as_ref().map(|ids| ids.iter().copied().map(WorkerId).collect());
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn allow_list_of_header_goes_before_nvext() {
+    fn allow_list_of_header_precedes_nvext() {
         let ids = |ids: &[u64]| Some(ids.iter().copied().map(WorkerId).collect());
         let nvext = r#"{"allowed_worker_ids":[3,18446744073709551615]}"#;
         type Case<'a> = (&'a [(&'a str, &'a str)], &'a str, Option<BTreeSet<WorkerId>>);

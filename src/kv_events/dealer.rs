@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::time::{Instant, timeout_at};
-use warmroute_zmtp::{DealerSocket, Endpoint, SessionEvent, SocketConfig, ZmtpError};
+use warmroute_zmtp::{DealerSocket, SessionEvent, SocketConfig, ZmtpEndpoint, ZmtpError};
 
 use super::replay::{Repeater, Reply};
 
@@ -81,7 +81,7 @@ struct Talk {
 
 impl Talk {
     async fn open(endpoint: &str, config: SocketConfig, from: u64) -> Result<Self, ZmtpError> {
-        let endpoint: Endpoint = endpoint.parse()?;
+        let endpoint: ZmtpEndpoint = endpoint.parse()?;
         let mut socket = DealerSocket::connect(&endpoint, config).await?;
         socket.send(&[Bytes::new(), Bytes::copy_from_slice(&from.to_be_bytes())]).await?;
         Ok(Self { socket, deadline: Instant::now() + CONVERSATION })

@@ -263,8 +263,8 @@ impl Feed {
         });
     }
 
-    /// Counts a message that exceeded a limit of the socket and was skipped. Its number is unknown; the next batch shows it as
-    /// missing, and until then the source is not believed.
+    /// Counts a message that exceeded a limit of the socket and was skipped. Its sequence number is unknown. The source counts as
+    /// stale until the next batch shows the gap.
     pub(super) fn skipped_message(&mut self, limit: &'static str) {
         self.moving(|feed| feed.too_large(limit));
     }

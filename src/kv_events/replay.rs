@@ -16,7 +16,7 @@ pub(super) enum Reply {
     /// A batch.
     Batch(u64, bytes::Bytes),
     /// A message that exceeds a limit and was skipped.
-    Oversize(warmroute_zmtp::Oversize),
+    Oversize(warmroute_zmtp::ExceededLimit),
     /// All it had.
     End,
     /// It does not answer, or stopped half-way.
@@ -75,7 +75,7 @@ async fn round(
     loop {
         let (seq, payload) = match engine.next().await {
             Reply::Batch(seq, payload) => (seq, payload),
-            // The next batch, if there is one, shows the missing number.
+            // The gap shows at the next batch, if there is one.
             Reply::Oversize(limit) => {
                 replies += 1;
                 feed.skipped_message(limit.as_str());

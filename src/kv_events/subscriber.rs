@@ -11,7 +11,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
-use warmroute_zmtp::{Backoff, Endpoint, Limits, PublisherId, SocketConfig, SubEvent, SubSocket, ZmtpError};
+use warmroute_zmtp::{
+    MessageLimits, PublisherId, ReconnectBackoff, SocketConfig, SubEvent, SubSocket, ZmtpEndpoint, ZmtpError,
+};
 
 use super::dealer::{Dealer, PAUSE as UNANSWERED};
 use super::feed::Feed;
@@ -58,8 +60,10 @@ pub async fn run(
 ) -> Infallible {
     let view = View { rank: spec.rank, witness: witness.clone(), state };
     view.set(SourceState::Connecting);
-    let config =
-        SocketConfig { limits: Limits { message: spec.max_message, ..Limits::default() }, ..SocketConfig::default() };
+    let config = SocketConfig {
+        limits: MessageLimits { message: spec.max_message, ..MessageLimits::default() },
+        ..SocketConfig::default()
+    };
     let mut listener = Listener {
         feed: Feed::new(&spec, sink, metrics.clone(), witness),
         replay: spec.source.replay.as_deref().map(|endpoint| Dealer::new(endpoint, config)),
@@ -70,7 +74,7 @@ pub async fn run(
         check: None,
         refused_at: None,
     };
-    let mut backoff = Backoff::new(PAUSE.0, PAUSE.1);
+    let mut backoff = ReconnectBackoff::new(PAUSE.0, PAUSE.1);
     let mut complained = String::new();
     loop {
         let attempt = Instant::now();
@@ -89,7 +93,7 @@ pub async fn run(
     }
 }
 
-/// Why a socket is closed and attached again.
+/// The reason why a socket is closed and attached again.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum DetachError {
     #[error(
@@ -286,7 +290,7 @@ pub(super) fn live_batch(frames: &[Bytes]) -> Result<(u64, &Bytes), &'static str
 
 /// Opens a subscribed socket, connected or bound.
 pub(super) async fn open(source: &EventSource, config: SocketConfig) -> Result<SubSocket, ZmtpError> {
-    let endpoint: Endpoint = source.endpoint.parse()?;
+    let endpoint: ZmtpEndpoint = source.endpoint.parse()?;
     match source.attach {
         Attach::Connect => SubSocket::connect(&endpoint, &source.topic, config).await,
         Attach::Bind => SubSocket::bind(&endpoint, &source.topic, config).await,
@@ -313,7 +317,8 @@ mod tests {
         let rank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
         let block_size = BlockSize::new(2).unwrap();
         let (media, resync) = (MediaTokens::default(), SharedResync::default());
-        let (engine, max_message) = (String::new(), Limits::default().message);
+        let engine = String::new();
+        let max_message = MessageLimits::default().message;
         let spec = SourceSpec { rank, source, engine, block_size, media, resync, max_message };
         let sink = RankSink {
             apply: Box::new(|_| Outcome::Ok),

@@ -1,4 +1,4 @@
-//! Folders of files that other processes trust: the unix socket and Envoy's endpoint file. Another user of the host who can
+//! Folders of files that other processes trust: the unix socket and Envoy's endpoint file. A user of the host that can
 //! replace these files would receive prompts and answers in place of warmroute and the engines.
 
 use std::fs::{self, DirBuilder, Metadata};
@@ -8,14 +8,14 @@ use std::path::Path;
 
 const WRITABLE_BY_OTHERS: u32 = 0o002;
 const WRITABLE_BY_GROUP_OR_OTHERS: u32 = 0o022;
-/// As `/tmp`: any user may create files, and delete only their own.
+/// The sticky bit, as of `/tmp`: any user may create files, and delete only their own.
 const SHARED: u32 = 0o1002;
 
-/// Why a folder is not used.
+/// The reason why a folder is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FolderError {
     /// Another user can replace the files in it.
-    #[error("the folder belongs to user {owner}, who can replace what is in it; {FIX}")]
+    #[error("the folder belongs to user {owner}, which can replace the files in it; {FIX}")]
     OtherOwner {
         /// The user.
         owner: u32,
@@ -34,7 +34,7 @@ pub fn prepare(file: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o755).create(folder)?;
     let folder = folder.canonicalize()?;
     let parent = folder.parent().map(fs::metadata).transpose()?;
-    let found = Folder::new(&fs::metadata(&folder)?, parent.as_ref());
+    let found = FolderAccess::new(&fs::metadata(&folder)?, parent.as_ref());
     found.check(rustix::process::geteuid().as_raw()).map_err(io::Error::other)
 }
 
@@ -43,22 +43,23 @@ pub fn of(file: &Path) -> &Path {
     file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// What is known of a folder.
+/// Owner and permissions of a folder.
 #[derive(Clone, Copy, Debug)]
-struct Folder {
+struct FolderAccess {
     owner: u32,
     mode: u32,
     /// The mode of the folder that it is in.
     parent_mode: u32,
 }
 
-impl Folder {
+impl FolderAccess {
     fn new(folder: &Metadata, parent: Option<&Metadata>) -> Self {
         Self { owner: folder.uid(), mode: folder.mode(), parent_mode: parent.map_or(0, |parent| parent.mode()) }
     }
 
-    /// A folder of root is as good as our own, whoever may write into it: so are the volumes that the containers of a pod
-    /// share. A folder of another user is used only where an administrator has put it, and nobody but the owner can write.
+    /// Checks the folder for a user. A folder of root is accepted even if others can write to it, as are the volumes that the
+    /// containers of a pod share. A folder of another user is accepted only if nothing but its owner can write to it, and not
+    /// all users can write to its parent.
     fn check(self, user: u32) -> Result<(), FolderError> {
         let Self { owner, mode, parent_mode } = self;
         if mode & SHARED == SHARED {
@@ -83,8 +84,8 @@ mod tests {
         let other = Err(FolderError::OtherOwner { owner: 7 });
         let cases = [
             // Owner, mode, mode of the parent, what follows for user 5.
-            ("our own in /tmp", 5, 0o700, 0o1777, Ok(())),
-            ("our own, group may write", 5, 0o2770, 0o755, Ok(())),
+            ("own folder in /tmp", 5, 0o700, 0o1777, Ok(())),
+            ("own folder, group may write", 5, 0o2770, 0o755, Ok(())),
             ("root's", 0, 0o755, 0o755, Ok(())),
             ("a volume of the pod", 0, 0o777, 0o755, Ok(())),
             ("/tmp itself", 0, 0o1777, 0o755, Err(FolderError::Shared)),
@@ -94,7 +95,7 @@ mod tests {
             ("a mounted folder of another user", 7, 0o755, 0o755, Ok(())),
         ];
         for (case, owner, mode, parent_mode, expected) in cases {
-            assert_eq!(Folder { owner, mode, parent_mode }.check(5), expected, "{case}");
+            assert_eq!(FolderAccess { owner, mode, parent_mode }.check(5), expected, "{case}");
         }
     }
 

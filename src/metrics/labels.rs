@@ -252,7 +252,7 @@ pub struct ListenerOutcomeLabels {
     pub outcome: &'static str,
 }
 
-/// One of our listeners, and the reason of an event there.
+/// A listener of warmroute, and the reason of an event there.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ListenerReasonLabels {
     /// `ext_proc`, `ext_proc_unix`, `health`, `api`, `admin`, `xds`.
@@ -261,7 +261,7 @@ pub struct ListenerReasonLabels {
     pub reason: &'static str,
 }
 
-/// An HTTP/2 error that one of our listeners sent.
+/// An HTTP/2 error that a listener of warmroute sent.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct Http2ErrorLabels {
     /// `ext_proc`, `ext_proc_unix`, `health`, `api`, `xds`.

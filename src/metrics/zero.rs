@@ -124,7 +124,7 @@ impl Metrics {
         self.start_role_at_zero(model, Role::Aggregated);
     }
 
-    /// Creates the series of requests that workers of a role answer. The roles of a model are known with its workers.
+    /// Creates the series of requests that workers of a role answer. The roles of a model are known once its workers are.
     pub fn start_role_at_zero(&self, model: &ModelName, role: Role) {
         for mode in ["exact", "partial", "approximate", "load_only"] {
             let labels = RequestLabels { model: model.as_str().to_owned(), mode, role: role.as_str() };

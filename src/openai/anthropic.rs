@@ -1,5 +1,5 @@
 //! The body of Anthropic's `/v1/messages`, as the chat request that vLLM 0.32 makes of it. The system prompt is one message,
-//! results of tools are messages before that of the user who brought them, reasoning and tool calls belong to the assistant.
+//! tool results are messages before the user message that contains them, reasoning and tool calls belong to the assistant.
 //! System messages stay where they are if the template accepts that, and blocks in them may add and remove tools. Where no
 //! captured request shows what the engine does, there is no conversation.
 
@@ -372,9 +372,9 @@ impl Folded for Output {
                 }
             }
             Some("image") => self.images.extend(block.get("source").map(|source| Picture::of(source).part())),
-            // No captured request shows what becomes of it.
+            // No captured request shows how the engine treats it.
             Some("tool_reference") => self.lost = true,
-            // The engine passes over others.
+            // The engine ignores others.
             _ => self.lost |= !block.is_object(),
         }
     }

@@ -59,9 +59,9 @@ pub struct SessionControl {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SessionAction {
-    /// It begins.
+    /// Opens the session.
     Open,
-    /// This is its last request.
+    /// Closes the session after this request.
     Close,
 }
 

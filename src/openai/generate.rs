@@ -1,6 +1,6 @@
 //! The engines' own APIs of generation: SGLang's `/generate` with a text or tokens, and vLLM's `/inference/v1/generate`
 //! with tokens. SGLang names no model there, only an adapter. Its texts are taken to get the tokenizer's special tokens, as
-//! completions do; no engine was asked. vLLM's tokens are read as loosely as 0.32 reads them.
+//! completions do; this was not verified with an engine. Token ids are parsed as leniently as in vLLM 0.32.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;

@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use super::scan;
 
-/// Levels of nesting that are read. Python reads more, but no honest request has as many.
+/// Most levels of nesting. Python reads more, but no real request has as many.
 const MAX_DEPTH: usize = 200;
 
 /// A JSON value.
@@ -28,14 +28,14 @@ pub enum JsonValue {
     Array(Vec<JsonValue>),
     /// An object.
     Object(JsonObject),
-    /// A value that is not known, or that only Python reads, and why.
+    /// An unknown value, or one that only Python reads, with the reason.
     Unknown(&'static str),
 }
 
 /// The entries of a JSON object in their order.
 pub type JsonObject = IndexMap<String, JsonValue>;
 
-/// Why a text is not read as JSON.
+/// The reason why a text is not valid JSON.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum JsonError {
     /// Python refuses it as well.
@@ -213,7 +213,7 @@ impl JsonReader<'_> {
             }
             self.skip_space();
             let value = self.value(depth + 1)?;
-            // A key that comes again keeps its place.
+            // A repeated key keeps its position.
             object.insert(key, value);
             self.skip_space();
             if self.take(b'}') {
@@ -250,13 +250,13 @@ impl JsonReader<'_> {
         let quoted = self.text.get(self.at..end).ok_or(JsonError::Invalid)?;
         self.at = end;
         serde_json::from_str(quoted).map_err(|_| match quoted.contains("\\u") {
-            // Python takes half of a pair of surrogates.
+            // Python accepts an unpaired surrogate.
             true => JsonError::Unsupported("an unpaired surrogate"),
             false => JsonError::Invalid,
         })
     }
 
-    /// One of the words that stand for a value.
+    /// A literal such as `true` or `null`.
     fn word(&mut self) -> Option<JsonValue> {
         let words = [
             ("null", JsonValue::Null),

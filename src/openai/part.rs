@@ -297,7 +297,7 @@ impl Sound {
 }
 
 impl Wire {
-    /// Reads the value of a key. A key that is there counts for media, even where it says `null`.
+    /// Reads the value of a key. For media a key counts as present even if its value is `null`.
     fn read<'de, A: MapAccess<'de>>(&mut self, key: Cow<'de, str>, part: &mut A) -> Result<(), A::Error> {
         match &*key {
             "type" => self.kind = part.next_value()?,

@@ -257,7 +257,8 @@ impl Input {
                     Content::Text(_) => true,
                     Content::Parts(parts) => parts.iter().all(|part| text_of(part, &["input_text"]).is_some()),
                 });
-                let (content, tool_call_id) = (Some(output?), Some(item.call_id?));
+                let content = Some(output?);
+                let tool_call_id = Some(item.call_id?);
                 self.messages.push(Message { role: "tool".to_owned(), content, tool_call_id, ..Message::default() });
             }
             _ => return None,

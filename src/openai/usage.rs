@@ -8,7 +8,7 @@ mod shape;
 #[cfg(test)]
 mod tests;
 
-use answer::{Content, Counts};
+use answer::{Counts, EventContent};
 use long::Long;
 use shape::Shape;
 
@@ -87,8 +87,8 @@ impl UsageScanner {
         self.content_events
     }
 
-    /// Tokens of the answer so far: as many as its usage says, or as the events list by id or by probability; an event that
-    /// says nothing of that counts as one.
+    /// Tokens of the answer so far, by its usage, or by the token ids or log probabilities of its events. An event without any
+    /// of these counts as one token.
     pub fn output_tokens(&self) -> u64 {
         self.usage().map_or(0, |usage| usage.completion_tokens).max(self.content_tokens)
     }
@@ -243,13 +243,13 @@ impl UsageScanner {
             self.skipped += 1;
             return;
         };
-        if told.counts.is_none() && told.content == Content::Some && !told.last {
+        if told.counts.is_none() && told.content == EventContent::Some && !told.last {
             self.shape.learn(json);
         }
         if let Some(counts) = told.counts {
             self.counts.get_or_insert_default().merge(counts);
         }
-        self.content_events += u64::from(told.content != Content::None);
+        self.content_events += u64::from(told.content != EventContent::None);
         self.content_tokens = self.content_tokens.saturating_add(told.content.tokens());
         self.done |= told.last;
     }

@@ -52,7 +52,7 @@ impl Foretold {
     }
 }
 
-/// A request whose blocks are looked for after its answer.
+/// A request whose blocks are checked after its answer.
 #[derive(Debug)]
 pub struct Sighting {
     standing: Arc<Standing>,
@@ -63,7 +63,7 @@ pub struct Sighting {
 /// The blocks that a worker rank is expected to store, watched from the moment of the choice.
 #[derive(Debug)]
 pub struct WatchedPrompt {
-    /// Sees also blocks that are evicted before the check.
+    /// Also reports blocks that are evicted before the check.
     pub watch: PrefixWatch,
     /// Whole blocks of the prompt.
     pub blocks: usize,
@@ -82,7 +82,7 @@ pub struct PromptCheck {
     pub expected: usize,
     /// The position in the rank's events now.
     pub now: Moment,
-    /// How much of what the engine holds its events report.
+    /// How completely the events report the cache of the engine.
     pub told: Told,
 }
 
@@ -101,7 +101,7 @@ impl Sighting {
         &self.prompt
     }
 
-    /// The request was answered by this rank. Blocks are looked for only at the rank that was chosen.
+    /// Records that this rank answered the request. Only the blocks of the chosen rank are checked.
     pub fn answered(self, by: WorkerRank) {
         if by == self.rank {
             let standing = self.standing.clone();

@@ -1,5 +1,5 @@
 //! Prompts of requests whose answer has not begun. Concurrent requests are routed by them, but they are kept apart from the
-//! confirmed blocks: an engine may still refuse the request, and then nothing of it may remain.
+//! confirmed blocks: an engine may still refuse the request, and its blocks are then removed.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -79,7 +79,7 @@ impl InFlightPrompts {
         InFlightPrompt { hold: Some((self.clone(), stamp)), confirmed: Some(confirmed) }
     }
 
-    /// Removes prompts that have been in flight for longer than blocks live.
+    /// Removes prompts that have been in flight for longer than the time to live of blocks.
     pub(super) fn expire(&self) {
         let now = self.rules.steps();
         let mut state = self.state.lock();

@@ -219,14 +219,14 @@ impl TokenizerConfig {
 /// Refuses a file that is no `tokenizer.json`, and names the file that was probably meant.
 fn refuse_other_files(path: &Path, bytes: &[u8]) -> Result<(), LoadError> {
     #[derive(Deserialize)]
-    struct Shape {
+    struct TokenizerShape {
         model: Option<serde::de::IgnoredAny>,
     }
     let problem = if bytes.is_empty() {
         "the file is empty; copy it again".to_owned()
     } else if bytes.starts_with(b"version https://git-lfs") {
         "the file is a git-lfs pointer; run `git lfs pull`".to_owned()
-    } else if let Ok(Shape { model: None }) = serde_json::from_slice(bytes) {
+    } else if let Ok(TokenizerShape { model: None }) = serde_json::from_slice(bytes) {
         let meant = path.parent().and_then(|folder| beside(folder, "tokenizer.json")).filter(|meant| meant != path);
         let hint = meant.map_or(String::new(), |meant| format!("; did you mean {}?", meant.display()));
         format!("the file is not a tokenizer.json: it has no `model`{hint}")

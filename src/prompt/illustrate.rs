@@ -9,7 +9,7 @@ use super::media::{Illustrated, Known, Root, common, expand};
 use super::stage::{MARK, Show};
 use super::template::Templates;
 use super::unfinished::same;
-use super::{Bounded, Budget, EncodeError, Encoder, Engine, Exactness, Rendered, Source, Tokens};
+use super::{BoundedTokens, EncodeError, Encoder, Engine, Exactness, Rendered, Source, TokenBudget, Tokens};
 use crate::openai::{Chat, Modality, Prompt, Request, Tokenization};
 
 impl Encoder {
@@ -18,7 +18,7 @@ impl Encoder {
     pub fn illustrate(
         &self,
         request: &Request,
-        (apart, budget): (Option<&str>, &Budget<'_>),
+        (apart, budget): (Option<&str>, &TokenBudget<'_>),
         root: &Root,
     ) -> Result<Illustrated, EncodeError> {
         let Prompt::Chat(chat) = &request.prompt else {
@@ -63,7 +63,7 @@ impl Encoder {
         how: How<'_>,
     ) -> Result<Illustrated, EncodeError> {
         let (text, _) = templates.render_as(chat, Show::As(&self.rules))?;
-        let Bounded { tokens, stopped } = self.first_tokens(&text, how)?;
+        let BoundedTokens { tokens, stopped } = self.first_tokens(&text, how)?;
         expand(tokens, items, &self.rules, stopped.is_none())
     }
 
@@ -112,7 +112,7 @@ impl Encoder {
         Ok(self.first_tokens(text, how)?.tokens)
     }
 
-    fn first_tokens(&self, text: &str, how: How<'_>) -> Result<Bounded, EncodeError> {
+    fn first_tokens(&self, text: &str, how: How<'_>) -> Result<BoundedTokens, EncodeError> {
         let rendered = Rendered {
             prompts: Source::Texts(vec![Cow::Borrowed(text)]),
             tokenization: Tokenization::default(),
@@ -132,5 +132,5 @@ struct How<'a> {
     /// What they share nothing with others by.
     apart: Option<&'a str>,
     /// How far.
-    budget: &'a Budget<'a>,
+    budget: &'a TokenBudget<'a>,
 }

@@ -12,7 +12,7 @@ use super::python::{self, Dict};
 use super::template::{NAME, Template};
 use crate::openai::{Chat, Content, Message};
 
-/// What becomes of system messages behind others.
+/// How the template treats system messages behind others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum InlineSystems {
     /// They stay in their places.
@@ -36,13 +36,13 @@ impl InlineSystems {
         let render = || plain.get_template(NAME).and_then(|template| template.render(variables));
         match catch_unwind(AssertUnwindSafe(render)) {
             Ok(Ok(_)) => Self::InPlace,
-            // Other errors may be minijinja's alone.
+            // Other errors may be specific to minijinja.
             Ok(Err(error)) if error.kind() == ErrorKind::UnknownFunction => Self::Merged,
             Ok(Err(_)) | Err(_) => Self::Unclear,
         }
     }
 
-    /// What holds for a model: one template that does not render them suffices. vLLM tries these two.
+    /// The treatment for a model: messages are merged if any template does not render them. vLLM tries these two.
     pub(super) fn of_all(named: &BTreeMap<String, Template>) -> Self {
         let tried = ["default", "tool_use"].map(|name| named.get(name).map(|template| template.inline_systems));
         let found = |wanted| tried.contains(&Some(wanted));

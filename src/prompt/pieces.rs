@@ -1,5 +1,5 @@
-//! Tokenizes a text piece by piece, so that it can stop at a number of tokens or when its time is over. What was made until
-//! then are the first tokens of the whole text.
+//! Tokenizes a text piece by piece, so that it can stop at a number of tokens or at a deadline. The result is the first
+//! tokens of the whole text.
 //!
 //! # Why it is exact
 //! A text is cut at *joints* only. A joint is the place before a separator (a space, or a comma or full stop of Chinese and
@@ -25,39 +25,39 @@ use tokenizers::{AddedToken, Tokenizer};
 use super::fast::Checked;
 use super::resume::parts;
 
-/// Bytes after which tokenization looks for a joint, and at the clock.
+/// Bytes after which tokenization searches for a joint and checks the deadline.
 const STEP: usize = 64 << 10;
 /// Bytes of the longest piece.
 const LONGEST: usize = 1 << 20;
 
 /// How much of a text is tokenized.
 #[derive(Clone, Copy)]
-pub struct Budget<'b> {
+pub struct TokenBudget<'b> {
     /// Most tokens of one prompt.
     pub tokens: usize,
-    /// Whether the time is over.
+    /// Whether the deadline has passed.
     pub is_over: &'b dyn Fn() -> bool,
     pub(super) step: usize,
     pub(super) longest: usize,
 }
 
-impl<'b> Budget<'b> {
+impl<'b> TokenBudget<'b> {
     /// All of it.
-    pub const UNLIMITED: Budget<'static> =
-        Budget { tokens: usize::MAX, is_over: &|| false, step: usize::MAX, longest: usize::MAX };
+    pub const UNLIMITED: TokenBudget<'static> =
+        TokenBudget { tokens: usize::MAX, is_over: &|| false, step: usize::MAX, longest: usize::MAX };
 
-    /// So many tokens, until the time is over.
+    /// This many tokens, until the deadline.
     pub fn new(tokens: usize, is_over: &'b dyn Fn() -> bool) -> Self {
         Self { tokens, is_over, step: STEP, longest: LONGEST }
     }
 }
 
-/// Why a prompt was not tokenized to its end.
+/// The reason why a prompt was not tokenized to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stop {
-    /// It has more tokens than asked for, or a piece of it is too long.
+pub enum StopReason {
+    /// It exceeds the number of tokens, or a piece of it is too long.
     TooLong,
-    /// The time was over.
+    /// The deadline passed.
     Deadline,
 }
 
@@ -65,8 +65,8 @@ pub enum Stop {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct FirstTokens {
     pub(super) ids: Vec<u32>,
-    /// Why there are more; nothing where these are all.
-    pub(super) stopped: Option<Stop>,
+    /// The reason why the text has more; `None` if these are all.
+    pub(super) stopped: Option<StopReason>,
 }
 
 /// The tokens of a text that goes on from so many others, as far as the budget goes.
@@ -74,7 +74,7 @@ pub(super) fn tokens(
     tokenizer: &Checked,
     text: &str,
     before: usize,
-    budget: &Budget<'_>,
+    budget: &TokenBudget<'_>,
 ) -> tokenizers::Result<FirstTokens> {
     let mut ids: Vec<u32> = Vec::new();
     let mut from = 0;
@@ -82,11 +82,11 @@ pub(super) fn tokens(
     while from < text.len() {
         let made = before.saturating_add(ids.len());
         let end = if (budget.is_over)() {
-            Err(Stop::Deadline)
+            Err(StopReason::Deadline)
         } else if made >= budget.tokens {
-            Err(Stop::TooLong)
+            Err(StopReason::TooLong)
         } else {
-            end_of_piece(tokenizer.has_joints(), text, from, budget).ok_or(Stop::TooLong)
+            end_of_piece(tokenizer.has_joints(), text, from, budget).ok_or(StopReason::TooLong)
         };
         let end = match end {
             Ok(end) => end,
@@ -104,13 +104,13 @@ pub(super) fn tokens(
         from = end;
     }
     let room = budget.tokens.saturating_sub(before);
-    let stopped = stopped.or_else(|| (ids.len() > room).then_some(Stop::TooLong));
+    let stopped = stopped.or_else(|| (ids.len() > room).then_some(StopReason::TooLong));
     ids.truncate(room);
     Ok(FirstTokens { ids, stopped })
 }
 
 /// The last joint within a step, else the first one behind it, else the end of the text, within the longest piece.
-fn end_of_piece(has_joints: bool, text: &str, from: usize, budget: &Budget<'_>) -> Option<usize> {
+fn end_of_piece(has_joints: bool, text: &str, from: usize, budget: &TokenBudget<'_>) -> Option<usize> {
     let left = text.len() - from;
     if left <= budget.step {
         return Some(text.len());

@@ -33,7 +33,7 @@ use highway::{HighwayHash as _, HighwayHasher, Key};
 use tokenizers::Tokenizer;
 
 use super::fast::Checked;
-use super::pieces::{self, Budget, FirstTokens, Stop};
+use super::pieces::{self, FirstTokens, StopReason, TokenBudget};
 pub use cache::PromptCache;
 use cache::Value;
 use edges::{Edges, Point};
@@ -51,8 +51,8 @@ struct Secret([u64; 4]);
 /// The tokens of a text without what the post-processor adds, and the points where others may go on.
 pub(super) struct Bare {
     pub(super) ids: Vec<u32>,
-    /// Why the text has more; nothing where these are all.
-    pub(super) stopped: Option<Stop>,
+    /// The reason why the text has more; `None` if these are all.
+    pub(super) stopped: Option<StopReason>,
     /// The name of each point, and how many tokens are before it.
     points: Vec<(u128, usize)>,
 }
@@ -81,7 +81,7 @@ impl Resumer {
         tokenizer: &Checked,
         text: &str,
         apart: Option<&str>,
-        budget: &Budget<'_>,
+        budget: &TokenBudget<'_>,
     ) -> tokenizers::Result<Option<Bare>> {
         if self.cache.limit() == 0 {
             return Ok(None);
@@ -120,7 +120,7 @@ impl Resumer {
             all.extend(piece.ids);
             stopped = piece.stopped;
         }
-        // What is known of earlier prompts may be more than is asked for.
+        // The known tokens of earlier prompts may exceed the budget.
         all.truncate(budget.tokens);
         known.retain(|(_, tokens)| *tokens <= all.len());
         // What was made just before a difference was found is not kept: it may be wrong.
@@ -136,7 +136,7 @@ impl Resumer {
         (tokenizer, text): (&Checked, &str),
         last: Option<Point>,
         before: usize,
-        budget: &Budget<'_>,
+        budget: &TokenBudget<'_>,
     ) -> tokenizers::Result<FirstTokens> {
         let Some(Point { end, edge, .. }) = last else { return pieces::tokens(tokenizer, text, before, budget) };
         let edge = self.edges.get(edge);

@@ -193,7 +193,7 @@ impl Templates {
     }
 }
 
-/// Whether an entry of chat_template_kwargs counts: vLLM takes these two values for absent ones.
+/// Whether an entry of chat_template_kwargs counts: vLLM treats these two values as absent.
 fn is_set(value: &JsonValue) -> bool {
     !value.is_null() && value.as_str() != Some("auto")
 }
@@ -301,7 +301,7 @@ impl Template {
         self.certain(render_in(&self.env, variables)?)
     }
 
-    /// A rendered text, unless a value that is not known stands in it.
+    /// A rendered text, unless it contains an unknown value.
     fn certain(&self, text: String) -> Result<(String, Exactness), EncodeError> {
         if memmem::find(text.as_bytes(), DOUBT.as_bytes()).is_some() {
             return Err(EncodeError::uncertain("a value that only the engine prints exactly"));

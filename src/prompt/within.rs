@@ -1,32 +1,32 @@
-//! Prompts to tokens within a budget: the first tokens of a prompt, where not all of them are asked for or in time.
+//! Tokenizes prompts within a budget of tokens and time. The result may be only the first tokens of a prompt.
 
-use super::pieces::{self, Budget, Stop};
+use super::pieces::{self, StopReason, TokenBudget};
 use super::resume::{Bare, Frame};
 use super::{EncodeError, Encoder, Rendered, Side, Source, Tokens, failed, kept_range, kept_tokens, room, truncated};
 
 /// The tokens of one prompt, as far as a budget goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Bounded {
+pub struct BoundedTokens {
     /// The first tokens of the prompt, or all of them.
     pub tokens: Tokens,
-    /// Why it has more; nothing where these are all.
-    pub stopped: Option<Stop>,
+    /// The reason why it has more; `None` if these are all.
+    pub stopped: Option<StopReason>,
 }
 
-impl Bounded {
+impl BoundedTokens {
     /// As many of a list as the budget has.
-    fn of(tokens: &[u32], budget: &Budget<'_>) -> Self {
-        let stopped = (tokens.len() > budget.tokens).then_some(Stop::TooLong);
+    fn of(tokens: &[u32], budget: &TokenBudget<'_>) -> Self {
+        let stopped = (tokens.len() > budget.tokens).then_some(StopReason::TooLong);
         Self { tokens: tokens[..tokens.len().min(budget.tokens)].to_vec().into(), stopped }
     }
 }
 
-/// What truncation keeps of a prompt.
+/// How a prompt is truncated.
 #[derive(Clone, Copy)]
-struct Kept {
+struct PromptTruncation {
     keep: Option<usize>,
     side: Side,
-    /// Whether the tokens around the text are cut off as well: the engine then cuts what the tokenizer gave, whatever it is.
+    /// Whether the tokens around the text are truncated as well: the engine then truncates the whole output of the tokenizer.
     after_framing: bool,
 }
 
@@ -36,20 +36,20 @@ impl Encoder {
         &self,
         rendered: &Rendered<'_>,
         apart: Option<&str>,
-        budget: &Budget<'_>,
-    ) -> Result<Vec<Bounded>, EncodeError> {
+        budget: &TokenBudget<'_>,
+    ) -> Result<Vec<BoundedTokens>, EncodeError> {
         let tokenization = rendered.tokenization;
         let keep = kept_tokens(tokenization)?;
         let named_side = tokenization.truncation_side.filter(|_| keep.is_some());
         let side = named_side.unwrap_or(tokenization.tokenizer_side);
         match &rendered.prompts {
             Source::Tokens(lists) => {
-                Ok(lists.iter().map(|tokens| Bounded::of(truncated(tokens, keep, side), budget)).collect())
+                Ok(lists.iter().map(|tokens| BoundedTokens::of(truncated(tokens, keep, side), budget)).collect())
             }
             Source::Texts(texts) => {
                 let special = rendered.add_special_tokens;
                 self.refuse_doubt(special)?;
-                let kept = Kept { keep, side, after_framing: named_side.is_some() };
+                let kept = PromptTruncation { keep, side, after_framing: named_side.is_some() };
                 texts.iter().map(|text| self.begin((text, special), kept, apart, budget)).collect()
             }
         }
@@ -59,10 +59,10 @@ impl Encoder {
     fn begin(
         &self,
         (text, special): (&str, bool),
-        kept: Kept,
+        kept: PromptTruncation,
         apart: Option<&str>,
-        budget: &Budget<'_>,
-    ) -> Result<Bounded, EncodeError> {
+        budget: &TokenBudget<'_>,
+    ) -> Result<BoundedTokens, EncodeError> {
         let frame = self.frame.as_ref().filter(|_| special);
         if special && frame.is_none() {
             return self.begin_in_unknown_frame(text, kept, budget);
@@ -77,9 +77,9 @@ impl Encoder {
             // What is kept is known only at the end.
             Some(_) => usize::MAX,
         };
-        let mut bare = self.bare(text, apart, &Budget { tokens: most, ..*budget })?;
+        let mut bare = self.bare(text, apart, &TokenBudget { tokens: most, ..*budget })?;
         if kept.side == Side::Right
-            && bare.stopped == Some(Stop::TooLong)
+            && bare.stopped == Some(StopReason::TooLong)
             && room.is_some_and(|room| bare.ids.len() >= room)
         {
             // Nothing behind it is kept.
@@ -87,7 +87,7 @@ impl Encoder {
         }
         let stopped = bare.stopped;
         if stopped.is_some() && room.is_some() && kept.side == Side::Left {
-            return Ok(Bounded { tokens: Vec::new().into(), stopped });
+            return Ok(BoundedTokens { tokens: Vec::new().into(), stopped });
         }
         if let Some(room) = room.filter(|_| !kept.after_framing && stopped.is_none()) {
             bare.keep(|length| Ok::<_, EncodeError>(kept_range(length, room, kept.side)))?;
@@ -97,11 +97,11 @@ impl Encoder {
             Some(_) if kept.after_framing => truncated(&tokens, kept.keep, kept.side).to_vec().into(),
             _ => tokens,
         };
-        Ok(Bounded { tokens, stopped })
+        Ok(BoundedTokens { tokens, stopped })
     }
 
     /// The tokens of a text without what the post-processor adds, resumed where that can be.
-    fn bare(&self, text: &str, apart: Option<&str>, budget: &Budget<'_>) -> Result<Bare, EncodeError> {
+    fn bare(&self, text: &str, apart: Option<&str>, budget: &TokenBudget<'_>) -> Result<Bare, EncodeError> {
         if let Some(resumer) = &self.resumer {
             match resumer.tokens(&self.tokenizer, text, apart, budget) {
                 Ok(Some(bare)) => return Ok(bare),
@@ -121,13 +121,18 @@ impl Encoder {
         }
     }
 
-    /// A post-processor that nothing is known of sees the whole text, so that only a short one is tokenized.
-    fn begin_in_unknown_frame(&self, text: &str, kept: Kept, budget: &Budget<'_>) -> Result<Bounded, EncodeError> {
+    /// An unknown post-processor needs the whole text, so only a short text is tokenized.
+    fn begin_in_unknown_frame(
+        &self,
+        text: &str,
+        kept: PromptTruncation,
+        budget: &TokenBudget<'_>,
+    ) -> Result<BoundedTokens, EncodeError> {
         if text.len() > budget.longest {
-            return Ok(Bounded { tokens: Vec::new().into(), stopped: Some(Stop::TooLong) });
+            return Ok(BoundedTokens { tokens: Vec::new().into(), stopped: Some(StopReason::TooLong) });
         }
-        let Kept { keep, side, after_framing } = kept;
+        let PromptTruncation { keep, side, after_framing } = kept;
         let tokens = self.tokens_in_unknown_frame(text, keep.filter(|_| !after_framing), side)?;
-        Ok(Bounded::of(truncated(&tokens, keep, side), budget))
+        Ok(BoundedTokens::of(truncated(&tokens, keep, side), budget))
     }
 }

@@ -42,7 +42,7 @@ struct Untold {
 }
 
 impl Own {
-    /// The state of a replica that has booked nothing.
+    /// The state of a replica without bookings.
     pub fn new(id: ReplicaId, name: String) -> Self {
         let most_bytes = MOST_BYTES - ENVELOPE;
         let (live, untold, batches) = (BTreeMap::new(), Untold::default(), Vec::new());

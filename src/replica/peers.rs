@@ -69,7 +69,7 @@ pub enum Noted {
 /// What came of a message.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// What is to be sent.
+    /// Messages to send.
     pub wishes: Vec<Wish>,
     /// Changes for the log and the metrics.
     pub noted: Vec<Noted>,
@@ -120,7 +120,7 @@ pub(super) struct Shown {
 }
 
 impl Peers {
-    /// No peers yet; one that sends nothing for `lease` is silent.
+    /// Starts without peers. A peer that sends nothing for `lease` is silent.
     pub fn new(own: ReplicaId, lease: Duration) -> Self {
         Self { own, lease, looked: None, peers: BTreeMap::new(), bereft: None }
     }

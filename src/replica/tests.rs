@@ -589,7 +589,7 @@ fn routed_hashes_are_readable_with_the_key_only() {
     assert_ne!(read(Some(&key("a", 8))), Some(told));
 }
 
-/// A world in which no rank is known and nothing follows from anything.
+/// A `World` without ranks and with callbacks that do nothing.
 fn empty_world(load: &Arc<LoadTracker>) -> World<'_> {
     World {
         load,

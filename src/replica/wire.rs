@@ -19,7 +19,7 @@ use crate::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
 /// The slot of somebody who is not here. Whoever books looks up the right one.
 pub(super) const NOWHERE: Slot = Slot(u32::MAX);
 
-/// Most blocks of a message that are not named: a prompt of 2 million tokens. A number of a few bytes makes no more memory.
+/// Most blocks of a message that are not named: a prompt of 2 million tokens. It limits the memory for a count sent in a few bytes.
 const MOST_UNNAMED: u64 = 1 << 17;
 
 /// Most blocks of one answer.
@@ -114,7 +114,7 @@ fn routed(routed: &Routed, most_named: usize) -> proto::Routed {
     }
 }
 
-/// Encrypts the hashes of a message: anyone who knows the public formula could test for a prompt otherwise.
+/// Encrypts the hashes of a message. With plain hashes, any reader could test for a known prompt by the public formula.
 fn sealed(mut routed: proto::Routed, key: Option<&Key>) -> proto::Routed {
     if let Some(key) = key {
         let nonce: [u8; Key::NONCE] = rand::random();
@@ -124,7 +124,7 @@ fn sealed(mut routed: proto::Routed, key: Option<&Key>) -> proto::Routed {
     routed
 }
 
-/// Decrypts the hashes of a message; `None` where they are encrypted with a key that is not ours.
+/// Decrypts the hashes of a message; `None` if they are encrypted with another key.
 fn opened(mut routed: proto::Routed, key: Option<&Key>) -> Option<proto::Routed> {
     if routed.key_id.is_empty() {
         return Some(routed);

@@ -72,7 +72,7 @@ pub enum Reason {
     EngineTokensFailed,
     /// The prompt holds images, audio or video.
     Multimodal,
-    /// The prompt is longer than the model takes, or than is tokenized, so only its beginning was.
+    /// The prompt exceeds the length of the model or the limit of tokenization, so only its beginning was tokenized.
     PromptTooLong,
     /// The request has more prompts than are looked at.
     TooManyPrompts,

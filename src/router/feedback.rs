@@ -214,7 +214,7 @@ impl Router {
         self.durations.0.iter().filter_map(error).collect()
     }
 
-    /// A worker that is out passed or failed a health check; returns whether the next request may try it now.
+    /// Records the result of a health check of an ejected worker. Returns whether the next request may probe it now.
     pub fn health_checked(&self, worker: WorkerId, is_healthy: bool) -> bool {
         self.health.checked(worker, is_healthy, self.load.now())
     }

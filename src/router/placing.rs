@@ -97,7 +97,7 @@ impl Router {
         legs.chosen().filter(|member| self.predictions.any_of(member)).cloned().collect()
     }
 
-    /// The request is on its way: its prompts count as cached where it goes, as far as that is predicted.
+    /// Records that the request was sent: its prompts count as cached on its workers whose caches are predicted.
     pub fn expect_booked(&self, booked: &mut Booked) {
         for member in booked.expected.drain(..) {
             let prediction = self.expect(&member, &booked.prompts);

@@ -126,7 +126,7 @@ enum PredictionPhase {
 }
 
 impl PromptPrediction {
-    /// The answer fills more blocks.
+    /// Records further blocks of the answer.
     pub(super) fn grow(&mut self, blocks: u64) {
         if let PredictionPhase::Confirmed(leases) = &mut self.phase {
             leases.first_mut().into_iter().for_each(|lease| lease.grow(blocks));
@@ -154,7 +154,7 @@ pub struct BookedPredictions {
 }
 
 impl BookedPredictions {
-    /// The answer fills one more block, on the worker rank that writes it.
+    /// Records one more block of the answer, on the worker rank that generates it.
     pub fn grow(&mut self) {
         self.answering.iter_mut().for_each(|prediction| prediction.grow(1));
     }
@@ -194,7 +194,7 @@ impl Router {
         self.predictions.any_of(member).then(|| Box::new(PromptPrediction { member: member.clone(), phase }))
     }
 
-    /// The engine accepted the request: the prompts will be cached there, and other routers are notified.
+    /// Records that the engine accepted the request: its prompts count as cached there, and other routers are notified.
     pub(super) fn confirm(&self, prediction: &mut PromptPrediction, prompts: &[BlockHashes]) {
         let PredictionPhase::InFlight(in_flight) = &mut prediction.phase else { return };
         let in_flight = std::mem::take(in_flight);
@@ -213,7 +213,7 @@ impl Router {
         both.for_each(|prediction| self.confirm(prediction, prompts));
     }
 
-    /// The status of the answer is known. A request that succeeds confirms its predictions; any other leaves nothing.
+    /// Applies the status of the answer. Success confirms the predictions; any other status removes them.
     pub fn settle_predictions(&self, booked: &mut Booked, status: u16) {
         match status {
             200..300 => self.confirm_predictions(booked),
@@ -221,7 +221,7 @@ impl Router {
         }
     }
 
-    /// The prefill worker of a request has computed its prompts.
+    /// Records that the prefill worker of a request has computed its prompts.
     pub fn confirm_prefill(&self, booked: &mut Booked) {
         let Booked { predictions, prompts, .. } = booked;
         predictions.prefilling.iter_mut().for_each(|prediction| self.confirm(prediction, prompts));

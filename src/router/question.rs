@@ -64,7 +64,7 @@ impl Prompt {
 /// Blocks of a prompt in the cache that all workers share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum SharedBlocks {
-    /// There is none, or it was not asked.
+    /// There is none, or it was not queried.
     #[default]
     NotAsked,
     /// It holds these ranges of blocks, sorted and disjoint.
@@ -74,7 +74,7 @@ pub enum SharedBlocks {
 }
 
 impl SharedBlocks {
-    /// The ranges of blocks that are known to be there.
+    /// The ranges of blocks that the shared cache reported.
     pub fn ranges(&self) -> &[Range<u32>] {
         match self {
             SharedBlocks::Held(ranges) => ranges,
@@ -94,7 +94,7 @@ pub struct RouteRequest {
     pub foretold: Foretold,
     /// By which names the load tells blocks apart, where not by the sequence hashes; one list per prompt.
     pub tracked: Option<Vec<Arc<[SequenceHash]>>>,
-    /// What a cache shared by all workers holds of its prompt.
+    /// The blocks of the prompt in the cache that all workers share.
     pub shared: SharedBlocks,
     /// What is cached where, as far as somebody else was asked for it.
     pub remote: Remote,

@@ -1,7 +1,7 @@
 //! Compares the predicted blocks of a few real requests with the blocks that their engines store. The prompt is watched from
 //! the choice on, so blocks that are evicted before the check are seen as well: cache turnover is no evidence of other
 //! tokens. A missing block proves something only where the events report everything that the engine holds; a stored block
-//! proves that the engine makes our tokens, even if other events were lost.
+//! proves that the engine computes the same tokens, even if other events were lost.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -67,15 +67,15 @@ impl Router {
         }
     }
 
-    /// Blocks of a prompt that its worker rank has to store. An engine with larger blocks than ours stores whole ones of its
-    /// own only.
+    /// Blocks of a prompt that its worker rank has to store. An engine with larger blocks stores only whole blocks of its own
+    /// size.
     fn expected_blocks(&self, prompt: &WatchedPrompt, rank: WorkerRank) -> usize {
         let engine = self.trust(rank).engine_block_size;
         let count = engine.map_or(1, |engine| engine.tokens() / prompt.block_size.tokens()).max(1);
         prompt.blocks / count * count
     }
 
-    /// Checks whether the blocks of an answered request were stored; `None` where nothing can be said.
+    /// Checks whether the blocks of an answered request were stored; `None` if the check proves nothing.
     pub fn look_for(&self, sighting: Sighting) -> Option<(Evidence, Change)> {
         let rank = sighting.rank();
         let told = self.told(rank)?;
@@ -84,7 +84,8 @@ impl Router {
         if !prompt.watch.is_current(&self.index, slot) {
             return None;
         }
-        let (held, expected) = (prompt.watch.most_held(), self.expected_blocks(prompt, rank));
+        let held = prompt.watch.most_held();
+        let expected = self.expected_blocks(prompt, rank);
         let check = PromptCheck { held, expected, now: self.index.moment(slot)?, told };
         sighting.found(check)
     }

@@ -106,7 +106,7 @@ fn costs_too_large_to_subtract_still_order_the_candidates() {
 }
 
 #[test]
-fn default_weights_keep_a_long_prefix_on_its_busy_worker() {
+fn default_weights_prefer_busy_worker_with_long_prefix() {
     let question = Question::new(104 * 16, BlockSize::new(16).unwrap());
     let busy = Load { active_blocks: 240, active_prefill_tokens: 0, active_requests: 2 };
     let warm = Candidate { overlap: TierBlocks { device: 100, ..TierBlocks::default() }, load: busy, ..candidate() };

@@ -16,7 +16,7 @@ use crate::worker::{WorkerId, WorkerRank};
 pub struct SessionKey {
     /// The model it is for.
     pub model: Option<Box<str>>,
-    /// The tenant whose client named it, where tenants are told apart.
+    /// The tenant of the session, if `clients.tenant_header` is set.
     pub tenant: Option<Arc<str>>,
     /// Whether it is a group.
     pub group: bool,
@@ -383,7 +383,7 @@ impl Table {
         let most = self.most_notes();
         let idle = self.sessions.get(key).and_then(|session| session.engine_idle);
         let moved = moved(Stay { id: key.id.to_string(), group: key.group, target, idle });
-        // An engine knows no tenants: what another tenant has open there under the same id is not closed.
+        // Engines do not know tenants: a session that another tenant has open under the same id is not closed.
         if matches!(moved, Moved::Left(_)) && self.has_namesake(key, target) {
             return;
         }

@@ -51,7 +51,7 @@ impl TenantTable {
         self.tenants.keys()
     }
 
-    /// No request of a session runs any more.
+    /// Marks a session as idle.
     pub(super) fn set_idle(&mut self, last_use: LastUse, key: Arc<Key>) {
         if let Some(tenant) = &key.tenant {
             self.tenants.entry(tenant.clone()).or_default().idle.insert(last_use);
@@ -59,7 +59,7 @@ impl TenantTable {
         self.idle.insert(last_use, key);
     }
 
-    /// A request of a session runs again, or the session is removed.
+    /// Marks a session as not idle: a request of it runs again, or it is removed.
     pub(super) fn unset_idle(&mut self, last_use: LastUse) -> Option<Arc<Key>> {
         let key = self.idle.remove(&last_use)?;
         if let Some(sessions) = key.tenant.as_ref().and_then(|tenant| self.tenants.get_mut(tenant)) {

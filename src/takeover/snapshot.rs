@@ -35,7 +35,7 @@ pub fn write(path: &Path, ranks: impl Iterator<Item = RankDump>) -> anyhow::Resu
 }
 
 fn write_beside(path: &Path, ranks: impl Iterator<Item = RankDump>) -> std::io::Result<u32> {
-    // A file that a process of the same number left behind. Where it is something else, creating the file fails.
+    // A file that a process with the same id left. If it is not a file, creating the file fails.
     let _removed = std::fs::remove_file(path);
     // The salts of tenants are in it, so neither a link nor a file with another mode is used.
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;

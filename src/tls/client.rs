@@ -23,7 +23,7 @@ pub fn believing_the_system() -> ClientBuilder {
     reqwest::Client::builder().no_proxy()
 }
 
-/// A client for an address that an operator gives: it trusts the authorities of the file, or without one those of the system.
+/// A client for an address that an operator gives. It trusts the CAs of the file, or those of the system without a file.
 pub fn trusting(authority: Option<&Path>) -> anyhow::Result<ClientBuilder> {
     let Some(file) = authority else { return Ok(believing_the_system()) };
     let bytes = std::fs::read(file).with_context(|| format!("{} cannot be read", file.display()))?;

@@ -1,4 +1,4 @@
-//! An accepted connection: counted, limited in time, and closed when another one needs its place.
+//! An accepted connection, with timeouts and eviction.
 
 use std::io;
 use std::pin::Pin;
@@ -14,7 +14,7 @@ use warmroute_http2_filter::Http2Filter;
 use super::connection_table::ConnectionUse;
 use super::listener::ConnectionSlot;
 
-/// Octets of the shortest request of HTTP/1, almost: a client that sends fewer has sent nothing.
+/// Octets of about the shortest HTTP/1 request. A client that sends fewer has not sent a request.
 const HTTP1_GREETING: usize = 16;
 
 /// The octets of a connection.
@@ -37,7 +37,7 @@ pub(super) enum ConnectionProtocol<S> {
     Http2(Box<Http2Filter<ConnectionIo<S>>>),
     Http1 {
         io: ConnectionIo<S>,
-        /// Octets that have come.
+        /// Octets received.
         read: usize,
     },
 }
@@ -51,7 +51,7 @@ enum ClientWait {
 }
 
 /// A connection. Reading ends in an error when its client exceeds a timeout, or when the connection is evicted.
-pub struct Connection<S> {
+pub struct AcceptedConnection<S> {
     protocol: ConnectionProtocol<S>,
     timeouts: ConnectionTimeouts,
     slot: ConnectionSlot,
@@ -63,7 +63,7 @@ pub struct Connection<S> {
     reported: u64,
 }
 
-impl<S> Connection<S> {
+impl<S> AcceptedConnection<S> {
     pub(super) fn new(protocol: ConnectionProtocol<S>, timeouts: ConnectionTimeouts, slot: ConnectionSlot) -> Self {
         let opened = Instant::now();
         Self { protocol, timeouts, slot, opened, block_began: None, timer: None, reported: 0 }
@@ -101,13 +101,13 @@ impl<S> Connection<S> {
         self.slot.usage.on_message(self.slot.now());
     }
 
-    /// What the client has to do next, and until when.
+    /// The next action that the client has to take, with its deadline.
     fn deadline(&mut self) -> Option<(ClientWait, Instant)> {
-        let (is_greeted, is_mid_block) = match &self.protocol {
-            ConnectionProtocol::Http2(filter) => (filter.is_greeted(), filter.is_mid_block()),
+        let (has_preface, is_mid_block) = match &self.protocol {
+            ConnectionProtocol::Http2(filter) => (filter.has_preface(), filter.is_mid_block()),
             ConnectionProtocol::Http1 { read, .. } => (*read >= HTTP1_GREETING, false),
         };
-        if !is_greeted {
+        if !has_preface {
             return Some((ClientWait::Greeting, self.opened + self.timeouts.header));
         }
         if is_mid_block {
@@ -143,7 +143,7 @@ impl<S> Connection<S> {
     }
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Connection<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for AcceptedConnection<S> {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let before = buf.filled().len();
@@ -173,7 +173,7 @@ macro_rules! delegate {
     };
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for AcceptedConnection<S> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, octets: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let polled = delegate!(this, io => Pin::new(io).poll_write(cx, octets));

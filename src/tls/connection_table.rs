@@ -20,9 +20,9 @@ pub struct ConnectionLimits {
     pub quiet: Duration,
 }
 
-/// Why a new connection is closed at once.
+/// The reason why a new connection is closed at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum AdmissionError {
+pub(super) enum ConnectionAdmissionError {
     /// All connections are in use.
     TooMany,
     /// All connections of its address are in use.
@@ -83,7 +83,7 @@ fn millis(time: Duration) -> u64 {
 }
 
 /// An open connection.
-struct TableEntry {
+struct ConnectionEntry {
     peer: Option<IpAddr>,
     usage: Arc<ConnectionUse>,
 }
@@ -91,7 +91,7 @@ struct TableEntry {
 /// The open connections of a listener.
 pub(super) struct ConnectionTable {
     limits: ConnectionLimits,
-    entries: Slab<TableEntry>,
+    entries: Slab<ConnectionEntry>,
 }
 
 /// A connection that was admitted.
@@ -107,19 +107,24 @@ impl ConnectionTable {
         Self { limits, entries: Slab::new() }
     }
 
-    /// Admits a connection. Beyond a limit the connection that has been idle for longest is evicted for it: of the same peer if the
-    /// peer has too many.
-    pub(super) fn admit(&mut self, peer: Option<IpAddr>, now: Duration) -> Result<AdmittedConnection, AdmissionError> {
-        let is_of_peer = |entry: &TableEntry| peer.is_some() && entry.peer == peer;
-        let (mut total, mut of_peer) = (0, 0);
+    /// Admits a connection. Beyond a limit it evicts the connection that has been idle for longest, of the same peer if the peer has
+    /// too many.
+    pub(super) fn admit(
+        &mut self,
+        peer: Option<IpAddr>,
+        now: Duration,
+    ) -> Result<AdmittedConnection, ConnectionAdmissionError> {
+        let is_of_peer = |entry: &ConnectionEntry| peer.is_some() && entry.peer == peer;
+        let mut total = 0;
+        let mut of_peer = 0;
         for (_, entry) in self.entries.iter().filter(|(_, entry)| !entry.usage.is_evicted()) {
             total += 1;
             of_peer += usize::from(is_of_peer(entry));
         }
         let victim = if of_peer >= self.limits.per_peer {
-            Some(self.idlest(now, is_of_peer).ok_or(AdmissionError::TooManyOfPeer)?)
+            Some(self.idlest(now, is_of_peer).ok_or(ConnectionAdmissionError::TooManyOfPeer)?)
         } else if total >= self.limits.total {
-            Some(self.idlest(now, |_| true).ok_or(AdmissionError::TooMany)?)
+            Some(self.idlest(now, |_| true).ok_or(ConnectionAdmissionError::TooMany)?)
         } else {
             None
         };
@@ -128,7 +133,7 @@ impl ConnectionTable {
         }
         let has_evicted = victim.is_some();
         let usage = Arc::new(ConnectionUse::at(now));
-        let key = self.entries.insert(TableEntry { peer, usage: usage.clone() });
+        let key = self.entries.insert(ConnectionEntry { peer, usage: usage.clone() });
         Ok(AdmittedConnection { key, usage, has_evicted })
     }
 
@@ -142,7 +147,7 @@ impl ConnectionTable {
     }
 
     /// Connections without streams come first.
-    fn idlest(&self, now: Duration, may_go: impl Fn(&TableEntry) -> bool) -> Option<&ConnectionUse> {
+    fn idlest(&self, now: Duration, may_go: impl Fn(&ConnectionEntry) -> bool) -> Option<&ConnectionUse> {
         let candidates = self.entries.iter().map(|(_, entry)| entry).filter(|entry| may_go(entry));
         let candidates = candidates.map(|entry| &*entry.usage).filter(|usage| !usage.is_evicted());
         candidates
@@ -181,7 +186,7 @@ mod tests {
         let d = table.admit(peer(4), at(11)).ok().unwrap();
         assert_eq!([&a, &b, &c, &d].map(|one| one.usage.is_evicted()), [false, true, false, false]);
         assert!(d.has_evicted);
-        // The evicted connection counts no more, although its task has not ended.
+        // The evicted connection no longer counts, although its task has not ended.
         b.usage.on_message(at(12));
         table.admit(peer(5), at(12)).ok().unwrap();
         assert!(c.usage.is_evicted() && !a.usage.is_evicted());
@@ -196,11 +201,11 @@ mod tests {
         let [a, b] = [1, 2].map(|n| table.admit(peer(n), at(u64::from(n))).ok().unwrap());
         a.usage.set_open_streams(1);
         b.usage.set_open_streams(5);
-        assert!(matches!(table.admit(peer(3), at(100)), Err(AdmissionError::TooMany)));
+        assert!(matches!(table.admit(peer(3), at(100)), Err(ConnectionAdmissionError::TooMany)));
         assert!(!a.usage.is_evicted() && !b.usage.is_evicted());
         let c = table.admit(peer(3), at(302)).ok().unwrap();
         assert!(a.usage.is_evicted() && !b.usage.is_evicted());
-        // A connection without streams goes before one with quiet streams, however long that has been quiet.
+        // A connection without streams is evicted before one with quiet streams.
         table.admit(peer(4), at(1000)).ok().unwrap();
         assert!(c.usage.is_evicted() && !b.usage.is_evicted());
     }

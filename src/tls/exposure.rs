@@ -13,9 +13,9 @@ pub struct ListenerExposure<'a> {
     pub listen: SocketAddr,
     /// TLS of the listener.
     pub tls: Option<&'a TlsConfig>,
-    /// The operator accepts every caller.
+    /// Whether the operator accepts every caller.
     pub unprotected: bool,
-    /// What any caller could do.
+    /// The actions that any caller could take.
     pub risk: &'static str,
 }
 

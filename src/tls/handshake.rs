@@ -1,17 +1,17 @@
-//! Why TLS handshakes fail, for metrics and logs.
+//! Reasons of TLS handshake failures, for metrics and logs.
 
 use std::io;
 
 use rustls::{Error, InvalidMessage, PeerMisbehaved};
 
-/// Why a handshake failed.
+/// The reason why a handshake failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HandshakeError {
     /// The server name of the client is not a DNS name; rustls 0.23 refuses it.
     ServerName,
     /// The client speaks no TLS.
     Plaintext,
-    /// The first messages make no sense.
+    /// The first messages are malformed.
     Malformed,
     /// A client certificate is required, and there is none.
     NoClientCertificate,
@@ -21,7 +21,7 @@ pub(super) enum HandshakeError {
     Incompatible,
     /// No common application protocol.
     Alpn,
-    /// The client refused, as it does where it does not trust our certificate.
+    /// The client sent an alert, for example because it does not trust the certificate.
     Alert,
     /// The client closed the connection, as probes of the port do.
     Closed,
@@ -101,7 +101,7 @@ impl HandshakeError {
         }
     }
 
-    /// Whether an operator should see it. Probes of the port close it without a word.
+    /// Whether it is logged as a warning. Port probes close the connection without a message.
     pub(super) fn is_notable(self) -> bool {
         self != Self::Closed
     }

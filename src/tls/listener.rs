@@ -18,8 +18,8 @@ use tracing::{debug, warn};
 use warmroute_http2_filter::{ErrorScope, Http2Filter, Http2Limits, SentError};
 
 use super::acceptor::{Acceptor, Protocol};
-use super::connection::{Connection, ConnectionIo, ConnectionProtocol, ConnectionTimeouts};
-use super::connection_table::{AdmissionError, ConnectionLimits, ConnectionTable, ConnectionUse};
+use super::connection::{AcceptedConnection, ConnectionIo, ConnectionProtocol, ConnectionTimeouts};
+use super::connection_table::{ConnectionAdmissionError, ConnectionLimits, ConnectionTable, ConnectionUse};
 use super::handshake::HandshakeError;
 use super::log_limit::LogLimit;
 use crate::metrics::{Http2ErrorLabels, ListenerLabel, ListenerOutcomeLabels, ListenerReasonLabels, Metrics};
@@ -75,7 +75,7 @@ pub struct LimitedListener<L, S> {
     sockets: L,
     context: Arc<ListenerContext>,
     /// Handshakes that are under way.
-    handshakes: JoinSet<Option<Connection<S>>>,
+    handshakes: JoinSet<Option<AcceptedConnection<S>>>,
 }
 
 /// The part of a listener that its connections share.
@@ -112,7 +112,7 @@ where
     }
 
     /// The next connection that is ready for use; none when the listener has ended. Cancel-safe.
-    pub async fn next(&mut self) -> Option<Connection<S>> {
+    pub async fn next(&mut self) -> Option<AcceptedConnection<S>> {
         loop {
             tokio::select! {
                 Some(finished) = self.handshakes.join_next() => {
@@ -132,7 +132,7 @@ where
     }
 
     /// A plain connection is ready at once.
-    fn on_socket(&mut self, socket: S) -> Option<Connection<S>> {
+    fn on_socket(&mut self, socket: S) -> Option<AcceptedConnection<S>> {
         let slot = ListenerContext::admit(&self.context, socket.peer_address())?;
         let Some(acceptor) = &self.context.profile.tls else {
             return Some(slot.into_connection(ConnectionIo::Plain(socket)));
@@ -143,7 +143,7 @@ where
     }
 
     /// The connections as a stream, which ends the listener by drop.
-    pub fn into_stream(self) -> impl Stream<Item = io::Result<Connection<S>>> {
+    pub fn into_stream(self) -> impl Stream<Item = io::Result<AcceptedConnection<S>>> {
         futures_util::stream::unfold(self, async |mut listener| {
             let connection = listener.next().await?;
             Some((Ok(connection), listener))
@@ -165,8 +165,8 @@ impl ListenerContext {
             }
             Err(error) => {
                 let text = match error {
-                    AdmissionError::TooMany => "too many connections, all in use; connection refused",
-                    AdmissionError::TooManyOfPeer => {
+                    ConnectionAdmissionError::TooMany => "too many connections, all in use; connection refused",
+                    ConnectionAdmissionError::TooManyOfPeer => {
                         "too many connections of one address, all in use; connection refused"
                     }
                 };
@@ -177,7 +177,7 @@ impl ListenerContext {
         }
     }
 
-    /// Without file descriptors, an idle connection makes room.
+    /// Evicts an idle connection if no file descriptors are left.
     async fn on_accept_error(&self, error: &io::Error) {
         let has_evicted = self.table.lock().evict_idlest(self.now());
         if has_evicted {
@@ -257,22 +257,23 @@ impl ConnectionSlot {
         self.context.on_closed(reason);
     }
 
-    fn into_connection<S: AsyncRead + AsyncWrite + Unpin>(self, io: ConnectionIo<S>) -> Connection<S> {
+    fn into_connection<S: AsyncRead + AsyncWrite + Unpin>(self, io: ConnectionIo<S>) -> AcceptedConnection<S> {
         let limits = self.context.profile.limits;
         let timeouts = ConnectionTimeouts { header: limits.handshake, idle: limits.idle };
         let protocol = match self.context.profile.protocol {
             Protocol::Http => ConnectionProtocol::Http1 { io, read: 0 },
             Protocol::Grpc => {
-                let (context, peer) = (self.context.clone(), self.peer);
+                let context = self.context.clone();
+                let peer = self.peer;
                 let http2 = Http2Limits { header_block: limits.header_block };
                 let filter = Http2Filter::new(io, http2, move |sent| context.on_http2_error(sent, peer));
                 ConnectionProtocol::Http2(Box::new(filter))
             }
         };
-        Connection::new(protocol, timeouts, self)
+        AcceptedConnection::new(protocol, timeouts, self)
     }
 
-    async fn handshake<S>(self, socket: S, server: Arc<rustls::ServerConfig>) -> Option<Connection<S>>
+    async fn handshake<S>(self, socket: S, server: Arc<rustls::ServerConfig>) -> Option<AcceptedConnection<S>>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
@@ -328,7 +329,7 @@ fn create_series(profile: &ListenerProfile, metrics: &Metrics) {
     }
 }
 
-/// Errors of the client that was about to connect, after which the next may connect at once.
+/// Whether an accept error concerns one client only, so that the next one can be accepted at once.
 fn is_of_one_client(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)

@@ -1,14 +1,14 @@
-//! Logs that clients can cause: one line in a while for each cause.
+//! Rate limit of log lines that clients can cause: one line per interval for each cause.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
-/// Between two lines of the same cause.
+/// Interval between two lines of the same cause.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// The lines of each cause.
+/// The last log line of each cause.
 #[derive(Default)]
 pub(super) struct LogLimit {
     causes: Mutex<HashMap<&'static str, LoggedCause>>,

@@ -42,7 +42,7 @@ pub struct Listener {
     pub generation: Option<u64>,
     /// Why it could not use what it was told last.
     pub refused: Option<String>,
-    /// Whether it did not acknowledge endpoints in time; it is not waited for until it does.
+    /// Whether it did not acknowledge endpoints in time. Changes do not wait for it until it does.
     pub is_slow: bool,
 }
 
@@ -92,7 +92,7 @@ impl Envoys {
         }
     }
 
-    /// Those who have not acknowledged this generation by now are not waited for until they do.
+    /// Stops waiting for the Envoys that have not acknowledged this generation, until they do.
     pub fn skip_slow(&self, generation: u64) {
         let mut streams = self.streams.lock();
         streams.iter_mut().for_each(|(_, listener)| listener.is_slow |= listener.is_behind(generation));

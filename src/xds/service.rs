@@ -133,7 +133,7 @@ impl<V: Variant> Conversation<V> {
             Word::TooManyNames => {
                 self.seat.envoys().count("too_many_names");
                 let text = format!("a stream may name {MOST_NAMES} clusters, with 1 MiB of names");
-                warn!(node = self.seat.tell(|listener| listener.node.clone()), "xDS stream refused: {text}");
+                warn!(node = self.seat.tell(|listener| listener.node.clone()), reason = text, "xDS stream refused");
                 return Err(Status::resource_exhausted(text));
             }
         }

@@ -41,7 +41,7 @@ impl Site {
     /// `more` is added to the configuration.
     pub(crate) async fn start(more: &str, workers: &[String]) -> Self {
         let site = Self::begin(more, workers).await;
-        // Whoever asks before the first fleet is published hears that there is none.
+        // A query before the first fleet is published returns no fleet.
         site.until("ready", |page| page["ready"] == true, "readyz").await;
         site
     }

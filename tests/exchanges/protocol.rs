@@ -1,4 +1,4 @@
-//! What ext_proc owes a client of its protocol, whichever client that is.
+//! Requirements of the ext_proc protocol, for any client.
 
 use std::io::Write as _;
 
@@ -133,7 +133,7 @@ async fn unreadable_message_ends_stream_with_error() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn gzip_messages_are_accepted_up_to_limit_of_decompressed_size() {
+async fn gzip_messages_are_limited_by_decompressed_size() {
     let mut written = configuration();
     written["limits"]["body"] = json!("1MiB");
     let site = Site::start(&written).await;

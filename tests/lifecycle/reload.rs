@@ -52,7 +52,7 @@ async fn sighup_takes_over_models_workers_limits_headers_and_weights_together() 
     let pending = "queue.deadline (running 30s, file 7s)";
     assert!(log.contains("changes that need a restart are not in use") && log.contains(pending), "{log}");
     assert_eq!(process.metric("config_pending_restart").await, 1.0);
-    // Reading the same file again changes nothing that is in use, and says only what still waits for a restart.
+    // A reload of the same file has no effect; it only logs the changes that wait for a restart.
     process.hangup();
     process.shows(UNCHANGED, 1.0).await;
     assert!(!process.log().contains("nothing changed"), "{}", process.log());

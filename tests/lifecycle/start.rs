@@ -1,4 +1,4 @@
-//! What the log says of a start: each step, and one line at the end, or the one cause of a failure.
+//! The log of a start: each step and one line at the end, or the one cause of a failure.
 
 use std::net::TcpListener;
 

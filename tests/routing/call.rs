@@ -250,7 +250,7 @@ async fn what_is_little_to_compute_stays_with_whoever_decodes() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn request_that_waits_for_a_prefill_survives_a_stalled_warmroute() {
+async fn waiting_request_survives_a_stalled_warmroute() {
     let bed = start(&pools(&NIXL), calling(json!({}), json!({}))).await;
     for id in PREFILL {
         bed.misbehave(id, json!({"slow_prefill_ms": 10_000})).await;

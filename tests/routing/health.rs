@@ -173,7 +173,7 @@ async fn restarted_worker_is_used_again_within_seconds() {
         bed.ask(&text(&format!("{turn} after"))).await.engine() == 2
     });
     assert!(used.await, "it gets nothing for {:?}", restarted.elapsed());
-    // Its rest would have lasted an hour; a busy machine may take some seconds.
+    // Without the health check it would be ejected for an hour; a busy machine may take some seconds.
     assert!(restarted.elapsed() < Duration::from_secs(20), "{:?}", restarted.elapsed());
     bed.quiet().await;
     assert_eq!(out(&bed).await, 0.0);

@@ -1,4 +1,4 @@
-//! Header blocks of HPACK (RFC 7541): replaces values of `:authority`, and keeps as much of the dynamic table as that takes.
+//! Header blocks of HPACK (RFC 7541): replaces values of `:authority`, and keeps the part of the dynamic table that this needs.
 
 use std::collections::VecDeque;
 
@@ -7,7 +7,7 @@ use crate::huffman;
 
 /// The initial and largest size of the dynamic table. The server does not announce SETTINGS_HEADER_TABLE_SIZE.
 const TABLE_SIZE: usize = 4096;
-/// What an entry of the table counts beyond its name and value.
+/// Size of a table entry beyond its name and value.
 const ENTRY_OVERHEAD: usize = 32;
 /// Octets of the name `:authority`.
 const NAME_LENGTH: usize = 10;
@@ -18,7 +18,7 @@ const STATIC_NAMES: [u8; 61] = [
     10, 7, 7, 5, 5, 7, 7, 7, 7, 7, 7, 7, 7, 7, 14, 15, 15, 13, 6, 27, 3, 5, 13, 13, 19, 16, 16, 14, 16, 13, 12, 6, 4,
     4, 6, 7, 4, 4, 8, 17, 13, 8, 19, 13, 4, 8, 12, 18, 19, 5, 7, 7, 11, 6, 10, 25, 17, 10, 4, 3, 16,
 ];
-/// Octets of an integer at most; `h2` accepts no more either.
+/// Most octets of an integer, as in `h2`.
 const INTEGER_LENGTH: usize = 5;
 
 /// A header block that `h2` refuses as well.
@@ -27,7 +27,7 @@ pub(crate) struct HpackError;
 
 /// An entry of the dynamic table.
 #[derive(Clone, Copy, Debug)]
-struct TableEntry {
+struct HpackEntry {
     name_length: u32,
     value_length: u32,
     is_authority: bool,
@@ -36,7 +36,7 @@ struct TableEntry {
 /// The sizes of the entries of a connection's dynamic table.
 pub(crate) struct DynamicTable {
     /// The newest first.
-    entries: VecDeque<TableEntry>,
+    entries: VecDeque<HpackEntry>,
     size: usize,
     limit: usize,
 }
@@ -56,7 +56,7 @@ struct HpackString<'a> {
     start: usize,
 }
 
-impl TableEntry {
+impl HpackEntry {
     fn size(&self) -> usize {
         self.name_length as usize + self.value_length as usize + ENTRY_OVERHEAD
     }
@@ -106,7 +106,7 @@ impl DynamicTable {
         reader: &mut BlockReader<'a>,
         prefix: u32,
         edited: &mut EditedBlock<'a>,
-    ) -> Result<TableEntry, HpackError> {
+    ) -> Result<HpackEntry, HpackError> {
         let index = reader.integer(prefix)?;
         let name = if index == 0 { reader.string()?.name()? } else { self.name_at(index)? };
         let value = reader.string()?;
@@ -118,11 +118,12 @@ impl DynamicTable {
             edited.replace(&value, reader.at, &replaced);
         }
         let length = |octets: usize| u32::try_from(octets).map_err(|_| HpackError);
-        let (name_length, value_length) = (length(name.length)?, length(value_length)?);
-        Ok(TableEntry { name_length, value_length, is_authority: name.is_authority })
+        let name_length = length(name.length)?;
+        let value_length = length(value_length)?;
+        Ok(HpackEntry { name_length, value_length, is_authority: name.is_authority })
     }
 
-    fn insert(&mut self, entry: TableEntry) {
+    fn insert(&mut self, entry: HpackEntry) {
         self.evict_to(self.limit.saturating_sub(entry.size()));
         if self.size + entry.size() <= self.limit {
             self.size += entry.size();
@@ -301,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn authority_is_found_by_the_index_of_its_name_in_the_dynamic_table() {
+    fn authority_is_found_by_dynamic_table_index() {
         let mut table = DynamicTable::new();
         table.apply(&[indexed(":authority", "a"), indexed("x-other", "b")].concat()).unwrap();
         // 62 is x-other, 63 is :authority.

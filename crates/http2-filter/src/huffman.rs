@@ -19,7 +19,7 @@ const SHORTEST: usize = 5;
 const LONGEST: usize = 30;
 
 /// The canonical code.
-struct Code {
+struct HuffmanCode {
     /// The code of each symbol, right-aligned.
     codes: [u32; 257],
     /// The symbols in the order of their codes.
@@ -30,10 +30,11 @@ struct Code {
     firsts: [(u32, u16); LONGEST + 1],
 }
 
-static CODE: Code = build();
+static CODE: HuffmanCode = build();
 
-const fn build() -> Code {
-    let mut code = Code { codes: [0; 257], symbols: [0; 257], ends: [0; LONGEST + 1], firsts: [(0, 0); LONGEST + 1] };
+const fn build() -> HuffmanCode {
+    let mut code =
+        HuffmanCode { codes: [0; 257], symbols: [0; 257], ends: [0; LONGEST + 1], firsts: [(0, 0); LONGEST + 1] };
     let mut next: u32 = 0;
     let mut place = 0;
     let mut length = SHORTEST;

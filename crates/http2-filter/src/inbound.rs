@@ -8,30 +8,30 @@ use crate::frame::{
 };
 use crate::hpack::DynamicTable;
 
-/// With it every connection begins.
+/// The first octets of every HTTP/2 connection.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Frames of a header block at most.
 const BLOCK_FRAMES: usize = 128;
 
-/// Where in the frames of a connection the reader is.
+/// The position of the reader in the frames of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Position {
-    /// So many octets of the preface have come.
+enum ReadPosition {
+    /// This many octets of the preface were received.
     Preface(usize),
     /// At the beginning of a frame.
     Frame,
-    /// So many octets of a frame are still to come.
+    /// This many octets of a frame are missing.
     Payload(usize),
     /// The rest passes unread: `h2` ends the connection, or the connection is beyond the limits of the filter.
     Unread,
 }
 
-/// How much of a header block has come.
+/// The part of a header block that was received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Extent {
-    /// All of it, in so many octets.
+enum BlockExtent {
+    /// All of it, with its length in octets.
     Complete(usize),
-    /// The frames up to so many octets are needed to know more.
+    /// The frames up to this many octets are needed.
     Incomplete(usize),
     /// `h2` refuses it, or it is too large.
     Unreadable,
@@ -39,17 +39,17 @@ enum Extent {
 
 /// A reader of the frames that a client sends.
 pub(crate) struct InboundReader {
-    position: Position,
+    position: ReadPosition,
     table: DynamicTable,
     /// Octets of a header block with its frames, at most.
     block_limit: usize,
-    /// The beginning of a frame or a header block that has not come completely.
+    /// The beginning of an incomplete frame or header block.
     held: Vec<u8>,
 }
 
 impl InboundReader {
     pub(crate) fn new(block_limit: usize) -> Self {
-        Self { position: Position::Preface(0), table: DynamicTable::new(), block_limit, held: Vec::new() }
+        Self { position: ReadPosition::Preface(0), table: DynamicTable::new(), block_limit, held: Vec::new() }
     }
 
     /// Whether octets are held back.
@@ -57,9 +57,9 @@ impl InboundReader {
         !self.held.is_empty()
     }
 
-    /// Whether the preface has come.
-    pub(crate) fn is_greeted(&self) -> bool {
-        !matches!(self.position, Position::Preface(_))
+    /// Whether the preface was received.
+    pub(crate) fn has_preface(&self) -> bool {
+        !matches!(self.position, ReadPosition::Preface(_))
     }
 
     /// Octets that are needed before those held back can pass.
@@ -67,8 +67,8 @@ impl InboundReader {
         let wanted = match FrameHeader::parse(&self.held) {
             None => HEADER,
             Some(_) => match self.extent(&self.held) {
-                Extent::Incomplete(wanted) => wanted,
-                Extent::Complete(_) | Extent::Unreadable => 0,
+                BlockExtent::Incomplete(wanted) => wanted,
+                BlockExtent::Complete(_) | BlockExtent::Unreadable => 0,
             },
         };
         wanted.saturating_sub(self.held.len())
@@ -76,7 +76,7 @@ impl InboundReader {
 
     /// The octets held back, when the client has closed the connection.
     pub(crate) fn release_held(&mut self) -> Vec<u8> {
-        self.position = Position::Unread;
+        self.position = ReadPosition::Unread;
         std::mem::take(&mut self.held)
     }
 
@@ -96,23 +96,24 @@ impl InboundReader {
         let mut end = octets.len();
         while at < end {
             match self.position {
-                Position::Unread => return end,
-                Position::Preface(matched) => {
+                ReadPosition::Unread => return end,
+                ReadPosition::Preface(matched) => {
                     let length = (PREFACE.len() - matched).min(end - at);
                     let is_preface = octets[at..at + length] == PREFACE[matched..matched + length];
                     at += length;
                     self.position = match matched + length {
-                        _ if !is_preface => Position::Unread,
-                        matched if matched == PREFACE.len() => Position::Frame,
-                        matched => Position::Preface(matched),
+                        _ if !is_preface => ReadPosition::Unread,
+                        matched if matched == PREFACE.len() => ReadPosition::Frame,
+                        matched => ReadPosition::Preface(matched),
                     };
                 }
-                Position::Payload(rest) => {
+                ReadPosition::Payload(rest) => {
                     let length = rest.min(end - at);
                     at += length;
-                    self.position = if rest == length { Position::Frame } else { Position::Payload(rest - length) };
+                    self.position =
+                        if rest == length { ReadPosition::Frame } else { ReadPosition::Payload(rest - length) };
                 }
-                Position::Frame => match self.frame(&mut octets[at..end], streams) {
+                ReadPosition::Frame => match self.frame(&mut octets[at..end], streams) {
                     Some(FrameStep { read, passed }) => {
                         octets.copy_within(at + read..end, at + passed);
                         at += passed;
@@ -137,14 +138,14 @@ impl InboundReader {
                 RST_STREAM => streams.close(header.stream),
                 _ => {}
             }
-            self.position = if header.length == 0 { Position::Frame } else { Position::Payload(header.length) };
+            self.position = if header.length == 0 { ReadPosition::Frame } else { ReadPosition::Payload(header.length) };
             return Some(FrameStep { read: HEADER, passed: HEADER });
         }
         let length = match self.extent(octets) {
-            Extent::Complete(length) => length,
-            Extent::Incomplete(_) => return None,
-            Extent::Unreadable => {
-                self.position = Position::Unread;
+            BlockExtent::Complete(length) => length,
+            BlockExtent::Incomplete(_) => return None,
+            BlockExtent::Unreadable => {
+                self.position = ReadPosition::Unread;
                 return Some(FrameStep { read: HEADER, passed: HEADER });
             }
         };
@@ -164,32 +165,33 @@ impl InboundReader {
             }
             (Ok(_), Ok(_)) => length,
             (_, Err(BlockError)) | (Err(BlockError), _) => {
-                self.position = Position::Unread;
+                self.position = ReadPosition::Unread;
                 length
             }
         };
         Some(FrameStep { read: length, passed })
     }
 
-    /// How much of the header block that begins here has come.
-    fn extent(&self, octets: &[u8]) -> Extent {
-        let (mut at, mut stream) = (0, None);
+    /// The received part of the header block that begins here.
+    fn extent(&self, octets: &[u8]) -> BlockExtent {
+        let mut at = 0;
+        let mut stream = None;
         for _ in 0..BLOCK_FRAMES {
-            let Some(header) = FrameHeader::parse(&octets[at..]) else { return Extent::Incomplete(at + HEADER) };
+            let Some(header) = FrameHeader::parse(&octets[at..]) else { return BlockExtent::Incomplete(at + HEADER) };
             let continues = stream.is_none_or(|stream| header.kind == CONTINUATION && header.stream == stream);
             at += HEADER + header.length;
             if !continues || at > self.block_limit {
-                return Extent::Unreadable;
+                return BlockExtent::Unreadable;
             }
             if at > octets.len() {
-                return Extent::Incomplete(at);
+                return BlockExtent::Incomplete(at);
             }
             if header.has(END_HEADERS) {
-                return Extent::Complete(at);
+                return BlockExtent::Complete(at);
             }
             stream = Some(header.stream);
         }
-        Extent::Unreadable
+        BlockExtent::Unreadable
     }
 }
 

@@ -6,7 +6,7 @@ use crate::frame::{DATA, END_STREAM, FrameHeader, GOAWAY, HEADER, HEADERS, RST_S
 /// Codes that are no errors: NO_ERROR and CANCEL.
 const HARMLESS: [u32; 2] = [0, 8];
 
-/// What an error ended.
+/// The scope of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ErrorScope {
     /// A stream, by RST_STREAM.
@@ -18,7 +18,7 @@ pub enum ErrorScope {
 /// An error that the server sent to the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SentError {
-    /// What it ended.
+    /// Its scope.
     pub scope: ErrorScope,
     /// The name of its code, in small letters.
     pub reason: &'static str,
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_and_ends_are_found_however_the_octets_are_cut() {
+    fn errors_and_ends_are_found_in_any_split() {
         let octets = [
             frame(4, 0, 0, &[0; 6]),
             frame(DATA, 0, 1, b"some data"),
@@ -129,7 +129,8 @@ mod tests {
         ]
         .concat();
         for size in 1..=octets.len() {
-            let (mut streams, mut errors) = (OpenStreams::default(), Vec::new());
+            let mut streams = OpenStreams::default();
+            let mut errors = Vec::new();
             for stream in [1, 3, 5, 7] {
                 streams.open(stream);
             }

@@ -57,12 +57,12 @@ impl<S> Http2Filter<S> {
         &self.streams
     }
 
-    /// Whether the client has sent what every HTTP/2 connection begins with.
-    pub fn is_greeted(&self) -> bool {
-        self.inbound.is_greeted()
+    /// Whether the client has sent the preface of HTTP/2.
+    pub fn has_preface(&self) -> bool {
+        self.inbound.has_preface()
     }
 
-    /// Whether the beginning of a frame or of a header block has come, and the rest has not.
+    /// Whether an incomplete frame or header block was received.
     pub fn is_mid_block(&self) -> bool {
         self.inbound.is_holding()
     }
@@ -81,7 +81,7 @@ impl<S> Http2Filter<S> {
 }
 
 impl<S: AsyncRead + Unpin> Http2Filter<S> {
-    /// Reads into the caller's buffer. Returns whether the caller has something to look at: octets, or the end.
+    /// Reads into the caller's buffer. Returns whether the caller has something to process: octets, or the end.
     fn poll_direct(&mut self, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<bool>> {
         let before = buf.filled().len();
         ready!(Pin::new(&mut self.io).poll_read(cx, buf))?;
@@ -94,7 +94,7 @@ impl<S: AsyncRead + Unpin> Http2Filter<S> {
         Poll::Ready(Ok(passed > 0))
     }
 
-    /// Reads what is missing of what is held back.
+    /// Reads the missing octets of an incomplete frame or header block.
     fn poll_missing(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let mut space = [0; HELD_READ];
         let mut read = ReadBuf::new(&mut space[..self.inbound.missing().clamp(1, HELD_READ)]);

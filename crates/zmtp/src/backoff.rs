@@ -4,13 +4,13 @@ use std::time::Duration;
 
 /// Exponential back-off with jitter.
 #[derive(Clone, Debug)]
-pub struct Backoff {
+pub struct ReconnectBackoff {
     first: Duration,
     longest: Duration,
     next: Duration,
 }
 
-impl Backoff {
+impl ReconnectBackoff {
     /// A back-off that doubles from `first` to `longest`.
     pub fn new(first: Duration, longest: Duration) -> Self {
         Self { first, longest, next: first }
@@ -36,7 +36,7 @@ mod tests {
     #[test]
     fn pauses_double_up_to_the_longest_and_spread() {
         let millis = Duration::from_millis;
-        let mut backoff = Backoff::new(millis(100), millis(350));
+        let mut backoff = ReconnectBackoff::new(millis(100), millis(350));
         let pauses: Vec<_> = [0.5, 0.0, 1.0, 0.5].into_iter().map(|jitter| backoff.next_pause(jitter)).collect();
         assert_eq!(pauses, [millis(100), millis(150), Duration::from_micros(437_500), millis(350)]);
         backoff.reset();

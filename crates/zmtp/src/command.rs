@@ -9,7 +9,7 @@ const CONTEXT: usize = 16;
 
 /// A command of the peer.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Command {
+pub(crate) enum ZmtpCommand {
     /// The handshake is complete on the peer's side.
     Ready { socket_type: String },
     /// The handshake failed on the peer's side.
@@ -20,22 +20,22 @@ pub(crate) enum Command {
     Other,
 }
 
-impl Command {
+impl ZmtpCommand {
     pub(crate) fn decode(mut body: Bytes) -> Result<Self, ProtocolError> {
         let name = take_short(&mut body).ok_or(ProtocolError::MalformedCommand("unnamed"))?;
         match &name[..] {
             b"READY" => ready(body).ok_or(ProtocolError::MalformedCommand("READY")),
             b"ERROR" => {
                 let reason = take_short(&mut body).ok_or(ProtocolError::MalformedCommand("ERROR"))?;
-                Ok(Command::Error { reason: String::from_utf8_lossy(&reason).into_owned() })
+                Ok(ZmtpCommand::Error { reason: String::from_utf8_lossy(&reason).into_owned() })
             }
             b"PING" => {
                 if body.try_get_u16().is_err() || body.len() > CONTEXT {
                     return Err(ProtocolError::MalformedCommand("PING"));
                 }
-                Ok(Command::Ping { context: body })
+                Ok(ZmtpCommand::Ping { context: body })
             }
-            _ => Ok(Command::Other),
+            _ => Ok(ZmtpCommand::Other),
         }
     }
 }
@@ -47,7 +47,7 @@ fn take_short(body: &mut Bytes) -> Option<Bytes> {
 }
 
 /// Reads the properties of READY. Only the socket type is used.
-fn ready(mut body: Bytes) -> Option<Command> {
+fn ready(mut body: Bytes) -> Option<ZmtpCommand> {
     let mut socket_type = String::new();
     while body.has_remaining() {
         let name = take_short(&mut body)?;
@@ -57,7 +57,7 @@ fn ready(mut body: Bytes) -> Option<Command> {
             socket_type = String::from_utf8_lossy(&value).into_owned();
         }
     }
-    Some(Command::Ready { socket_type })
+    Some(ZmtpCommand::Ready { socket_type })
 }
 
 /// The body of READY for a socket type.
@@ -87,23 +87,23 @@ mod tests {
 
     #[test]
     fn commands_are_decoded() {
-        let ready = |socket_type: &str| Command::Ready { socket_type: socket_type.to_owned() };
-        let cases: [(&[u8], Result<Command, ProtocolError>); 12] = [
+        let ready = |socket_type: &str| ZmtpCommand::Ready { socket_type: socket_type.to_owned() };
+        let cases: [(&[u8], Result<ZmtpCommand, ProtocolError>); 12] = [
             (b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB\x08Identity\x00\x00\x00\x00", Ok(ready("PUB"))),
             (b"\x05READY\x0bsocket-type\x00\x00\x00\x04XPUB", Ok(ready("XPUB"))),
             (b"\x05READY", Ok(ready(""))),
             (b"\x05READY\x0bSocket-Type\xff\xff\xff\xffPUB", Err(ProtocolError::MalformedCommand("READY"))),
             (b"\x05READY\x0bSock", Err(ProtocolError::MalformedCommand("READY"))),
-            (b"\x05ERROR\x02no", Ok(Command::Error { reason: "no".to_owned() })),
+            (b"\x05ERROR\x02no", Ok(ZmtpCommand::Error { reason: "no".to_owned() })),
             (b"\x05ERROR\x09no", Err(ProtocolError::MalformedCommand("ERROR"))),
-            (b"\x04PING\x00\x01abc", Ok(Command::Ping { context: Bytes::from_static(b"abc") })),
+            (b"\x04PING\x00\x01abc", Ok(ZmtpCommand::Ping { context: Bytes::from_static(b"abc") })),
             (b"\x04PING\x00", Err(ProtocolError::MalformedCommand("PING"))),
             (b"\x04PING\x00\x0112345678901234567", Err(ProtocolError::MalformedCommand("PING"))),
-            (b"\x04PONG", Ok(Command::Other)),
+            (b"\x04PONG", Ok(ZmtpCommand::Other)),
             (b"", Err(ProtocolError::MalformedCommand("unnamed"))),
         ];
         for (body, expected) in cases {
-            assert_eq!(Command::decode(Bytes::from_static(body)), expected, "{body:?}");
+            assert_eq!(ZmtpCommand::decode(Bytes::from_static(body)), expected, "{body:?}");
         }
     }
 }

@@ -7,14 +7,14 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::error::ZmtpError;
-use crate::session::{Session, SessionEvent};
+use crate::session::{SessionEvent, ZmtpSession};
 
 /// Bytes of one read. The session consumes everything before the next read, so the buffer does not grow.
 const READ: usize = 16 * 1024;
 
 /// Timeouts and intervals of a connection.
 #[derive(Clone, Copy, Debug)]
-pub struct Timing {
+pub struct ConnectionTiming {
     /// Longest time to establish the transport connection.
     pub connect: Duration,
     /// Longest time of the ZMTP handshake.
@@ -25,7 +25,7 @@ pub struct Timing {
     pub silence: Duration,
 }
 
-impl Default for Timing {
+impl Default for ConnectionTiming {
     fn default() -> Self {
         Self {
             connect: Duration::from_secs(3),
@@ -37,18 +37,18 @@ impl Default for Timing {
 }
 
 /// One connection after its handshake.
-pub struct Connection<S> {
+pub struct ZmtpConnection<S> {
     stream: S,
-    session: Session,
+    session: ZmtpSession,
     input: BytesMut,
-    timing: Timing,
+    timing: ConnectionTiming,
     received_at: Instant,
     next_heartbeat: Instant,
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> ZmtpConnection<S> {
     /// Performs the handshake on a stream.
-    pub async fn handshake(stream: S, session: Session, timing: Timing) -> Result<Self, ZmtpError> {
+    pub async fn handshake(stream: S, session: ZmtpSession, timing: ConnectionTiming) -> Result<Self, ZmtpError> {
         let now = Instant::now();
         let mut connection = Self {
             stream,
@@ -107,7 +107,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
         self.flush().await
     }
 
-    /// Waits for `busy` without reading. Heartbeats are sent meanwhile, so that the peer does not take this side for gone.
+    /// Waits for `busy` without reading. Heartbeats are sent meanwhile, so that the peer does not time out.
     pub async fn wait_for<T>(&mut self, busy: impl Future<Output = T>) -> Result<T, ZmtpError> {
         tokio::pin!(busy);
         loop {

@@ -3,23 +3,23 @@
 use bytes::Bytes;
 
 use crate::SocketConfig;
-use crate::connection::Connection;
-use crate::endpoint::Endpoint;
+use crate::connection::ZmtpConnection;
+use crate::endpoint::ZmtpEndpoint;
 use crate::error::ZmtpError;
-use crate::session::{Session, SessionEvent, SocketRole};
+use crate::session::{SessionEvent, SocketRole, ZmtpSession};
 use crate::transport::{self, TransportStream};
 
 /// A connected DEALER socket. It reads only while a caller waits for a reply, and does not reconnect.
 pub struct DealerSocket {
-    connection: Connection<TransportStream>,
+    connection: ZmtpConnection<TransportStream>,
 }
 
 impl DealerSocket {
     /// Connects and completes the handshake.
-    pub async fn connect(endpoint: &Endpoint, config: SocketConfig) -> Result<Self, ZmtpError> {
+    pub async fn connect(endpoint: &ZmtpEndpoint, config: SocketConfig) -> Result<Self, ZmtpError> {
         let stream = transport::connect(endpoint, config.timing.connect).await?;
-        let session = Session::new(SocketRole::Dealer, config.limits);
-        Ok(Self { connection: Connection::handshake(stream, session, config.timing).await? })
+        let session = ZmtpSession::new(SocketRole::Dealer, config.limits);
+        Ok(Self { connection: ZmtpConnection::handshake(stream, session, config.timing).await? })
     }
 
     /// Sends a message.

@@ -8,14 +8,14 @@ use crate::error::ZmtpError;
 
 /// `tcp://host:port` or `ipc://path`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Endpoint {
+pub enum ZmtpEndpoint {
     /// Host and port; an IPv6 address is in brackets.
     Tcp(String),
     /// Path of a Unix socket.
     Ipc(PathBuf),
 }
 
-impl Endpoint {
+impl ZmtpEndpoint {
     /// The address to bind: ZeroMQ's wildcard `*` stands for all IPv4 addresses.
     pub(crate) fn bind_address(address: &str) -> String {
         match address.strip_prefix("*:") {
@@ -25,7 +25,7 @@ impl Endpoint {
     }
 }
 
-impl FromStr for Endpoint {
+impl FromStr for ZmtpEndpoint {
     type Err = ZmtpError;
 
     fn from_str(text: &str) -> Result<Self, ZmtpError> {
@@ -34,22 +34,22 @@ impl FromStr for Endpoint {
             Some(("tcp", address)) => {
                 let port = address.rsplit_once(':').map(|(_, port)| port.parse::<u16>());
                 match port {
-                    Some(Ok(_)) => Ok(Endpoint::Tcp(address.to_owned())),
+                    Some(Ok(_)) => Ok(ZmtpEndpoint::Tcp(address.to_owned())),
                     _ => Err(error("has no valid port")),
                 }
             }
             Some(("ipc", "" | "*")) => Err(error("has no path")),
-            Some(("ipc", path)) => Ok(Endpoint::Ipc(PathBuf::from(path))),
+            Some(("ipc", path)) => Ok(ZmtpEndpoint::Ipc(PathBuf::from(path))),
             _ => Err(error("has a transport other than tcp and ipc")),
         }
     }
 }
 
-impl fmt::Display for Endpoint {
+impl fmt::Display for ZmtpEndpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Endpoint::Tcp(address) => write!(f, "tcp://{address}"),
-            Endpoint::Ipc(path) => write!(f, "ipc://{}", path.display()),
+            ZmtpEndpoint::Tcp(address) => write!(f, "tcp://{address}"),
+            ZmtpEndpoint::Ipc(path) => write!(f, "ipc://{}", path.display()),
         }
     }
 }
@@ -61,12 +61,12 @@ mod tests {
     #[test]
     fn endpoints_are_parsed_and_displayed() {
         for text in ["tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://engine.svc:1", "tcp://*:5557", "ipc:///run/e"] {
-            assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<ZmtpEndpoint>().unwrap().to_string(), text);
         }
         for text in ["tcp://host", "tcp://host:x", "tcp://host:70000", "ipc://", "ipc://*", "inproc://a", "host:1"] {
-            assert!(text.parse::<Endpoint>().is_err(), "{text}");
+            assert!(text.parse::<ZmtpEndpoint>().is_err(), "{text}");
         }
-        assert_eq!(Endpoint::bind_address("*:5557"), "0.0.0.0:5557");
-        assert_eq!(Endpoint::bind_address("[::]:5557"), "[::]:5557");
+        assert_eq!(ZmtpEndpoint::bind_address("*:5557"), "0.0.0.0:5557");
+        assert_eq!(ZmtpEndpoint::bind_address("[::]:5557"), "[::]:5557");
     }
 }

@@ -11,7 +11,7 @@ pub enum ZmtpError {
     Endpoint {
         /// The endpoint as given.
         endpoint: String,
-        /// What is wrong with it.
+        /// The problem with it.
         problem: &'static str,
     },
     /// The transport failed.
@@ -78,7 +78,7 @@ pub enum ProtocolError {
     /// The peer requires another security mechanism.
     #[error("the peer requires the security mechanism {0:?}, but only NULL is supported")]
     Mechanism(String),
-    /// The peer's socket cannot talk to ours.
+    /// The socket types of the two sides do not match.
     #[error("the peer's socket has the type {peer:?}, which does not match {ours}")]
     SocketType {
         /// Type of the peer's socket.
@@ -101,10 +101,10 @@ pub enum ProtocolError {
     /// A command is longer than any valid one.
     #[error("the peer sent a command of {0} bytes")]
     CommandTooLarge(u64),
-    /// A message is so long that skipping it is not worth waiting for.
+    /// A message is too long to be skipped.
     #[error("the peer sent a message of at least {0} bytes")]
     MessageTooLarge(u64),
-    /// A message has so many frames that skipping it is not worth waiting for.
+    /// A message has too many frames to be skipped.
     #[error("the peer sent a message with too many frames")]
     TooManyFrames,
     /// The peer reported an error.

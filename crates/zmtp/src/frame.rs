@@ -7,7 +7,7 @@ use crate::error::ProtocolError;
 
 /// Longest command: READY with its metadata needs a few hundred bytes.
 const COMMAND: u64 = 8 * 1024;
-/// A body of which at least so much is stored grows by doubling.
+/// From this stored size on, a body buffer grows by doubling.
 const SMALLEST_GROWTH: usize = 16 * 1024;
 
 const MORE: u8 = 1;
@@ -16,7 +16,7 @@ const IS_COMMAND: u8 = 4;
 
 /// One frame.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Frame {
+pub(crate) enum ZmtpFrame {
     /// A part of a message.
     Part { more: bool, body: Bytes },
     /// A part of a message that was larger than the room for it.
@@ -27,7 +27,7 @@ pub(crate) enum Frame {
 
 /// The message frames that the caller accepts.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Accept {
+pub(crate) enum AcceptedFrames {
     /// None: the handshake consists of commands.
     Commands,
     /// Message frames; the body is stored up to `room` bytes, and skipped up to `skip` bytes.
@@ -48,7 +48,7 @@ enum State {
         received: usize,
     },
     Body {
-        kind: Kind,
+        kind: FrameKind,
         length: usize,
         stored: Vec<u8>,
     },
@@ -60,16 +60,16 @@ enum State {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Kind {
+enum FrameKind {
     Part { more: bool },
     Command,
 }
 
-impl Kind {
-    fn frame(self, body: Bytes) -> Frame {
+impl FrameKind {
+    fn frame(self, body: Bytes) -> ZmtpFrame {
         match self {
-            Kind::Part { more } => Frame::Part { more, body },
-            Kind::Command => Frame::Command(body),
+            FrameKind::Part { more } => ZmtpFrame::Part { more, body },
+            FrameKind::Command => ZmtpFrame::Command(body),
         }
     }
 }
@@ -84,7 +84,11 @@ impl Default for FrameDecoder {
 
 impl FrameDecoder {
     /// Consumes input up to the end of the next frame. Without a complete frame, all input is consumed.
-    pub(crate) fn decode(&mut self, input: &mut BytesMut, accept: Accept) -> Result<Option<Frame>, ProtocolError> {
+    pub(crate) fn decode(
+        &mut self,
+        input: &mut BytesMut,
+        accept: AcceptedFrames,
+    ) -> Result<Option<ZmtpFrame>, ProtocolError> {
         if let State::Header { bytes, received } = &mut self.state {
             if !fill_header(bytes, received, input) {
                 return Ok(None);
@@ -119,7 +123,7 @@ impl FrameDecoder {
                 if *left > 0 {
                     return Ok(None);
                 }
-                let frame = Frame::Skipped { more: *more, length: *length };
+                let frame = ZmtpFrame::Skipped { more: *more, length: *length };
                 self.state = HEADER;
                 Ok(Some(frame))
             }
@@ -149,17 +153,17 @@ fn header(bytes: &[u8; 9]) -> (u8, u64) {
 }
 
 /// Decides what to do with a body of an announced length.
-fn body_state(flags: u8, length: u64, accept: Accept) -> Result<State, ProtocolError> {
+fn body_state(flags: u8, length: u64, accept: AcceptedFrames) -> Result<State, ProtocolError> {
     if flags & !(MORE | LONG | IS_COMMAND) != 0 || flags & (MORE | IS_COMMAND) == MORE | IS_COMMAND {
         return Err(ProtocolError::Flags(flags));
     }
     let more = flags & MORE != 0;
     let (kind, room) = match accept {
         _ if flags & IS_COMMAND != 0 && length > COMMAND => return Err(ProtocolError::CommandTooLarge(length)),
-        _ if flags & IS_COMMAND != 0 => (Kind::Command, usize::MAX),
-        Accept::Commands => return Err(ProtocolError::EarlyMessage),
-        Accept::Messages { skip, .. } if length > skip => return Err(ProtocolError::MessageTooLarge(length)),
-        Accept::Messages { room, .. } => (Kind::Part { more }, room),
+        _ if flags & IS_COMMAND != 0 => (FrameKind::Command, usize::MAX),
+        AcceptedFrames::Commands => return Err(ProtocolError::EarlyMessage),
+        AcceptedFrames::Messages { skip, .. } if length > skip => return Err(ProtocolError::MessageTooLarge(length)),
+        AcceptedFrames::Messages { room, .. } => (FrameKind::Part { more }, room),
     };
     Ok(match usize::try_from(length) {
         Ok(length) if length <= room => State::Body { kind, length, stored: Vec::new() },
@@ -201,9 +205,9 @@ fn put_frame(output: &mut BytesMut, flags: u8, body: &[u8]) {
 mod tests {
     use super::*;
 
-    const ROOMY: Accept = Accept::Messages { room: 1 << 20, skip: 1 << 24 };
+    const ROOMY: AcceptedFrames = AcceptedFrames::Messages { room: 1 << 20, skip: 1 << 24 };
 
-    fn decode_all(mut pieces: Vec<BytesMut>, accept: Accept) -> Result<Vec<Frame>, ProtocolError> {
+    fn decode_all(mut pieces: Vec<BytesMut>, accept: AcceptedFrames) -> Result<Vec<ZmtpFrame>, ProtocolError> {
         let mut decoder = FrameDecoder::default();
         let mut frames = Vec::new();
         for piece in &mut pieces {
@@ -215,8 +219,8 @@ mod tests {
         Ok(frames)
     }
 
-    fn part(more: bool, body: &[u8]) -> Frame {
-        Frame::Part { more, body: Bytes::copy_from_slice(body) }
+    fn part(more: bool, body: &[u8]) -> ZmtpFrame {
+        ZmtpFrame::Part { more, body: Bytes::copy_from_slice(body) }
     }
 
     #[test]
@@ -228,7 +232,7 @@ mod tests {
             put_command(&mut wire, b"\x04PONG");
             put_part(&mut wire, b"end", false);
             let expected =
-                || vec![part(true, &body), Frame::Command(Bytes::from_static(b"\x04PONG")), part(false, b"end")];
+                || vec![part(true, &body), ZmtpFrame::Command(Bytes::from_static(b"\x04PONG")), part(false, b"end")];
             for size in [1, 2, 3, 9, 1000, wire.len()] {
                 let pieces = wire.chunks(size).map(BytesMut::from).collect();
                 assert_eq!(decode_all(pieces, ROOMY), Ok(expected()), "{length} in pieces of {size}");
@@ -240,7 +244,7 @@ mod tests {
     fn announced_length_allocates_nothing() {
         let mut decoder = FrameDecoder::default();
         let mut header = BytesMut::from(&[LONG, 0, 0, 0, 0, 0x40, 0, 0, 0, 7][..]);
-        let accept = Accept::Messages { room: 1 << 40, skip: 1 << 41 };
+        let accept = AcceptedFrames::Messages { room: 1 << 40, skip: 1 << 41 };
         assert_eq!(decoder.decode(&mut header, accept), Ok(None));
         let State::Body { stored, length, .. } = decoder.state else { panic!("a body is expected") };
         assert_eq!((stored.len(), length), (1, 1 << 30));
@@ -253,14 +257,14 @@ mod tests {
         let length: u64 = 1 << 22;
         let mut header = BytesMut::from(&[LONG][..]);
         header.put_u64(length);
-        let accept = Accept::Messages { room: 1 << 22, skip: 1 << 22 };
+        let accept = AcceptedFrames::Messages { room: 1 << 22, skip: 1 << 22 };
         assert_eq!(decoder.decode(&mut header, accept), Ok(None));
         for _ in 1..(length / 1024) {
             assert_eq!(decoder.decode(&mut BytesMut::from(&[7; 1024][..]), accept), Ok(None));
             let State::Body { stored, .. } = &decoder.state else { panic!("a body is expected") };
             assert!(stored.capacity() <= (stored.len() * 2).max(SMALLEST_GROWTH));
         }
-        let Ok(Some(Frame::Part { body, .. })) = decoder.decode(&mut BytesMut::from(&[7; 1024][..]), accept) else {
+        let Ok(Some(ZmtpFrame::Part { body, .. })) = decoder.decode(&mut BytesMut::from(&[7; 1024][..]), accept) else {
             panic!("the frame is complete")
         };
         assert_eq!(body.len() as u64, length);
@@ -271,17 +275,17 @@ mod tests {
         let mut wire = BytesMut::new();
         put_part(&mut wire, &[1; 300], true);
         put_part(&mut wire, b"after", false);
-        let accept = Accept::Messages { room: 299, skip: 300 };
-        let expected = vec![Frame::Skipped { more: true, length: 300 }, part(false, b"after")];
+        let accept = AcceptedFrames::Messages { room: 299, skip: 300 };
+        let expected = vec![ZmtpFrame::Skipped { more: true, length: 300 }, part(false, b"after")];
         assert_eq!(decode_all(wire.chunks(7).map(BytesMut::from).collect(), accept), Ok(expected));
     }
 
     #[test]
     fn invalid_headers_are_refused() {
-        let cases: [(&[u8], Accept, ProtocolError); 5] = [
+        let cases: [(&[u8], AcceptedFrames, ProtocolError); 5] = [
             (&[0x08, 0], ROOMY, ProtocolError::Flags(8)),
             (&[IS_COMMAND | MORE, 0], ROOMY, ProtocolError::Flags(5)),
-            (&[0, 1], Accept::Commands, ProtocolError::EarlyMessage),
+            (&[0, 1], AcceptedFrames::Commands, ProtocolError::EarlyMessage),
             (&[LONG, 0x40, 0, 0, 0, 0, 0, 0, 0], ROOMY, ProtocolError::MessageTooLarge(1 << 62)),
             (&[LONG | IS_COMMAND, 0, 0, 0, 0, 0, 1, 0, 0], ROOMY, ProtocolError::CommandTooLarge(1 << 16)),
         ];

@@ -1,7 +1,7 @@
 //! A bounded ZMTP 3 client: SUB and DEALER sockets with the NULL mechanism, over TCP and Unix sockets.
 //!
 //! The peer is not trusted. The memory of a connection depends on the bytes received, never on a length that the peer
-//! announces, and is limited by [`Limits`]. [`Session`] is the protocol without input and output; [`Connection`] runs a
+//! announces, and is limited by [`MessageLimits`]. [`ZmtpSession`] is the protocol without input and output; [`ZmtpConnection`] runs a
 //! session on a stream; [`SubSocket`] and [`DealerSocket`] own connections.
 //!
 //! The memory of one SUB connection is at most two messages (one that is received or waits for the consumer, one in the
@@ -21,19 +21,19 @@ mod session;
 mod sub;
 mod transport;
 
-pub use backoff::Backoff;
-pub use connection::{Connection, Timing};
+pub use backoff::ReconnectBackoff;
+pub use connection::{ConnectionTiming, ZmtpConnection};
 pub use dealer::DealerSocket;
-pub use endpoint::Endpoint;
+pub use endpoint::ZmtpEndpoint;
 pub use error::{ProtocolError, ZmtpError};
-pub use session::{Limits, Oversize, Session, SessionEvent, SocketRole};
+pub use session::{ExceededLimit, MessageLimits, SessionEvent, SocketRole, ZmtpSession};
 pub use sub::{PublisherId, SubEvent, SubSocket};
 
 /// Settings of a socket.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SocketConfig {
     /// Sizes.
-    pub limits: Limits,
+    pub limits: MessageLimits,
     /// Timeouts and intervals.
-    pub timing: Timing,
+    pub timing: ConnectionTiming,
 }

@@ -9,23 +9,23 @@ use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::sleep;
 
 use crate::SocketConfig;
-use crate::connection::Connection;
+use crate::connection::ZmtpConnection;
 use crate::error::ZmtpError;
 use crate::sub::{PublisherId, SubEvent, forward, session};
 use crate::transport::{TransportListener, TransportStream};
 
 /// Most publishers of a socket. An event source has one; a second one exists while an engine is replaced.
 const PUBLISHERS: usize = 4;
-/// Most connections in the handshake. A newcomer takes the place of the oldest one, which is the most likely to be stuck.
+/// Most connections in the handshake. A new connection replaces the oldest one, which is the most likely to be stalled.
 const HANDSHAKES: usize = 8;
 /// Pause after a connection could not be accepted, for example because the process has no free file descriptor.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// The outcome of one handshake, with the peer's address.
-type Handshake = (String, Result<Connection<TransportStream>, ZmtpError>);
+type Handshake = (String, Result<ZmtpConnection<TransportStream>, ZmtpError>);
 
 /// Accepts publishers until it is dropped.
-pub(crate) struct Listener {
+pub(crate) struct PublisherListener {
     transport: TransportListener,
     topic: String,
     config: SocketConfig,
@@ -37,7 +37,7 @@ pub(crate) struct Listener {
     next_id: u64,
 }
 
-impl Listener {
+impl PublisherListener {
     pub(crate) fn new(
         transport: TransportListener,
         topic: &str,
@@ -81,7 +81,7 @@ impl Listener {
         let timing = self.config.timing;
         let peer = address.clone();
         let handshake =
-            self.handshakes.spawn(async move { (peer, Connection::handshake(stream, session, timing).await) });
+            self.handshakes.spawn(async move { (peer, ZmtpConnection::handshake(stream, session, timing).await) });
         self.oldest.push_back((handshake, address));
     }
 
@@ -106,7 +106,7 @@ impl Listener {
                 });
             }
             Ok((_, (address, Err(error)))) => self.refused(address, error),
-            // Aborted, and reported then.
+            // An aborted handshake was reported when it was aborted.
             Err(_) => {}
         }
     }

@@ -2,9 +2,9 @@
 
 use bytes::{Bytes, BytesMut};
 
-use crate::command::{self, Command};
+use crate::command::{self, ZmtpCommand};
 use crate::error::ProtocolError;
-use crate::frame::{Accept, Frame, FrameDecoder, put_command, put_part};
+use crate::frame::{AcceptedFrames, FrameDecoder, ZmtpFrame, put_command, put_part};
 use crate::greeting::{GreetingDecoder, greeting};
 
 /// A message that exceeds the limits by at most this factor is skipped. A larger one ends the connection.
@@ -12,20 +12,20 @@ const SKIPPED: u64 = 16;
 
 /// Sizes that a peer may not exceed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct MessageLimits {
     /// Largest message in bytes, all frames together.
     pub message: usize,
     /// Most frames of a message.
     pub frames: usize,
 }
 
-impl Default for Limits {
+impl Default for MessageLimits {
     fn default() -> Self {
         Self { message: 64 << 20, frames: 16 }
     }
 }
 
-/// What our side of the connection is.
+/// The role of the local socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SocketRole {
     /// Subscribes to a topic prefix; the peer is a publisher.
@@ -55,19 +55,19 @@ impl SocketRole {
 
 /// The limit that a message exceeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Oversize {
-    /// [`Limits::message`].
+pub enum ExceededLimit {
+    /// [`MessageLimits::message`].
     Message,
-    /// [`Limits::frames`].
+    /// [`MessageLimits::frames`].
     Frames,
 }
 
-impl Oversize {
+impl ExceededLimit {
     /// A short constant name, for metrics.
     pub fn as_str(self) -> &'static str {
         match self {
-            Oversize::Message => "message",
-            Oversize::Frames => "frames",
+            ExceededLimit::Message => "message",
+            ExceededLimit::Frames => "frames",
         }
     }
 }
@@ -80,11 +80,11 @@ pub enum SessionEvent {
     /// A message, as its frames.
     Message(Vec<Bytes>),
     /// A message exceeded a limit and was skipped.
-    Oversize(Oversize),
+    Oversize(ExceededLimit),
 }
 
 #[derive(Debug)]
-enum Phase {
+enum SessionPhase {
     Greeting(GreetingDecoder),
     Handshake { minor: u8 },
     Traffic,
@@ -92,26 +92,26 @@ enum Phase {
 
 /// The protocol state of one connection.
 #[derive(Debug)]
-pub struct Session {
+pub struct ZmtpSession {
     role: SocketRole,
-    limits: Limits,
-    phase: Phase,
+    limits: MessageLimits,
+    phase: SessionPhase,
     decoder: FrameDecoder,
-    assembly: Assembly,
+    assembly: PartialMessage,
     output: BytesMut,
     /// Whether the peer understands PING, which older implementations treat as an error.
     has_heartbeats: bool,
 }
 
-impl Session {
+impl ZmtpSession {
     /// Starts a connection; the greeting is ready to be sent.
-    pub fn new(role: SocketRole, limits: Limits) -> Self {
+    pub fn new(role: SocketRole, limits: MessageLimits) -> Self {
         Self {
             role,
             limits,
-            phase: Phase::Greeting(GreetingDecoder::default()),
+            phase: SessionPhase::Greeting(GreetingDecoder::default()),
             decoder: FrameDecoder::default(),
-            assembly: Assembly::default(),
+            assembly: PartialMessage::default(),
             output: BytesMut::from(&greeting()[..]),
             has_heartbeats: false,
         }
@@ -121,20 +121,20 @@ impl Session {
     pub fn process(&mut self, input: &mut BytesMut) -> Result<Option<SessionEvent>, ProtocolError> {
         loop {
             match &mut self.phase {
-                Phase::Greeting(decoder) => {
+                SessionPhase::Greeting(decoder) => {
                     let Some(minor) = decoder.decode(input)? else { return Ok(None) };
                     put_command(&mut self.output, &command::ready_body(self.role.socket_type()));
-                    self.phase = Phase::Handshake { minor };
+                    self.phase = SessionPhase::Handshake { minor };
                 }
-                Phase::Handshake { minor } => {
+                SessionPhase::Handshake { minor } => {
                     let minor = *minor;
-                    return match self.decoder.decode(input, Accept::Commands)? {
-                        Some(Frame::Command(body)) => self.ready(minor, body).map(Some),
-                        Some(Frame::Part { .. } | Frame::Skipped { .. }) => Err(ProtocolError::EarlyMessage),
+                    return match self.decoder.decode(input, AcceptedFrames::Commands)? {
+                        Some(ZmtpFrame::Command(body)) => self.ready(minor, body).map(Some),
+                        Some(ZmtpFrame::Part { .. } | ZmtpFrame::Skipped { .. }) => Err(ProtocolError::EarlyMessage),
                         None => Ok(None),
                     };
                 }
-                Phase::Traffic => {
+                SessionPhase::Traffic => {
                     let accept = self.assembly.accept(&self.limits);
                     let Some(frame) = self.decoder.decode(input, accept)? else { return Ok(None) };
                     if let Some(event) = self.traffic(frame)? {
@@ -167,10 +167,10 @@ impl Session {
 
     /// Completes the handshake with the peer's READY.
     fn ready(&mut self, minor: u8, body: Bytes) -> Result<SessionEvent, ProtocolError> {
-        let peer = match Command::decode(body)? {
-            Command::Ready { socket_type } => socket_type,
-            Command::Error { reason } => return Err(ProtocolError::Rejected(reason)),
-            Command::Ping { .. } | Command::Other => return Err(ProtocolError::NotReady),
+        let peer = match ZmtpCommand::decode(body)? {
+            ZmtpCommand::Ready { socket_type } => socket_type,
+            ZmtpCommand::Error { reason } => return Err(ProtocolError::Rejected(reason)),
+            ZmtpCommand::Ping { .. } | ZmtpCommand::Other => return Err(ProtocolError::NotReady),
         };
         if !self.role.accepts(&peer) {
             return Err(ProtocolError::SocketType { peer, ours: self.role.socket_type() });
@@ -182,23 +182,23 @@ impl Session {
                 _ => put_command(&mut self.output, &command::subscribe_body(topic)),
             }
         }
-        self.phase = Phase::Traffic;
+        self.phase = SessionPhase::Traffic;
         Ok(SessionEvent::Ready)
     }
 
-    fn traffic(&mut self, frame: Frame) -> Result<Option<SessionEvent>, ProtocolError> {
+    fn traffic(&mut self, frame: ZmtpFrame) -> Result<Option<SessionEvent>, ProtocolError> {
         match frame {
-            Frame::Part { more, body } => self.assembly.part(more, body, &self.limits),
-            Frame::Skipped { more, length } => self.assembly.skipped(more, length, &self.limits),
+            ZmtpFrame::Part { more, body } => self.assembly.part(more, body, &self.limits),
+            ZmtpFrame::Skipped { more, length } => self.assembly.skipped(more, length, &self.limits),
             // A command may stand between the frames of a message.
-            Frame::Command(body) => {
-                match Command::decode(body)? {
-                    Command::Ping { context } => {
+            ZmtpFrame::Command(body) => {
+                match ZmtpCommand::decode(body)? {
+                    ZmtpCommand::Ping { context } => {
                         self.has_heartbeats = true;
                         put_command(&mut self.output, &command::pong_body(&context));
                     }
-                    Command::Error { reason } => return Err(ProtocolError::Rejected(reason)),
-                    Command::Ready { .. } | Command::Other => {}
+                    ZmtpCommand::Error { reason } => return Err(ProtocolError::Rejected(reason)),
+                    ZmtpCommand::Ready { .. } | ZmtpCommand::Other => {}
                 }
                 Ok(None)
             }
@@ -208,25 +208,25 @@ impl Session {
 
 /// The message that is being received.
 #[derive(Debug, Default)]
-struct Assembly {
+struct PartialMessage {
     parts: Vec<Bytes>,
     /// Bytes of all frames, stored or skipped.
     bytes: u64,
     frames: usize,
-    oversize: Option<Oversize>,
+    oversize: Option<ExceededLimit>,
 }
 
-impl Assembly {
-    fn accept(&self, limits: &Limits) -> Accept {
+impl PartialMessage {
+    fn accept(&self, limits: &MessageLimits) -> AcceptedFrames {
         let limit = limits.message as u64;
         let room = match self.oversize {
             None => usize::try_from(limit.saturating_sub(self.bytes)).unwrap_or(usize::MAX),
             Some(_) => 0,
         };
-        Accept::Messages { room, skip: limit.saturating_mul(SKIPPED).saturating_sub(self.bytes) }
+        AcceptedFrames::Messages { room, skip: limit.saturating_mul(SKIPPED).saturating_sub(self.bytes) }
     }
 
-    fn part(&mut self, more: bool, body: Bytes, limits: &Limits) -> Result<Option<SessionEvent>, ProtocolError> {
+    fn part(&mut self, more: bool, body: Bytes, limits: &MessageLimits) -> Result<Option<SessionEvent>, ProtocolError> {
         self.bytes += body.len() as u64;
         if self.oversize.is_none() && self.frames < limits.frames {
             self.parts.push(body);
@@ -234,21 +234,26 @@ impl Assembly {
         self.end_frame(more, limits)
     }
 
-    fn skipped(&mut self, more: bool, length: u64, limits: &Limits) -> Result<Option<SessionEvent>, ProtocolError> {
+    fn skipped(
+        &mut self,
+        more: bool,
+        length: u64,
+        limits: &MessageLimits,
+    ) -> Result<Option<SessionEvent>, ProtocolError> {
         self.bytes = self.bytes.saturating_add(length);
-        self.exceed(Oversize::Message);
+        self.exceed(ExceededLimit::Message);
         self.end_frame(more, limits)
     }
 
-    fn exceed(&mut self, limit: Oversize) {
+    fn exceed(&mut self, limit: ExceededLimit) {
         self.oversize.get_or_insert(limit);
         self.parts = Vec::new();
     }
 
-    fn end_frame(&mut self, more: bool, limits: &Limits) -> Result<Option<SessionEvent>, ProtocolError> {
+    fn end_frame(&mut self, more: bool, limits: &MessageLimits) -> Result<Option<SessionEvent>, ProtocolError> {
         self.frames += 1;
         if self.frames > limits.frames {
-            self.exceed(Oversize::Frames);
+            self.exceed(ExceededLimit::Frames);
         }
         if self.frames as u64 > (limits.frames as u64).saturating_mul(SKIPPED) {
             return Err(ProtocolError::TooManyFrames);

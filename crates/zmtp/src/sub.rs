@@ -5,11 +5,11 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
 use crate::SocketConfig;
-use crate::connection::Connection;
-use crate::endpoint::Endpoint;
+use crate::connection::ZmtpConnection;
+use crate::endpoint::ZmtpEndpoint;
 use crate::error::ZmtpError;
-use crate::listener::Listener;
-use crate::session::{Oversize, Session, SessionEvent, SocketRole};
+use crate::listener::PublisherListener;
+use crate::session::{ExceededLimit, SessionEvent, SocketRole, ZmtpSession};
 use crate::transport::{self, TransportListener, TransportStream};
 
 /// Events that wait for the consumer. Further messages wait in the connections, the kernel and the publishers.
@@ -32,19 +32,19 @@ pub enum SubEvent {
     /// A message, as its frames.
     Message(Vec<Bytes>),
     /// A message exceeded a limit and was skipped.
-    Oversize(Oversize),
+    Oversize(ExceededLimit),
     /// A connection ended.
     Disconnected {
         /// The connection.
         publisher: PublisherId,
-        /// Why.
+        /// The reason.
         error: ZmtpError,
     },
     /// A connection to a bound socket was refused. Reported only while the consumer keeps up.
     Refused {
         /// Address of the peer.
         address: String,
-        /// Why.
+        /// The reason.
         error: ZmtpError,
     },
 }
@@ -52,16 +52,16 @@ pub enum SubEvent {
 /// A SUB socket with one subscription. A connected socket does not reconnect: [`SubEvent::Disconnected`] is its last event.
 pub struct SubSocket {
     events: mpsc::Receiver<SubEvent>,
-    local: Option<Endpoint>,
+    local: Option<ZmtpEndpoint>,
     /// Ends the connections with the socket.
     _tasks: JoinSet<()>,
 }
 
 impl SubSocket {
     /// Connects to a publisher, completes the handshake and sends the subscription.
-    pub async fn connect(endpoint: &Endpoint, topic: &str, config: SocketConfig) -> Result<Self, ZmtpError> {
+    pub async fn connect(endpoint: &ZmtpEndpoint, topic: &str, config: SocketConfig) -> Result<Self, ZmtpError> {
         let stream = transport::connect(endpoint, config.timing.connect).await?;
-        let connection = Connection::handshake(stream, session(topic, config), config.timing).await?;
+        let connection = ZmtpConnection::handshake(stream, session(topic, config), config.timing).await?;
         let (events_tx, events) = mpsc::channel(QUEUE);
         let mut tasks = JoinSet::new();
         tasks.spawn(forward(connection, PublisherId(0), events_tx));
@@ -69,17 +69,17 @@ impl SubSocket {
     }
 
     /// Listens for publishers.
-    pub async fn bind(endpoint: &Endpoint, topic: &str, config: SocketConfig) -> Result<Self, ZmtpError> {
+    pub async fn bind(endpoint: &ZmtpEndpoint, topic: &str, config: SocketConfig) -> Result<Self, ZmtpError> {
         let transport = TransportListener::bind(endpoint).await?;
         let local = transport.local_endpoint(endpoint)?;
         let (events_tx, events) = mpsc::channel(QUEUE);
         let mut tasks = JoinSet::new();
-        tasks.spawn(Listener::new(transport, topic, config, events_tx).run());
+        tasks.spawn(PublisherListener::new(transport, topic, config, events_tx).run());
         Ok(Self { events, local: Some(local), _tasks: tasks })
     }
 
     /// The endpoint of a bound socket, with the port that the system chose.
-    pub fn local_endpoint(&self) -> Option<&Endpoint> {
+    pub fn local_endpoint(&self) -> Option<&ZmtpEndpoint> {
         self.local.as_ref()
     }
 
@@ -89,13 +89,13 @@ impl SubSocket {
     }
 }
 
-pub(crate) fn session(topic: &str, config: SocketConfig) -> Session {
-    Session::new(SocketRole::Sub { topic: Bytes::copy_from_slice(topic.as_bytes()) }, config.limits)
+pub(crate) fn session(topic: &str, config: SocketConfig) -> ZmtpSession {
+    ZmtpSession::new(SocketRole::Sub { topic: Bytes::copy_from_slice(topic.as_bytes()) }, config.limits)
 }
 
 /// Passes the messages of a connection on, one at a time: nothing is read while one waits for the consumer.
 pub(crate) async fn forward(
-    mut connection: Connection<TransportStream>,
+    mut connection: ZmtpConnection<TransportStream>,
     publisher: PublisherId,
     events: mpsc::Sender<SubEvent>,
 ) {

@@ -10,7 +10,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::time::timeout;
 
-use crate::endpoint::Endpoint;
+use crate::endpoint::ZmtpEndpoint;
 use crate::error::ZmtpError;
 
 /// Probes of an idle TCP connection, for peers that do not support heartbeats.
@@ -18,19 +18,19 @@ const KEEPALIVE: TcpKeepalive =
     TcpKeepalive::new().with_time(Duration::from_secs(30)).with_interval(Duration::from_secs(10)).with_retries(3);
 
 /// A byte stream in both directions.
-pub(crate) trait Transport: AsyncRead + AsyncWrite + Send + Unpin {}
+pub(crate) trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
 
-impl<T: AsyncRead + AsyncWrite + Send + Unpin> Transport for T {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> ByteStream for T {}
 
 /// A stream of any transport.
-pub(crate) type TransportStream = Box<dyn Transport>;
+pub(crate) type TransportStream = Box<dyn ByteStream>;
 
 /// Connects to an endpoint.
-pub(crate) async fn connect(endpoint: &Endpoint, within: Duration) -> Result<TransportStream, ZmtpError> {
+pub(crate) async fn connect(endpoint: &ZmtpEndpoint, within: Duration) -> Result<TransportStream, ZmtpError> {
     let connected = async {
         match endpoint {
-            Endpoint::Tcp(address) => tcp_stream(TcpStream::connect(address).await?),
-            Endpoint::Ipc(path) => Ok(Box::new(UnixStream::connect(path).await?) as TransportStream),
+            ZmtpEndpoint::Tcp(address) => tcp_stream(TcpStream::connect(address).await?),
+            ZmtpEndpoint::Ipc(path) => Ok(Box::new(UnixStream::connect(path).await?) as TransportStream),
         }
     };
     Ok(timeout(within, connected).await.map_err(|_| ZmtpError::ConnectTimeout(within))??)
@@ -50,10 +50,12 @@ pub(crate) enum TransportListener {
 
 impl TransportListener {
     /// Listens on an endpoint.
-    pub(crate) async fn bind(endpoint: &Endpoint) -> Result<Self, ZmtpError> {
+    pub(crate) async fn bind(endpoint: &ZmtpEndpoint) -> Result<Self, ZmtpError> {
         Ok(match endpoint {
-            Endpoint::Tcp(address) => TransportListener::Tcp(TcpListener::bind(Endpoint::bind_address(address)).await?),
-            Endpoint::Ipc(path) => {
+            ZmtpEndpoint::Tcp(address) => {
+                TransportListener::Tcp(TcpListener::bind(ZmtpEndpoint::bind_address(address)).await?)
+            }
+            ZmtpEndpoint::Ipc(path) => {
                 remove_stale_socket(path).await;
                 TransportListener::Unix(UnixListener::bind(path)?)
             }
@@ -61,9 +63,9 @@ impl TransportListener {
     }
 
     /// The endpoint with the port that the system chose.
-    pub(crate) fn local_endpoint(&self, bound: &Endpoint) -> Result<Endpoint, ZmtpError> {
+    pub(crate) fn local_endpoint(&self, bound: &ZmtpEndpoint) -> Result<ZmtpEndpoint, ZmtpError> {
         Ok(match self {
-            TransportListener::Tcp(listener) => Endpoint::Tcp(listener.local_addr()?.to_string()),
+            TransportListener::Tcp(listener) => ZmtpEndpoint::Tcp(listener.local_addr()?.to_string()),
             TransportListener::Unix(_) => bound.clone(),
         })
     }

@@ -10,8 +10,8 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, sleep, timeout};
 use warmroute_zmtp::{
-    DealerSocket, Endpoint, Limits, Oversize, ProtocolError, SessionEvent, SocketConfig, SubEvent, SubSocket, Timing,
-    ZmtpError,
+    ConnectionTiming, DealerSocket, ExceededLimit, MessageLimits, ProtocolError, SessionEvent, SocketConfig, SubEvent,
+    SubSocket, ZmtpEndpoint, ZmtpError,
 };
 
 const READY_PUB: &[u8] = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB";
@@ -33,8 +33,8 @@ fn header(length: u64) -> Vec<u8> {
 }
 
 async fn bound() -> (SubSocket, String) {
-    let any: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let config = SocketConfig { limits: Limits { message: 1 << 20, frames: 4 }, ..SocketConfig::default() };
+    let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let config = SocketConfig { limits: MessageLimits { message: 1 << 20, frames: 4 }, ..SocketConfig::default() };
     let socket = SubSocket::bind(&any, "kv", config).await.unwrap();
     let address = socket.local_endpoint().unwrap().to_string().replace("tcp://", "");
     (socket, address)
@@ -100,7 +100,7 @@ async fn announced_length_does_not_abort_the_process() {
 #[tokio::test]
 async fn connected_engine_cannot_abort_the_process() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let endpoint: Endpoint = format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap();
+    let endpoint: ZmtpEndpoint = format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap();
     tokio::spawn(async move {
         for (ready, length) in [(READY_PUB, 1 << 62), (READY_ROUTER, 1 << 62)] {
             let (mut stream, _) = listener.accept().await.unwrap();
@@ -134,7 +134,7 @@ async fn oversize_message_is_skipped_without_memory() {
         stream.write_all(b"\x00\x02kv").await.unwrap();
         stream
     });
-    assert!(matches!(next(&mut socket).await, SubEvent::Oversize(Oversize::Message)));
+    assert!(matches!(next(&mut socket).await, SubEvent::Oversize(ExceededLimit::Message)));
     assert!(matches!(next(&mut socket).await, SubEvent::Message(frames) if frames == [Bytes::from_static(b"kv")]));
     assert!(resident() < before + 8, "{} MiB before, {} MiB after", before, resident());
     drop(sending.await.unwrap());
@@ -146,7 +146,7 @@ fn descriptors() -> usize {
 }
 
 #[tokio::test]
-async fn held_handshakes_are_bounded_and_do_not_lock_publishers_out() {
+async fn held_handshakes_do_not_block_publishers() {
     let (mut socket, address) = bound().await;
     let mut held = Vec::new();
     for _ in 0..200 {
@@ -190,8 +190,8 @@ async fn publishers_of_a_socket_are_bounded() {
 
 #[tokio::test]
 async fn slow_peer_is_received_and_a_stalled_handshake_ends() {
-    let any: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let timing = Timing { handshake: Duration::from_millis(300), ..Timing::default() };
+    let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let timing = ConnectionTiming { handshake: Duration::from_millis(300), ..ConnectionTiming::default() };
     let mut socket = SubSocket::bind(&any, "", SocketConfig { timing, ..SocketConfig::default() }).await.unwrap();
     let address = socket.local_endpoint().unwrap().to_string().replace("tcp://", "");
     let mut stalled = TcpStream::connect(&address).await.unwrap();
@@ -217,7 +217,7 @@ async fn slow_peer_is_received_and_a_stalled_handshake_ends() {
 #[tokio::test]
 async fn dealer_reports_the_message_before_the_end() {
     let listener = TcpListener::bind("[::1]:0").await.unwrap();
-    let endpoint: Endpoint = format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap();
+    let endpoint: ZmtpEndpoint = format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap();
     tokio::spawn(async move {
         let (mut stream, _) = listener.accept().await.unwrap();
         stream.write_all(&[&greeting(1), READY_ROUTER, b"\x01\x00\x00\x01x"].concat()).await.unwrap();

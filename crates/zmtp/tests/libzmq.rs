@@ -25,8 +25,8 @@ use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::time::{Instant, sleep, timeout};
 use warmroute_zmtp::{
-    DealerSocket, Endpoint, Limits, Oversize, ProtocolError, SessionEvent, SocketConfig, SubEvent, SubSocket, Timing,
-    ZmtpError,
+    ConnectionTiming, DealerSocket, ExceededLimit, MessageLimits, ProtocolError, SessionEvent, SocketConfig, SubEvent,
+    SubSocket, ZmtpEndpoint, ZmtpError,
 };
 
 const HERE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/libzmq");
@@ -78,12 +78,12 @@ impl Libzmq {
         answer["ok"].clone()
     }
 
-    async fn bind(&mut self, socket_type: &str, endpoint: &str, options: Value) -> Endpoint {
+    async fn bind(&mut self, socket_type: &str, endpoint: &str, options: Value) -> ZmtpEndpoint {
         let command = json!({"op": "open", "socket": "s", "type": socket_type, "bind": endpoint, "options": options});
         self.call(command).await.as_str().unwrap().parse().unwrap()
     }
 
-    async fn connect(&mut self, socket_type: &str, endpoint: &Endpoint, options: Value) {
+    async fn connect(&mut self, socket_type: &str, endpoint: &ZmtpEndpoint, options: Value) {
         let endpoint = endpoint.to_string();
         self.call(json!({"op": "open", "socket": "s", "type": socket_type, "connect": endpoint, "options": options}))
             .await;
@@ -139,7 +139,7 @@ async fn message(socket: &mut SubSocket) -> Vec<Bytes> {
 
 fn quick() -> SocketConfig {
     let millis = Duration::from_millis;
-    let timing = Timing { heartbeat: millis(100), silence: millis(600), ..Timing::default() };
+    let timing = ConnectionTiming { heartbeat: millis(100), silence: millis(600), ..ConnectionTiming::default() };
     SocketConfig { timing, ..SocketConfig::default() }
 }
 
@@ -281,7 +281,7 @@ async fn stopped_libzmq_process_is_disconnected_by_heartbeats() {
         other => panic!("{other:?}"),
     }
     // The kernel accepts the connection, but the handshake is not answered.
-    let timing = Timing { handshake: Duration::from_millis(300), ..Timing::default() };
+    let timing = ConnectionTiming { handshake: Duration::from_millis(300), ..ConnectionTiming::default() };
     let stalled = SubSocket::connect(&endpoint, TOPIC, SocketConfig { timing, ..SocketConfig::default() }).await;
     assert!(matches!(stalled, Err(ZmtpError::HandshakeTimeout(_))));
     peer.signal(Signal::CONT);
@@ -309,7 +309,7 @@ async fn slow_consumer_makes_libzmq_drop_and_recovers() {
 async fn oversize_libzmq_message_is_skipped() {
     let mut peer = Libzmq::start().await;
     let endpoint = peer.bind("XPUB", "tcp://127.0.0.1:*", json!({})).await;
-    let limits = Limits { message: 1 << 20, ..Limits::default() };
+    let limits = MessageLimits { message: 1 << 20, ..MessageLimits::default() };
     let config = SocketConfig { limits, ..SocketConfig::default() };
     let mut socket = SubSocket::connect(&endpoint, TOPIC, config).await.unwrap();
     subscribed(&mut peer).await;
@@ -317,7 +317,7 @@ async fn oversize_libzmq_message_is_skipped() {
     peer.call(json!({"op": "send_zeros", "socket": "s", "topic": topic, "size": (1 << 20) - TOPIC.len()})).await;
     assert_eq!(message(&mut socket).await[1].len(), (1 << 20) - TOPIC.len());
     peer.call(json!({"op": "send_zeros", "socket": "s", "topic": topic, "size": 1 << 20})).await;
-    assert!(matches!(next(&mut socket).await, SubEvent::Oversize(Oversize::Message)));
+    assert!(matches!(next(&mut socket).await, SubEvent::Oversize(ExceededLimit::Message)));
     peer.send(&[TOPIC.as_bytes(), b"after"]).await;
     assert_eq!(message(&mut socket).await[1], "after");
 }

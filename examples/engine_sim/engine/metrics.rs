@@ -199,7 +199,7 @@ pub(crate) fn render(model: &str, samples: &[Sample]) -> String {
         }
     }
     header(&mut page, ("cache_config_info", "gauge", "Cache configuration."));
-    // As vLLM does: the sum of all ranks in the line of each, and the tokens of one rank.
+    // As in vLLM, each line has the blocks of all ranks and the tokens of its own rank.
     let all_blocks: usize = samples.iter().map(|sample| sample.num_blocks).sum();
     for sample in samples {
         let Sample { rank, block_size, num_blocks, .. } = sample;

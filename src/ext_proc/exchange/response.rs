@@ -76,7 +76,7 @@ impl ResponseSide {
             return vec![reply(answer), Effect::Answered(head), Effect::FirstToken { seen: false }, Effect::Finished];
         }
         let renamed = context.directions.as_ref().and_then(|found| found.edit.as_ref()?.restore.as_ref());
-        // A message of gRPC is no JSON.
+        // A gRPC message is not JSON.
         let renamed = renamed.filter(|_| context.modes.response != BodyMode::Grpc);
         let restore = renamed.map(|names| Box::new(Restorer::new(&names.served, &names.asked)));
         let wish = Wish::of(context, &head);

@@ -291,7 +291,7 @@ fn a_streamed_body_is_routed_before_it_comes_because_later_is_too_late() {
 }
 
 #[test]
-fn grpc_messages_are_routed_by_their_headers_and_sent_back_whole() {
+fn grpc_messages_are_routed_by_headers_and_returned() {
     let mut exchange = exchange(BodyMode::Grpc, BodyMode::Grpc);
     assert_eq!(short(exchange.on_message(headers(CHAT, false))), ["route streamed"]);
     assert_eq!(short(exchange.on_route(to_worker())), [format!("request headers {STEERED}")]);

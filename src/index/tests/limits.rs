@@ -1,4 +1,4 @@
-//! What a writer may hold: a publisher that stores for ever is stopped at the limit, and says so.
+//! Limits of a writer: a publisher that never stops storing is limited and counted.
 
 use proptest::collection::vec;
 use proptest::prelude::*;

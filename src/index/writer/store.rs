@@ -45,7 +45,7 @@ impl RankWriter {
         let mut fits = |block: &&StoredBlock| {
             let named = self.names.get(block.engine);
             let new_name = named.is_none();
-            // A name that moves to another content leaves the old one held where that has further names.
+            // If a name moves to another content, the old content stays held as long as it has further names.
             let may_move = !self.aliases.is_empty();
             let new_in_tier = may_move || named.is_none_or(|named| !named.layers.has(tier));
             let fits = (!new_name || names > 0) && (!new_in_tier || room > 0);

@@ -1,12 +1,11 @@
-//! Prompts that are longer than the model takes, or take longer than there is time: their first tokens are enough to route by,
-//! and others do not wait for them.
+//! Prompts that exceed the length of the model or the deadline are routed by their first tokens, and do not delay others.
 
 use super::*;
 use crate::learned::Agreed;
 
 const PATH: &str = "/v1/completions";
 
-/// As long as is asked for, in sentences that differ.
+/// A text of about this length, in different sentences.
 fn words(bytes: usize) -> String {
     (0_u64..).map(|n| format!("sentence {n} of a long prompt, ")).take(bytes / 30 + 1).collect()
 }
@@ -19,7 +18,7 @@ fn patient() -> Limits {
     Limits { inline: 4096, queue: 256, deadline: Duration::from_secs(60) }
 }
 
-/// A way in to a model of so many tokens.
+/// An intake for a model of this length.
 fn of_length(max_model_len: u64, limits: Limits) -> Arc<Intake> {
     let mut intake = Arc::into_inner(with_tokenizer(limits)).unwrap();
     let agreed = Agreed { max_model_len: Some(max_model_len), ..Agreed::default() };
@@ -32,7 +31,7 @@ fn of_length(max_model_len: u64, limits: Limits) -> Arc<Intake> {
     Arc::new(intake)
 }
 
-/// The blocks of a prompt, of which it is known that there are more, and why.
+/// The known blocks of a partial prompt, with the reason.
 fn beginning(prompt: Prompt) -> (BlockHashes, u64, Reason) {
     match prompt {
         Prompt::Beginning { known, tokens, because } => (known, tokens, because),
@@ -118,7 +117,8 @@ async fn large_bodies_leave_small_ones_exact() {
     let large = Body::Whole(body(&words(12_000_000)));
     let clients: Vec<_> = (0..6)
         .map(|_| {
-            let (intake, large) = (intake.clone(), large.clone());
+            let intake = intake.clone();
+            let large = large.clone();
             tokio::spawn(async move {
                 loop {
                     intake.take(PATH, &|_| None, &large).await;

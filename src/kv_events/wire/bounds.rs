@@ -12,7 +12,7 @@ const EVENTS: usize = 1 << 17;
 const HASHES: usize = 1 << 20;
 /// Most tokens of a batch.
 const TOKENS: usize = 1 << 24;
-/// Lists of extra keys that an event may have beyond its blocks. They mean nothing, but are harmless.
+/// Lists of extra keys that an event may have beyond its blocks. They are ignored.
 const SPARE_LISTS: usize = 16;
 /// Most extra keys or multimodal objects of one block.
 const KEYS_PER_BLOCK: usize = 64;
@@ -44,14 +44,14 @@ impl BatchLimit {
     }
 }
 
-/// Checks the limits of a batch. Only lengths and nesting are looked at: types are the decoder's matter.
+/// Checks the limits of a batch. It reads only lengths and nesting; the decoder checks types.
 pub(super) fn check(payload: &[u8]) -> Result<(), WireError> {
-    let mut census = Census { reader: Reader { rest: payload }, ..Census::default() };
-    let Value::Array(elements) = census.reader.value()? else { return Ok(()) };
+    let mut counters = BatchCounters { reader: MessagePackReader { rest: payload }, ..BatchCounters::default() };
+    let ValueHead::Array(elements) = counters.reader.value()? else { return Ok(()) };
     for at in 0..elements {
-        match (at, census.reader.value()?) {
-            (1, Value::Array(events)) => census.events(events)?,
-            (_, other) => census.reader.skip_content(other)?,
+        match (at, counters.reader.value()?) {
+            (1, ValueHead::Array(events)) => counters.events(events)?,
+            (_, other) => counters.reader.skip_content(other)?,
         }
     }
     Ok(())
@@ -59,8 +59,8 @@ pub(super) fn check(payload: &[u8]) -> Result<(), WireError> {
 
 /// The counters of one batch.
 #[derive(Default)]
-struct Census<'a> {
-    reader: Reader<'a>,
+struct BatchCounters<'a> {
+    reader: MessagePackReader<'a>,
     hashes: usize,
     tokens: usize,
     lists: usize,
@@ -69,7 +69,7 @@ struct Census<'a> {
 
 /// The content of a field, as far as decoding allocates memory for its elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Content {
+enum FieldContent {
     Hashes,
     Tokens,
     /// Extra keys or multimodal objects: a list per block.
@@ -77,31 +77,31 @@ enum Content {
     Other,
 }
 
-impl Content {
+impl FieldContent {
     /// The content of a position in the array encoding. The decoder searches the tail, which begins earlier in events
     /// without tokens, for multimodal objects, and ignores everything after it.
     fn at(position: usize, is_store: bool) -> Self {
         match position {
-            1 => Content::Hashes,
-            3 if is_store => Content::Tokens,
-            8..17 => Content::Keys,
-            3..17 if !is_store => Content::Keys,
-            _ => Content::Other,
+            1 => FieldContent::Hashes,
+            3 if is_store => FieldContent::Tokens,
+            8..17 => FieldContent::Keys,
+            3..17 if !is_store => FieldContent::Keys,
+            _ => FieldContent::Other,
         }
     }
 
     /// The content of a name in the map encoding.
     fn of(name: &[u8]) -> Self {
         match name {
-            b"block_hashes" => Content::Hashes,
-            b"token_ids" => Content::Tokens,
-            b"extra_keys" | b"block_mm_infos" => Content::Keys,
-            _ => Content::Other,
+            b"block_hashes" => FieldContent::Hashes,
+            b"token_ids" => FieldContent::Tokens,
+            b"extra_keys" | b"block_mm_infos" => FieldContent::Keys,
+            _ => FieldContent::Other,
         }
     }
 }
 
-impl Census<'_> {
+impl BatchCounters<'_> {
     fn events(&mut self, events: usize) -> Result<(), WireError> {
         if events > EVENTS {
             return Err(WireError::TooLarge(BatchLimit::Events));
@@ -109,9 +109,9 @@ impl Census<'_> {
         for _ in 0..events {
             let hashes = self.hashes;
             let lists = match self.reader.value()? {
-                Value::Array(fields) => self.array_event(fields)?,
-                Value::Map(fields) => self.map_event(fields)?,
-                Value::Bytes(_) | Value::Scalar => 0,
+                ValueHead::Array(fields) => self.array_event(fields)?,
+                ValueHead::Map(fields) => self.map_event(fields)?,
+                ValueHead::Bytes(_) | ValueHead::Scalar => 0,
             };
             // A field may precede the hashes, so the number of blocks is known only here.
             if lists > self.hashes - hashes + SPARE_LISTS {
@@ -127,8 +127,8 @@ impl Census<'_> {
         let mut is_store = false;
         for at in 0..fields {
             let value = self.reader.value()?;
-            is_store |= at == 0 && matches!(value, Value::Bytes(b"BlockStored"));
-            lists = self.field(Content::at(at, is_store), value)?.max(lists);
+            is_store |= at == 0 && matches!(value, ValueHead::Bytes(b"BlockStored"));
+            lists = self.field(FieldContent::at(at, is_store), value)?.max(lists);
         }
         Ok(lists)
     }
@@ -139,7 +139,7 @@ impl Census<'_> {
         for _ in 0..fields {
             let name = self.reader.value()?;
             self.reader.skip_content(name)?;
-            let content = if let Value::Bytes(name) = name { Content::of(name) } else { Content::Other };
+            let content = if let ValueHead::Bytes(name) = name { FieldContent::of(name) } else { FieldContent::Other };
             let value = self.reader.value()?;
             lists = self.field(content, value)?.max(lists);
         }
@@ -147,16 +147,16 @@ impl Census<'_> {
     }
 
     /// Counts one field. Returns the number of lists in it where it has one per block.
-    fn field(&mut self, content: Content, value: Value<'_>) -> Result<usize, WireError> {
-        let Value::Array(elements) = value else {
+    fn field(&mut self, content: FieldContent, value: ValueHead<'_>) -> Result<usize, WireError> {
+        let ValueHead::Array(elements) = value else {
             self.reader.skip_content(value)?;
             return Ok(0);
         };
         match content {
-            Content::Hashes => count(&mut self.hashes, elements, HASHES, BatchLimit::Hashes)?,
-            Content::Tokens => count(&mut self.tokens, elements, TOKENS, BatchLimit::Tokens)?,
-            Content::Other => {}
-            Content::Keys => {
+            FieldContent::Hashes => count(&mut self.hashes, elements, HASHES, BatchLimit::Hashes)?,
+            FieldContent::Tokens => count(&mut self.tokens, elements, TOKENS, BatchLimit::Tokens)?,
+            FieldContent::Other => {}
+            FieldContent::Keys => {
                 count(&mut self.lists, elements, KEYS, BatchLimit::ExtraKeys)?;
                 for _ in 0..elements {
                     let keys = self.block_keys()?;
@@ -176,10 +176,10 @@ impl Census<'_> {
     /// a map: the elements of the arrays at both depths.
     fn block_keys(&mut self) -> Result<usize, WireError> {
         let block = self.reader.value()?;
-        let mut keys = if let Value::Array(elements) = block { elements } else { 0 };
+        let mut keys = if let ValueHead::Array(elements) = block { elements } else { 0 };
         for _ in 0..block.children() {
             let inner = self.reader.value()?;
-            if let Value::Array(elements) = inner {
+            if let ValueHead::Array(elements) = inner {
                 keys = keys.saturating_add(elements);
             }
             self.reader.skip_content(inner)?;
@@ -195,7 +195,7 @@ fn count(counter: &mut usize, more: usize, limit: usize, exceeded: BatchLimit) -
 
 /// The head of a MessagePack value; the content of arrays and maps follows it.
 #[derive(Clone, Copy)]
-enum Value<'a> {
+enum ValueHead<'a> {
     Scalar,
     /// Text or bytes.
     Bytes(&'a [u8]),
@@ -203,28 +203,28 @@ enum Value<'a> {
     Map(usize),
 }
 
-impl Value<'_> {
+impl ValueHead<'_> {
     /// The number of values inside it.
     fn children(self) -> usize {
         match self {
-            Value::Scalar | Value::Bytes(_) => 0,
-            Value::Array(elements) => elements,
-            Value::Map(entries) => entries.saturating_mul(2),
+            ValueHead::Scalar | ValueHead::Bytes(_) => 0,
+            ValueHead::Array(elements) => elements,
+            ValueHead::Map(entries) => entries.saturating_mul(2),
         }
     }
 }
 
 /// Reads MessagePack values one after the other.
 #[derive(Default)]
-struct Reader<'a> {
+struct MessagePackReader<'a> {
     rest: &'a [u8],
 }
 
-impl<'a> Reader<'a> {
-    fn value(&mut self) -> Result<Value<'a>, WireError> {
+impl<'a> MessagePackReader<'a> {
+    fn value(&mut self) -> Result<ValueHead<'a>, WireError> {
         let [marker] = self.take()?;
         Ok(match marker {
-            0x00..=0x7f | 0xe0..=0xff | 0xc0 | 0xc2 | 0xc3 => Value::Scalar,
+            0x00..=0x7f | 0xe0..=0xff | 0xc0 | 0xc2 | 0xc3 => ValueHead::Scalar,
             0x80..=0x8f => self.map(usize::from(marker & 0x0f))?,
             0x90..=0x9f => self.array(usize::from(marker & 0x0f))?,
             0xa0..=0xbf => self.bytes(usize::from(marker & 0x1f))?,
@@ -260,7 +260,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Skips the content of a value whose head was read.
-    fn skip_content(&mut self, value: Value<'_>) -> Result<(), WireError> {
+    fn skip_content(&mut self, value: ValueHead<'_>) -> Result<(), WireError> {
         self.skip(value.children())
     }
 
@@ -275,23 +275,23 @@ impl<'a> Reader<'a> {
         Ok(self.take::<N>()?.iter().fold(0, |length, byte| length << 8 | usize::from(*byte)))
     }
 
-    fn bytes(&mut self, length: usize) -> Result<Value<'a>, WireError> {
+    fn bytes(&mut self, length: usize) -> Result<ValueHead<'a>, WireError> {
         let (bytes, rest) = self.rest.split_at_checked(length).ok_or(WireError::Truncated)?;
         self.rest = rest;
-        Ok(Value::Bytes(bytes))
+        Ok(ValueHead::Bytes(bytes))
     }
 
-    fn scalar(&mut self, length: usize) -> Result<Value<'a>, WireError> {
-        self.bytes(length).map(|_| Value::Scalar)
+    fn scalar(&mut self, length: usize) -> Result<ValueHead<'a>, WireError> {
+        self.bytes(length).map(|_| ValueHead::Scalar)
     }
 
-    /// Every element has at least one byte, so a length beyond the rest is false.
-    fn array(&self, elements: usize) -> Result<Value<'a>, WireError> {
-        if elements > self.rest.len() { Err(WireError::Truncated) } else { Ok(Value::Array(elements)) }
+    /// Every element has at least one byte, so a length beyond the rest is invalid.
+    fn array(&self, elements: usize) -> Result<ValueHead<'a>, WireError> {
+        if elements > self.rest.len() { Err(WireError::Truncated) } else { Ok(ValueHead::Array(elements)) }
     }
 
-    fn map(&self, entries: usize) -> Result<Value<'a>, WireError> {
-        if entries > self.rest.len() { Err(WireError::Truncated) } else { Ok(Value::Map(entries)) }
+    fn map(&self, entries: usize) -> Result<ValueHead<'a>, WireError> {
+        if entries > self.rest.len() { Err(WireError::Truncated) } else { Ok(ValueHead::Map(entries)) }
     }
 }
 

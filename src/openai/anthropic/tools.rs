@@ -9,15 +9,15 @@ use crate::openai::json::{JsonObject, JsonValue};
 
 /// A block that changes the tools.
 pub(super) enum ToolChange {
-    /// A tool comes, or another takes the place of one with the same name.
+    /// Adds a tool, or replaces the tool of the same name.
     Definition(JsonObject),
     /// A tool that was known is no longer loaded later.
     Addition(String),
-    /// A tool goes.
+    /// Removes a tool.
     Removal(String),
 }
 
-/// The engine refuses these tools, or what it does with them is not known.
+/// The engine refuses these tools, or its behaviour with them is unknown.
 pub(super) struct UnclearTools;
 
 impl ToolChange {

@@ -14,47 +14,47 @@ use super::Usage;
 #[derive(Debug, Default)]
 pub(super) struct Told {
     pub(super) counts: Option<Counts>,
-    pub(super) content: Content,
+    pub(super) content: EventContent,
     /// Whether it says that it is the last.
     pub(super) last: bool,
 }
 
-/// What an event brings of the answer.
+/// The output tokens in an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Content {
+pub(super) enum EventContent {
     /// Nothing.
     #[default]
     None,
-    /// Something; it does not say how many tokens.
+    /// Content with an unknown number of tokens.
     Some,
-    /// So many tokens, at least one.
+    /// This many tokens, at least one.
     Tokens(u64),
 }
 
-impl Content {
+impl EventContent {
     /// Its tokens, one where their number is not known.
     pub(super) fn tokens(self) -> u64 {
         match self {
-            Content::None => 0,
-            Content::Some => 1,
-            Content::Tokens(tokens) => tokens,
+            EventContent::None => 0,
+            EventContent::Some => 1,
+            EventContent::Tokens(tokens) => tokens,
         }
     }
 
     fn of(is_there: bool, tokens: u64) -> Self {
         match (is_there, tokens) {
-            (_, 1..) => Content::Tokens(tokens),
-            (true, 0) => Content::Some,
-            (false, 0) => Content::None,
+            (_, 1..) => EventContent::Tokens(tokens),
+            (true, 0) => EventContent::Some,
+            (false, 0) => EventContent::None,
         }
     }
 
     /// Both together.
     fn and(self, other: Self) -> Self {
         match (self, other) {
-            (Content::None, content) | (content, Content::None) => content,
-            (Content::Some, Content::Some) => Content::Some,
-            (one, other) => Content::Tokens(one.tokens().saturating_add(other.tokens())),
+            (EventContent::None, content) | (content, EventContent::None) => content,
+            (EventContent::Some, EventContent::Some) => EventContent::Some,
+            (one, other) => EventContent::Tokens(one.tokens().saturating_add(other.tokens())),
         }
     }
 }
@@ -196,7 +196,7 @@ struct Answer<'a> {
     output: Filled,
     /// Of a piece of the Responses API.
     #[serde(default)]
-    logprobs: Length,
+    logprobs: ListLength,
 }
 
 /// What an event of the Responses API or of Anthropic's brings of the answer.
@@ -235,7 +235,7 @@ impl Answer<'_> {
         Told { counts, content: self.content(&kind), last }
     }
 
-    fn content(&self, kind: &str) -> Content {
+    fn content(&self, kind: &str) -> EventContent {
         let is_there = match kind {
             "content_block_delta" => {
                 let piece = self.delta.filter(|raw| raw.get().starts_with('{'));
@@ -248,14 +248,14 @@ impl Answer<'_> {
             }
             _ => {
                 let choices = self.choices.as_deref().unwrap_or_default();
-                let content = choices.iter().map(Choice::content).fold(Content::None, Content::and);
-                if content != Content::None {
+                let content = choices.iter().map(Choice::content).fold(EventContent::None, EventContent::and);
+                if content != EventContent::None {
                     return content;
                 }
                 [self.text, self.output_ids, self.output].contains(&Filled(true))
             }
         };
-        Content::of(is_there, if is_there { self.logprobs.0 } else { 0 })
+        EventContent::of(is_there, if is_there { self.logprobs.0 } else { 0 })
     }
 }
 
@@ -268,9 +268,9 @@ struct Choice {
     #[serde(default)]
     message: Option<Said>,
     #[serde(default)]
-    token_ids: Length,
+    token_ids: ListLength,
     #[serde(default)]
-    logprobs: Logprobs,
+    logprobs: LogprobTokens,
 }
 
 #[derive(Deserialize)]
@@ -288,9 +288,9 @@ struct Said {
 }
 
 impl Choice {
-    fn content(&self) -> Content {
+    fn content(&self) -> EventContent {
         let tokens = self.token_ids.0.max(self.logprobs.content.0).max(self.logprobs.tokens.0);
-        Content::of(self.has_content(), tokens)
+        EventContent::of(self.has_content(), tokens)
     }
 
     fn has_content(&self) -> bool {
@@ -304,9 +304,9 @@ impl Choice {
 
 /// How many elements a list has; 0 for anything else.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Length(u64);
+struct ListLength(u64);
 
-impl<'de> Deserialize<'de> for Length {
+impl<'de> Deserialize<'de> for ListLength {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let raw = <&RawValue>::deserialize(deserializer)?;
         Ok(Self(serde_json::from_str::<Vec<IgnoredAny>>(raw.get()).map_or(0, |list| list.len() as u64)))
@@ -315,24 +315,24 @@ impl<'de> Deserialize<'de> for Length {
 
 /// The probabilities of the tokens of a choice, a list per token in either API.
 #[derive(Clone, Copy, Debug, Default)]
-struct Logprobs {
-    content: Length,
-    tokens: Length,
+struct LogprobTokens {
+    content: ListLength,
+    tokens: ListLength,
 }
 
-impl<'de> Deserialize<'de> for Logprobs {
+impl<'de> Deserialize<'de> for LogprobTokens {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Default, Deserialize)]
         #[serde(default)]
-        struct Lists {
-            content: Length,
-            tokens: Length,
+        struct LogprobLists {
+            content: ListLength,
+            tokens: ListLength,
         }
         let raw = <&RawValue>::deserialize(deserializer)?.get();
         let lists = if raw.starts_with('{') {
-            serde_json::from_str::<Lists>(raw).unwrap_or_default()
+            serde_json::from_str::<LogprobLists>(raw).unwrap_or_default()
         } else {
-            Lists::default()
+            LogprobLists::default()
         };
         Ok(Self { content: lists.content, tokens: lists.tokens })
     }

@@ -392,7 +392,7 @@ proptest! {
 }
 
 #[test]
-fn output_tokens_are_counted_where_events_tell_them() {
+fn output_tokens_are_counted_from_events() {
     let cases: [(&str, u64); 8] = [
         (r#"{"choices":[{"delta":{"content":"a b c"},"token_ids":[1,2,3]}]}"#, 3),
         (r#"{"choices":[{"text":"a b","logprobs":{"tokens":["a"," b"],"token_logprobs":[-1,-1]}}]}"#, 2),

@@ -27,8 +27,8 @@ fn all() -> &'static [(&'static str, Checked)] {
     &ALL
 }
 
-fn budget(tokens: usize, step: usize, is_over: &dyn Fn() -> bool) -> Budget<'_> {
-    Budget { tokens, is_over, step, longest: 400 }
+fn budget(tokens: usize, step: usize, is_over: &dyn Fn() -> bool) -> TokenBudget<'_> {
+    TokenBudget { tokens, is_over, step, longest: 400 }
 }
 
 #[test]
@@ -66,7 +66,7 @@ fn text_without_joints_stops_at_longest_piece() {
     let budget = budget(usize::MAX, 50, &never);
     let stopped = |text: &str| tokens(tokenizer, text, 0, &budget).unwrap().stopped;
     assert_eq!(stopped(&"x".repeat(400)), None);
-    assert_eq!(stopped(&"x".repeat(401)), Some(Stop::TooLong));
+    assert_eq!(stopped(&"x".repeat(401)), Some(StopReason::TooLong));
     assert_eq!(stopped(&"word ".repeat(401)), None);
 }
 

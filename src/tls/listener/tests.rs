@@ -46,7 +46,7 @@ fn headers(flags: u8) -> Vec<u8> {
     vec![0, 0, 1, 1, flags, 0, 0, 0, 1, 0x83]
 }
 
-async fn read_preface(connection: &mut Connection<DuplexStream>, client: &mut DuplexStream) {
+async fn read_preface(connection: &mut AcceptedConnection<DuplexStream>, client: &mut DuplexStream) {
     client.write_all(PREFACE).await.unwrap();
     connection.read_exact(&mut [0; PREFACE.len()]).await.unwrap();
 }

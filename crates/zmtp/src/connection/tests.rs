@@ -4,17 +4,17 @@ use tokio::time::advance;
 use super::*;
 use crate::error::ProtocolError;
 use crate::greeting::greeting;
-use crate::session::{Limits, SocketRole};
+use crate::session::{MessageLimits, SocketRole};
 
 const READY: &[u8] = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB";
 
-fn handshake_with(stream: DuplexStream) -> impl Future<Output = Result<Connection<DuplexStream>, ZmtpError>> {
-    let session = Session::new(SocketRole::Sub { topic: Bytes::new() }, Limits::default());
-    Connection::handshake(stream, session, Timing::default())
+fn handshake_with(stream: DuplexStream) -> impl Future<Output = Result<ZmtpConnection<DuplexStream>, ZmtpError>> {
+    let session = ZmtpSession::new(SocketRole::Sub { topic: Bytes::new() }, MessageLimits::default());
+    ZmtpConnection::handshake(stream, session, ConnectionTiming::default())
 }
 
 /// A connection with a peer of a minor version, after the peer has read our side of the handshake.
-async fn connected(minor: u8) -> (Connection<DuplexStream>, DuplexStream) {
+async fn connected(minor: u8) -> (ZmtpConnection<DuplexStream>, DuplexStream) {
     let (ours, mut peer) = duplex(1 << 16);
     let mut hello = greeting();
     hello[11] = minor;
@@ -34,7 +34,7 @@ async fn peer_that_stalls_in_the_handshake_times_out() {
         peer.write_all(sent).await.unwrap();
         let began = Instant::now();
         assert!(matches!(handshake_with(ours).await, Err(ZmtpError::HandshakeTimeout(_))));
-        assert_eq!(began.elapsed(), Timing::default().handshake);
+        assert_eq!(began.elapsed(), ConnectionTiming::default().handshake);
     }
 }
 
@@ -43,7 +43,7 @@ async fn silent_peer_with_heartbeats_is_disconnected() {
     let (mut connection, mut peer) = connected(1).await;
     let began = Instant::now();
     assert!(matches!(connection.next_event().await, Err(ZmtpError::HeartbeatTimeout(_))));
-    assert_eq!(began.elapsed(), Timing::default().silence);
+    assert_eq!(began.elapsed(), ConnectionTiming::default().silence);
     let mut pings = [0; 18];
     peer.read_exact(&mut pings).await.unwrap();
     assert_eq!(&pings, b"\x04\x07\x04PING\x00\x00\x04\x07\x04PING\x00\x00");

@@ -12,14 +12,14 @@ fn sub() -> SocketRole {
     SocketRole::Sub { topic: Bytes::from_static(b"kv") }
 }
 
-fn ready(role: SocketRole, minor: u8, limits: Limits) -> Session {
+fn ready(role: SocketRole, minor: u8, limits: MessageLimits) -> ZmtpSession {
     let peer = if role == SocketRole::Dealer { "ROUTER" } else { "PUB" };
-    let mut session = Session::new(role, limits);
+    let mut session = ZmtpSession::new(role, limits);
     assert_eq!(session.process(&mut handshake(minor, peer)), Ok(Some(SessionEvent::Ready)));
     session
 }
 
-fn events(session: &mut Session, mut input: BytesMut) -> Result<Vec<SessionEvent>, ProtocolError> {
+fn events(session: &mut ZmtpSession, mut input: BytesMut) -> Result<Vec<SessionEvent>, ProtocolError> {
     let mut events = Vec::new();
     while let Some(event) = session.process(&mut input)? {
         events.push(event);
@@ -44,7 +44,7 @@ fn subscription_has_the_form_of_the_peers_version() {
     for (minor, subscription) in
         [(0, &b"\x00\x03\x01kv"[..]), (1, b"\x04\x0c\x09SUBSCRIBEkv"), (7, b"\x04\x0c\x09SUBSCRIBEkv")]
     {
-        let mut session = ready(sub(), minor, Limits::default());
+        let mut session = ready(sub(), minor, MessageLimits::default());
         let expected = [&greeting()[..], b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB", subscription].concat();
         assert_eq!(session.output()[..], expected, "minor version {minor}");
     }
@@ -52,7 +52,7 @@ fn subscription_has_the_form_of_the_peers_version() {
 
 #[test]
 fn dealer_sends_frames_with_continuation() {
-    let mut session = ready(SocketRole::Dealer, 1, Limits::default());
+    let mut session = ready(SocketRole::Dealer, 1, MessageLimits::default());
     session.output().clear();
     session.send(&[Bytes::new(), Bytes::from_static(b"12345678")]);
     assert_eq!(session.output()[..], *b"\x01\x00\x00\x0812345678");
@@ -71,13 +71,13 @@ fn handshake_refuses_other_sockets_and_errors() {
         (early, ProtocolError::NotReady),
     ];
     for (mut input, expected) in cases {
-        assert_eq!(Session::new(sub(), Limits::default()).process(&mut input), Err(expected));
+        assert_eq!(ZmtpSession::new(sub(), MessageLimits::default()).process(&mut input), Err(expected));
     }
 }
 
 #[test]
 fn ping_is_answered_even_between_frames_of_a_message() {
-    let mut session = ready(sub(), 0, Limits::default());
+    let mut session = ready(sub(), 0, MessageLimits::default());
     assert!(!session.ping(), "a ZMTP 3.0 peer may not know PING");
     session.output().clear();
     let mut wire = message(&[b"kv", b"1"]);
@@ -91,7 +91,7 @@ fn ping_is_answered_even_between_frames_of_a_message() {
 
 #[test]
 fn oversize_messages_are_skipped_and_the_next_is_received() {
-    let limits = Limits { message: 10, frames: 3 };
+    let limits = MessageLimits { message: 10, frames: 3 };
     let mut session = ready(sub(), 1, limits);
     let wire = [
         message(&[b"12345", b"12345"]),
@@ -104,11 +104,11 @@ fn oversize_messages_are_skipped_and_the_next_is_received() {
     ];
     let expected = vec![
         received(&[b"12345", b"12345"]),
-        SessionEvent::Oversize(Oversize::Message),
-        SessionEvent::Oversize(Oversize::Message),
-        SessionEvent::Oversize(Oversize::Message),
+        SessionEvent::Oversize(ExceededLimit::Message),
+        SessionEvent::Oversize(ExceededLimit::Message),
+        SessionEvent::Oversize(ExceededLimit::Message),
         received(&[b"", b"", b""]),
-        SessionEvent::Oversize(Oversize::Frames),
+        SessionEvent::Oversize(ExceededLimit::Frames),
         received(&[b"after"]),
     ];
     assert_eq!(events(&mut session, BytesMut::from(&wire.concat()[..])), Ok(expected));
@@ -116,7 +116,7 @@ fn oversize_messages_are_skipped_and_the_next_is_received() {
 
 #[test]
 fn message_far_beyond_the_limit_ends_the_connection() {
-    let limits = Limits { message: 10, frames: 3 };
+    let limits = MessageLimits { message: 10, frames: 3 };
     let mut session = ready(sub(), 1, limits);
     let mut long = BytesMut::from(&[2][..]);
     long.extend_from_slice(&161_u64.to_be_bytes());

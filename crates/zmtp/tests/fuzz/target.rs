@@ -6,10 +6,12 @@ use std::cell::RefCell;
 use bytes::Bytes;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex};
 use tokio::runtime::{Builder, Runtime};
-use warmroute_zmtp::{Connection, Limits, Oversize, Session, SessionEvent, SocketRole, Timing};
+use warmroute_zmtp::{
+    ConnectionTiming, ExceededLimit, MessageLimits, SessionEvent, SocketRole, ZmtpConnection, ZmtpSession,
+};
 
 /// Small, so that inputs of a few hundred bytes reach the limits.
-pub(crate) const LIMITS: Limits = Limits { message: 96, frames: 4 };
+pub(crate) const LIMITS: MessageLimits = MessageLimits { message: 96, frames: 4 };
 const SKIPPED: u64 = 16;
 const COMMAND: u64 = 8 * 1024;
 
@@ -73,10 +75,11 @@ async fn receive(bytes: &[u8], dealer: bool, piece: usize) -> Outcome {
 async fn consume(stream: tokio::io::DuplexStream, dealer: bool) -> Outcome {
     let role = if dealer { SocketRole::Dealer } else { SocketRole::Sub { topic: Bytes::from_static(b"kv") } };
     let mut outcome = Outcome::default();
-    let mut connection = match Connection::handshake(stream, Session::new(role, LIMITS), Timing::default()).await {
-        Ok(connection) => connection,
-        Err(error) => return Outcome { violation: error.reason() != "closed_in_handshake", ..outcome },
-    };
+    let mut connection =
+        match ZmtpConnection::handshake(stream, ZmtpSession::new(role, LIMITS), ConnectionTiming::default()).await {
+            Ok(connection) => connection,
+            Err(error) => return Outcome { violation: error.reason() != "closed_in_handshake", ..outcome },
+        };
     outcome.ready = true;
     loop {
         match connection.next_event().await {
@@ -99,14 +102,14 @@ fn parse(bytes: &[u8], dealer: bool) -> Outcome {
 struct Violation;
 
 /// Flags and body of a frame, and the bytes after it.
-struct Frame<'a> {
+struct ParsedFrame<'a> {
     flags: u8,
     body: &'a [u8],
     rest: &'a [u8],
 }
 
 /// The next frame. `None` where the bytes end.
-fn frame(bytes: &[u8], at_most: impl Fn(u8, u64) -> bool) -> Result<Option<Frame<'_>>, Violation> {
+fn frame(bytes: &[u8], at_most: impl Fn(u8, u64) -> bool) -> Result<Option<ParsedFrame<'_>>, Violation> {
     let Some((&flags, rest)) = bytes.split_first() else { return Ok(None) };
     let (length, rest) = if flags & 2 == 0 {
         let Some((&length, rest)) = rest.split_first() else { return Ok(None) };
@@ -119,7 +122,7 @@ fn frame(bytes: &[u8], at_most: impl Fn(u8, u64) -> bool) -> Result<Option<Frame
         return Err(Violation);
     }
     let complete = usize::try_from(length).ok().and_then(|length| rest.split_at_checked(length));
-    Ok(complete.map(|(body, rest)| Frame { flags, body, rest }))
+    Ok(complete.map(|(body, rest)| ParsedFrame { flags, body, rest }))
 }
 
 fn parse_into(bytes: &[u8], dealer: bool, outcome: &mut Outcome) -> Result<(), Violation> {
@@ -148,7 +151,7 @@ fn parse_into(bytes: &[u8], dealer: bool, outcome: &mut Outcome) -> Result<(), V
             0 => length.saturating_add(total) <= limit * SKIPPED,
             _ => length <= COMMAND,
         };
-        let Some(Frame { flags, body, rest: after }) = frame(rest, sound)? else { return Ok(()) };
+        let Some(ParsedFrame { flags, body, rest: after }) = frame(rest, sound)? else { return Ok(()) };
         rest = after;
         if flags & 4 != 0 {
             traffic_command(body)?;
@@ -180,8 +183,8 @@ fn event(parts: Vec<Bytes>, count: usize, total: u64) -> SessionEvent {
         sum > limit
     });
     match by_bytes {
-        Some(at) if at <= LIMITS.frames => SessionEvent::Oversize(Oversize::Message),
-        _ => SessionEvent::Oversize(Oversize::Frames),
+        Some(at) if at <= LIMITS.frames => SessionEvent::Oversize(ExceededLimit::Message),
+        _ => SessionEvent::Oversize(ExceededLimit::Frames),
     }
 }
 

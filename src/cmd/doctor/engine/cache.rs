@@ -59,7 +59,10 @@ pub(super) fn block_size_is(facts: &WorkerFacts, theirs: u32, by: &str) -> Findi
         None => (format!("{has}, and the model {model} has the default of {ours}"), write),
     };
     if theirs.is_multiple_of(ours) {
-        at.warning(format!("{seen}: each of its blocks is counted as {} of ours, at more memory", theirs / ours), mend)
+        at.warning(
+            format!("{seen}: each of its blocks is stored as {} blocks, which takes more memory", theirs / ours),
+            mend,
+        )
     } else if ours.is_multiple_of(theirs) {
         let rounding = ours - theirs;
         at.warning(format!("{seen}: it may find up to {rounding} cached tokens more than is predicted"), mend)

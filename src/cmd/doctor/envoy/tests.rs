@@ -214,7 +214,7 @@ fn planted(name: &str, change: impl FnOnce(&mut Value, &mut Value)) -> (Vec<(Lev
 }
 
 #[test]
-fn automatic_server_name_that_is_no_dns_name_is_an_error() {
+fn auto_sni_with_invalid_dns_name_is_an_error() {
     let as_istio = |page: &mut Value, is_automatic: bool| {
         swap(page, r#""cluster_name":"ext_proc""#, r#""cluster_name":"outbound|9002||picker.ns.svc""#);
         swap(page, r#""name":"ext_proc""#, r#""name":"outbound|9002||picker.ns.svc""#);

@@ -138,7 +138,7 @@ fn heap_of_event(event: &Event) -> usize {
 }
 
 #[test]
-fn worst_accepted_batches_take_a_bounded_multiple_of_the_wire() {
+fn decoded_batches_are_bounded_by_their_wire_size() {
     let one = |hashes, tokens, keys: Vec<u8>| stored(&repeated(&[ONE], hashes), &repeated(&[ONE], tokens), &keys);
     let worst = [
         ("hashes", batch(&[one(HASHES, 1, vec![NIL])])),
