@@ -178,14 +178,14 @@ async fn full_listener_replaces_idle_connections_only() {
     let mut idle = [TcpStream::connect(site.ext_proc).await.unwrap(), TcpStream::connect(site.ext_proc).await.unwrap()];
     site.shows("connections{listener=\"ext_proc\"}", 3.0).await;
     let another = Channel::from_shared(format!("http://{}", site.ext_proc)).unwrap().connect_lazy();
-    assert!(served(another).await.unwrap());
+    assert!(served(another.clone()).await.unwrap());
     // The settings of the server, and then the end.
     let _read = timeout(PATIENCE, idle[0].read_to_end(&mut Vec::new())).await.unwrap();
     site.shows("connections_closed_total{listener=\"ext_proc\",reason=\"evicted\"}", 1.0).await;
     site.shows("connections{listener=\"ext_proc\"}", 3.0).await;
     assert_eq!(site.metric("connections_refused_total{listener=\"ext_proc\"}").await, 0.0);
     assert!(served(used).await.unwrap());
-    drop(watch);
+    drop((watch, another));
     site.stop().await;
 }
 

@@ -119,6 +119,8 @@ async fn every_grpc_listener_accepts_any_authority() {
     }
     let mut connection = RawConnection::open(UnixStream::connect(site.path("ext_proc.sock")).await.unwrap()).await;
     assert!(connection.is_answered(1, authorities[0]).await);
+    // It would not answer the ping of a graceful shutdown.
+    drop(connection);
     site.stop().await;
 }
 
