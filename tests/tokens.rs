@@ -302,7 +302,7 @@ fn files_that_cannot_be_used_are_named_with_the_problem() {
     check(none, ["no.json", "No such file"]);
     write("config.json", r#"{"model_type": "llama"}"#);
     let bad = Config { tokenizer: write("bad.json", "{}"), tokenizer_config: None, chat_template: None };
-    check(bad, ["bad.json", "missing"]);
+    check(bad, ["bad.json", "not a tokenizer.json"]);
     let template = |source: &str| Config {
         tokenizer: tokenizer.clone(),
         tokenizer_config: None,

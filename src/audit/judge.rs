@@ -124,14 +124,18 @@ pub enum Cause {
     Unforeseen,
 }
 
+/// A cause that is missing in the list fails to compile, as long as the last one stays the last.
+const _: () = assert!(Cause::ALL.len() == Cause::Unforeseen as usize + 1);
+
 impl Cause {
     /// Every cause.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::BlockAlignment,
         Self::Workload,
         Self::LoadSpill,
         Self::Evicted,
         Self::StoredMeanwhile,
+        Self::BlockRounding,
         Self::StaleIndex,
         Self::Unknown,
         Self::Parity,

@@ -10,11 +10,12 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use super::answer::{Mode, Reason, Route, RouteError};
+use super::answer::{Mode, Route, RouteError};
 use super::leg::{Decision, Legs, Undecided};
 use super::pools::{Pools, Standings};
 use super::prepared::Prepared;
 use super::question::RouteRequest;
+use super::reason::Reason;
 use super::{Router, occupancy, pools};
 use crate::admission::{Class, Gate};
 use crate::fleet::{Kinds, Member};

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::answer::Reason;
 use super::pools::serving;
 use super::question::{Prompt, RouteRequest};
+use super::reason::Reason;
 use super::settings::RouterSettings;
 use super::sources::Trusted;
 use crate::block::{BlockHashes, SequenceHash};

@@ -69,7 +69,7 @@ async fn readiness_names_what_is_pending_until_nothing_is() {
 }
 
 /// Families without a series here: their labels name what this deployment does not have.
-const NOT_HERE: [&str; 9] = [
+const NOT_HERE: [&str; 10] = [
     // No worker was unreachable.
     "warmroute_chosen_not_reached",
     // The workers come from a file.
@@ -78,7 +78,9 @@ const NOT_HERE: [&str; 9] = [
     "warmroute_pool_info",
     // Only a queue has classes, and only a learned prefill time has an error.
     "warmroute_prefill_time_error",
+    // No listener has TLS.
     "warmroute_tls_certificate_expires_seconds",
+    "warmroute_tls_handshake_errors",
     // Every worker publishes events, and none has published one before the first request.
     "warmroute_worker_predicted_blocks",
     "warmroute_kv_event_source_lag_seconds",

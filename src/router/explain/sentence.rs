@@ -2,7 +2,8 @@
 
 use super::{Judged, PhaseExplained};
 use crate::disagg::Bypass;
-use crate::router::answer::{Mode, Phases, Reason, Route, RouteError};
+use crate::router::answer::{Mode, Phases, Route, RouteError};
+use crate::router::reason::Reason;
 use crate::trust::Trust;
 use crate::worker::Role;
 
