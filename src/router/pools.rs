@@ -157,9 +157,9 @@ impl Rules<'_> {
 
     fn prefill<'f>(&self, members: &[&'f Member], request: &RouteRequest) -> Result<Option<Pool<'f>>, RouteError> {
         let own_pin = request.prefill_pin.filter(|_| request.prefill_pin != request.constraints.pin);
-        // Where every worker does both phases nothing is missing.
-        let named = request.model.as_ref().is_some_and(|model| self.settings.enforced.contains(model));
-        if own_pin.is_none() && !self.kinds.prefill && !self.kinds.decode && !named {
+        let enforced_by_model = members.iter().any(|member| self.settings.enforced.contains(&member.worker.model));
+        // Aggregated workers compute the prompt unless the model requires a prefill worker.
+        if own_pin.is_none() && !self.kinds.prefill && !self.kinds.decode && !enforced_by_model {
             return Ok(None);
         }
         if !request.has_prompt() || matches!(request.step, Step::Decode(_) | Step::Together(_)) {
@@ -173,7 +173,7 @@ impl Rules<'_> {
             members.iter().copied().filter(|member| !failed.contains(&member.rank.worker)).collect();
         let members = &left[..];
         let apart = members.iter().any(|member| member.worker.role != Role::Aggregated);
-        let enforce = self.settings.disaggregation.enforce && (apart || named);
+        let enforce = self.settings.disaggregation.enforce && (apart || enforced_by_model);
         let prefills = || members.iter().filter(|member| member.worker.role == Role::Prefill);
         let listed = |member: &&&'f Member| request.constraints.lists(&member.worker);
         // A pin to somebody whom the gateway does not allow is no mistake of the client's.
