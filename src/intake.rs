@@ -232,7 +232,7 @@ impl Intake {
             Some(api) => {
                 let mut told = self.told(headers);
                 // The rest of the deadline is for hashing the tokenized part.
-                told.until = Some(Instant::now() + self.parts.limits.deadline / 8 * 7);
+                told.until = Instant::now().checked_add(self.parts.limits.deadline / 8 * 7);
                 self.ask_engines(api, &mut told, body).await;
                 self.encode(api, told, body).await
             }
@@ -308,10 +308,12 @@ impl Intake {
         if self.pace.is_quick(bytes, self.parts.limits.inline) {
             return self.encode_now(api, &told, &shown);
         }
+        let is_too_large = matches!(body, Body::TooLarge { .. });
         let body = shown.bytes.clone();
         let deadline = engine_tokens::left(self.parts.limits.deadline, &told);
         let because = match tokio::time::timeout(deadline, self.encode_queued(api, told, shown)).await {
             Ok(Some(encoded)) => return encoded,
+            Ok(None) | Err(_) if is_too_large => Reason::BodyTooLarge,
             Ok(None) => Reason::TokenizerBusy,
             Err(_) => Reason::Deadline,
         };
@@ -413,7 +415,7 @@ impl Intake {
                 if prompts.len() == 1
                     && let Some(tokens) = prompts.pop()
                 {
-                    self.begin_with((&named, &salt), tokens, because, &mut encoded);
+                    self.begin_with(&named, &salt, tokens, &mut encoded);
                     encoded.times.push(("hash", clock.lap()));
                 }
             }

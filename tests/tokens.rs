@@ -18,7 +18,8 @@ use serde_json::{Value, json};
 use warmroute::openai::{self, Api};
 use warmroute::prompt::media::{ItemRule, Root};
 use warmroute::prompt::{
-    Budget, Config, EncodeError, Encoder, Engine, Exactness, Illustrated, LoadError, MediaConfig, Traits, Transformers,
+    Config, EncodeError, Encoder, Engine, Exactness, Illustrated, LoadError, MediaConfig, TokenBudget, Traits,
+    Transformers,
 };
 
 static QWEN: LazyLock<Encoder> = LazyLock::new(quick);
@@ -441,7 +442,7 @@ fn responses_and_embeddings_begin_with_special_tokens() {
 /// What is known of a conversation with an image, for a model of which nothing is said about images.
 fn shown(encoder: &Encoder, request: &Value) -> Illustrated {
     let request = openai::parse(Api::ChatCompletions, &serde_json::to_vec(request).unwrap()).unwrap();
-    encoder.illustrate(&request, (None, &Budget::UNLIMITED), &Root::Unsaid).unwrap()
+    encoder.illustrate(&request, None, &TokenBudget::UNLIMITED, &Root::Unsaid).unwrap()
 }
 
 #[test]
@@ -509,7 +510,7 @@ fn images_before_the_first_unknown_one_stand_in_the_prompt() {
     let mut truncated = conversation(&second);
     truncated["truncate_prompt_tokens"] = json!(4);
     let request = openai::parse(Api::ChatCompletions, &serde_json::to_vec(&truncated).unwrap()).unwrap();
-    assert!(encoder.illustrate(&request, (None, &Budget::UNLIMITED), &Root::Unsaid).is_err());
+    assert!(encoder.illustrate(&request, None, &TokenBudget::UNLIMITED, &Root::Unsaid).is_err());
 }
 
 #[test]

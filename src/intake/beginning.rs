@@ -35,7 +35,8 @@ impl Intake {
         }
         let Some(mended) = mend(shown).and_then(without_begun_name) else { return encoded };
         if mended.cut == Cut::Nowhere {
-            return self.read(api, told, shown);
+            let encoded = self.read(api, told, shown);
+            return if because == Reason::BodyTooLarge { encoded.too_large() } else { encoded };
         }
         encoded.session = self.session_in(told, &mended.json);
         if api.shape() != Shape::Prompt {
@@ -53,8 +54,10 @@ impl Intake {
         let tokens = self.tokens((&named, &salt), &request, &mut encoded, &mut clock);
         let Ok(TokenizedPrompts { mut prompts, stopped }) = tokens else { return encoded };
         let Some(mut tokens) = prompts.pop() else { return encoded };
-        if let Some(because) = stopped {
-            self.begin_with((&named, &salt), tokens, because, &mut encoded);
+        if let Some(stopped) = stopped {
+            // A limit on bodies is the operator's, and its reason is kept.
+            encoded.fail(if because == Reason::BodyTooLarge { because } else { stopped });
+            self.begin_with(&named, &salt, tokens, &mut encoded);
             return encoded;
         }
         let guessed = tokens.len() as f64 * whole as f64 / shown.len().max(1) as f64;
@@ -71,18 +74,13 @@ impl Intake {
         encoded
     }
 
-    /// Sets the first tokens of the prompt. The estimate of its length does not change.
-    pub(super) fn begin_with(
-        &self,
-        (named, salt): (&Named, &Salt),
-        mut tokens: Tokens,
-        because: Reason,
-        encoded: &mut Encoded,
-    ) {
+    /// Sets the first tokens of an estimated prompt. The estimate and its reason do not change.
+    pub(super) fn begin_with(&self, named: &Named, salt: &Salt, mut tokens: Tokens, encoded: &mut Encoded) {
+        let Some(because) = encoded.prompt.because() else { return };
         let size = named.model.block_size.tokens();
         tokens.truncate(tokens.len() / size * size);
         if tokens.is_empty() {
-            return encoded.fail(because);
+            return;
         }
         let known = named.resumed_hashes(&tokens, salt);
         let prompts = [tokens.into_ids()];

@@ -86,6 +86,23 @@ impl Encoded {
         named
     }
 
+    /// The same request with a body above the limit, of which no more is used than the first blocks.
+    pub(super) fn too_large(mut self) -> Self {
+        let because = Reason::BodyTooLarge;
+        let tokens = self.prompt.tokens();
+        self.prompt = match self.prompt {
+            Prompt::Hashed(mut prompts) if prompts.len() == 1 => match prompts.pop() {
+                Some(known) => Prompt::Beginning { known, tokens, because },
+                None => Prompt::Estimated { tokens, because },
+            },
+            Prompt::Beginning { known, tokens, .. } => Prompt::Beginning { known, tokens, because },
+            none @ Prompt::Estimated { because: Reason::NotInference | Reason::UnknownModel, .. } => none,
+            Prompt::Hashed(_) | Prompt::Estimated { .. } => Prompt::Estimated { tokens, because },
+        };
+        self.tokens = Vec::new();
+        self
+    }
+
     pub(super) fn fail(&mut self, reason: Reason) {
         if let Prompt::Estimated { because, .. } = &mut self.prompt {
             *because = reason;

@@ -24,8 +24,8 @@ impl Intake {
         });
         let is_over = clock.deadline();
         let budget = TokenBudget::new(self.most_tokens(named), &is_over);
-        let within = (salt.cache.as_deref(), &budget);
-        let mut shown = match encoder.illustrate(request, within, &root.unwrap_or_default()) {
+        let root = root.unwrap_or_default();
+        let mut shown = match encoder.illustrate(request, salt.cache.as_deref(), &budget, &root) {
             Ok(shown) => shown,
             Err(error) => return encoded.fail(reason(error)),
         };

@@ -18,7 +18,8 @@ impl Encoder {
     pub fn illustrate(
         &self,
         request: &Request,
-        (apart, budget): (Option<&str>, &TokenBudget<'_>),
+        apart: Option<&str>,
+        budget: &TokenBudget<'_>,
         root: &Root,
     ) -> Result<Illustrated, EncodeError> {
         let Prompt::Chat(chat) = &request.prompt else {

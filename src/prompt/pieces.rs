@@ -50,6 +50,11 @@ impl<'b> TokenBudget<'b> {
     pub fn new(tokens: usize, is_over: &'b dyn Fn() -> bool) -> Self {
         Self { tokens, is_over, step: STEP, longest: LONGEST }
     }
+
+    /// The budget that remains after this many tokens.
+    pub(super) fn after(self, tokens: usize) -> Self {
+        Self { tokens: self.tokens.saturating_sub(tokens), ..self }
+    }
 }
 
 /// The reason why a prompt was not tokenized to its end.
@@ -69,21 +74,15 @@ pub(super) struct FirstTokens {
     pub(super) stopped: Option<StopReason>,
 }
 
-/// The tokens of a text that goes on from so many others, as far as the budget goes.
-pub(super) fn tokens(
-    tokenizer: &Checked,
-    text: &str,
-    before: usize,
-    budget: &TokenBudget<'_>,
-) -> tokenizers::Result<FirstTokens> {
+/// The tokens of a text, as far as the budget goes.
+pub(super) fn tokens(tokenizer: &Checked, text: &str, budget: &TokenBudget<'_>) -> tokenizers::Result<FirstTokens> {
     let mut ids: Vec<u32> = Vec::new();
     let mut from = 0;
     let mut stopped = None;
     while from < text.len() {
-        let made = before.saturating_add(ids.len());
         let end = if (budget.is_over)() {
             Err(StopReason::Deadline)
-        } else if made >= budget.tokens {
+        } else if ids.len() >= budget.tokens {
             Err(StopReason::TooLong)
         } else {
             end_of_piece(tokenizer.has_joints(), text, from, budget).ok_or(StopReason::TooLong)
@@ -103,9 +102,8 @@ pub(super) fn tokens(
         }
         from = end;
     }
-    let room = budget.tokens.saturating_sub(before);
-    let stopped = stopped.or_else(|| (ids.len() > room).then_some(StopReason::TooLong));
-    ids.truncate(room);
+    let stopped = stopped.or_else(|| (ids.len() > budget.tokens).then_some(StopReason::TooLong));
+    ids.truncate(budget.tokens);
     Ok(FirstTokens { ids, stopped })
 }
 

@@ -105,7 +105,7 @@ impl Resumer {
         let mut last = found.len().checked_sub(1).map(|at| points[at]);
         let mut stopped = None;
         for point in &points[found.len()..] {
-            let piece = self.piece((tokenizer, &text[..point.end]), last, all.len(), budget)?;
+            let piece = self.piece(tokenizer, &text[..point.end], last, &budget.after(all.len()))?;
             all.extend_from_slice(&piece.ids);
             stopped = piece.stopped;
             if stopped.is_some() {
@@ -116,12 +116,15 @@ impl Resumer {
             last = Some(*point);
         }
         if stopped.is_none() {
-            let piece = self.piece((tokenizer, text), last, all.len(), budget)?;
+            let piece = self.piece(tokenizer, text, last, &budget.after(all.len()))?;
             all.extend(piece.ids);
             stopped = piece.stopped;
         }
         // The known tokens of earlier prompts may exceed the budget.
-        all.truncate(budget.tokens);
+        if all.len() > budget.tokens {
+            stopped = stopped.or(Some(StopReason::TooLong));
+            all.truncate(budget.tokens);
+        }
         known.retain(|(_, tokens)| *tokens <= all.len());
         // What was made just before a difference was found is not kept: it may be wrong.
         let made = if tokenizer.because().is_some() == library { made } else { Vec::new() };
@@ -130,18 +133,19 @@ impl Resumer {
         Ok(Some(Bare { ids: all, stopped, points: known }))
     }
 
-    /// The tokens of what follows a point in a text, behind so many others.
+    /// The tokens of what follows a point in a text.
     fn piece(
         &self,
-        (tokenizer, text): (&Checked, &str),
+        tokenizer: &Checked,
+        text: &str,
         last: Option<Point>,
-        before: usize,
         budget: &TokenBudget<'_>,
     ) -> tokenizers::Result<FirstTokens> {
-        let Some(Point { end, edge, .. }) = last else { return pieces::tokens(tokenizer, text, before, budget) };
+        let Some(Point { end, edge, .. }) = last else { return pieces::tokens(tokenizer, text, budget) };
         let edge = self.edges.get(edge);
-        // The added token is tokenized once more, and counts once.
-        let mut made = pieces::tokens(tokenizer, &text[end - edge.content.len()..], before.saturating_sub(1), budget)?;
+        // The added token is tokenized once more, and removed again.
+        let budget = TokenBudget { tokens: budget.tokens.saturating_add(1), ..*budget };
+        let mut made = pieces::tokens(tokenizer, &text[end - edge.content.len()..], &budget)?;
         match made.ids.first() {
             Some(first) if *first == edge.id => drop(made.ids.remove(0)),
             None if made.stopped.is_some() => {}

@@ -24,6 +24,8 @@ impl BoundedTokens {
 /// How a prompt is truncated.
 #[derive(Clone, Copy)]
 struct PromptTruncation {
+    /// Whether special tokens are added.
+    special: bool,
     keep: Option<usize>,
     side: Side,
     /// Whether the tokens around the text are truncated as well: the engine then truncates the whole output of the tokenizer.
@@ -49,8 +51,8 @@ impl Encoder {
             Source::Texts(texts) => {
                 let special = rendered.add_special_tokens;
                 self.refuse_doubt(special)?;
-                let kept = PromptTruncation { keep, side, after_framing: named_side.is_some() };
-                texts.iter().map(|text| self.begin((text, special), kept, apart, budget)).collect()
+                let kept = PromptTruncation { special, keep, side, after_framing: named_side.is_some() };
+                texts.iter().map(|text| self.begin(text, kept, apart, budget)).collect()
             }
         }
     }
@@ -58,13 +60,13 @@ impl Encoder {
     /// The tokens of one text, cut off as asked, as far as the budget goes.
     fn begin(
         &self,
-        (text, special): (&str, bool),
+        text: &str,
         kept: PromptTruncation,
         apart: Option<&str>,
         budget: &TokenBudget<'_>,
     ) -> Result<BoundedTokens, EncodeError> {
-        let frame = self.frame.as_ref().filter(|_| special);
-        if special && frame.is_none() {
+        let frame = self.frame.as_ref().filter(|_| kept.special);
+        if kept.special && frame.is_none() {
             return self.begin_in_unknown_frame(text, kept, budget);
         }
         let room = match kept.keep {
@@ -109,7 +111,7 @@ impl Encoder {
                 Err(_) => resumer.count_failed(),
             }
         }
-        pieces::tokens(&self.tokenizer, text, 0, budget).map(Bare::from).map_err(failed)
+        pieces::tokens(&self.tokenizer, text, budget).map(Bare::from).map_err(failed)
     }
 
     fn framed(&self, bare: Bare, frame: Option<&Frame>) -> Tokens {
@@ -131,7 +133,7 @@ impl Encoder {
         if text.len() > budget.longest {
             return Ok(BoundedTokens { tokens: Vec::new().into(), stopped: Some(StopReason::TooLong) });
         }
-        let PromptTruncation { keep, side, after_framing } = kept;
+        let PromptTruncation { keep, side, after_framing, .. } = kept;
         let tokens = self.tokens_in_unknown_frame(text, keep.filter(|_| !after_framing), side)?;
         Ok(BoundedTokens::of(truncated(&tokens, keep, side), budget))
     }

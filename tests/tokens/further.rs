@@ -12,7 +12,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use warmroute::openai::{self, Api, Chat, Prompt, Source};
 use warmroute::prompt::media::{ItemRule, Root, Rule};
-use warmroute::prompt::{Budget, Config, Encoder, Illustrated, MediaConfig, Traits};
+use warmroute::prompt::{Config, Encoder, Illustrated, MediaConfig, TokenBudget, Traits};
 
 /// Of each of our own files, the cases, those that are equal, and those that are not compared, because the engine refused them
 /// or because we do. Whoever learns more raises the second number; nothing lowers it unseen.
@@ -266,7 +266,7 @@ fn compare(asked: &Asked<'_>, models: &mut Tokenizers, names: &[&str]) -> Outcom
             if models.remembers_another(chat) {
                 return skipped("the engine remembers another item of this uuid".to_owned());
             }
-            return match encoder.illustrate(&request, (None, &Budget::UNLIMITED), &Root::Unsaid) {
+            return match encoder.illustrate(&request, None, &TokenBudget::UNLIMITED, &Root::Unsaid) {
                 Ok(ours) => against_illustrated(&ours, asked, models.names_media(names)),
                 Err(error) => skipped(error.to_string()),
             };

@@ -92,6 +92,25 @@ async fn body_above_limit_is_routed_by_its_prefix() {
 }
 
 #[tokio::test]
+async fn body_above_limit_keeps_its_reason_when_shown_whole() {
+    let intake = of_length(1000, patient());
+    for prompt in [words(1000), words(100_000)] {
+        let sent = Body::TooLarge { shown: body(&prompt), bytes: 100_000 };
+        let (known, _, because) = beginning(intake.take(PATH, &|_| None, &sent).await.request.prompt);
+        assert_eq!((because, known.is_empty()), (Reason::BodyTooLarge, false));
+    }
+    let unreadable = Body::TooLarge { shown: Bytes::from_static(b"{\"model\":\"m\"}"), bytes: 100_000 };
+    let prompt = intake.take(PATH, &|_| None, &unreadable).await.request.prompt;
+    assert_eq!(prompt.because(), Some(Reason::BodyTooLarge), "{prompt:?}");
+}
+
+#[tokio::test]
+async fn deadline_beyond_time_is_no_deadline() {
+    let intake = with_tokenizer(Limits { deadline: Duration::MAX, ..patient() });
+    whole(intake.take(PATH, &|_| None, &Body::Whole(body("one two three"))).await.request.prompt);
+}
+
+#[tokio::test]
 async fn missed_deadline_keeps_first_tokens() {
     let prompt = words(2_000_000);
     let exact = whole(with_tokenizer(patient()).take_now(PATH, &|_| None, &body(&prompt)).request.prompt);

@@ -64,7 +64,7 @@ fn text_without_joints_stops_at_longest_piece() {
     let (_, tokenizer) = &all()[0];
     let never = || false;
     let budget = budget(usize::MAX, 50, &never);
-    let stopped = |text: &str| tokens(tokenizer, text, 0, &budget).unwrap().stopped;
+    let stopped = |text: &str| tokens(tokenizer, text, &budget).unwrap().stopped;
     assert_eq!(stopped(&"x".repeat(400)), None);
     assert_eq!(stopped(&"x".repeat(401)), Some(StopReason::TooLong));
     assert_eq!(stopped(&"word ".repeat(401)), None);
@@ -93,11 +93,11 @@ proptest! {
             let whole = whole.get_ids();
             let looked = Cell::new(0);
             let is_over = || looked.replace(looked.get() + 1) >= looks;
-            let found = tokens(tokenizer, &text, 0, &budget(most, step, &is_over)).unwrap();
+            let found = tokens(tokenizer, &text, &budget(most, step, &is_over)).unwrap();
             prop_assert!(whole.starts_with(&found.ids), "{name}: {:?} of {whole:?} for {text:?}", found.ids);
             prop_assert!(found.ids.len() <= most);
             prop_assert!(found.stopped.is_some() || found.ids == whole, "{name}: {text:?}");
-            let joined = tokens(tokenizer, &text, 0, &budget(usize::MAX, step, &|| false)).unwrap();
+            let joined = tokens(tokenizer, &text, &budget(usize::MAX, step, &|| false)).unwrap();
             prop_assert!(joined.stopped.is_some() || joined.ids == whole, "{name}: {text:?}");
         }
     }
