@@ -368,7 +368,7 @@ proptest! {
                 // What is cut into lines or nothing at all is for the other tests.
                 event => match answer::read(event) {
                     Some(told) => {
-                        expected.content_events += u64::from(told.content != answer::Content::None);
+                        expected.content_events += u64::from(told.content != EventContent::None);
                         expected.content_tokens = expected.content_tokens.saturating_add(told.content.tokens());
                         expected.done |= told.last;
                         if let Some(counts) = told.counts {
