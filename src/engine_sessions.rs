@@ -20,7 +20,7 @@ use futures_util::stream::{self, FuturesUnordered, StreamExt as _};
 use parking_lot::Mutex;
 use serde_json::json;
 use tokio::sync::{Notify, watch};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 use tracing::debug;
 
 use crate::engine_client::config::EnginesConfig;
@@ -68,17 +68,59 @@ pub struct EngineSessions {
 #[derive(Default)]
 struct Known {
     /// Where the engine of a bound session was when it came: its worker may have left the fleet by the time it leaves.
-    bound: HashMap<(WorkerId, String), Place>,
+    bound: HashMap<BoundSession, Place>,
+    /// The sessions that use an id at an engine. Engines do not know tenants, so two tenants may use the same id.
+    users: HashMap<Place, HashSet<BoundSession>>,
     /// The open calls of sessions at engines.
     opening: HashMap<Place, SessionOpening>,
     /// What engines may have open because of us.
     open: HashSet<Place>,
 }
 
+/// A session at a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct BoundSession {
+    worker: WorkerId,
+    tenant: Option<Arc<str>>,
+    id: String,
+}
+
+impl BoundSession {
+    fn of(stay: &Stay) -> Self {
+        Self { worker: stay.target.worker, tenant: stay.tenant.clone(), id: stay.id.clone() }
+    }
+}
+
+impl Known {
+    /// Adds a session; false if another session already uses its id at the engine.
+    fn bind(&mut self, session: BoundSession, place: &Place) -> bool {
+        self.release(&session);
+        self.bound.insert(session.clone(), place.clone());
+        let users = self.users.entry(place.clone()).or_default();
+        users.insert(session);
+        users.len() == 1
+    }
+
+    /// Removes a session. Returns its place if no other session uses its id there.
+    fn release(&mut self, session: &BoundSession) -> Option<Place> {
+        let place = self.bound.remove(session)?;
+        if let Some(users) = self.users.get_mut(&place) {
+            users.remove(session);
+            if !users.is_empty() {
+                return None;
+            }
+        }
+        self.users.remove(&place);
+        Some(place)
+    }
+}
+
 /// State of the call that opens a session at an engine.
 struct SessionOpening {
     /// The idle time that the client set.
     idle: Option<Duration>,
+    /// Requests wait no longer than this, so that an engine that hangs delays only the first ones of a session.
+    deadline: Instant,
     /// Whether the call has ended, successfully or not.
     settled: watch::Sender<bool>,
 }
@@ -136,17 +178,19 @@ impl EngineSessions {
         self.access.store(Arc::new(access));
     }
 
-    /// Waits until the call that opens the session at that worker has ended, successfully or not. Returns at once if there is none.
-    pub async fn wait_until_open(&self, rank: WorkerRank, id: String) {
+    /// Waits until the call that opens the session at that worker has ended, successfully or not, or has taken too long. Returns at once if
+    /// there is none.
+    pub async fn wait_until_open(&self, rank: WorkerRank, id: String, tenant: Option<Arc<str>>) {
         self.follow();
-        let settled = {
+        let session = BoundSession { worker: rank.worker, tenant, id };
+        let opening = {
             let Known { bound, opening, .. } = &*self.known.lock();
-            let opening = bound.get(&(rank.worker, id)).and_then(|place| opening.get(place));
-            opening.map(|opening| opening.settled.subscribe())
+            let opening = bound.get(&session).and_then(|place| opening.get(place));
+            opening.map(|opening| (opening.deadline, opening.settled.subscribe()))
         };
-        if let Some(mut settled) = settled {
+        if let Some((deadline, mut settled)) = opening {
             // An error means that the session has left the worker.
-            let _ = settled.wait_for(|settled| *settled).await;
+            let _ = timeout_at(deadline, settled.wait_for(|settled| *settled)).await;
         }
     }
 
@@ -181,6 +225,8 @@ impl EngineSessions {
             lanes.discard(endpoint);
             let mut known = self.known.lock();
             known.open.retain(|place| place.endpoint != endpoint);
+            let of_engine = known.opening.iter().filter(|(place, _)| place.endpoint == endpoint);
+            of_engine.for_each(|(_, opening)| _ = opening.settled.send_replace(true));
             self.metrics.engine_sessions.set(known.open.len() as i64);
         }
     }
@@ -211,7 +257,7 @@ impl EngineSessions {
                 Moved::Came(stay) | Moved::Left(stay) | Moved::HandedOver(stay) | Moved::Inherited(stay)
                     if stay.group => {}
                 Moved::Came(stay) => {
-                    if let Some(place) = self.came(stay)
+                    if let Some(place) = self.came(&stay)
                         && !lanes.open(place.clone())
                     {
                         self.count(Word::Open, "overflow");
@@ -219,16 +265,17 @@ impl EngineSessions {
                     }
                 }
                 Moved::Inherited(stay) => {
-                    if let Some(place) = self.came(stay) {
+                    if let Some(place) = self.came(&stay) {
                         // Whoever is gone has opened it, so it is closed at its end whatever becomes of this.
                         self.known.lock().open.insert(place.clone());
+                        // Requests do not wait: the engine has the session open.
+                        self.settle(&place);
                         lanes.open(place);
                     }
                 }
                 Moved::Left(stay) => {
                     let mut known = self.known.lock();
-                    let place = known.bound.remove(&(stay.target.worker, stay.id));
-                    if let Some(place) = place {
+                    if let Some(place) = known.release(&BoundSession::of(&stay)) {
                         known.opening.remove(&place);
                         let is_open = known.open.contains(&place);
                         lanes.close(place, is_open);
@@ -236,7 +283,7 @@ impl EngineSessions {
                 }
                 Moved::HandedOver(stay) => {
                     let mut known = self.known.lock();
-                    if let Some(place) = known.bound.remove(&(stay.target.worker, stay.id)) {
+                    if let Some(place) = known.release(&BoundSession::of(&stay)) {
                         known.opening.remove(&place);
                         known.open.remove(&place);
                         lanes.forget(&place);
@@ -247,13 +294,17 @@ impl EngineSessions {
         }
     }
 
-    fn came(&self, stay: Stay) -> Option<Place> {
-        let worker = stay.target.worker;
-        let endpoint = self.router.fleet().worker(worker)?.endpoint;
+    /// Binds a session. Returns its place if it has to be opened: no other session has opened its id there.
+    fn came(&self, stay: &Stay) -> Option<Place> {
+        let endpoint = self.router.fleet().worker(stay.target.worker)?.endpoint;
         let place = Place { endpoint, id: stay.id.clone() };
         let mut known = self.known.lock();
-        known.bound.insert((worker, stay.id), place.clone());
-        known.opening.insert(place.clone(), SessionOpening { idle: stay.idle, settled: watch::Sender::new(false) });
+        if !known.bind(BoundSession::of(stay), &place) {
+            return None;
+        }
+        let deadline = Instant::now() + self.deadline();
+        let opening = SessionOpening { idle: stay.idle, deadline, settled: watch::Sender::new(false) };
+        known.opening.insert(place.clone(), opening);
         Some(place)
     }
 

@@ -30,7 +30,7 @@ pub struct SessionWord {
     pub idle: Option<Duration>,
 }
 
-type OpenSession = Box<dyn Fn(WorkerRank, &str) -> BoxFuture<'static, ()> + Send + Sync>;
+type OpenSession = Box<dyn Fn(WorkerRank, &SessionWord) -> BoxFuture<'static, ()> + Send + Sync>;
 
 /// Opens sessions at engines before their first request is sent there.
 struct SessionOpener {
@@ -158,7 +158,7 @@ impl Entrance {
     pub fn on_open(
         &self,
         deadline: Duration,
-        open: impl Fn(WorkerRank, &str) -> BoxFuture<'static, ()> + Send + Sync + 'static,
+        open: impl Fn(WorkerRank, &SessionWord) -> BoxFuture<'static, ()> + Send + Sync + 'static,
     ) {
         self.opening.set(SessionOpener { deadline, open: Box::new(open) }).ok();
     }
@@ -298,7 +298,7 @@ impl Entrance {
         if let (Some(opening), Some(word), Some(_)) = (opening, session, &admitted.session) {
             tell(&mut told, Duration::ZERO);
             // After the deadline the request is sent without an open session.
-            let _ = Box::pin(timeout(opening.deadline, (opening.open)(target, &word.id))).await;
+            let _ = Box::pin(timeout(opening.deadline, (opening.open)(target, word))).await;
         }
         Ok(admitted)
     }

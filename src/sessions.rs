@@ -130,6 +130,8 @@ pub struct Stay {
     pub id: String,
     /// Whether it is a group.
     pub group: bool,
+    /// The tenant of the session, if `clients.tenant_header` is set.
+    pub tenant: Option<Arc<str>>,
     /// Where.
     pub target: WorkerRank,
     /// The idle time after which the engine may close it, if the client set one.

@@ -312,6 +312,45 @@ async fn a_session_that_another_router_sees_to_is_not_closed_until_it_is_inherit
 }
 
 #[tokio::test]
+async fn tenants_share_one_session_of_an_engine() {
+    let engine = Engine::start(Manner::Well).await;
+    let bed = Bed::start(&[engine.address], sglang());
+    let bind = |tenant, dp_rank| {
+        let name = SessionName { id: "a", parent: None, model: None, tenant: Some(tenant) };
+        match bed.sessions.enter(name).unwrap() {
+            Entry::First(binding) => binding.bind(rank(1, dp_rank)),
+            other => panic!("{other:?}"),
+        }
+    };
+    let one = bind("one", 0);
+    let two = bind("two", 1);
+    bed.counted("open", "ok", 1).await;
+    two.finish();
+    drop(two);
+    let _other = bed.first("b").bind(rank(1, 0));
+    bed.counted("open", "ok", 2).await;
+    assert_eq!(engine.calls(), [open("a"), open("b")], "tenant one still uses it");
+    one.finish();
+    drop(one);
+    bed.counted("close", "ok", 1).await;
+    assert_eq!(engine.calls()[2..], [close("a")]);
+}
+
+#[tokio::test]
+async fn requests_of_inherited_sessions_do_not_wait() {
+    let engine = Engine::start(Manner::Never).await;
+    let bed = Bed::start(&[engine.address], sglang());
+    bed.sessions.on_word(1, || ());
+    let session = Arc::new(SessionKey { model: None, tenant: None, group: false, id: "a".into() });
+    let stamp = Stamp { version: 1, by: 2 };
+    bed.sessions.take(Word::Bound { session, target: rank(1, 0), stamp }, Use::Now);
+    assert_eq!(bed.sessions.inherit(|_| false), 1);
+    let waiting = bed.engines.wait_until_open(rank(1, 0), "a".to_owned(), None);
+    let open = tokio::time::timeout(bed.engines.deadline() / 2, waiting).await;
+    assert!(open.is_ok(), "the engine has it open");
+}
+
+#[tokio::test]
 async fn at_the_end_all_that_is_open_is_closed_and_who_hangs_is_left() {
     let engines = [Engine::start(Manner::Well).await, Engine::start(Manner::Never).await];
     let bed = Bed::start(&[engines[0].address, engines[1].address], sglang());

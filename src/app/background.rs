@@ -177,10 +177,11 @@ impl App {
             Ok(Box::new(move || engines.set_access(access)))
         });
         let opener = engines.clone();
-        entrance.on_open(engines.deadline(), move |rank, id| {
+        entrance.on_open(engines.deadline(), move |rank, session| {
             let engines = opener.clone();
-            let id = id.to_owned();
-            Box::pin(async move { engines.wait_until_open(rank, id).await })
+            let id = session.id.clone();
+            let tenant = session.tenant.as_deref().map(Into::into);
+            Box::pin(async move { engines.wait_until_open(rank, id, tenant).await })
         });
         let stop = self.stop.clone();
         self.background.spawn(async move {

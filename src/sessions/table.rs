@@ -382,21 +382,9 @@ impl Table {
     pub(super) fn note(&mut self, moved: fn(Stay) -> Moved, key: &Key, target: WorkerRank) {
         let most = self.most_notes();
         let idle = self.sessions.get(key).and_then(|session| session.engine_idle);
-        let moved = moved(Stay { id: key.id.to_string(), group: key.group, target, idle });
-        // Engines do not know tenants: a session that another tenant has open under the same id is not closed.
-        if matches!(moved, Moved::Left(_)) && self.has_namesake(key, target) {
-            return;
-        }
+        let moved = moved(Stay { id: key.id.to_string(), group: key.group, tenant: key.tenant.clone(), target, idle });
         let Some(moves) = self.moves.as_mut().filter(|moves| moves.len() < most) else { return };
         moves.push(moved);
-    }
-
-    /// Whether another tenant has a session of the same id there.
-    fn has_namesake(&self, key: &Key, target: WorkerRank) -> bool {
-        let of = |tenant: Option<&Arc<str>>| Key { tenant: tenant.cloned(), ..key.clone() };
-        let others = self.tenants.tenants().map(Some).chain([None]).filter(|tenant| *tenant != key.tenant.as_ref());
-        let is_there = |key: Key| self.sessions.get(&key).is_some_and(|session| session.bond == Bond::Bound(target));
-        self.moves.is_some() && others.map(of).any(is_there)
     }
 
     pub(super) fn most_notes(&self) -> usize {

@@ -47,10 +47,6 @@ impl TenantTable {
         self.tenants.get(tenant).map_or(0, |sessions| sessions.count)
     }
 
-    pub(super) fn tenants(&self) -> impl Iterator<Item = &Arc<str>> {
-        self.tenants.keys()
-    }
-
     /// Marks a session as idle.
     pub(super) fn set_idle(&mut self, last_use: LastUse, key: Arc<Key>) {
         if let Some(tenant) = &key.tenant {

@@ -117,7 +117,7 @@ fn a_session_stays_where_its_first_request_went_until_it_was_not_used_for_its_ti
     hands.forward(TTL);
     drop(first(enter(&sessions, "a")));
     assert_eq!(sessions.counts(), Counts::default());
-    let stay = Stay { id: "a".to_owned(), group: false, target: rank(1), idle: None };
+    let stay = Stay { id: "a".to_owned(), group: false, tenant: None, target: rank(1), idle: None };
     assert_eq!(sessions.moves(), [Moved::Came(stay.clone()), Moved::Left(stay)]);
     assert_eq!(sessions.moves(), []);
 }
@@ -254,7 +254,10 @@ fn where_there_is_no_room_the_session_not_used_for_longest_goes() {
     }
     drop(bound(enter(&sessions, "old")));
     let new = first(enter(&sessions, "new")).bind(rank(3));
-    assert_eq!(left(&sessions), [Stay { id: "older".to_owned(), group: false, target: rank(2), idle: None }]);
+    assert_eq!(
+        left(&sessions),
+        [Stay { id: "older".to_owned(), group: false, tenant: None, target: rank(2), idle: None }]
+    );
     assert_eq!(bound(enter(&sessions, "old")).target(), rank(2));
     drop((running, new));
 }
@@ -377,15 +380,14 @@ fn tenant_at_its_limit_evicts_only_its_own_sessions() {
 }
 
 #[test]
-fn session_of_another_tenant_stays_open_on_the_engine() {
+fn moves_name_the_tenant_of_the_session() {
     let (sessions, _hands) = sessions(10);
-    sessions.on_move(|| ());
     let [one, two] = ["one", "two"].map(|tenant| first(sessions.enter(of_tenant("a", tenant)).unwrap()).bind(rank(1)));
     sessions.moves();
-    two.finish();
-    drop(two);
-    assert_eq!(sessions.moves(), [], "the engine has one session of this id, which tenant one still uses");
-    one.finish();
-    drop(one);
-    assert_eq!(sessions.moves(), [Moved::Left(Stay { id: "a".into(), group: false, target: rank(1), idle: None })]);
+    for (hold, tenant) in [(two, "two"), (one, "one")] {
+        hold.finish();
+        drop(hold);
+        let stay = Stay { id: "a".into(), group: false, tenant: Some(tenant.into()), target: rank(1), idle: None };
+        assert_eq!(sessions.moves(), [Moved::Left(stay)]);
+    }
 }

@@ -25,7 +25,7 @@ fn talk(routers: &[&Arc<Sessions>]) {
 }
 
 fn stay(target: u64) -> Stay {
-    Stay { id: "a".to_owned(), group: false, target: rank(target), idle: None }
+    Stay { id: "a".to_owned(), group: false, tenant: None, target: rank(target), idle: None }
 }
 
 #[test]
