@@ -19,6 +19,9 @@ pub struct BlockLimits {
 /// Factor on the KV blocks that the engine reports: events of new blocks may arrive before those of removals.
 const TIMES_CAPACITY: u64 = 4;
 
+/// Largest limit that follows from what an engine reports of itself; a larger one must be configured.
+const LARGEST_REPORTED: u64 = 1 << 26;
+
 impl BlockLimits {
     /// No limit.
     pub const NONE: Self = Self { device: u64::MAX, lower_tier: u64::MAX };
@@ -26,7 +29,8 @@ impl BlockLimits {
     /// The limits of a rank: from its number of KV blocks where that is known, else `most_blocks_per_tier`, which is also the
     /// least that a lower tier may hold.
     pub fn of_rank(total_kv_blocks: Option<u64>, most_blocks_per_tier: u64) -> Self {
-        let by_capacity = total_kv_blocks.map(|blocks| blocks.saturating_mul(TIMES_CAPACITY));
+        let ceiling = LARGEST_REPORTED.max(most_blocks_per_tier);
+        let by_capacity = total_kv_blocks.map(|blocks| blocks.saturating_mul(TIMES_CAPACITY).min(ceiling));
         Self {
             device: by_capacity.unwrap_or(most_blocks_per_tier),
             lower_tier: by_capacity.unwrap_or_default().max(most_blocks_per_tier),

@@ -612,6 +612,21 @@ fn unnamed(id: u64, unnamed: u64) -> Event {
 }
 
 #[test]
+fn each_reservation_of_a_snapshot_has_unnamed_blocks() {
+    let mut random = SmallRng::seed_from_u64(1);
+    let mut names = Names::new(&mut random, None);
+    let mut blocks = |unnamed_blocks| match wire::told(unnamed(1, unnamed_blocks), &mut names) {
+        Some(Told::Load(News::Booked { bookings, .. })) => {
+            bookings.iter().flat_map(|booking| booking.sequences.prompts()).map(|prompt| prompt.len()).sum::<usize>()
+        }
+        other => panic!("{other:?}"),
+    };
+    assert_eq!([blocks(100_000), blocks(100_000)], [100_000, 100_000]);
+    assert_eq!(blocks(u64::MAX), MOST_BLOCKS - 200_000, "the whole message is bounded, too");
+    assert_eq!(blocks(1), 0);
+}
+
+#[test]
 fn unnamed_blocks_of_a_peer_are_bounded() {
     let (load, mut random) = (LoadTracker::new(Instant::now), SmallRng::seed_from_u64(1));
     let (world, mut mirror) = (empty_world(&load), Mirror::default());

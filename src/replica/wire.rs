@@ -7,6 +7,7 @@ use std::time::Duration;
 use rand::Rng;
 
 use super::Told;
+use super::mirror::MOST_BLOCKS;
 use super::proto::event::Event as Any;
 use super::proto::{self, Event};
 use crate::block::tracking::{Key, unshared};
@@ -19,8 +20,9 @@ use crate::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
 /// The slot of somebody who is not here. Whoever books looks up the right one.
 pub(super) const NOWHERE: Slot = Slot(u32::MAX);
 
-/// Most blocks of a message that are not named: a prompt of 2 million tokens. It limits the memory for a count sent in a few bytes.
-const MOST_UNNAMED: u64 = 1 << 17;
+/// Most blocks of a reservation that are not named: a prompt of 2 million tokens. It limits the memory for a count sent in a few
+/// bytes.
+pub(super) const MOST_UNNAMED: u64 = 1 << 17;
 
 /// Most blocks of one answer.
 const MOST_OUTPUT: u64 = 1 << 20;
@@ -152,16 +154,24 @@ fn session(key: &SessionKey) -> proto::Session {
 pub(super) struct Names<'r, R> {
     random: &'r mut R,
     key: Option<&'r Key>,
+    /// Unnamed blocks that the message may still have.
     left: u64,
+    /// Unnamed blocks that the current reservation may still have.
+    left_of_reservation: u64,
 }
 
 impl<'r, R: Rng> Names<'r, R> {
     pub(super) fn new(random: &'r mut R, key: Option<&'r Key>) -> Self {
-        Self { random, key, left: MOST_UNNAMED }
+        Self { random, key, left: MOST_BLOCKS as u64, left_of_reservation: 0 }
+    }
+
+    fn begin_reservation(&mut self) {
+        self.left_of_reservation = MOST_UNNAMED.min(self.left);
     }
 
     fn make(&mut self, count: u64) -> Arc<[SequenceHash]> {
-        let count = count.min(self.left);
+        let count = count.min(self.left_of_reservation);
+        self.left_of_reservation -= count;
         self.left -= count;
         unshared(count as usize, self.random)
     }
@@ -181,6 +191,7 @@ pub(super) fn told(event: Event, names: &mut Names<'_, impl Rng>) -> Option<Told
             fraction: told.fraction,
         }),
         Any::Moved(told) => {
+            names.begin_reservation();
             Told::Load(News::Moved { id: BookingId(told.id), to: told.to.map(|to| booking_of(to, names)) })
         }
         Any::Released(id) => Told::Load(News::Released(BookingId(id))),
@@ -209,6 +220,7 @@ pub(super) fn told(event: Event, names: &mut Names<'_, impl Rng>) -> Option<Told
 
 /// A reservation as far as it had come.
 pub(super) fn live(told: proto::Booked, names: &mut Names<'_, impl Rng>) -> (BookingId, Live) {
+    names.begin_reservation();
     let bookings = told.bookings.into_iter().map(|told| booking_of(told, names)).collect();
     let count = |blocks: u64| blocks.min(MOST_OUTPUT) as usize;
     let live = Live {

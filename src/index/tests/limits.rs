@@ -56,6 +56,23 @@ fn shares_of_cache_groups_have_a_limit() {
 }
 
 #[test]
+fn restore_counts_no_copies_of_blocks_beyond_the_limit() {
+    let source = PrefixIndex::new();
+    let mut unlimited = source.join(Slot(0));
+    (0..3).for_each(|_| _ = unlimited.apply(&stored(None, &run(0, 15), Tier::Device)));
+    let rank = crate::worker::WorkerRank { worker: crate::worker::WorkerId(1), rank: crate::worker::DpRank(0) };
+    let (index, mut writer) = limited(10, 4);
+    writer.restore(&unlimited.portrait(rank));
+    assert_eq!(device(&index, Slot(0), &(0..15).collect::<Vec<_>>()), 10);
+    (0..3).for_each(|_| _ = writer.apply(&removed(&[9, 8, 7])));
+    assert_eq!(writer.apply(&stored(Some(6), &[(12, 12)], Tier::Device)), Outcome::Ok);
+    let with_dropped = [0, 1, 2, 3, 4, 5, 6, 12];
+    assert_eq!(device(&index, Slot(0), &with_dropped), 8);
+    writer.apply(&removed(&[12]));
+    assert_eq!(device(&index, Slot(0), &with_dropped), 7, "one copy was stored and one removed");
+}
+
+#[test]
 fn limits_follow_the_capacity_where_it_is_known() {
     let of = |capacity| {
         let limits = BlockLimits::of_rank(capacity, 1000);
@@ -64,7 +81,8 @@ fn limits_follow_the_capacity_where_it_is_known() {
     assert_eq!(of(None), (1000, 1000, 2000));
     assert_eq!(of(Some(100)), (400, 1000, 1400));
     assert_eq!(of(Some(1000)), (4000, 4000, 8000));
-    assert_eq!(of(Some(u64::MAX)).2, u64::MAX);
+    assert_eq!(of(Some(u64::MAX)), (1 << 26, 1 << 26, 1 << 27), "an engine cannot remove its limit");
+    assert_eq!(BlockLimits::of_rank(Some(u64::MAX), 1 << 30).device, 1 << 30, "the setting may be larger");
 }
 
 proptest! {

@@ -236,9 +236,12 @@ impl Groups {
         })
     }
 
-    /// Sets the copies and the doubt of a share that is held already.
-    pub(super) fn set(&mut self, at: usize, share: &Share) {
-        if share.copies > 1 {
+    /// Sets the copies and the doubt of a share. One that exceeded a limit is not held; further copies have the limit `most`.
+    pub(super) fn set(&mut self, at: usize, share: &Share, most: usize) {
+        if self.holds.get(&share.engine).is_none_or(|held| held & (1 << at) == 0) {
+            return;
+        }
+        if share.copies > 1 && self.extra.len() < most {
             self.extra.insert((share.engine, at), share.copies - 1);
         }
         if !share.doubted {

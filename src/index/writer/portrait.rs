@@ -118,11 +118,12 @@ impl RankWriter {
     }
 
     fn restore_groups(&mut self, dump: &RankDump) {
+        let most = usize::try_from(self.tally.limits().names()).unwrap_or(usize::MAX);
         let Some(groups) = &mut self.groups else { return };
         for share in &dump.shares {
             let Share { group, .. } = share;
             if let Some(at) = groups.find(dump.groups[*group as usize].0) {
-                groups.set(at, share);
+                groups.set(at, share, most);
             }
         }
         if dump.more_groups {
@@ -134,9 +135,14 @@ impl RankWriter {
         }
     }
 
-    /// Sets the copies and doubts of a name that is held already.
+    /// Sets the copies and doubts of a name. Tiers whose blocks exceeded a limit do not hold it.
     fn recount(&mut self, engine: EngineHash, copies: Copies) {
-        for (tier, count) in copies.held().filter(|(_, count)| *count > 1) {
+        let held = match (self.names.get(engine), self.waiting.get_mut(engine)) {
+            (Some(named), _) => named.layers,
+            (None, Some(apart)) => apart.tiers,
+            (None, None) => return,
+        };
+        for (tier, count) in copies.held().filter(|(tier, count)| *count > 1 && held.has(*tier)) {
             self.extra.insert((engine, tier), count - 1);
             self.tally.add_copies(i64::from(count - 1));
         }
