@@ -14,6 +14,10 @@ use serde::Serialize;
 use crate::schedule::Standing;
 use crate::worker::WorkerId;
 
+/// Rests of one worker that health checks end until a request succeeds. The endpoint of an engine that restarts again and
+/// again passes now and then.
+const MOST_EARLY_ENDS: u32 = 3;
+
 /// When a worker is taken out, and for how long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HealthRules {
@@ -121,6 +125,8 @@ struct Out {
     probe: Option<u64>,
     /// Whether the last health check failed.
     is_down: bool,
+    /// How often a health check has ended a rest since the worker went out.
+    early_ends: u32,
 }
 
 impl Out {
@@ -165,10 +171,13 @@ impl Health {
         let first = self.rules.read().first;
         let mut table = self.table.lock();
         let Some(out) = table.troubles.get_mut(&worker).and_then(|trouble| trouble.out.as_mut()) else { return false };
-        let is_back = is_healthy && out.is_down;
+        let is_back = is_healthy && out.is_down && out.early_ends < MOST_EARLY_ENDS;
         if is_back {
             out.until = out.until.min(now);
-            out.period = out.period.min(first);
+            if out.early_ends == 0 {
+                out.period = out.period.min(first);
+            }
+            out.early_ends += 1;
         }
         out.is_down = !is_healthy;
         is_back
@@ -250,7 +259,7 @@ impl Health {
         let goes_out = trouble.out.is_none() && trouble.failures >= rules.failures;
         let change = goes_out.then(|| {
             let period = rules.first.min(rules.most);
-            trouble.out = Some(Out { until: after(now, period), period, probe: None, is_down: false });
+            trouble.out = Some(Out { until: after(now, period), period, probe: None, is_down: false, early_ends: 0 });
             Change::TakenOut(period)
         });
         self.count(&table);

@@ -239,6 +239,7 @@ impl Intake {
             None => Encoded::unread(0, Reason::NotInference),
         };
         let mut taken = Taken { api, ..self.taken(encoded, headers, pool) };
+        taken.request.computes = computes(api);
         taken.times.extend(self.ask_others(&mut taken.request, true).await);
         taken
     }
@@ -253,7 +254,9 @@ impl Intake {
             }
             None => Encoded::unread(0, Reason::NotInference),
         };
-        Taken { api, ..self.taken(encoded, headers, self.pool_of(path, headers)) }
+        let mut taken = Taken { api, ..self.taken(encoded, headers, self.pool_of(path, headers)) };
+        taken.request.computes = computes(api);
+        taken
     }
 
     fn taken(&self, encoded: Encoded, headers: Headers<'_>, pool: Option<Arc<str>>) -> Taken {
@@ -472,6 +475,11 @@ fn unhashed(prompt: &openai::Prompt) -> Option<(usize, Reason)> {
         openai::Prompt::Nothing => Some((0, Reason::NotInference)),
         _ => None,
     }
+}
+
+/// Whether an engine may compute something for requests of this API. What an unknown path asks for is not known.
+fn computes(api: Option<Api>) -> bool {
+    api.is_none_or(|api| api.shape() != Shape::NoPrompt)
 }
 
 #[cfg(test)]

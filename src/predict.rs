@@ -32,6 +32,8 @@ use rank::Rank;
 /// Clock and policy, as all ranks use them.
 struct Rules {
     policy: Policy,
+    /// Whether ranks publish events that tell what becomes of the blocks later.
+    beside_events: bool,
     start: Instant,
     clock: Box<dyn Fn() -> Instant + Send + Sync>,
 }
@@ -110,7 +112,17 @@ impl PredictedRank {
 impl Predictor {
     /// A predictor that holds nothing.
     pub fn new(policy: Policy, clock: impl Fn() -> Instant + Send + Sync + 'static) -> Arc<Self> {
-        let rules = Arc::new(Rules { policy, start: clock(), clock: Box::new(clock) });
+        Self::of(Rules { policy, beside_events: false, start: clock(), clock: Box::new(clock) })
+    }
+
+    /// A predictor for ranks that publish events: a prediction stands in for events until they come, so it ends a fixed time
+    /// after the request was sent, whenever it is confirmed.
+    pub fn beside_events(policy: Policy, clock: impl Fn() -> Instant + Send + Sync + 'static) -> Arc<Self> {
+        Self::of(Rules { policy, beside_events: true, start: clock(), clock: Box::new(clock) })
+    }
+
+    fn of(rules: Rules) -> Arc<Self> {
+        let rules = Arc::new(rules);
         Arc::new(Self { index: PrefixIndex::new(), in_flight: PrefixIndex::new(), ranks: RwLock::default(), rules })
     }
 

@@ -381,6 +381,7 @@ impl Router {
         };
         Route {
             to: destination(member),
+            computes: prepared.request.computes,
             fallbacks,
             scores,
             mode,

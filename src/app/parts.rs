@@ -28,7 +28,7 @@ pub(super) fn entrance(config: &Config, seed: u64) -> Arc<Entrance> {
     let predictor = |policy| Predictor::new(policy, Instant::now);
     let predictions = Predictions {
         without_events: config.approximate.without_events().map(predictor),
-        beside_events: config.approximate.beside_events().map(predictor),
+        beside_events: config.approximate.beside_events().map(|policy| Predictor::beside_events(policy, Instant::now)),
         everywhere: false,
     };
     let router = Router::new(PrefixIndex::new(), load.clone(), config.router_settings(), seed);

@@ -114,6 +114,26 @@ fn passed_check_after_a_failed_one_ends_the_rest() {
 }
 
 #[test]
+fn flapping_health_endpoint_does_not_defeat_the_back_off() {
+    let start = Instant::now();
+    let health = out(start);
+    let mut early = Vec::new();
+    for flap in 0..5 {
+        let now = start + Duration::from_millis(100 * flap);
+        assert!(!health.checked(WORKER, false, now));
+        early.push(health.checked(WORKER, true, now));
+        if let Some(probe) = health.claim_probe(WORKER, now) {
+            probe.report(Outcome::Failure, now);
+        }
+    }
+    assert_eq!(early, [true, true, true, false, false]);
+    // The failures after 0, 100 and 200 ms have doubled the rest of 1 s.
+    let last = start + Duration::from_millis(200);
+    assert_eq!(health.standing(WORKER, last + seconds(8) - Duration::from_nanos(1)), Condition::Out);
+    assert_eq!(health.standing(WORKER, last + seconds(8)), Condition::Due);
+}
+
+#[test]
 fn refused_request_neither_forgives_nor_ends_a_probe() {
     let start = Instant::now();
     let health = Health::new(HealthRules { failures: 2, ..HealthRules::default() });
@@ -187,8 +207,9 @@ struct Model {
     out: Option<(u64, u64)>,
     /// Which of all probes is under way.
     probe: Option<usize>,
-    /// Whether the last health check since it went out failed.
+    /// Whether the last health check since it went out failed, and how many rests checks have ended.
     is_down: bool,
+    early_ends: u32,
 }
 
 impl Model {
@@ -268,9 +289,10 @@ proptest! {
                 }
                 Op::Check(worker, is_healthy) => {
                     let model = &mut models[worker as usize];
-                    let is_back = model.out.is_some() && is_healthy && model.is_down;
-                    if let Some((until, _)) = model.out.filter(|_| is_back) {
-                        model.out = Some((until.min(now), 1));
+                    let is_back = model.out.is_some() && is_healthy && model.is_down && model.early_ends < 3;
+                    if let Some((until, period)) = model.out.filter(|_| is_back) {
+                        model.out = Some((until.min(now), if model.early_ends == 0 { 1 } else { period }));
+                        model.early_ends += 1;
                     }
                     model.is_down = model.out.is_some() && !is_healthy;
                     prop_assert_eq!(health.checked(WorkerId(worker), is_healthy, at), is_back);

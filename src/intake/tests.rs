@@ -203,6 +203,7 @@ fn each_api_is_routed_as_its_shape_wants_and_to_who_serves_its_model() {
             _ => 0,
         };
         assert_eq!(tokens, expected, "{path} {body}");
+        assert_eq!(taken.request.computes, path == "/unknown" || because != Reason::NotInference, "{path}");
         let work = !matches!(because, Reason::NotInference);
         assert_eq!(RouteRequest::new(None, Prompt::Estimated { tokens, because }).has_prompt(), work, "{path}");
     }

@@ -241,7 +241,8 @@ impl Chains {
     fn touch(&mut self, id: RunId, used: Use) {
         self.unlist(id);
         let run = self.run_mut(id);
-        run.stamp = used.stamp;
+        // A prompt that was sent earlier may be recorded later.
+        run.stamp = run.stamp.max(used.stamp);
         run.leases += u32::from(used.lease);
         self.list(id);
     }

@@ -126,7 +126,14 @@ impl InFlightPrompt {
     /// The engine accepted the request: records the prompt among the confirmed blocks of the rank.
     pub fn confirm(mut self, prompt: &BlockHashes) -> super::Lease {
         // Recorded before it is removed here, so concurrent queries find it in either place.
-        self.confirmed.take().map_or_else(super::Lease::none, |rank| rank.record(prompt))
+        let Some(rank) = self.confirmed.take() else { return super::Lease::none() };
+        match &self.hold {
+            Some((prompts, stamp)) if prompts.rules.beside_events => {
+                let is_expired = stamp.end_of_life <= prompts.rules.steps();
+                if is_expired { super::Lease::none() } else { rank.record_until(prompt, Some(stamp.end_of_life)) }
+            }
+            _ => rank.record(prompt),
+        }
     }
 }
 

@@ -79,13 +79,20 @@ impl Rank {
     }
 
     pub(super) fn record(self: &Arc<Self>, prompt: &BlockHashes) -> Lease {
+        self.record_until(prompt, None)
+    }
+
+    /// Records a prompt whose blocks leave at this step, where one is given, unless others use them for longer.
+    pub(super) fn record_until(self: &Arc<Self>, prompt: &BlockHashes, end_of_life: Option<u64>) -> Lease {
         let mut state = self.state.lock();
         let Some(state) = state.as_mut() else { return Lease::none() };
         let blocks = prompt.locals();
         let known = state.chains.known(blocks);
         // Room can only be made of what nobody holds, and what is remembered has its limit all the same.
         let most = if state.is_full(self.policy.most_blocks()) { known } else { blocks.len() };
-        let used = Use { stamp: state.stamp(&self.rules), lease: self.policy.leases() };
+        let mut stamp = state.stamp(&self.rules);
+        stamp.end_of_life = end_of_life.unwrap_or(stamp.end_of_life);
+        let used = Use { stamp, lease: self.policy.leases() };
         let chains::Recorded { tail, added } = state.chains.record(&blocks[..most], known, used);
         state.refused += (blocks.len() - known - added) as u64;
         state.make_room(self.policy.most_blocks());

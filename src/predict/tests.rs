@@ -489,3 +489,38 @@ fn what_a_live_request_holds_is_seen_whole_whatever_others_do_meanwhile() {
     assert!(stats.ranks[..2].iter().all(|rank| rank.evicted > 0), "{stats:?}");
     drop(held);
 }
+
+#[test]
+fn prediction_beside_events_ends_a_fixed_time_after_the_request() {
+    for beside_events in [true, false] {
+        let now = Arc::new(Mutex::new(0));
+        let (start, clock) = (Instant::now(), now.clone());
+        let clock = move || start + Duration::from_millis(*clock.lock());
+        let predictor = match beside_events {
+            true => Predictor::beside_events(Policy::Ttl(ttl(100)), clock),
+            false => Predictor::new(Policy::Ttl(ttl(100)), clock),
+        };
+        let mut bed = Bed { now, predictor, overlaps: Overlaps::new() };
+        bed.predictor.open(A, name(A), None);
+        let send = |bed: &Bed, path: &[u8]| bed.predictor.send(A, name(A), &prompt(path));
+        // One answer comes in time, one after its prediction has ended.
+        let early = send(&bed, &[1, 2]);
+        let late = send(&bed, &[3, 4]);
+        bed.wait(TTL / 2);
+        let _confirmed = early.confirm(&prompt(&[1, 2]));
+        assert_eq!(bed.overlap(A, &[1, 2]), 2);
+        bed.wait(TTL / 2 + 200);
+        bed.predictor.expire();
+        assert_eq!(bed.overlap(A, &[1, 2]), if beside_events { 0 } else { 2 });
+        let _confirmed = late.confirm(&prompt(&[3, 4]));
+        assert_eq!(bed.overlap(A, &[3, 4]), if beside_events { 0 } else { 2 });
+        // A prompt that is recorded later and ends earlier shortens no other.
+        let first = send(&bed, &[5, 6]);
+        bed.wait(300);
+        let _second = send(&bed, &[5, 6]).confirm(&prompt(&[5, 6]));
+        let _first = first.confirm(&prompt(&[5, 6]));
+        bed.wait(TTL - 200);
+        bed.predictor.expire();
+        assert_eq!(bed.overlap(A, &[5, 6]), 2);
+    }
+}

@@ -136,6 +136,9 @@ pub struct Route {
     pub mode: Mode,
     /// Why not a higher step.
     pub reason: Option<Reason>,
+    /// Whether the engine may compute something for the request.
+    #[serde(skip)]
+    pub computes: bool,
     /// The model the candidates serve.
     pub model: ModelName,
     /// Tokens per block.
@@ -281,10 +284,10 @@ impl RouteError {
 }
 
 impl Route {
-    /// Whether the worker has to compute something: other requests, for example a list of models, are answered by the
-    /// engine's front end alone.
+    /// Whether the answer shows how the engine is. Other requests, for example for a list of models, are answered by its
+    /// front end alone.
     pub fn is_inference(&self) -> bool {
-        !matches!(self.reason, Some(Reason::NotInference | Reason::NoBody))
+        self.computes && self.reason != Some(Reason::NoBody)
     }
 
     /// What Envoy is told of it.

@@ -77,7 +77,8 @@ impl Router {
             AnswerFrom::Gateway => booked.predictions = BookedPredictions::default(),
         }
         let outcome = match Outcome::of_status(answer.status) {
-            Outcome::Success if !booked.route.is_inference() => Outcome::Inconclusive,
+            // An answer that proves nothing by success proves nothing by failure either.
+            Outcome::Success | Outcome::Failure if !booked.route.is_inference() => Outcome::Inconclusive,
             outcome => outcome,
         };
         // What fails after a remote prefill may have failed on either side.

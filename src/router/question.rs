@@ -114,6 +114,8 @@ pub struct RouteRequest {
     pub step: Step,
     /// What workers can do for it that are there for decodes.
     pub decoders: Decoders,
+    /// Whether the engine may compute something for it, and not only its front end answers.
+    pub computes: bool,
 }
 
 /// What workers can do that are there for decodes.
@@ -184,6 +186,7 @@ impl RouteRequest {
             constraints: self.constraints.clone(),
             prefill_pin: self.prefill_pin,
             decoders: self.decoders,
+            computes: self.computes,
             ..Self::new(self.model.clone(), Prompt::Estimated { tokens: 0, because })
         }
     }
@@ -198,6 +201,7 @@ impl RouteRequest {
         Self {
             model,
             prompt,
+            computes: true,
             foretold: Foretold::Nothing,
             tracked: None,
             shared: SharedBlocks::NotAsked,

@@ -48,11 +48,43 @@ async fn evicted_blocks_are_not_taken_for_other_tokens() {
     let sums = audited().await["models"][MODEL].take();
     assert_eq!(sums["answers"], 60, "{sums:#}");
     assert!(sums["missed_tokens"].get("parity").is_none(), "{sums:#}");
-    // Requests wait for room at the engine, and what was predicted for them is evicted meanwhile.
-    assert!(sums["errors"]["evicted"].as_u64().is_some_and(|count| count > 0), "{sums:#}");
     let explained = ["evicted", "stored_meanwhile"];
     let causes = sums["errors"].as_object().unwrap();
     assert!(causes.keys().all(|cause| explained.contains(&cause.as_str())), "{sums:#}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn blocks_evicted_while_a_request_waits_are_audited_as_evicted() {
+    let spec = EngineSpec::new(1).with(&["--num-blocks", "300"]);
+    let bed = Bed::start(&[spec], json!({"observe": "usage"})).await;
+    let with_answer = |topic, tokens: u64| {
+        let mut body = request(topic);
+        body["max_tokens"] = json!(tokens);
+        body
+    };
+    let repeated = with_answer(0, 2);
+    bed.ask(&repeated).await.engine();
+    bed.settle().await;
+    // Two that fill the cache for seconds, one that waits for room, and the repeated one behind it.
+    let mut others = Vec::new();
+    for (at, topic) in (1..=3).enumerate() {
+        others.push(bed.asking(&with_answer(topic, 700)));
+        bed.wait_load(1, "active_requests", |active| active == at as u64 + 1).await;
+    }
+    let waited = bed.ask(&repeated).await;
+    assert_eq!(waited.mode(), "exact", "{waited:?}");
+    for other in others {
+        assert_eq!(other.await.unwrap().mode(), "exact");
+    }
+    let audited = async || bed.stack.debug("audit").await.unwrap();
+    let whole = until(SOON, async || {
+        let totals = audited().await;
+        totals["waiting"] == 0 && totals["models"][MODEL]["answers"] == 5
+    });
+    assert!(whole.await, "{:#}", audited().await);
+    let sums = audited().await["models"][MODEL].take();
+    assert_eq!(sums["errors"], json!({"evicted": 1}), "{sums:#}");
+    assert!(sums["missed_tokens"]["evicted"].as_u64().is_some_and(|tokens| tokens > 0), "{sums:#}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -383,3 +383,23 @@ fn a_request_for_a_pool_goes_to_its_workers_or_to_nobody() {
         );
     }
 }
+
+#[test]
+fn answers_of_the_front_end_alone_prove_nothing_of_health() {
+    let failures = HealthRules { failures: 3, ..HealthRules::default() };
+    let answers = |sent: &[(bool, u16)]| {
+        let router = router_of([worker(1)], RouterSettings { health: failures, ..RouterSettings::default() });
+        let answered = |&(computes, status): &(bool, u16)| {
+            let prompt = Prompt::Estimated { tokens: 0, because: Reason::NotInference };
+            let request = RouteRequest { computes, ..RouteRequest::new(None, prompt) };
+            router.answered(&mut router.route(request).unwrap(), Answer { status, from: AnswerFrom::Chosen }).len()
+        };
+        sent.iter().map(answered).sum::<usize>()
+    };
+    // A list of models, and a path that is of no known API.
+    let page = false;
+    let unknown = true;
+    assert_eq!(answers(&[(page, 500); 10]), 0);
+    assert_eq!(answers(&[(unknown, 500), (unknown, 500), (page, 200), (unknown, 500)]), 1, "a page forgives nothing");
+    assert_eq!(answers(&[(unknown, 500), (unknown, 500), (unknown, 200), (unknown, 500), (unknown, 500)]), 0);
+}
