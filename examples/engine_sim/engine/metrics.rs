@@ -302,7 +302,9 @@ mod tests {
         ] {
             assert!(page.lines().any(|line| line == expected), "{expected}\n{page}");
         }
-        assert!(page.contains("block_size=\"16\"") && page.contains("num_gpu_blocks=\"32\""));
+        // vLLM reports the sum of the blocks over all ranks, and the tokens of one rank.
+        assert!(page.contains("block_size=\"16\"") && page.contains("num_gpu_blocks=\"64\""));
+        assert!(page.contains("kv_cache_size_tokens=\"512\""));
         let families: Vec<_> = page.lines().filter(|line| line.starts_with("# TYPE")).collect();
         let unique: std::collections::BTreeSet<_> = families.iter().collect();
         assert_eq!(families.len(), unique.len(), "a family is announced once");
