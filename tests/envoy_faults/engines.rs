@@ -6,7 +6,7 @@ use crate::bed::{Bed, Patience, SOON, all, chat, stream};
 use crate::support::ports::until;
 use crate::support::stack::EngineSpec;
 
-const LIVE: &str = r#"warmroute_kv_event_source_trust{worker_id="1",dp_rank="0",trust="exact"}"#;
+const LIVE: &str = r#"warmroute_kv_event_source_trust{worker_id="1",dp_rank="0",role="aggregated",trust="exact"}"#;
 
 #[tokio::test]
 async fn requests_for_the_warm_cache_of_a_killed_engine_are_answered_by_another() {
@@ -21,13 +21,12 @@ async fn requests_for_the_warm_cache_of_a_killed_engine_are_answered_by_another(
 
     let body = chat("shared", 2);
     let response = bed.post(&body).send().await.unwrap();
-    let chosen = response.headers()["x-worker-instance-id"].to_str().unwrap().to_owned();
-    assert_eq!(
-        chosen,
-        warm.to_string(),
-        "warmroute must still believe in the dead engine for this test to mean anything"
-    );
-    assert_ne!(crate::bed::whole(response, &body).await.engine, warm);
+    let served = response.headers()["x-worker-instance-id"].to_str().unwrap().to_owned();
+    let engine = crate::bed::whole(response, &body).await.engine;
+    assert_eq!(served, engine.to_string(), "the header names the worker that served");
+    assert_ne!(engine, warm);
+    let moved = bed.metric(r#"warmroute_served_elsewhere_total{outcome="moved"}"#).await;
+    assert_eq!(moved, 1.0, "warmroute must choose the dead engine for this test to mean anything");
 
     let asking = (0..60).map(|at| bed.asking(if at % 2 == 0 { chat("shared", 3) } else { stream("shared", 3) }));
     for answer in all(asking.collect()).await {
