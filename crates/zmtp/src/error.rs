@@ -43,6 +43,9 @@ pub enum ZmtpError {
     /// Newer connections took the place of this one, which had not completed its handshake.
     #[error("more than {0} connections are in the ZMTP handshake")]
     TooManyHandshakes(usize),
+    /// The bound socket has as many publishers as it accepts, and a new one took the place of this one.
+    #[error("the publisher sent no message for the longest time and was replaced by a new one")]
+    Replaced,
 }
 
 impl ZmtpError {
@@ -62,6 +65,7 @@ impl ZmtpError {
             ZmtpError::Protocol(_) => "protocol",
             ZmtpError::TooManyPublishers(_) => "too_many_publishers",
             ZmtpError::TooManyHandshakes(_) => "too_many_handshakes",
+            ZmtpError::Replaced => "replaced",
         }
     }
 }

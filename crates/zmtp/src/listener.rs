@@ -4,17 +4,18 @@ use std::collections::VecDeque;
 use std::io;
 use std::time::Duration;
 
-use tokio::sync::mpsc;
-use tokio::task::{AbortHandle, JoinError, JoinSet};
-use tokio::time::sleep;
+use tokio::sync::{mpsc, watch};
+use tokio::task::{AbortHandle, Id, JoinError, JoinSet};
+use tokio::time::{Instant, sleep};
 
 use crate::SocketConfig;
 use crate::connection::ZmtpConnection;
 use crate::error::ZmtpError;
-use crate::sub::{PublisherId, SubEvent, forward, session};
+use crate::sub::{PublisherId, SubEvent, forward, report_end, session};
 use crate::transport::{TransportListener, TransportStream};
 
-/// Most publishers of a socket. An event source has one; a second one exists while an engine is replaced.
+/// Most publishers of a socket. An event source has one; a second one exists while an engine is replaced. A further one replaces the
+/// publisher that has sent no message for longest, if that is longer than [`ConnectionTiming::silence`](crate::ConnectionTiming::silence).
 const PUBLISHERS: usize = 4;
 /// Most connections in the handshake. A new connection replaces the oldest one, which is the most likely to be stalled.
 const HANDSHAKES: usize = 8;
@@ -23,6 +24,14 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// The outcome of one handshake, with the peer's address.
 type Handshake = (String, Result<ZmtpConnection<TransportStream>, ZmtpError>);
+
+/// A publisher in use. Its task ends when this is dropped.
+struct ActivePublisher {
+    task: Id,
+    /// The time of its last message, or of its handshake.
+    last_message: watch::Receiver<Instant>,
+    _active: watch::Sender<()>,
+}
 
 /// Accepts publishers until it is dropped.
 pub(crate) struct PublisherListener {
@@ -34,6 +43,8 @@ pub(crate) struct PublisherListener {
     /// The handshakes in the order of arrival.
     oldest: VecDeque<(AbortHandle, String)>,
     publishers: JoinSet<()>,
+    /// At most [`PUBLISHERS`]. A replaced publisher is in `publishers` until its end is reported.
+    active: Vec<ActivePublisher>,
     next_id: u64,
 }
 
@@ -52,6 +63,7 @@ impl PublisherListener {
             handshakes: JoinSet::new(),
             oldest: VecDeque::new(),
             publishers: JoinSet::new(),
+            active: Vec::with_capacity(PUBLISHERS),
             next_id: 0,
         }
     }
@@ -60,7 +72,10 @@ impl PublisherListener {
         loop {
             tokio::select! {
                 biased;
-                Some(_) = self.publishers.join_next() => {}
+                Some(ended) = self.publishers.join_next_with_id() => {
+                    let task = task_id(&ended);
+                    self.active.retain(|publisher| publisher.task != task);
+                }
                 Some(done) = self.handshakes.join_next_with_id() => self.end_handshake(done),
                 accepted = self.transport.accept() => match accepted {
                     Ok((stream, address)) => self.begin_handshake(stream, address),
@@ -85,30 +100,54 @@ impl PublisherListener {
         self.oldest.push_back((handshake, address));
     }
 
-    fn end_handshake(&mut self, done: Result<(tokio::task::Id, Handshake), JoinError>) {
-        let id = match &done {
-            Ok((id, _)) => *id,
-            Err(error) => error.id(),
-        };
+    fn end_handshake(&mut self, done: Result<(Id, Handshake), JoinError>) {
+        let id = task_id(&done);
         self.oldest.retain(|(handshake, _)| handshake.id() != id);
         match done {
-            Ok((_, (address, Ok(_)))) if self.publishers.len() >= PUBLISHERS => {
+            Ok((_, (address, Ok(_)))) if !self.make_room() => {
                 self.refused(address, ZmtpError::TooManyPublishers(PUBLISHERS));
             }
-            Ok((_, (address, Ok(connection)))) => {
-                let publisher = PublisherId(self.next_id);
-                self.next_id += 1;
-                let events = self.events.clone();
-                self.publishers.spawn(async move {
-                    if events.send(SubEvent::Connected { publisher, address }).await.is_ok() {
-                        forward(connection, publisher, events).await;
-                    }
-                });
-            }
+            Ok((_, (address, Ok(connection)))) => self.add_publisher(connection, address),
             Ok((_, (address, Err(error)))) => self.refused(address, error),
             // An aborted handshake was reported when it was aborted.
             Err(_) => {}
         }
+    }
+
+    /// Ends the publisher that has sent no message for longest, if there are too many. Returns whether there is room for another one.
+    fn make_room(&mut self) -> bool {
+        if self.active.len() < PUBLISHERS {
+            return true;
+        }
+        let last_message = |publisher: &ActivePublisher| *publisher.last_message.borrow();
+        let silent = (0..self.active.len()).min_by_key(|&at| last_message(&self.active[at]));
+        match silent {
+            Some(at) if last_message(&self.active[at]).elapsed() >= self.config.timing.silence => {
+                drop(self.active.swap_remove(at));
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn add_publisher(&mut self, connection: ZmtpConnection<TransportStream>, address: String) {
+        let publisher = PublisherId(self.next_id);
+        self.next_id += 1;
+        let events = self.events.clone();
+        let (last_message_tx, last_message) = watch::channel(Instant::now());
+        let (active, mut replaced) = watch::channel(());
+        let task = self.publishers.spawn(async move {
+            if events.send(SubEvent::Connected { publisher, address }).await.is_err() {
+                return;
+            }
+            let error = tokio::select! {
+                error = forward(connection, &events, Some(&last_message_tx)) => error,
+                // The sender is dropped.
+                _ = replaced.changed() => Some(ZmtpError::Replaced),
+            };
+            report_end(publisher, error, &events).await;
+        });
+        self.active.push(ActivePublisher { task: task.id(), last_message, _active: active });
     }
 
     async fn accept_failed(&self, error: io::Error) {
@@ -119,5 +158,13 @@ impl PublisherListener {
     fn refused(&self, address: String, error: ZmtpError) {
         // A full queue means that the consumer is busy with messages.
         let _ = self.events.try_send(SubEvent::Refused { address, error });
+    }
+}
+
+/// The task that ended.
+fn task_id<T>(done: &Result<(Id, T), JoinError>) -> Id {
+    match done {
+        Ok((id, _)) => *id,
+        Err(error) => error.id(),
     }
 }

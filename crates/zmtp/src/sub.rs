@@ -1,8 +1,9 @@
 //! SUB: messages of one publisher that is connected to, or of the publishers that connect.
 
 use bytes::Bytes;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
 use crate::SocketConfig;
 use crate::connection::ZmtpConnection;
@@ -64,7 +65,10 @@ impl SubSocket {
         let connection = ZmtpConnection::handshake(stream, session(topic, config), config.timing).await?;
         let (events_tx, events) = mpsc::channel(QUEUE);
         let mut tasks = JoinSet::new();
-        tasks.spawn(forward(connection, PublisherId(0), events_tx));
+        tasks.spawn(async move {
+            let error = forward(connection, &events_tx, None).await;
+            report_end(PublisherId(0), error, &events_tx).await;
+        });
         Ok(Self { events, local: None, _tasks: tasks })
     }
 
@@ -93,26 +97,36 @@ pub(crate) fn session(topic: &str, config: SocketConfig) -> ZmtpSession {
     ZmtpSession::new(SocketRole::Sub { topic: Bytes::copy_from_slice(topic.as_bytes()) }, config.limits)
 }
 
-/// Passes the messages of a connection on, one at a time: nothing is read while one waits for the consumer.
+/// Passes the messages of a connection on, one at a time: nothing is read while one waits for the consumer. Returns the error of the
+/// connection; none when the socket is gone.
 pub(crate) async fn forward(
     mut connection: ZmtpConnection<TransportStream>,
-    publisher: PublisherId,
-    events: mpsc::Sender<SubEvent>,
-) {
-    let error = loop {
+    events: &mpsc::Sender<SubEvent>,
+    last_message: Option<&watch::Sender<Instant>>,
+) -> Option<ZmtpError> {
+    loop {
         let event = match connection.next_event().await {
             Ok(SessionEvent::Message(frames)) => SubEvent::Message(frames),
             Ok(SessionEvent::Oversize(limit)) => SubEvent::Oversize(limit),
             Ok(SessionEvent::Ready) => continue,
-            Err(error) => break error,
+            Err(error) => return Some(error),
         };
-        match connection.wait_for(events.reserve()).await {
-            Ok(Ok(permit)) => permit.send(event),
-            // The socket is gone.
-            Ok(Err(_)) => return,
-            Err(error) => break error,
+        let permit = match connection.wait_for(events.reserve()).await {
+            Ok(permit) => permit.ok()?,
+            Err(error) => return Some(error),
+        };
+        permit.send(event);
+        // After the wait for the consumer, which is no silence of the publisher.
+        if let Some(last_message) = last_message {
+            last_message.send_replace(Instant::now());
         }
-    };
-    // An error means that the socket is gone.
-    let _ = events.send(SubEvent::Disconnected { publisher, error }).await;
+    }
+}
+
+/// Reports the end of a connection, unless the socket is gone.
+pub(crate) async fn report_end(publisher: PublisherId, error: Option<ZmtpError>, events: &mpsc::Sender<SubEvent>) {
+    if let Some(error) = error {
+        // An error means that the socket is gone.
+        let _ = events.send(SubEvent::Disconnected { publisher, error }).await;
+    }
 }

@@ -189,6 +189,53 @@ async fn publishers_of_a_socket_are_bounded() {
 }
 
 #[tokio::test]
+async fn silent_publisher_is_replaced_by_a_new_one() {
+    let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let silence = Duration::from_millis(500);
+    let timing = ConnectionTiming { silence, ..ConnectionTiming::default() };
+    let mut socket = SubSocket::bind(&any, "kv", SocketConfig { timing, ..SocketConfig::default() }).await.unwrap();
+    let address = socket.local_endpoint().unwrap().to_string().replace("tcp://", "");
+    let mut publishers = Vec::new();
+    let mut ids = Vec::new();
+    for _ in 0..4 {
+        publishers.push(publisher(&address).await);
+        match next(&mut socket).await {
+            SubEvent::Connected { publisher, .. } => ids.push(publisher),
+            other => panic!("{other:?}"),
+        }
+    }
+    sleep(silence).await;
+    // The second one is now the one that has been silent for longest.
+    publishers[0].write_all(b"\x00\x02kv").await.unwrap();
+    assert!(matches!(next(&mut socket).await, SubEvent::Message(_)));
+    let mut fifth = publisher(&address).await;
+    fifth.write_all(b"\x00\x02kv").await.unwrap();
+    let mut replaced = Vec::new();
+    let mut messages = 0;
+    while replaced.is_empty() || messages == 0 {
+        match next(&mut socket).await {
+            SubEvent::Disconnected { publisher, error } => replaced.push((publisher, error.reason())),
+            SubEvent::Message(_) => messages += 1,
+            SubEvent::Connected { .. } => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(replaced, [(ids[1], "replaced")]);
+    assert_eq!(publishers[1].read(&mut [0; 8]).await.unwrap(), 0, "the connection is closed");
+    // The others stay.
+    for at in [0, 2, 3] {
+        publishers[at].write_all(b"\x00\x02kv").await.unwrap();
+        assert!(matches!(next(&mut socket).await, SubEvent::Message(_)));
+    }
+    // None of them has been silent for long enough now.
+    let _sixth = publisher(&address).await;
+    match next(&mut socket).await {
+        SubEvent::Refused { error, .. } => assert_eq!(error.reason(), "too_many_publishers"),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
 async fn slow_peer_is_received_and_a_stalled_handshake_ends() {
     let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
     let timing = ConnectionTiming { handshake: Duration::from_millis(300), ..ConnectionTiming::default() };
