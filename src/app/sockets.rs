@@ -26,7 +26,7 @@ use super::unix::{self, Place, SocketFile};
 use crate::admin::config::AdminConfig;
 use crate::admin::token::{self, Token};
 use crate::api::ApiConfig;
-use crate::ext_proc::config::{LimitsConfig, ListenConfig};
+use crate::ext_proc::config::{HTTP2_FRAME, LimitsConfig, ListenConfig};
 use crate::metrics::Metrics;
 use crate::tls::{
     AcceptedConnection, Acceptor, LimitedListener, ListenerLimits, ListenerProfile, Protocol, Secrets, TlsConfig,
@@ -45,7 +45,8 @@ const EXT_PROC_RESETS: ResetLimits = ResetLimits { pending: 100_000, local_error
 /// For all other listeners: the defaults of the h2 crate, against rapid resets (CVE-2023-44487). tonic leaves the second one unbounded.
 const RESETS: ResetLimits = ResetLimits { pending: 20, local_errors: 1024 };
 
-/// A connection with open streams and no message for this long may be replaced when the listener is full.
+/// A connection with open streams and no message for this long may be replaced when the listener is full. Clients of the unix socket, and
+/// those with a certificate, are trusted: their connections with open streams stay.
 const QUIET: Duration = Duration::from_secs(300);
 
 /// How long a connection of the health listener may be idle. Envoy checks at least once a minute (`no_traffic_interval`).
@@ -56,10 +57,6 @@ const HTTP_HEADER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long admin responses in progress may take after shutdown.
 const ADMIN_GRACE: Duration = Duration::from_secs(5);
-
-/// Bytes of a frame that Envoy may send. With the 16 KiB that are usual a long body comes in dozens of pieces, each of which
-/// is read, framed and handed over for itself.
-const FRAME: u32 = 256 << 10;
 
 /// Most calls at a time on one connection of a caller that is not Envoy.
 const MOST_STREAMS: u32 = 4096;
@@ -144,7 +141,7 @@ impl GrpcListener {
         let server = Server::builder()
             .http2_max_header_list_size(self.header_list)
             .max_concurrent_streams(self.streams)
-            .max_frame_size(Some(FRAME))
+            .max_frame_size(Some(HTTP2_FRAME))
             .http2_max_pending_accept_reset_streams(Some(self.resets.pending))
             .http2_max_local_error_reset_streams(Some(self.resets.local_errors));
         match self.socket {
@@ -180,9 +177,10 @@ impl<S: Connected> Connected for AcceptedConnection<S> {
 impl Sockets {
     /// Binds the listeners of Envoy's ext_proc calls.
     pub(super) async fn bind(&self, listen: &ListenConfig) -> anyhow::Result<Vec<GrpcListener>> {
-        let limits = self.limits.listener(None, QUIET);
         let mut listeners = Vec::new();
         if let Some(address) = listen.tcp {
+            let has_client_ca = listen.tls.as_ref().is_some_and(|tls| tls.client_ca.is_some());
+            let limits = self.limits.listener(None, if has_client_ca { Duration::MAX } else { QUIET });
             let profile = self.profile("ext_proc", Protocol::Grpc, listen.tls.as_ref(), limits)?;
             let (listener, address) = self.tcp(profile, address).await?;
             listeners.push(self.ext_proc(Socket::Tcp(listener, address)));
@@ -191,6 +189,7 @@ impl Sockets {
             let bound = unix::bind(path).await;
             let (listener, file) =
                 bound.with_context(|| format!("the ext_proc socket {} cannot be bound", path.display()))?;
+            let limits = self.limits.listener(None, Duration::MAX);
             let profile = self.profile("ext_proc_unix", Protocol::Grpc, None, limits)?;
             let listener = LimitedListener::new(profile, UnixListenerStream::new(listener), self.metrics.clone());
             listeners.push(self.ext_proc(Socket::Unix(listener, file)));

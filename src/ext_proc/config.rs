@@ -22,6 +22,10 @@ const LEAST_HEADER_LIST: Size = Size::kib(4);
 /// Beyond it nothing is bounded.
 const MOST_HEADER_LIST: Size = Size::mib(16);
 
+/// Bytes of an HTTP/2 frame that a client may send. With the usual 16 KiB a long body arrives in dozens of frames, each of which is
+/// read and processed separately.
+pub const HTTP2_FRAME: u32 = 256 << 10;
+
 /// `listen:`: the ext_proc gRPC server, with gRPC health beside it. One or both.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -195,7 +199,9 @@ impl LimitsConfig {
     pub fn listener(&self, idle: Option<Duration>, quiet: Duration) -> ListenerLimits {
         let total = self.connections as usize;
         let per_peer = self.connections_per_peer as usize;
-        let header_block = usize::try_from(self.header_list.0).unwrap_or(usize::MAX);
+        let header_list = usize::try_from(self.header_list.0).unwrap_or(usize::MAX);
+        // h2 answers a longer header list with status 431 and reads on, so the filter has to follow such a block as well.
+        let header_block = header_list.saturating_mul(2).saturating_add(HTTP2_FRAME as usize);
         let connections = ConnectionLimits { total, per_peer, quiet };
         ListenerLimits { connections, handshake: self.handshake.get(), idle, header_block }
     }

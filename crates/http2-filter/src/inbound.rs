@@ -22,7 +22,11 @@ enum ReadPosition {
     Frame,
     /// This many octets of a frame are missing.
     Payload(usize),
-    /// The rest passes unread: `h2` ends the connection, or the connection is beyond the limits of the filter.
+    /// This many octets of a frame are missing, whose header block is beyond the limits of the filter.
+    OversizedFrame(usize),
+    /// A header block was beyond the limits of the filter. What comes after it cannot be read, so the connection ends.
+    Oversized,
+    /// The rest passes unread: `h2` ends the connection.
     Unread,
 }
 
@@ -33,7 +37,9 @@ enum BlockExtent {
     Complete(usize),
     /// The frames up to this many octets are needed.
     Incomplete(usize),
-    /// `h2` refuses it, or it is too large.
+    /// It is beyond the limits of the filter.
+    Oversized,
+    /// `h2` refuses it.
     Unreadable,
 }
 
@@ -62,13 +68,18 @@ impl InboundReader {
         !matches!(self.position, ReadPosition::Preface(_))
     }
 
+    /// Whether the connection has to end because a header block was beyond the limits.
+    pub(crate) fn is_oversized(&self) -> bool {
+        self.position == ReadPosition::Oversized
+    }
+
     /// Octets that are needed before those held back can pass.
     pub(crate) fn missing(&self) -> usize {
         let wanted = match FrameHeader::parse(&self.held) {
             None => HEADER,
             Some(_) => match self.extent(&self.held) {
                 BlockExtent::Incomplete(wanted) => wanted,
-                BlockExtent::Complete(_) | BlockExtent::Unreadable => 0,
+                BlockExtent::Complete(_) | BlockExtent::Oversized | BlockExtent::Unreadable => 0,
             },
         };
         wanted.saturating_sub(self.held.len())
@@ -97,6 +108,7 @@ impl InboundReader {
         while at < end {
             match self.position {
                 ReadPosition::Unread => return end,
+                ReadPosition::Oversized => return at,
                 ReadPosition::Preface(matched) => {
                     let length = (PREFACE.len() - matched).min(end - at);
                     let is_preface = octets[at..at + length] == PREFACE[matched..matched + length];
@@ -112,6 +124,11 @@ impl InboundReader {
                     at += length;
                     self.position =
                         if rest == length { ReadPosition::Frame } else { ReadPosition::Payload(rest - length) };
+                }
+                ReadPosition::OversizedFrame(rest) => {
+                    let length = rest.min(end - at);
+                    at += length;
+                    self.position = oversized_after(rest - length);
                 }
                 ReadPosition::Frame => match self.frame(&mut octets[at..end], streams) {
                     Some(FrameStep { read, passed }) => {
@@ -144,6 +161,11 @@ impl InboundReader {
         let length = match self.extent(octets) {
             BlockExtent::Complete(length) => length,
             BlockExtent::Incomplete(_) => return None,
+            BlockExtent::Oversized => {
+                // `h2` may refuse the frame.
+                self.position = oversized_after(header.length);
+                return Some(FrameStep { read: HEADER, passed: HEADER });
+            }
             BlockExtent::Unreadable => {
                 self.position = ReadPosition::Unread;
                 return Some(FrameStep { read: HEADER, passed: HEADER });
@@ -180,8 +202,11 @@ impl InboundReader {
             let Some(header) = FrameHeader::parse(&octets[at..]) else { return BlockExtent::Incomplete(at + HEADER) };
             let continues = stream.is_none_or(|stream| header.kind == CONTINUATION && header.stream == stream);
             at += HEADER + header.length;
-            if !continues || at > self.block_limit {
+            if !continues {
                 return BlockExtent::Unreadable;
+            }
+            if at > self.block_limit {
+                return BlockExtent::Oversized;
             }
             if at > octets.len() {
                 return BlockExtent::Incomplete(at);
@@ -191,8 +216,13 @@ impl InboundReader {
             }
             stream = Some(header.stream);
         }
-        BlockExtent::Unreadable
+        BlockExtent::Oversized
     }
+}
+
+/// The position in a frame of an oversized header block of which `rest` octets are missing.
+fn oversized_after(rest: usize) -> ReadPosition {
+    if rest == 0 { ReadPosition::Oversized } else { ReadPosition::OversizedFrame(rest) }
 }
 
 /// Octets that were read, and how many of them pass.

@@ -16,7 +16,9 @@ const HELD_READ: usize = 2048;
 /// Limits of a filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Http2Limits {
-    /// Octets of a header block with its frames. Larger ones pass unread, and so does everything after them.
+    /// Octets of a header block with its frames. A larger one cannot be followed, and the connection ends in an error of the kind
+    /// [`InvalidData`](io::ErrorKind::InvalidData). It has to be more than the server accepts in one frame plus the size of its
+    /// header list, so that a block that the server refuses with status 431 is still followed.
     pub header_block: usize,
 }
 
@@ -117,6 +119,9 @@ impl<S: AsyncRead + Unpin> AsyncRead for Http2Filter<S> {
             if !this.ready.is_empty() {
                 this.pass_ready(buf);
                 return Poll::Ready(Ok(()));
+            }
+            if this.inbound.is_oversized() {
+                return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, "oversized HTTP/2 header block")));
             }
             if this.inbound.is_holding() {
                 ready!(this.poll_missing(cx))?;

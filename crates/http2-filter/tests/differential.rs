@@ -89,10 +89,7 @@ impl Outcome {
 }
 
 /// Runs `h2` on a connection to its end.
-fn serve<S: AsyncRead + AsyncWrite + Unpin>(io: S, output: impl FnOnce(S) -> Vec<u8>) -> Outcome
-where
-    S: 'static,
-{
+fn serve<S: AsyncRead + AsyncWrite + Unpin + 'static>(io: S, output: impl FnOnce(S) -> Vec<u8>) -> Outcome {
     let mut context = Context::from_waker(Waker::noop());
     let mut requests = Vec::new();
     let shared = Shared(std::rc::Rc::new(std::cell::RefCell::new(io)));
