@@ -233,8 +233,8 @@ metrics! {
     kv_event_batches: Family<OutcomeLabel, Counter> = outcomes(&["applied", "stale", "undecodable", "too_large", "malformed_frames", "other_rank"]);
     /// Event batches that exceed a limit and are lost, by limit: message (kv_events.max_message), frames, events, hashes, tokens, extra_keys
     kv_event_batches_too_large: Family<ReasonLabel, Counter> = reasons(&["message", "frames", "events", "hashes", "tokens", "extra_keys"]);
-    /// Connections of event sources that failed or were refused, by reason: closed, closed_in_handshake, connect_timeout, handshake_timeout, heartbeat_timeout, too_large, protocol, io, endpoint, too_many_publishers, too_many_handshakes
-    kv_event_connection_errors: Family<ReasonLabel, Counter> = reasons(&["closed", "closed_in_handshake", "connect_timeout", "handshake_timeout", "heartbeat_timeout", "too_large", "protocol", "io", "endpoint", "too_many_publishers", "too_many_handshakes"]);
+    /// Connections of event sources that failed or were refused, by reason: closed, closed_in_handshake, connect_timeout, handshake_timeout, heartbeat_timeout, too_large, protocol, io, endpoint, too_many_publishers, too_many_handshakes, replaced
+    kv_event_connection_errors: Family<ReasonLabel, Counter> = reasons(&["closed", "closed_in_handshake", "connect_timeout", "handshake_timeout", "heartbeat_timeout", "too_large", "protocol", "io", "endpoint", "too_many_publishers", "too_many_handshakes", "replaced"]);
     /// Gaps in an engine's batch numbers, by outcome: replayed, partly_replayed, lost
     kv_event_gaps: Family<OutcomeLabel, Counter> = outcomes(&["replayed", "partly_replayed", "lost"]);
     /// Engine restarts noticed by batch numbers that went back
@@ -259,7 +259,7 @@ metrics! {
     connections: Family<ListenerLabel, Gauge> = Family::default();
     /// Connections that were closed at once because there were too many and all were in use, by listener
     connections_refused: Family<ListenerLabel, Counter> = Family::default();
-    /// Connections that were closed by listener and reason: evicted (for a new connection, being idle for longest), idle, greeting_timeout (no request began), header_timeout (a header block was not completed)
+    /// Connections that were closed by listener and reason: evicted (for a new connection, being idle for longest), idle, greeting_timeout (no request began), header_timeout (a header block was not completed), write_timeout (the client accepted no data)
     connections_closed: Family<ListenerReasonLabels, Counter> = Family::default();
     /// HTTP/2 errors sent to clients, by listener, scope (stream: RST_STREAM, connection: GOAWAY) and error code
     http2_errors: Family<Http2ErrorLabels, Counter> = Family::default();

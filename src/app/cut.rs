@@ -31,17 +31,30 @@ impl<S: AsyncRead + Unpin> AsyncRead for Cuttable<S> {
     }
 }
 
+impl<S> Cuttable<S> {
+    /// Ends a write that waits for the client. `h2` does not read while a write waits.
+    fn after_write<T>(&mut self, cx: &mut Context<'_>, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if polled.is_pending() && self.cut.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
+        polled
+    }
+}
+
 impl<S: AsyncWrite + Unpin> AsyncWrite for Cuttable<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, from: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.socket).poll_write(cx, from)
+        let polled = Pin::new(&mut self.socket).poll_write(cx, from);
+        self.after_write(cx, polled)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.socket).poll_flush(cx)
+        let polled = Pin::new(&mut self.socket).poll_flush(cx);
+        self.after_write(cx, polled)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.socket).poll_shutdown(cx)
+        let polled = Pin::new(&mut self.socket).poll_shutdown(cx);
+        self.after_write(cx, polled)
     }
 
     fn poll_write_vectored(
@@ -49,7 +62,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Cuttable<S> {
         cx: &mut Context<'_>,
         from: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.socket).poll_write_vectored(cx, from)
+        let polled = Pin::new(&mut self.socket).poll_write_vectored(cx, from);
+        self.after_write(cx, polled)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -62,5 +76,25 @@ impl<S: Connected> Connected for Cuttable<S> {
 
     fn connect_info(&self) -> Self::ConnectInfo {
         self.socket.connect_info()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncWriteExt as _, duplex};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn write_that_waits_for_the_client_ends_when_cut() {
+        let cut = CancellationToken::new();
+        let (server, _client) = duplex(8);
+        let mut connection = Cuttable::new(server, &cut);
+        let writing = tokio::spawn(async move { connection.write_all(&[0; 64]).await });
+        tokio::task::yield_now().await;
+        assert!(!writing.is_finished());
+        cut.cancel();
+        let ended = tokio::time::timeout(std::time::Duration::from_secs(5), writing).await.unwrap().unwrap();
+        assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
     }
 }

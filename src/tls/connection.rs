@@ -3,11 +3,11 @@
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::{Instant, Sleep, sleep, sleep_until};
 use tokio_rustls::server::TlsStream;
 use warmroute_http2_filter::Http2Filter;
 
@@ -16,6 +16,9 @@ use super::listener::ConnectionSlot;
 
 /// Octets of about the shortest HTTP/1 request. A client that sends fewer has not sent a request.
 const HTTP1_GREETING: usize = 16;
+
+/// How long a client may accept no octets while some wait to be sent. Keepalive does not detect such a client: its kernel answers.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The octets of a connection.
 pub(super) enum ConnectionIo<S> {
@@ -50,7 +53,8 @@ enum ClientWait {
     Request,
 }
 
-/// A connection. Reading ends in an error when its client exceeds a timeout, or when the connection is evicted.
+/// A connection. Reading and writing end in an error when its client exceeds a timeout, or when the connection is evicted. One task
+/// has to poll both.
 pub struct AcceptedConnection<S> {
     protocol: ConnectionProtocol<S>,
     timeouts: ConnectionTimeouts,
@@ -59,6 +63,8 @@ pub struct AcceptedConnection<S> {
     /// When the header block that is incomplete began.
     block_began: Option<Instant>,
     timer: Option<Pin<Box<Sleep>>>,
+    /// Runs while a write waits for the client.
+    write_timer: Option<Pin<Box<Sleep>>>,
     /// Messages that have been reported.
     reported: u64,
 }
@@ -66,7 +72,7 @@ pub struct AcceptedConnection<S> {
 impl<S> AcceptedConnection<S> {
     pub(super) fn new(protocol: ConnectionProtocol<S>, timeouts: ConnectionTimeouts, slot: ConnectionSlot) -> Self {
         let opened = Instant::now();
-        Self { protocol, timeouts, slot, opened, block_began: None, timer: None, reported: 0 }
+        Self { protocol, timeouts, slot, opened, block_began: None, timer: None, write_timer: None, reported: 0 }
     }
 
     /// The socket below.
@@ -121,8 +127,8 @@ impl<S> AcceptedConnection<S> {
 
     /// Ready when the connection has to be closed.
     fn poll_close(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
-        if self.usage().poll_evicted(cx).is_ready() {
-            return Poll::Ready(io::Error::new(io::ErrorKind::ConnectionAborted, "evicted for a new connection"));
+        if self.slot.poll_evicted(cx).is_ready() {
+            return Poll::Ready(evicted());
         }
         let Some((wait, deadline)) = self.deadline() else {
             self.timer = None;
@@ -141,6 +147,27 @@ impl<S> AcceptedConnection<S> {
             io::ErrorKind::TimedOut.into()
         })
     }
+
+    /// Ends a connection whose client does not read. `h2` and hyper do not read from such a connection either, so that eviction cannot
+    /// rely on reading.
+    fn after_write<T>(&mut self, cx: &mut Context<'_>, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        self.report();
+        if polled.is_ready() {
+            self.write_timer = None;
+            return polled;
+        }
+        if self.slot.poll_evicted(cx).is_ready() {
+            return Poll::Ready(Err(evicted()));
+        }
+        let timer = self.write_timer.get_or_insert_with(|| Box::pin(sleep(WRITE_TIMEOUT)));
+        ready!(timer.as_mut().poll(cx));
+        self.slot.on_timeout("write_timeout");
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+fn evicted() -> io::Error {
+    io::Error::new(io::ErrorKind::ConnectionAborted, "evicted for a new connection")
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for AcceptedConnection<S> {
@@ -177,8 +204,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for AcceptedConnection<S> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, octets: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let polled = delegate!(this, io => Pin::new(io).poll_write(cx, octets));
-        this.report();
-        polled
+        this.after_write(cx, polled)
     }
 
     fn poll_write_vectored(
@@ -188,8 +214,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for AcceptedConnection<S> {
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let polled = delegate!(this, io => Pin::new(io).poll_write_vectored(cx, slices));
-        this.report();
-        polled
+        this.after_write(cx, polled)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -201,12 +226,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for AcceptedConnection<S> {
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        delegate!(this, io => Pin::new(io).poll_flush(cx))
+        let polled = delegate!(this, io => Pin::new(io).poll_flush(cx));
+        this.after_write(cx, polled)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        delegate!(this, io => Pin::new(io).poll_shutdown(cx))
+        let polled = delegate!(this, io => Pin::new(io).poll_shutdown(cx));
+        this.after_write(cx, polled)
     }
 }
 

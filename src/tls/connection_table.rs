@@ -9,7 +9,7 @@ use std::time::Duration;
 use futures_util::task::AtomicWaker;
 use slab::Slab;
 
-/// How many connections a listener keeps.
+/// How many connections a listener keeps. Evicted connections do not count, but at most as many as `total` may wait to be closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConnectionLimits {
     /// Connections at a time.
@@ -68,7 +68,17 @@ impl ConnectionUse {
         if self.evicted.load(Ordering::Acquire) { Poll::Ready(()) } else { Poll::Pending }
     }
 
-    fn is_evicted(&self) -> bool {
+    /// Withdraws the eviction of a connection that has been used since it was chosen. It counts again.
+    pub(super) fn withdraw_eviction(&self) {
+        self.evicted.store(false, Ordering::Release);
+    }
+
+    /// Whether the connection may be replaced at `now`.
+    pub(super) fn is_replaceable(&self, now: Duration, quiet: Duration) -> bool {
+        self.open_streams() == 0 || now.saturating_sub(self.last()) >= quiet
+    }
+
+    pub(super) fn is_evicted(&self) -> bool {
         self.evicted.load(Ordering::Acquire)
     }
 
@@ -114,6 +124,9 @@ impl ConnectionTable {
         peer: Option<IpAddr>,
         now: Duration,
     ) -> Result<AdmittedConnection, ConnectionAdmissionError> {
+        if self.entries.len() >= self.limits.total.saturating_mul(2) {
+            return Err(ConnectionAdmissionError::TooMany);
+        }
         let is_of_peer = |entry: &ConnectionEntry| peer.is_some() && entry.peer == peer;
         let mut total = 0;
         let mut of_peer = 0;
@@ -138,8 +151,10 @@ impl ConnectionTable {
     }
 
     /// Evicts the connection that has been idle for longest, if there is an idle one.
-    pub(super) fn evict_idlest(&self, now: Duration) -> bool {
-        self.idlest(now, |_| true).inspect(|victim| victim.evict()).is_some()
+    pub(super) fn evict_idlest(&self, now: Duration) {
+        if let Some(victim) = self.idlest(now, |_| true) {
+            victim.evict();
+        }
     }
 
     pub(super) fn remove(&mut self, key: usize) {
@@ -151,10 +166,8 @@ impl ConnectionTable {
         let candidates = self.entries.iter().map(|(_, entry)| entry).filter(|entry| may_go(entry));
         let candidates = candidates.map(|entry| &*entry.usage).filter(|usage| !usage.is_evicted());
         candidates
-            .map(|usage| (usage.open_streams() > 0, usage.last(), usage))
-            .filter(|(is_used, last, _)| !is_used || now.saturating_sub(*last) >= self.limits.quiet)
-            .min_by_key(|(is_used, last, _)| (*is_used, *last))
-            .map(|(.., usage)| usage)
+            .filter(|usage| usage.is_replaceable(now, self.limits.quiet))
+            .min_by_key(|usage| (usage.open_streams() > 0, usage.last()))
     }
 }
 
@@ -193,6 +206,18 @@ mod tests {
         table.remove(b.key);
         table.remove(c.key);
         assert_eq!(table.entries.len(), 3);
+    }
+
+    #[test]
+    fn evicted_connections_are_bounded_until_they_close() {
+        let mut table = table(2, 2);
+        let open = [1, 2, 3, 4].map(|n| table.admit(peer(n), at(u64::from(n))).ok().unwrap());
+        assert_eq!(open.each_ref().map(|one| one.usage.is_evicted()), [true, true, false, false]);
+        assert!(matches!(table.admit(peer(5), at(5)), Err(ConnectionAdmissionError::TooMany)));
+        assert!(!open[2].usage.is_evicted());
+        table.remove(open[0].key);
+        assert!(table.admit(peer(5), at(5)).ok().unwrap().has_evicted);
+        assert_eq!(table.entries.len(), 4);
     }
 
     #[test]

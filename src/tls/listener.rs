@@ -4,6 +4,7 @@
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use futures_util::{Stream, StreamExt as _};
@@ -36,7 +37,7 @@ pub struct ListenerLimits {
     pub handshake: Duration,
     /// How long a connection may be open without a request under way.
     pub idle: Option<Duration>,
-    /// Octets of an HTTP/2 header block.
+    /// Octets of an HTTP/2 header block with its frames. A larger one ends the connection.
     pub header_block: usize,
 }
 
@@ -157,7 +158,6 @@ impl ListenerContext {
         match self.table.lock().admit(peer.map(|peer| peer.ip()), now) {
             Ok(admitted) => {
                 if admitted.has_evicted {
-                    self.on_closed("evicted");
                     self.warn_limited("evicted", peer, "too many connections; the one idle for longest was closed", "");
                 }
                 self.open.inc();
@@ -179,10 +179,7 @@ impl ListenerContext {
 
     /// Evicts an idle connection if no file descriptors are left.
     async fn on_accept_error(&self, error: &io::Error) {
-        let has_evicted = self.table.lock().evict_idlest(self.now());
-        if has_evicted {
-            self.on_closed("evicted");
-        }
+        self.table.lock().evict_idlest(self.now());
         if self.log.admit("accept", self.now()).is_some() {
             warn!(listener = self.name(), %error, "cannot accept connections");
         }
@@ -252,6 +249,16 @@ impl ConnectionSlot {
         self.context.started + time
     }
 
+    /// Whether the connection has to be closed because it was evicted. A connection that has been used since then stays.
+    pub(super) fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
+        ready!(self.usage.poll_evicted(cx));
+        if self.usage.is_replaceable(self.now(), self.context.profile.limits.connections.quiet) {
+            return Poll::Ready(());
+        }
+        self.usage.withdraw_eviction();
+        Poll::Pending
+    }
+
     /// Counts a connection that is closed for `reason`.
     pub(super) fn on_timeout(&self, reason: &'static str) {
         self.context.on_closed(reason);
@@ -306,6 +313,9 @@ impl ConnectionSlot {
 impl Drop for ConnectionSlot {
     fn drop(&mut self) {
         self.context.table.lock().remove(self.key);
+        if self.usage.is_evicted() {
+            self.context.on_closed("evicted");
+        }
         self.context.open.dec();
     }
 }
@@ -314,7 +324,7 @@ impl Drop for ConnectionSlot {
 fn create_series(profile: &ListenerProfile, metrics: &Metrics) {
     let listener = profile.name;
     let counted = |reason| ListenerReasonLabels { listener, reason };
-    for reason in ["evicted", "idle", "greeting_timeout", "header_timeout"] {
+    for reason in ["evicted", "idle", "greeting_timeout", "header_timeout", "write_timeout"] {
         drop(metrics.connections_closed.get_or_create(&counted(reason)));
     }
     drop(metrics.connections_refused.get_or_create(&ListenerLabel { listener }));

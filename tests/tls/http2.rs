@@ -1,8 +1,11 @@
 //! HTTP/2 connections frame by frame, as no client library sends them.
 
+use std::net::SocketAddr;
+use std::time::Duration;
+
 use serde_json::{Value, json};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::{TcpSocket, TcpStream, UnixStream};
 use tokio::time::timeout;
 
 use crate::site::{PATIENCE, Site, http, until};
@@ -71,8 +74,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> RawConnection<S> {
         self.0.write_all(&[call(stream, authority), message].concat()).await.unwrap();
         loop {
             match self.next(&[HEADERS, RST_STREAM, GOAWAY]).await.unwrap() {
-                // The trailers of a call before.
-                (HEADERS, of, _) if of != stream => {}
+                // The end of a call before.
+                (HEADERS | RST_STREAM, of, _) if of != stream => {}
                 (kind, ..) => return kind == HEADERS,
             }
         }
@@ -166,10 +169,84 @@ async fn idle_connections_do_not_keep_probes_out() {
         assert!(connection.is_answered(1, "warmroute").await, "{address}");
     }
     for listener in ["admin", "health", "ext_proc"] {
-        let evicted =
-            site.metric(&format!("connections_closed_total{{listener=\"{listener}\",reason=\"evicted\"}}")).await;
-        assert!(evicted >= 9.0, "{listener}: {evicted}");
+        let series = format!("connections_closed_total{{listener=\"{listener}\",reason=\"evicted\"}}");
+        until(&series, async || site.metric(&series).await >= 9.0).await;
     }
+    let mut closed = 0;
+    for held in &mut held {
+        let read = timeout(Duration::from_millis(100), held.read_to_end(&mut Vec::new())).await;
+        closed += usize::from(read.is_ok());
+    }
+    assert!(closed >= 27, "{closed} clients see the end of their connections");
     drop(held);
+    site.stop().await;
+}
+
+/// A client that sends requests and reads no answers.
+struct StalledClient {
+    socket: TcpStream,
+    request: Vec<u8>,
+}
+
+impl StalledClient {
+    /// Sends requests until the server accepts no more.
+    async fn open(address: SocketAddr, start: &[u8], request: &[u8]) -> Self {
+        let socket = TcpSocket::new_v4().unwrap();
+        // Small buffers fill soon.
+        socket.set_recv_buffer_size(4096).unwrap();
+        socket.set_send_buffer_size(16 << 10).unwrap();
+        let mut socket = socket.connect(address).await.unwrap();
+        socket.write_all(start).await.unwrap();
+        let request = request.repeat(64);
+        // One write that takes this long means that the server does not read.
+        while let Ok(sent) = timeout(Duration::from_secs(1), socket.write_all(&request)).await {
+            sent.unwrap();
+        }
+        Self { socket, request }
+    }
+
+    /// Whether the server resets the connection, although this client still does not read.
+    async fn is_reset(&mut self) -> bool {
+        let sending = async { while self.socket.write_all(&self.request).await.is_ok() {} };
+        timeout(PATIENCE, sending).await.is_ok()
+    }
+}
+
+#[tokio::test]
+async fn clients_that_do_not_read_are_evicted() {
+    let site = start(json!({"limits": {"connections": 2, "connections_per_peer": 2}})).await;
+    let http2 = [PREFACE, &frame(SETTINGS, 0, 0, &[])].concat();
+    let ping = frame(PING, 0, 0, &[7; 8]);
+    let page = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n";
+    let listeners = [
+        ("ext_proc", site.ext_proc, &*http2, &*ping),
+        ("health", site.health.unwrap(), &*http2, &*ping),
+        ("admin", site.admin, b"".as_slice(), page.as_slice()),
+    ];
+    for (listener, address, start, request) in listeners {
+        let (mut first, mut second) =
+            tokio::join!(StalledClient::open(address, start, request), StalledClient::open(address, start, request));
+        let replacing = [TcpStream::connect(address).await.unwrap(), TcpStream::connect(address).await.unwrap()];
+        assert!(first.is_reset().await && second.is_reset().await, "{listener}");
+        let reason = format!("connections_closed_total{{listener=\"{listener}\",reason=\"evicted\"}}");
+        assert!(site.metric(&reason).await >= 2.0, "{listener}");
+        let open = format!("connections{{listener=\"{listener}\"}}");
+        until(&open, async || site.metric(&open).await <= 2.0).await;
+        drop(replacing);
+    }
+    site.stop().await;
+}
+
+#[tokio::test]
+async fn header_list_that_is_too_long_concerns_its_stream_only() {
+    let site = start(json!({})).await;
+    let mut connection = RawConnection::open(TcpStream::connect(site.ext_proc).await.unwrap()).await;
+    // A literal field `x` of 100,000 octets without indexing. The default of `limits.header_list` is 64 KiB.
+    let mut block = vec![0x83, 0x86, 0x84, 0x00, 1, b'x', 0x7f, 0xa1, 0x8c, 0x06];
+    block.extend([b'y'; 100_000]);
+    connection.0.write_all(&frame(HEADERS, 5, 1, &block)).await.unwrap();
+    let (kind, stream, _) = connection.next(&[HEADERS, GOAWAY]).await.unwrap();
+    assert_eq!((kind, stream), (HEADERS, 1), "status 431");
+    assert!(connection.is_answered(3, "outbound|9002||warmroute.inference.svc.cluster.local").await);
     site.stop().await;
 }

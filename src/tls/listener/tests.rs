@@ -80,6 +80,62 @@ async fn idle_connection_is_replaced_and_used_ones_stay() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn connection_used_since_its_eviction_stays() {
+    let (incoming, mut listener, metrics) = listener(false, 2, None);
+    let mut clients = [connect(&incoming), connect(&incoming)];
+    let mut chosen = listener.next().await.unwrap();
+    let mut used = listener.next().await.unwrap();
+    read_preface(&mut chosen, &mut clients[0]).await;
+    read_preface(&mut used, &mut clients[1]).await;
+    clients[1].write_all(&headers(4)).await.unwrap();
+    used.read_exact(&mut [0; 10]).await.unwrap();
+    // The first one is chosen while it has no stream. A stream arrives before its task runs.
+    let _third_client = connect(&incoming);
+    let mut third = listener.next().await.unwrap();
+    clients[0].write_all(&headers(4)).await.unwrap();
+    chosen.read_exact(&mut [0; 10]).await.unwrap();
+    assert!(timeout(Duration::from_secs(1), chosen.read_u8()).await.is_err(), "it stays");
+    // It counts again: the next connection replaces the one without streams.
+    let _fourth_client = connect(&incoming);
+    let _fourth = listener.next().await.unwrap();
+    assert_eq!(third.read_u8().await.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
+    drop((chosen, used, third));
+    assert_eq!(closed(&metrics, "evicted"), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn client_that_does_not_read_is_evicted_and_counted_when_closed() {
+    let (incoming, mut listener, metrics) = listener(false, 1, None);
+    let _client = connect(&incoming);
+    let mut connection = listener.next().await.unwrap();
+    let writing = tokio::spawn(async move { connection.write_all(&[0; 4096]).await });
+    tokio::task::yield_now().await;
+    let _second_client = connect(&incoming);
+    let _second = listener.next().await.unwrap();
+    assert_eq!(closed(&metrics, "evicted"), 0, "it is not closed yet");
+    let ended = timeout(Duration::from_secs(1), writing).await.unwrap().unwrap();
+    assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
+    assert_eq!(closed(&metrics, "evicted"), 1);
+    assert_eq!(metrics.connections.get_or_create(&LABEL).get(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn write_times_out_unless_the_client_reads() {
+    let (incoming, mut listener, metrics) = listener(false, 1, None);
+    let mut client = connect(&incoming);
+    let mut connection = listener.next().await.unwrap();
+    let writing = tokio::spawn(async move { connection.write_all(&[0; 4096]).await });
+    for _ in 0..5 {
+        tokio::time::sleep(Duration::from_secs(50)).await;
+        client.read_u8().await.unwrap();
+    }
+    assert!(!writing.is_finished(), "slow progress is progress");
+    let ended = timeout(Duration::from_secs(70), writing).await.unwrap().unwrap();
+    assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::TimedOut);
+    assert_eq!(closed(&metrics, "write_timeout"), 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn connection_is_refused_while_all_others_are_used() {
     let (incoming, mut listener, metrics) = listener(false, 1, None);
     let mut client = connect(&incoming);
