@@ -522,7 +522,7 @@ async fn replay_continues_behind_a_too_large_batch() {
 /// Nine bytes from an event publisher aborted the process: the length of a frame that cannot be allocated.
 #[tokio::test]
 async fn announced_frame_length_does_not_abort_the_process() {
-    let mut greeting = vec![0; 64];
+    let mut greeting = [0; 64];
     greeting[0] = 0xff;
     greeting[9] = 0x7f;
     greeting[10] = 3;

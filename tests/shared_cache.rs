@@ -131,8 +131,8 @@ impl Bed {
                 other => panic!("{other:?}"),
             };
             let set = response.and_then(|response| response.header_mutation).unwrap_or_default().set_headers;
-            let named = set.into_iter().filter_map(|option| option.header);
-            let named = named.filter(|header| header.key == "x-worker-instance-id").next_back();
+            let mut named = set.into_iter().filter_map(|option| option.header);
+            let named = named.rfind(|header| header.key == "x-worker-instance-id");
             worker = named.map(|header| String::from_utf8(header.raw_value).unwrap().parse().unwrap()).or(worker);
         }
         worker.expect("a worker")
@@ -141,8 +141,8 @@ impl Bed {
     async fn metric(&self, line: &str) -> f64 {
         let client = warmroute::tls::client().build().unwrap();
         let page = client.get(format!("http://{}/metrics", self.admin)).send().await.unwrap().text().await.unwrap();
-        let found = page.lines().filter_map(|found| found.strip_prefix(line)?.strip_prefix(' '));
-        found.last().map_or(0.0, |value| value.parse().unwrap())
+        let mut found = page.lines().filter_map(|found| found.strip_prefix(line)?.strip_prefix(' '));
+        found.next_back().map_or(0.0, |value| value.parse().unwrap())
     }
 
     async fn stop(self) {

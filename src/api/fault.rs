@@ -217,16 +217,14 @@ mod tests {
         let full = Refusal::Overflow { class: class(), kind, current: 70, limit: 64, retry_after };
         let late = Refusal::Deadline { class: class(), waited: Duration::from_millis(30), retry_after };
         let kind = kind.to_string();
-        let cases: [(Refusal, &str, &[(&str, &str)]); 2] = [
-            (full, "QUEUE_FULL", &[("class", "default"), ("current", "70"), ("kind", kind.as_str()), ("limit", "64")]),
-            (late, "QUEUE_DEADLINE", &[("class", "default"), ("waited_ms", "30")]),
-        ];
-        for (refusal, reason, expected) in cases {
+        let of_full = vec![("class", "default"), ("current", "70"), ("kind", kind.as_str()), ("limit", "64")];
+        let of_late = vec![("class", "default"), ("waited_ms", "30")];
+        for (refusal, reason, expected) in [(full, "QUEUE_FULL", of_full), (late, "QUEUE_DEADLINE", of_late)] {
             let details = Status::from(Fault::from(refusal)).get_error_details();
             let info = details.error_info().unwrap();
             let mut facts: Vec<_> = info.metadata.iter().map(|(key, value)| (&**key, &**value)).collect();
             facts.sort_unstable();
-            assert_eq!((&*info.reason, &*info.domain, &*facts), (reason, "warmroute", expected));
+            assert_eq!((&*info.reason, &*info.domain, facts), (reason, "warmroute", expected));
             assert_eq!(details.retry_info().unwrap().retry_delay, Some(retry_after));
         }
         assert!(Status::from(Fault::NotReady).get_error_details().error_info().is_none());

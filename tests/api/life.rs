@@ -28,8 +28,8 @@ async fn a_request_is_booked_prefilled_answered_and_freed() {
 
     // The same by the pages, and for a request that shares four blocks.
     let page: serde_json::Value = serde_json::from_str(&site.page("debug/load").await).unwrap();
-    let row =
-        page.as_array().unwrap().iter().find(|row| row["rank"]["worker"] == chosen.worker_id.to_string()).unwrap();
+    let id = chosen.worker_id.to_string();
+    let row = page.as_array().unwrap().iter().find(|row| row["rank"]["worker"] == id).unwrap();
     assert_eq!((&row["active_blocks"], &row["active_prefill_tokens"]), (&5.into(), &22.into()));
     let asked = pb::PotentialLoadsRequest { question: Some(tokens(18)), ..Default::default() };
     let loads = client.potential_loads(asked).await.unwrap().into_inner().ranks;

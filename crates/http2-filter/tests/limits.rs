@@ -1,7 +1,5 @@
 //! Header blocks beyond the limit of the filter.
 
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use std::io;
 
 use tokio::io::AsyncReadExt as _;
