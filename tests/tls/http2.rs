@@ -248,5 +248,6 @@ async fn header_list_that_is_too_long_concerns_its_stream_only() {
     let (kind, stream, _) = connection.next(&[HEADERS, GOAWAY]).await.unwrap();
     assert_eq!((kind, stream), (HEADERS, 1), "status 431");
     assert!(connection.is_answered(3, "outbound|9002||warmroute.inference.svc.cluster.local").await);
+    drop(connection);
     site.stop().await;
 }
