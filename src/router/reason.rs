@@ -58,7 +58,7 @@ pub enum Reason {
     BadPin,
     /// All eligible workers are overloaded.
     Overloaded,
-    /// Nobody satisfies what the request demands.
+    /// No worker satisfies the constraints of the request.
     Unsatisfied,
     /// There is no prefill worker, and there has to be one.
     NoPrefill,
