@@ -234,6 +234,17 @@ fn auto_sni_with_invalid_dns_name_is_an_error() {
     assert!(!found.iter().any(|(_, check)| *check == "envoy.server_name"), "{found:?}");
 }
 
+#[test]
+fn hidden_request_body_means_routing_by_load() {
+    let mut hidden = page("standalone");
+    swap(&mut hidden, r#""request_body_mode":"BUFFERED""#, r#""request_body_mode":"NONE""#);
+    let found = findings(&hidden, &config("standalone"));
+    let body = found.iter().find(|finding| finding.check == "envoy.request_body").unwrap();
+    assert_eq!(body.level, Level::Error);
+    let seen = "request_body_mode: NONE: no prompt is shown to warmroute, so every request is routed by load alone";
+    assert_eq!(body.seen, seen);
+}
+
 type Plant = fn(&mut Value, &mut Value);
 
 #[test]
