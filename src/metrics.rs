@@ -61,7 +61,7 @@ metrics! {
     degradations: Family<ReasonLabel, Counter> = Family::default();
     /// Exchanges by how they ended: complete, closed (the answer had begun; its end was not shown to us), abandoned, own_answer (refused, or asked for the choice only)
     exchanges: Family<OutcomeLabel, Counter> = outcomes(&["complete", "closed", "abandoned", "own_answer"]);
-    /// Messages of Envoy that could not be decoded or were larger than the limit; the stream of each ends with an error
+    /// Messages of Envoy that could not be decoded or were larger than the limit; each ends its stream, with an error unless Envoy can continue without a reply
     unreadable_messages: Counter = Counter::default();
     /// Exchanges that are open now
     exchanges_open: Gauge = Gauge::default();

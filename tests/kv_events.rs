@@ -321,6 +321,22 @@ async fn a_warm_idle_engine_is_known_before_its_next_event() {
 }
 
 #[tokio::test]
+async fn malformed_messages_do_not_delay_the_check_after_attach() {
+    let site = Site::new(Attach::Connect, true);
+    let mut engine = Engine::start(&site, log([1])).await;
+    let subscriber = site.subscribe();
+    subscriber.holds([1]).await;
+    engine.lose(payload(2));
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !subscriber.held.lock().blocks.contains(&2) {
+        assert!(Instant::now() < deadline, "the lost batch is not found");
+        engine.publisher.send(message([TOPIC.as_bytes(), b"no number"])).await.unwrap();
+        sleep(Duration::from_millis(5)).await;
+    }
+    assert!(subscriber.batches("malformed_frames") > 0);
+}
+
+#[tokio::test]
 async fn without_a_replay_endpoint_a_warm_engine_is_known_from_its_next_event_on() {
     let site = Site::new(Attach::Connect, false);
     let mut engine = Engine::start(&site, log(1..=40)).await;

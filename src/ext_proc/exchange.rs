@@ -19,11 +19,11 @@ use super::message::{Message, Modes};
 use super::metadata::Told;
 use super::mutation::{self, Immediate};
 use crate::intake::Body;
-use crate::router::{Destination, Steer};
+use crate::router::Steer;
 use crate::schedule::Subset;
 use crate::worker::Endpoint;
 
-pub use options::{Answers, Options, Start};
+pub use options::{Answers, Options, ServingWorker, Start};
 use request::RequestSide;
 use response::ResponseSide;
 
@@ -131,6 +131,8 @@ struct Context {
     subset: Option<Subset>,
     pool: Option<String>,
     directions: Option<Directions>,
+    /// The worker that sent the response, if it is not the chosen one.
+    served_by: Option<ServingWorker>,
 }
 
 impl Context {
@@ -144,7 +146,7 @@ impl Exchange {
     pub fn new(options: Arc<Options>, start: Start) -> Self {
         let modes = options.assumed;
         Self {
-            context: Context { options, start, modes, subset: None, pool: None, directions: None },
+            context: Context { options, start, modes, subset: None, pool: None, directions: None, served_by: None },
             request: RequestSide::Start,
             response: ResponseSide::Waiting,
         }
@@ -215,6 +217,15 @@ impl Exchange {
         self.request.on_deadline(&self.context)
     }
 
+    /// Handles a message that exceeds the size limit. No message follows it. `None` if the stream must not end without an error,
+    /// because Envoy sends only the bytes that it gets back.
+    pub fn on_oversize_message(&mut self) -> Option<Vec<Effect>> {
+        let effects = self.request.on_oversize_body(&self.context);
+        let Modes { request, response } = self.context.modes;
+        let is_lost = effects.is_empty() && (request.is_sent_back() || response.is_sent_back());
+        (!is_lost).then_some(effects)
+    }
+
     /// The first token was seen elsewhere.
     pub fn on_first_token(&mut self) -> Vec<Effect> {
         self.response.on_first_token()
@@ -252,10 +263,8 @@ impl Exchange {
 
     /// Records that another worker than the chosen one sent the response. Called before the response headers are handled,
     /// because they name the worker.
-    pub fn on_served_elsewhere(&mut self, by: Destination) {
-        if let Some(directions) = &mut self.context.directions {
-            directions.steer.to = Some(by);
-        }
+    pub fn on_served_elsewhere(&mut self, by: ServingWorker) {
+        self.context.served_by = Some(by);
     }
 
     /// Asks Envoy to wait so long for the route. It listens once only, and where it waits without limit anyway there is

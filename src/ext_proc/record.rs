@@ -7,17 +7,17 @@ use std::time::Instant;
 use tracing::{debug, info};
 
 use super::carrying::Remote;
+use super::exchange::ServingWorker;
 use super::headers::{AnsweredBy, ResponseHead};
 use super::retries::Again;
 use crate::audit::{Answered, Audit, Foreseen, Said};
 use crate::block::BlockHashes;
 use crate::entrance::{Admitted, Entrance};
-use crate::fleet::Member;
 use crate::health::Outcome;
 use crate::metrics::{Metrics, ModelLabel, ModelRoleLabels, OutcomeLabel, RankLabels};
 use crate::openai::usage::{Kind, Usage, UsageScanner};
 use crate::prefill::{self, Retried, Turn};
-use crate::router::{Answer, AnswerFrom, BookedPredictions, Destination, Mode, Moved, Router};
+use crate::router::{Answer, AnswerFrom, BookedPredictions, Mode, Moved, Router};
 use crate::worker::Endpoint;
 
 /// No prompt is longer, whatever an engine says.
@@ -195,15 +195,18 @@ impl Record {
     }
 
     /// The worker that sent the response, if it is a known one that was not chosen.
-    pub(super) fn served_elsewhere(&self, head: &ResponseHead) -> Option<Destination> {
+    pub(super) fn served_elsewhere(&self, head: &ResponseHead) -> Option<ServingWorker> {
         let AnsweredBy::Worker(address) = head.from else { return None };
         let served = Endpoint(address).canonical();
         let chosen = &self.admitted.as_ref()?.booked.route.to;
-        let is_served = |member: &&Member| member.worker.endpoint.canonical() == served;
         if chosen.endpoint.canonical() == served {
             return None;
         }
-        self.router.fleet().members().find(is_served).map(Destination::of)
+        let fleet = self.router.fleet();
+        let mut members = fleet.members().filter(|member| member.worker.endpoint.canonical() == served);
+        let first = ServingWorker::from(members.next()?.rank);
+        // Envoy reports the endpoint, which does not tell its ranks apart.
+        Some(if members.next().is_none() { first } else { ServingWorker { rank: None, ..first } })
     }
 
     /// Completes when something is known of the prefill of two workers that meet.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
-use tonic::{Status, Streaming};
+use tonic::{Code, Status, Streaming};
 
 use super::exchange::{Effect, Exchange, Inbound, Start};
 use super::first_tokens::Awaited;
@@ -150,10 +150,22 @@ impl Stream {
                 },
                 Err(closed) => Err(closed),
             };
-            if let Err(closed) = done {
-                return closed.status();
+            match done {
+                Ok(()) => {}
+                // The code of a message that exceeds the size limit.
+                Err(StreamClose::Failed(status)) if status.code() == Code::OutOfRange => {
+                    return self.end_at_oversize_message(status, &mut early).await;
+                }
+                Err(closed) => return closed.status(),
             }
         }
+    }
+
+    /// Replies to a message that exceeds the size limit. The stream ends, because no further message can be read; Envoy continues
+    /// the exchange without it.
+    async fn end_at_oversize_message(mut self, status: Status, early: &mut VecDeque<Asked>) -> Result<(), Status> {
+        let effects = self.exchange.on_oversize_message().ok_or(status)?;
+        self.carry_out(effects, early).await.or_else(StreamClose::status)
     }
 
     async fn next(&mut self) -> Result<Event, StreamClose> {

@@ -51,6 +51,19 @@ impl Check {
     }
 }
 
+/// The next step of a session.
+#[derive(Debug)]
+enum Step {
+    /// The next event of the socket; `None` if the socket is closed.
+    Event(Option<SubEvent>),
+    /// A check is due.
+    Check,
+    /// Answered requests had to store blocks, and no event arrived.
+    Knocked,
+    /// Other tasks ran.
+    Yielded,
+}
+
 /// Listens to one event source and applies what it says, for ever; ends by being dropped.
 pub async fn run(
     spec: SourceSpec,
@@ -154,28 +167,39 @@ impl Listener {
             self.attached().await;
         }
         let mut burst = 0;
-        let knocks = self.view.witness.clone();
         loop {
-            let check = self.check;
-            let due = async move {
-                match check {
-                    Some(check) => sleep_until(check.at()).await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                biased;
-                event = socket.next_event() => {
-                    self.event(event.ok_or(DetachError::SocketClosed)?, &mut publishers).await?;
-                    burst += 1;
-                    if burst % BURST == 0 {
-                        tokio::task::yield_now().await;
-                    }
-                }
-                () = due => self.check().await?,
-                () = knocks.knocked() => return Err(DetachError::Knocked),
+            match self.next_step(socket.next_event(), &mut burst).await {
+                Step::Event(event) => self.event(event.ok_or(DetachError::SocketClosed)?, &mut publishers).await?,
+                Step::Check => self.check().await?,
+                Step::Knocked => return Err(DetachError::Knocked),
+                Step::Yielded => {}
             }
         }
+    }
+
+    /// Waits for the next step. Events come first, because a message makes a check unnecessary; after [`BURST`] events in succession
+    /// the other steps and other tasks come first once, because the socket may always have an event.
+    async fn next_step(&mut self, event: impl Future<Output = Option<SubEvent>>, burst: &mut usize) -> Step {
+        let check = self.check;
+        let due = async move {
+            match check {
+                Some(check) => sleep_until(check.at()).await,
+                None => std::future::pending().await,
+            }
+        };
+        let is_full = *burst >= BURST;
+        let step = tokio::select! {
+            biased;
+            event = event, if !is_full => {
+                *burst += 1;
+                return Step::Event(event);
+            }
+            () = due => Step::Check,
+            () = self.view.witness.knocked() => Step::Knocked,
+            () = tokio::task::yield_now(), if is_full => Step::Yielded,
+        };
+        *burst = 0;
+        step
     }
 
     /// Processes one event of the socket.
@@ -248,13 +272,13 @@ impl Listener {
 
     /// Takes one live message.
     async fn message(&mut self, frames: &[Bytes]) {
-        if self.replay.is_some() {
-            self.check = Some(Check::Idle(Instant::now() + IDLE));
-        }
         let (seq, payload) = match live_batch(frames) {
             Ok(batch) => batch,
             Err(problem) => return self.feed.malformed(problem),
         };
+        if self.replay.is_some() {
+            self.check = Some(Check::Idle(Instant::now() + IDLE));
+        }
         let Some(gap) = self.feed.live(seq, payload) else { return };
         tracing::info!(rank = %self.view.rank, from = gap.from, to = gap.to, "KV event batches are missing");
         if let Some(Err(why)) = self.catch_up().await {
@@ -300,6 +324,7 @@ pub(super) async fn open(source: &EventSource, config: SocketConfig) -> Result<S
 #[cfg(test)]
 mod tests {
     use bytes::Bytes;
+    use warmroute_zmtp::ExceededLimit;
     use zeromq::{RouterSocket, Socket as _, SocketRecv as _, SocketSend as _};
 
     use super::*;
@@ -370,6 +395,38 @@ mod tests {
         assert_eq!(listener.feed.expected(), 2, "what was found is applied");
         assert!(listener.check().await.is_ok(), "nothing new since");
         answering.abort();
+    }
+
+    #[tokio::test]
+    async fn due_check_runs_while_events_are_always_ready() {
+        let mut listener = listener("tcp://127.0.0.1:1");
+        let event = || std::future::ready(Some(SubEvent::Oversize(ExceededLimit::Message)));
+        let mut burst = 0;
+        listener.check = Some(Check::Idle(Instant::now()));
+        let mut events = 0;
+        while let Step::Event(_) = listener.next_step(event(), &mut burst).await {
+            events += 1;
+            assert!(events <= BURST, "the check does not run");
+        }
+        listener.check = None;
+        listener.view.witness.knock();
+        let mut steps = Vec::new();
+        while !matches!(steps.last(), Some(Step::Knocked)) {
+            steps.push(listener.next_step(event(), &mut burst).await);
+            assert!(steps.len() <= BURST + 1, "{steps:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn only_batches_postpone_the_check() {
+        let mut listener = listener("tcp://127.0.0.1:1");
+        let at = Instant::now();
+        listener.check = Some(Check::Settled(at));
+        listener.message(&[Bytes::from_static(b"topic"), Bytes::from_static(b"no number")]).await;
+        assert!(matches!(listener.check, Some(Check::Settled(still)) if still == at));
+        let batch = [b"topic".as_slice(), &0_u64.to_be_bytes(), &[0x92, 0x01, 0x90]];
+        listener.message(&batch.map(Bytes::copy_from_slice)).await;
+        assert!(matches!(listener.check, Some(Check::Idle(_))));
     }
 
     #[tokio::test]

@@ -115,12 +115,24 @@ impl Object for UncommonFloat {
     }
 }
 
+/// Whether minijinja prints a float as Python does.
+fn is_common(number: f64) -> bool {
+    number.is_finite() && Value::from(number).to_string() == number::repr(number)
+}
+
 fn float(number: f64) -> Value {
-    let common = Value::from(number);
-    if number.is_finite() && common.to_string() == number::repr(number) {
-        return common;
+    if is_common(number) { Value::from(number) } else { Value::from_object(UncommonFloat(number)) }
+}
+
+/// Whether a value contains an [`UncommonFloat`]. minijinja compares it as an object, and Python as a number.
+fn contains_uncommon_float(json: &JsonValue) -> bool {
+    match json {
+        JsonValue::Float(number) => !is_common(*number),
+        JsonValue::Array(items) => items.iter().any(contains_uncommon_float),
+        JsonValue::Object(object) => object.values().any(contains_uncommon_float),
+        JsonValue::Null | JsonValue::Bool(_) | JsonValue::Integer(_) => false,
+        JsonValue::String(_) | JsonValue::Unknown(_) => false,
     }
-    Value::from_object(UncommonFloat(number))
 }
 
 /// Whether a value is a number for Python, which booleans are as well.
@@ -169,6 +181,14 @@ pub(super) fn value(json: &JsonValue) -> Result<Value, EncodeError> {
         }
         JsonValue::Unknown(why) => return Err(EncodeError::uncertain(*why)),
     })
+}
+
+/// JSON that a template may compare with other values.
+pub(super) fn comparable_value(json: &JsonValue) -> Result<Value, EncodeError> {
+    if contains_uncommon_float(json) {
+        return Err(EncodeError::uncertain("a float that the template engine cannot compare as Python does"));
+    }
+    value(json)
 }
 
 /// Python's `str(value)`, as `{{ value }}` prints it.

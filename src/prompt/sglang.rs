@@ -230,7 +230,7 @@ fn is_plain_schema(schema: &JsonValue) -> bool {
 pub(super) fn variables(chat: &Chat) -> Result<Vec<(String, Value)>, EncodeError> {
     let mut variables = vec![("documents".to_owned(), Value::from(()))];
     for (name, value) in &chat.chat_template_kwargs {
-        variables.push((name.clone(), python::value(value)?));
+        variables.push((name.clone(), python::comparable_value(value)?));
     }
     if let Some(effort) = chat.reasoning_effort.as_deref() {
         variables.push(("reasoning_effort".to_owned(), Value::from(effort)));

@@ -165,8 +165,10 @@ impl Templates {
         let mut variables: BTreeMap<&str, Value> = BTreeMap::new();
         variables.extend(self.special_tokens.iter().map(|(name, token)| (*name, Value::from(token.as_str()))));
         variables.insert("documents", Value::from(()));
-        for (name, value) in chat.chat_template_kwargs.iter().filter(|(_, value)| is_set(value)) {
-            variables.insert(name, python::value(value)?);
+        // Tools are added below. Templates print their numbers and do not compare them.
+        let kwargs = chat.chat_template_kwargs.iter().filter(|(name, value)| *name != "tools" && is_set(value));
+        for (name, value) in kwargs {
+            variables.insert(name, python::comparable_value(value)?);
         }
         if let Some(effort) = chat.reasoning_effort.as_deref().filter(|effort| *effort != "auto") {
             variables.insert("reasoning_effort", Value::from(effort));

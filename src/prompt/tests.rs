@@ -4,8 +4,8 @@ use tokenizers::{Encoding, Token, TruncationDirection};
 
 use super::files::Sources;
 use super::template::Templates;
-use super::{EncodeError, Exactness, cut};
-use crate::openai::{self, Api, Chat, Prompt, Side};
+use super::{EncodeError, Engine, Exactness, cut};
+use crate::openai::{self, Api, Chat, JsonValue, Prompt, Side};
 
 fn chat(request: &Json) -> Chat {
     chat_of(Api::ChatCompletions, &request.to_string())
@@ -183,14 +183,35 @@ fn generated_call_id_matters_only_where_template_prints_it() {
 #[test]
 fn uncommon_numbers_print_as_in_python() {
     let body = r#"{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs":
-        {"v": [-0, -0.0, 1e21, 1e-7, 1e400, 18446744073709551616, 2.5]}}"#;
-    let render = |template: &str| compile(&[("default", template)]).render(&chat_of(Api::ChatCompletions, body));
+        {"tools": [{"v": [-0, -0.0, 1e21, 1e-7, 1e400, 18446744073709551616, 2.5]}]}}"#;
+    let chat = chat_of(Api::ChatCompletions, body);
+    let render =
+        |template: &str| compile(&[("default", &format!("{{% set v = tools[0].v %}}{template}"))]).render(&chat);
     let numbers = "0, -0.0, 1e+21, 1e-07, Infinity, 18446744073709551616, 2.5";
     assert_eq!(render("{{ v | tojson }}").unwrap().0, format!("[{numbers}]"));
     let shown = numbers.replace("Infinity", "inf");
     assert_eq!(render("{{ v }}").unwrap().0, format!("[{shown}]"));
     assert_eq!(render("{{ v[0] ~ ' ' ~ v[2] ~ ' ' ~ v[3] ~ ' ' ~ v[4] }}").unwrap().0, "0 1e+21 1e-07 inf");
     assert_eq!(render("{{ v[2] is number }} {{ v[2] is float }} {{ v[0] is float }}").unwrap().0, "True True False");
+}
+
+#[test]
+fn uncommon_floats_in_template_kwargs_are_uncertain() {
+    let template = "{% if v is sequence %}{{ v[0] < 1 }}{% else %}{{ v < 1 }}{% endif %}";
+    let render = |engine: Engine, kwargs: &str| {
+        let mut chat = chat(&user());
+        chat.chat_template_kwargs.insert("v".to_owned(), JsonValue::read(kwargs).unwrap());
+        compile(&[("default", template)]).of_engine(engine).render(&chat).map(|(text, _)| text)
+    };
+    for engine in [Engine::Vllm, Engine::Sglang] {
+        for kwargs in ["1e-7", "1e16", "1e400", "-1e400", "NaN", "Infinity", "[1e-7]", r#"[0, {"a": [1e22]}]"#] {
+            let rendered = render(engine, kwargs);
+            assert!(matches!(rendered, Err(EncodeError::Uncertain(_))), "{engine:?} {kwargs} {rendered:?}");
+        }
+        for (kwargs, expected) in [("0.7", "True"), ("[1.5]", "False"), ("0.0001", "True"), ("-2", "True")] {
+            assert_eq!(render(engine, kwargs).as_deref(), Ok(expected), "{engine:?} {kwargs}");
+        }
+    }
 }
 
 #[test]

@@ -110,10 +110,8 @@ async fn half_closed_stream_gets_replies_that_are_due() {
 async fn unreadable_message_ends_stream_with_error() {
     let site = Site::start(&configuration()).await;
     let first = frame(false, &request_headers(&json!({})).encode_to_vec());
-    let too_long = [&[0][..], &u32::MAX.to_be_bytes()].concat();
     let cases = [
         ("no message", frame(false, &[0xff; 40])),
-        ("longer than the limit", too_long),
         ("cut", frame(false, b"abc")[..6].to_vec()),
         ("no gzip", frame(true, b"abc")),
     ];
@@ -129,6 +127,36 @@ async fn unreadable_message_ends_stream_with_error() {
     let series = "warmroute_unreadable_messages_total";
     let page = site.page("metrics").await;
     assert!(page.as_str().unwrap().contains(&format!("{series} {count}")), "{page}");
+    site.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn oversize_buffered_body_is_routed_by_its_headers() {
+    let mut written = configuration();
+    written["limits"]["body"] = json!("1MiB");
+    let site = Site::start(&written).await;
+    let first = frame(false, &request_headers(&json!({"content-length": "3145728"})).encode_to_vec());
+    let body = frame(false, &whole_body(3 << 20).encode_to_vec());
+    let ended = raw::call(site.channel.clone(), "identity", [first.clone(), body].concat());
+    let ended = timeout(PATIENCE, ended).await.expect("an end");
+    assert_eq!((ended.replies.len(), ended.status.as_str()), (2, "0"), "{ended:?}");
+    let routed = &ended.replies[1];
+    assert!(matches!(routed.response, Some(Response::RequestBody(_))), "{routed:?}");
+    assert!(routed.dynamic_metadata.is_some(), "the body is answered with a route: {routed:?}");
+    let page = site.page("metrics").await;
+    let page = page.as_str().unwrap();
+    for series in ["unreadable_messages_total 1", "degradations_total{reason=\"body_too_large\"} 1"] {
+        assert!(page.contains(&format!("warmroute_{series}")), "{series}: {page}");
+    }
+
+    // In full duplex the bytes that were not read cannot be sent back.
+    let mut duplex = request_headers(&json!({}));
+    let modes = json!({"protocol_config": {"request_body_mode": "FULL_DUPLEX_STREAMED"}});
+    duplex.protocol_config = wire::request(&modes).protocol_config;
+    let piece = frame(false, &whole_body(3 << 20).encode_to_vec());
+    let ended = raw::call(site.channel.clone(), "identity", [frame(false, &duplex.encode_to_vec()), piece].concat());
+    let ended = timeout(PATIENCE, ended).await.expect("an end");
+    assert_eq!((ended.replies.len(), ended.status.as_str()), (0, "11"), "out of range: {ended:?}");
     site.stop().await;
 }
 

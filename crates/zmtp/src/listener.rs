@@ -1,5 +1,6 @@
 //! The accepting side of a bound SUB socket: a bounded number of handshakes and of publishers.
 
+use std::cmp::Reverse;
 use std::collections::VecDeque;
 use std::io;
 use std::time::Duration;
@@ -17,7 +18,8 @@ use crate::transport::{TransportListener, TransportStream};
 /// Most publishers of a socket. An event source has one; a second one exists while an engine is replaced. A further one replaces the
 /// publisher that has sent no message for longest, if that is longer than [`ConnectionTiming::silence`](crate::ConnectionTiming::silence).
 const PUBLISHERS: usize = 4;
-/// Most connections in the handshake. A new connection replaces the oldest one, which is the most likely to be stalled.
+/// Most connections in the handshake. A new connection replaces one of the host that has most of them, and of these the oldest one,
+/// which is the most likely to be stalled.
 const HANDSHAKES: usize = 8;
 /// Pause after a connection could not be accepted, for example because the process has no free file descriptor.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -87,7 +89,7 @@ impl PublisherListener {
 
     fn begin_handshake(&mut self, stream: TransportStream, address: String) {
         if self.handshakes.len() >= HANDSHAKES
-            && let Some((handshake, address)) = self.oldest.pop_front()
+            && let Some((handshake, address)) = self.take_replaceable_handshake(host(&address))
         {
             handshake.abort();
             self.refused(address, ZmtpError::TooManyHandshakes(HANDSHAKES));
@@ -98,6 +100,14 @@ impl PublisherListener {
         let handshake =
             self.handshakes.spawn(async move { (peer, ZmtpConnection::handshake(stream, session, timing).await) });
         self.oldest.push_back((handshake, address));
+    }
+
+    /// Removes the handshake that a new one of this host replaces.
+    fn take_replaceable_handshake(&mut self, new: &str) -> Option<(AbortHandle, String)> {
+        let host_at = |at: usize| host(&self.oldest[at].1);
+        let count = |of: &str| (0..self.oldest.len()).filter(|&at| host_at(at) == of).count() + usize::from(of == new);
+        let replaceable = (0..self.oldest.len()).max_by_key(|&at| (count(host_at(at)), Reverse(at)))?;
+        self.oldest.remove(replaceable)
     }
 
     fn end_handshake(&mut self, done: Result<(Id, Handshake), JoinError>) {
@@ -159,6 +169,11 @@ impl PublisherListener {
         // A full queue means that the consumer is busy with messages.
         let _ = self.events.try_send(SubEvent::Refused { address, error });
     }
+}
+
+/// A peer's address without its port.
+fn host(address: &str) -> &str {
+    address.rsplit_once(':').map_or(address, |(host, _)| host)
 }
 
 /// The task that ended.

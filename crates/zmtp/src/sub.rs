@@ -111,11 +111,14 @@ pub(crate) async fn forward(
             Ok(SessionEvent::Ready) => continue,
             Err(error) => return Some(error),
         };
-        let permit = match connection.wait_for(events.reserve()).await {
-            Ok(permit) => permit.ok()?,
-            Err(error) => return Some(error),
-        };
-        permit.send(event);
+        match connection.wait_for(events.reserve()).await {
+            Ok(permit) => permit.ok()?.send(event),
+            Err(error) => {
+                // The message was received before the connection failed.
+                events.send(event).await.ok()?;
+                return Some(error);
+            }
+        }
         // After the wait for the consumer, which is no silence of the publisher.
         if let Some(last_message) = last_message {
             last_message.send_replace(Instant::now());

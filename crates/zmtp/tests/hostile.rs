@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::time::{Instant, sleep, timeout};
 use warmroute_zmtp::{
     ConnectionTiming, DealerSocket, ExceededLimit, MessageLimits, ProtocolError, SessionEvent, SocketConfig, SubEvent,
@@ -166,6 +166,52 @@ async fn held_handshakes_do_not_block_publishers() {
     sound.write_all(b"\x00\x02kv").await.unwrap();
     assert!(matches!(next_accepted(&mut socket).await, SubEvent::Connected { .. }));
     assert!(matches!(next_accepted(&mut socket).await, SubEvent::Message(_)));
+}
+
+#[tokio::test]
+async fn handshakes_of_one_host_leave_other_hosts_theirs() {
+    let (mut socket, address) = bound().await;
+    let engine = TcpSocket::new_v4().unwrap();
+    engine.bind("127.0.0.2:0".parse().unwrap()).unwrap();
+    let mut engine = engine.connect(address.parse().unwrap()).await.unwrap();
+    engine.read_exact(&mut [0; 11]).await.unwrap();
+    let mut held = Vec::new();
+    for _ in 0..12 {
+        let mut stream = TcpStream::connect(&address).await.unwrap();
+        // The handshake has begun.
+        stream.read_exact(&mut [0; 11]).await.unwrap();
+        held.push(stream);
+    }
+    engine.write_all(&[&greeting(0)[..], READY_PUB].concat()).await.unwrap();
+    match next_accepted(&mut socket).await {
+        SubEvent::Connected { address, .. } => assert!(address.starts_with("127.0.0.2:"), "{address}"),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn failed_heartbeat_does_not_lose_a_received_message() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint: ZmtpEndpoint = format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap();
+    let peer = tokio::spawn(async move {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        stream.write_all(&[&greeting(1)[..], READY_PUB, b"\x00\x01a\x00\x01b"].concat()).await.unwrap();
+        // Both messages are received before the connection is reset, because it has unread bytes.
+        sleep(Duration::from_millis(300)).await;
+    });
+    let timing = ConnectionTiming { heartbeat: Duration::from_millis(20), ..ConnectionTiming::default() };
+    let config = SocketConfig { timing, ..SocketConfig::default() };
+    let mut socket = SubSocket::connect(&endpoint, "", config).await.unwrap();
+    peer.await.unwrap();
+    // Heartbeats fail while the second message waits for the consumer.
+    sleep(Duration::from_millis(300)).await;
+    for expected in ["a", "b"] {
+        match next(&mut socket).await {
+            SubEvent::Message(frames) => assert_eq!(frames, [expected]),
+            other => panic!("{expected}: {other:?}"),
+        }
+    }
+    assert!(matches!(next(&mut socket).await, SubEvent::Disconnected { .. }));
 }
 
 #[tokio::test]

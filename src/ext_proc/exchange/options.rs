@@ -9,6 +9,7 @@ use crate::ext_proc::message::Modes;
 use crate::ext_proc::mutation::HeaderChanges;
 use crate::openai::paths::Paths;
 use crate::router::Steer;
+use crate::worker::{DpRank, WorkerId, WorkerRank};
 
 /// What exchanges are allowed to do.
 #[derive(Clone, Debug, Default)]
@@ -57,15 +58,33 @@ pub struct Start {
     pub request_id: String,
 }
 
+/// The worker that sends a response.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ServingWorker {
+    /// The worker.
+    pub worker: WorkerId,
+    /// Its data-parallel rank; `None` if several ranks share the endpoint.
+    pub rank: Option<DpRank>,
+}
+
+impl From<WorkerRank> for ServingWorker {
+    fn from(rank: WorkerRank) -> Self {
+        Self { worker: rank.worker, rank: Some(rank.rank) }
+    }
+}
+
 impl Options {
     /// What the response says of how the request was routed.
-    pub(super) fn tell(&self, steer: &Steer, changes: &mut HeaderChanges) {
+    pub(super) fn tell(&self, steer: &Steer, served_by: Option<ServingWorker>, changes: &mut HeaderChanges) {
         if self.answers.mode {
             changes.set(headers::MODE, steer.mode.as_str().to_owned());
         }
-        if let Some(to) = steer.to.filter(|_| self.answers.worker) {
-            changes.set(headers::WORKER_ID, to.rank.worker.to_string());
-            changes.set(headers::DP_RANK, to.rank.rank.to_string());
+        let served_by = served_by.or_else(|| steer.to.map(|to| to.rank.into()));
+        if let Some(ServingWorker { worker, rank }) = served_by.filter(|_| self.answers.worker) {
+            changes.set(headers::WORKER_ID, worker.to_string());
+            if let Some(rank) = rank {
+                changes.set(headers::DP_RANK, rank.to_string());
+            }
         }
         if let Some(to) = steer.prefill.filter(|_| self.answers.worker) {
             changes.set(headers::PREFILL_ID, to.rank.worker.to_string());

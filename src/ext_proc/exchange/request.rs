@@ -173,6 +173,18 @@ impl RequestSide {
         }
     }
 
+    /// Asks for a route without the body, if Envoy buffers it. The body exceeds the size limit of messages.
+    pub(super) fn on_oversize_body(&mut self, context: &Context) -> Vec<Effect> {
+        let RequestSide::Gather { head, .. } = self else { return Vec::new() };
+        if context.modes.request.is_sent_back() {
+            return Vec::new();
+        }
+        let head = std::mem::take(head);
+        *self = RequestSide::Routing(Owed::Body);
+        let bytes = head.content_length.unwrap_or(0).max(context.options.body_limit as u64 + 1);
+        vec![context.inbound(head, Body::TooLarge { shown: Bytes::new(), bytes })]
+    }
+
     /// Asks for a route with the body gathered so far.
     fn route_gathered(&mut self, context: &Context, end: DuplexEnd, cut: bool) -> Vec<Effect> {
         let RequestSide::Gather { head, body } = std::mem::replace(self, RequestSide::Ended) else {

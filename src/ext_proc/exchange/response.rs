@@ -177,7 +177,7 @@ fn can_be_shown(context: &Context) -> bool {
 fn answer_headers(context: &Context, head: &ResponseHead) -> HeaderChanges {
     let mut changes = HeaderChanges::default();
     if let Some(directions) = &context.directions {
-        context.options.tell(&directions.steer, &mut changes);
+        context.options.tell(&directions.steer, context.served_by, &mut changes);
     }
     if context.options.conformance {
         let served = match head.from {
