@@ -42,7 +42,8 @@ impl BlockLimits {
         if tier == Tier::Device { self.device } else { self.lower_tier }
     }
 
-    /// Names of blocks that a writer may hold, over all tiers; the shares of cache groups have the same limit.
+    /// Names of blocks that a writer may hold, over all tiers. The shares of cache groups have the same limit, and so have the names
+    /// of which a tier holds more than one copy, each counted once per tier.
     pub fn names(self) -> u64 {
         self.device.saturating_add(self.lower_tier)
     }

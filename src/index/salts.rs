@@ -16,10 +16,15 @@ pub(crate) struct Ambiguous;
 /// Blocks that are remembered per rank. Beyond, the salts of further ones cannot be told, and what follows them is dropped.
 const MOST: usize = if cfg!(test) { 1 << 12 } else { 1 << 22 };
 
+/// Most bytes of the salts that are remembered per rank, each counted for every block that has it.
+const MOST_BYTES: usize = if cfg!(test) { 1 << 16 } else { 1 << 28 };
+
 /// Salts by block.
 #[derive(Debug, Default)]
 pub(crate) struct Salts {
     blocks: HashMap<EngineHash, Entry>,
+    /// Bytes of the salts of all blocks.
+    bytes: usize,
     /// Whether this rank has ever named a salt.
     used: bool,
     /// How often events were lost.
@@ -41,6 +46,11 @@ impl Entry {
     /// Whether nothing is left of it.
     fn is_over(&self) -> bool {
         self.copies.iter().all(|copies| *copies == 0)
+    }
+
+    /// Bytes of its salt.
+    fn bytes(&self) -> usize {
+        self.salt.as_ref().map_or(0, |salt| salt.as_deref().map_or(0, str::len))
     }
 }
 
@@ -83,13 +93,20 @@ impl Salts {
             };
             // A gap that was long ago.
             let counted = row.doubted.map(|doubted| if doubted { u32::MAX } else { salts.gaps });
-            salts.blocks.insert(row.engine, Entry { salt, copies: row.copies, counted });
+            let entry = Entry { salt, copies: row.copies, counted };
+            if salts.bytes + entry.bytes() > MOST_BYTES {
+                salts.full = true;
+                continue;
+            }
+            salts.bytes += entry.bytes();
+            salts.blocks.insert(row.engine, entry);
         }
         salts
     }
 
     pub(crate) fn clear(&mut self) {
         self.blocks.clear();
+        self.bytes = 0;
         self.full = false;
     }
 
@@ -104,9 +121,16 @@ impl Salts {
         for (block, tier) in names {
             let Some(entry) = self.blocks.get_mut(block) else { continue };
             entry.copies[*tier as usize] = 0;
-            if entry.is_over() {
-                self.blocks.remove(block);
-            }
+            self.remove_if_over(*block);
+        }
+    }
+
+    /// Removes a block of which no tier holds a copy.
+    fn remove_if_over(&mut self, block: EngineHash) {
+        if self.blocks.get(&block).is_some_and(Entry::is_over)
+            && let Some(removed) = self.blocks.remove(&block)
+        {
+            self.bytes -= removed.bytes();
         }
     }
 
@@ -136,11 +160,14 @@ impl Salts {
             return;
         }
         let salt: Option<Arc<str>> = salt.map(Arc::from);
+        let bytes = salt.as_deref().map_or(0, str::len);
         for &block in blocks {
-            if self.blocks.len() >= MOST && !self.blocks.contains_key(&block) {
+            let is_new = !self.blocks.contains_key(&block);
+            if is_new && (self.blocks.len() >= MOST || self.bytes + bytes > MOST_BYTES) {
                 self.full = true;
                 continue;
             }
+            self.bytes += if is_new { bytes } else { 0 };
             let fresh = || Entry { salt: Ok(salt.clone()), copies: Default::default(), counted: Default::default() };
             let entry = self.blocks.entry(block).or_insert_with(fresh);
             let copies = &mut entry.copies[tier as usize];
@@ -149,6 +176,7 @@ impl Salts {
             }
             *copies = copies.saturating_add(1);
             if entry.salt.as_ref().is_ok_and(|known| *known != salt) {
+                self.bytes -= entry.bytes();
                 entry.salt = Err(Ambiguous);
             }
         }
@@ -160,9 +188,7 @@ impl Salts {
             let Some(entry) = self.blocks.get_mut(block) else { continue };
             let copies = &mut entry.copies[tier as usize];
             *copies = copies.saturating_sub(1);
-            if entry.is_over() {
-                self.blocks.remove(block);
-            }
+            self.remove_if_over(*block);
         }
     }
 }
@@ -233,5 +259,27 @@ mod tests {
         assert_eq!(salts.of(block[0]), Ok(Some("a")));
         salts.forget(&[(block[0], Tier::HostPinned)]);
         assert_eq!(salts.of(block[0]), Ok(None));
+    }
+
+    #[test]
+    fn bytes_of_salts_are_bounded() {
+        let (mut salts, long) = (Salts::default(), |number: u64| format!("{number}").repeat(1000));
+        for number in 0..1000 {
+            salts.stored(&[EngineHash(number)], Tier::Device, Some(&long(number % 10)));
+        }
+        assert_eq!((salts.blocks.len(), salts.bytes), (MOST_BYTES / 1000, MOST_BYTES / 1000 * 1000));
+        assert_eq!(salts.of(EngineHash(999)), Err(Ambiguous), "a block that had no room may have any salt");
+        salts.stored(&[EngineHash(0)], Tier::Device, Some(&long(1)));
+        assert_eq!((salts.of(EngineHash(0)), salts.bytes), (Err(Ambiguous), MOST_BYTES / 1000 * 1000 - 1000));
+        let restored = Salts::restored(&salts.dump());
+        assert_eq!((restored.blocks.len(), restored.bytes), (salts.blocks.len(), salts.bytes));
+        (0..1000).for_each(|number| salts.removed(&[EngineHash(number)], Tier::Device));
+        // The first block was stored twice.
+        assert_eq!((salts.blocks.len(), salts.bytes), (1, 0));
+        salts.removed(&[EngineHash(0)], Tier::Device);
+        salts.stored(&[EngineHash(5000)], Tier::Device, Some(&long(5)));
+        assert_eq!(salts.bytes, 1000);
+        salts.clear();
+        assert_eq!(salts.bytes, 0);
     }
 }

@@ -18,6 +18,9 @@ const MOST: usize = 1 << 20;
 /// Most blocks of the reservations of one peer, each counted as often as it is reserved.
 pub(super) const MOST_BLOCKS: usize = if cfg!(test) { 1 << 18 } else { 1 << 22 };
 
+/// Most blocks of the reservations of all peers together, counted in the same way.
+pub(super) const MOST_BLOCKS_OF_ALL_PEERS: usize = if cfg!(test) { 3 << 17 } else { 1 << 24 };
+
 /// The state of this process that messages of peers change.
 pub struct World<'a> {
     /// The load table.
@@ -48,7 +51,9 @@ pub(super) struct Mirror {
     waiting: usize,
     /// Blocks of all of them.
     blocks: usize,
-    /// Reservations that were not counted, because the peer has too many, or too many blocks.
+    /// Blocks of the reservations of all other peers.
+    blocks_of_others: usize,
+    /// Reservations that were not counted, because the peer has too many, or the peer or all peers have too many blocks.
     refused: u64,
     /// By which fleet they are counted.
     generation: u64,
@@ -85,7 +90,9 @@ impl Mirror {
     /// that nobody sees less load than there is.
     pub(super) fn replace(&mut self, all: Vec<(BookingId, Live)>, world: &World<'_>) {
         let mut before = std::mem::take(self);
-        (self.generation, self.refused) = (world.generation, before.refused);
+        self.generation = world.generation;
+        self.refused = before.refused;
+        self.blocks_of_others = before.blocks_of_others;
         for (id, live) in all {
             match before.bookings.remove(&id) {
                 Some(known) if known.live.same(&live) && !known.is_cut() => {
@@ -131,14 +138,24 @@ impl Mirror {
         self.refused
     }
 
-    #[cfg(test)]
+    /// Blocks of the reservations of the peer.
     pub(super) fn blocks(&self) -> usize {
         self.blocks
     }
 
+    /// Sets the number of blocks that the reservations of all other peers have.
+    pub(super) fn set_blocks_of_others(&mut self, blocks: usize) {
+        self.blocks_of_others = blocks;
+    }
+
+    /// Whether the reservations of the peer may have so many blocks.
+    fn has_room_for(&self, blocks: usize) -> bool {
+        blocks <= MOST_BLOCKS && blocks + self.blocks_of_others <= MOST_BLOCKS_OF_ALL_PEERS
+    }
+
     fn insert(&mut self, id: BookingId, live: Live, world: &World<'_>) {
         let mut mirrored = Mirrored { live, held: None };
-        if self.bookings.len() >= MOST || self.blocks + mirrored.blocks() > MOST_BLOCKS {
+        if self.bookings.len() >= MOST || !self.has_room_for(self.blocks + mirrored.blocks()) {
             self.refused += 1;
             return;
         }
@@ -162,8 +179,9 @@ impl Mirror {
         }
         let before = mirrored.blocks();
         mirrored.live.apply(&news);
-        self.blocks = self.blocks - before + mirrored.blocks();
-        if self.blocks > MOST_BLOCKS {
+        let after = mirrored.blocks();
+        self.blocks = self.blocks - before + after;
+        if after > before && !self.has_room_for(self.blocks) {
             self.refused += 1;
             return self.remove(id);
         }

@@ -25,8 +25,8 @@ const MOST_LATER: usize = 1024;
 /// Most parts of an answer.
 const MOST_PARTS: u32 = 4096;
 
-/// Most bytes of snapshots and batches that are kept, over all peers, until the last part of a snapshot is there.
-const MOST_PENDING_BYTES: usize = if cfg!(test) { 1 << 20 } else { 128 << 20 };
+/// Most memory of snapshots and batches that are kept, over all peers, until the last part of a snapshot is there.
+const MOST_PENDING_BYTES: usize = if cfg!(test) { 1 << 20 } else { 256 << 20 };
 
 /// Who has not answered for so long is asked again.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -100,7 +100,7 @@ struct Behind {
     next_part: u32,
     of: u64,
     later: Vec<Batch>,
-    /// Bytes of the parts and of the later batches, as they were encoded.
+    /// Memory of the parts and of the later batches.
     bytes: usize,
 }
 
@@ -114,7 +114,7 @@ pub(super) struct Shown {
     reservations: usize,
     /// Of these, on workers that are not known here.
     on_unknown_workers: usize,
-    /// Reservations that are not counted, because the peer has too many, or too many blocks.
+    /// Reservations that are not counted, because the peer has too many, or the peer or all peers have too many blocks.
     refused: u64,
     heard_ms_ago: u128,
 }
@@ -149,6 +149,7 @@ impl Peers {
             self.peers.insert(from, peer);
         }
         let room = self.room();
+        self.count_blocks_of_others(from);
         let Some(peer) = self.peers.get_mut(&from) else { return outcome };
         peer.heard = now;
         peer.draining |= batch.draining;
@@ -164,6 +165,7 @@ impl Peers {
     pub fn take(&mut self, part: SnapshotPart, world: &World<'_>, now: Instant, rng: &mut impl Rng) -> Outcome {
         let (from, mut outcome) = (ReplicaId(part.replica), Outcome::default());
         let room = self.room();
+        self.count_blocks_of_others(from);
         let Some(peer) = self.peers.get_mut(&from) else { return outcome };
         peer.heard = now;
         let Standing::Behind(behind) = &mut peer.standing else { return outcome };
@@ -185,6 +187,15 @@ impl Peers {
         outcome
     }
 
+    /// Counts the blocks that the reservations of all peers but one have, for the limit that all peers share.
+    fn count_blocks_of_others(&mut self, id: ReplicaId) {
+        let others = self.peers.iter().filter(|(other, _)| **other != id);
+        let blocks = others.map(|(_, peer)| peer.mirror.blocks()).sum();
+        if let Some(peer) = self.peers.get_mut(&id) {
+            peer.mirror.set_blocks_of_others(blocks);
+        }
+    }
+
     /// Bytes that may still be kept until snapshots are complete.
     fn room(&self) -> usize {
         MOST_PENDING_BYTES.saturating_sub(self.pending_bytes())
@@ -196,6 +207,11 @@ impl Peers {
             Standing::Level { .. } => 0,
         };
         self.peers.values().map(bytes).sum()
+    }
+
+    #[cfg(test)]
+    pub(super) fn blocks_by_peer(&self) -> Vec<usize> {
+        self.peers.values().map(|peer| peer.mirror.blocks()).collect()
     }
 
     /// Time goes by.
@@ -331,7 +347,7 @@ impl Behind {
 
     /// Keeps a batch for later. Where there are too many, what comes after shows that some are missing.
     fn keep(&mut self, batch: Batch, room: usize) {
-        let bytes = batch.encoded_len();
+        let bytes = wire::memory(&batch.events, batch.encoded_len());
         if self.later.len() < MOST_LATER && bytes <= room {
             self.bytes += bytes;
             self.later.push(batch);
@@ -344,9 +360,9 @@ impl Behind {
         if part.part == 0 {
             (self.next_part, self.of) = (0, part.sequence);
             self.parts.clear();
-            self.bytes = self.later.iter().map(Batch::encoded_len).sum();
+            self.bytes = self.later.iter().map(|batch| wire::memory(&batch.events, batch.encoded_len())).sum();
         }
-        let bytes = part.encoded_len();
+        let bytes = wire::memory(&part.events, part.encoded_len());
         if part.part != self.next_part || part.sequence != self.of || part.part >= MOST_PARTS || bytes > room {
             return None;
         }

@@ -10,7 +10,7 @@ use prost::Message as _;
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 
-use super::mirror::{MOST_BLOCKS, Mirror, World};
+use super::mirror::{MOST_BLOCKS, MOST_BLOCKS_OF_ALL_PEERS, Mirror, World};
 use super::own::Own;
 use super::peers::{Noted, Peers, Wish};
 use super::proto::{Batch, Event, SnapshotPart};
@@ -647,6 +647,29 @@ fn unnamed_blocks_of_a_peer_are_bounded() {
     assert_eq!((mirror.blocks(), mirror.len()), (0, 0));
 }
 
+#[test]
+fn blocks_of_all_peers_are_bounded() {
+    let load = LoadTracker::new(Instant::now);
+    let mut random = SmallRng::seed_from_u64(1);
+    let world = empty_world(&load);
+    let now = Instant::now();
+    let mut peers = Peers::new(ReplicaId(0), LEASE);
+    let mut receive = |replica, ids: std::ops::Range<u64>| {
+        let events = ids.map(|id| unnamed(id, u64::MAX)).collect();
+        peers.hear(Batch { replica, sequence: 1, ..Batch::default() }, &world, now, &mut random);
+        let snapshot = SnapshotPart { replica, sequence: 1, last: true, events, ..SnapshotPart::default() };
+        peers.take(snapshot, &world, now, &mut random);
+        peers.blocks_by_peer()
+    };
+    let of_one = MOST_BLOCKS;
+    let left = MOST_BLOCKS_OF_ALL_PEERS - of_one;
+    assert_eq!(receive(1, 0..10), [of_one]);
+    assert_eq!(receive(2, 0..10), [of_one, left]);
+    assert_eq!(receive(3, 0..10), [of_one, left, 0]);
+    peers.hear(Batch { replica: 1, leaving: true, ..Batch::default() }, &world, now, &mut random);
+    assert_eq!(peers.blocks_by_peer(), [left, 0]);
+}
+
 fn booking_of(event: &Event) -> super::proto::Booking {
     match &event.event {
         Some(super::proto::event::Event::Booked(booked)) => booked.bookings[0].clone(),
@@ -668,4 +691,19 @@ fn batches_awaiting_snapshots_are_bounded() {
         }
     }
     assert!((900 << 10..=1 << 20).contains(&peers.pending_bytes()), "{}", peers.pending_bytes());
+}
+
+#[test]
+fn empty_events_awaiting_snapshots_count_their_memory() {
+    let (load, mut random) = (LoadTracker::new(Instant::now), SmallRng::seed_from_u64(1));
+    let (world, now) = (empty_world(&load), Instant::now());
+    let mut peers = Peers::new(ReplicaId(0), LEASE);
+    let events = || vec![Event::default(); 1000];
+    let encoded = Batch { events: events(), ..Batch::default() }.encoded_len();
+    for sequence in 1..100 {
+        peers.hear(Batch { replica: 1, sequence, events: events(), ..Batch::default() }, &world, now, &mut random);
+    }
+    let [part, pending] = [wire::memory(&events(), encoded), peers.pending_bytes()];
+    assert!(part >= 1000 * size_of::<Event>() && encoded < 2100, "{part}, {encoded}");
+    assert!(pending <= 1 << 20 && pending + part + 100 > 1 << 20, "{pending}");
 }

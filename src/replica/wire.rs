@@ -150,6 +150,26 @@ fn session(key: &SessionKey) -> proto::Session {
     }
 }
 
+/// Upper estimate of the memory of decoded events. An empty element of a list takes two bytes in a message and many in memory; the
+/// content of the elements takes what it takes in the message. Lists grow by doubling.
+pub(super) fn memory(events: &[Event], encoded: usize) -> usize {
+    let lists: usize = events.iter().filter_map(|event| event.event.as_ref()).map(lists_of).sum();
+    2 * (size_of_val(events) + lists + encoded)
+}
+
+/// Bytes of the elements of the lists in an event.
+fn lists_of(event: &Any) -> usize {
+    let booking = |booking: &proto::Booking| size_of_val::<[_]>(&booking.prompts);
+    match event {
+        Any::Booked(booked) => {
+            size_of_val::<[_]>(&booked.bookings) + booked.bookings.iter().map(booking).sum::<usize>()
+        }
+        Any::Moved(moved) => moved.to.as_ref().map_or(0, booking),
+        Any::Routed(routed) => size_of_val::<[_]>(&routed.prompts),
+        _ => 0,
+    }
+}
+
 /// Reads one message: names its blocks that have no names, and decrypts its hashes.
 pub(super) struct Names<'r, R> {
     random: &'r mut R,

@@ -56,6 +56,28 @@ fn shares_of_cache_groups_have_a_limit() {
 }
 
 #[test]
+fn copies_beyond_the_first_have_a_limit() {
+    let (index, mut writer) = limited(4, 4);
+    writer.apply(&stored(None, &run(0, 4), Tier::Device));
+    for tier in [Tier::HostPinned, Tier::Disk, Tier::External] {
+        writer.apply(&stored(None, &run(0, 4), tier));
+    }
+    let again = |writer: &mut RankWriter, tier| writer.apply(&stored(None, &run(0, 4), tier));
+    assert_eq!([Tier::Device, Tier::Disk].map(|tier| again(&mut writer, tier)), [Outcome::DuplicateStore; 2]);
+    assert_eq!((index.stats().total.copies, over_limit(&index)), (24, 0));
+    assert_eq!(again(&mut writer, Tier::External), Outcome::IndexFull);
+    assert_eq!((index.stats().total.copies, over_limit(&index)), (24, 4), "8 names have several copies");
+    let rank = crate::worker::WorkerRank { worker: crate::worker::WorkerId(1), rank: crate::worker::DpRank(0) };
+    let (smaller, mut restored) = limited(4, 1);
+    restored.restore(&writer.portrait(rank));
+    let counts = smaller.stats().total;
+    // One block in each lower tier, and copies beyond the first of five names.
+    assert_eq!((counts.device, counts.host, counts.copies), (4, 1, 12));
+    writer.apply(&removed(&[0]));
+    assert_eq!(again(&mut writer, Tier::Device), Outcome::DuplicateStore, "there is room again");
+}
+
+#[test]
 fn restore_counts_no_copies_of_blocks_beyond_the_limit() {
     let source = PrefixIndex::new();
     let mut unlimited = source.join(Slot(0));

@@ -143,6 +143,10 @@ impl RankWriter {
             (None, None) => return,
         };
         for (tier, count) in copies.held().filter(|(tier, count)| *count > 1 && held.has(*tier)) {
+            if self.extra.len() as u64 >= self.tally.limits().names() {
+                self.tally.note_over_limit(1);
+                break;
+            }
             self.extra.insert((engine, tier), count - 1);
             self.tally.add_copies(i64::from(count - 1));
         }

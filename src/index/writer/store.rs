@@ -37,9 +37,11 @@ impl RankWriter {
     /// How many of the blocks, from the first on, keep the writer within its limits.
     fn allowed(&self, blocks: &[StoredBlock], tier: Tier) -> usize {
         let mut room = self.tally.room(tier);
+        let most_names = self.tally.limits().names();
         let held = (self.names.len() + self.waiting.len()) as u64;
-        let mut names = self.tally.limits().names().saturating_sub(held);
-        if blocks.len() as u64 <= room.min(names) {
+        let mut names = most_names.saturating_sub(held);
+        let mut copies = most_names.saturating_sub(self.extra.len() as u64);
+        if blocks.len() as u64 <= room.min(names).min(copies) {
             return blocks.len();
         }
         let mut fits = |block: &&StoredBlock| {
@@ -48,7 +50,10 @@ impl RankWriter {
             // If a name moves to another content, the old content stays held as long as it has further names.
             let may_move = !self.aliases.is_empty();
             let new_in_tier = may_move || named.is_none_or(|named| !named.layers.has(tier));
-            let fits = (!new_name || names > 0) && (!new_in_tier || room > 0);
+            let waiting = self.waiting.get(block.engine).map(|apart| apart.tiers);
+            let is_copy = named.map(|named| named.layers).or(waiting).is_some_and(|layers| layers.has(tier));
+            let fits = (!new_name || names > 0) && (!new_in_tier || room > 0) && (!is_copy || copies > 0);
+            copies = copies.saturating_sub(u64::from(is_copy));
             names = names.saturating_sub(u64::from(new_name));
             room = room.saturating_sub(u64::from(new_in_tier));
             fits

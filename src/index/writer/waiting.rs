@@ -51,6 +51,10 @@ impl Waiting {
         self.blocks.len() >= MOST
     }
 
+    pub(super) fn get(&self, engine: EngineHash) -> Option<&Apart> {
+        self.blocks.get(&engine)
+    }
+
     pub(super) fn get_mut(&mut self, engine: EngineHash) -> Option<&mut Apart> {
         self.blocks.get_mut(&engine)
     }

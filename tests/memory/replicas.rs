@@ -1,0 +1,113 @@
+//! What peers make a replica keep.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use prost::Message as _;
+use rand::SeedableRng as _;
+use rand::rngs::SmallRng;
+use warmroute::load::LoadTracker;
+use warmroute::replica::{Batch, Noted, Peers, ReplicaId, SnapshotPart, World};
+
+use crate::{MIB, measure};
+
+/// Blocks that the reservations of all peers may have.
+const RESERVED: u64 = 1 << 24;
+/// Memory of snapshots and batches that are kept until a snapshot is complete.
+const PENDING: u64 = 256 * MIB;
+
+struct Bed {
+    load: Arc<LoadTracker>,
+    peers: Peers,
+    random: SmallRng,
+}
+
+impl Bed {
+    fn new() -> Self {
+        let peers = Peers::new(ReplicaId(0), Duration::from_secs(3600));
+        Self { load: LoadTracker::new(Instant::now), peers, random: SmallRng::seed_from_u64(1) }
+    }
+
+    fn receive(&mut self, message: &[u8]) {
+        let batch = Batch::decode(message).unwrap();
+        self.peers.hear(batch, &world(&self.load), Instant::now(), &mut self.random);
+    }
+
+    /// Answers with a snapshot without reservations.
+    fn complete_snapshot(&mut self, replica: u64) {
+        let snapshot = SnapshotPart { replica, sequence: 1, last: true, ..SnapshotPart::default() };
+        let outcome = self.peers.take(snapshot, &world(&self.load), Instant::now(), &mut self.random);
+        assert!(outcome.noted.contains(&Noted::Level(ReplicaId(replica), 0)), "{outcome:?}");
+    }
+}
+
+fn world(load: &Arc<LoadTracker>) -> World<'_> {
+    World {
+        load,
+        generation: 0,
+        slot: &|_| None,
+        key: None,
+        sessions: None,
+        overloaded: &|_, _| (),
+        first_token: &|_| (),
+        routed: &|_| (),
+        booked: &|_| (),
+    }
+}
+
+/// A field with a length.
+fn field(number: u8, content: &[u8]) -> Vec<u8> {
+    let mut out = vec![number << 3 | 2];
+    let mut length = content.len();
+    while length >= 0x80 {
+        out.push(length as u8 | 0x80);
+        length >>= 7;
+    }
+    out.push(length as u8);
+    out.extend(content);
+    out
+}
+
+/// A batch of events.
+fn batch(replica: u64, sequence: u8, events: &[Vec<u8>]) -> Vec<u8> {
+    let mut out = vec![0x09];
+    out.extend(replica.to_le_bytes());
+    out.extend([3 << 3, sequence]);
+    events.iter().for_each(|event| out.extend(field(4, event)));
+    out
+}
+
+/// Batches of empty events, which take two bytes in a message, from as many peers as there may be.
+#[test]
+fn batches_that_await_snapshots() {
+    measure("replicas::batches_that_await_snapshots", 1, || {
+        let mut bed = Bed::new();
+        let events = vec![Vec::new(); 20_000];
+        for sequence in 1..10 {
+            (1..=128).for_each(|replica| bed.receive(&batch(replica, sequence, &events)));
+        }
+        // Without a limit: 128 peers, 9 batches, 20,000 events of more than 100 bytes.
+        (PENDING, bed)
+    });
+}
+
+/// Reservations whose blocks are not named, in messages of 30 bytes, from eight peers. Four of them exhaust the limit of all peers.
+#[test]
+fn reserved_blocks_of_all_peers() {
+    let prompt = field(3, &[2 << 3, 0xff, 0xff, 0xff, 0x7f]);
+    let booking = field(2, &[&[1 << 3, 1][..], &prompt].concat());
+    let booked = |id: u8| field(1, &[&[1 << 3, id][..], &booking].concat());
+    measure("replicas::reserved_blocks_of_all_peers", 64, || {
+        let mut bed = Bed::new();
+        for replica in 1..=8 {
+            bed.receive(&batch(replica, 1, &[]));
+            bed.complete_snapshot(replica);
+            for id in 2..100 {
+                let message = batch(replica, id, &[booked(id)]);
+                assert!(message.len() < 40, "{}", message.len());
+                bed.receive(&message);
+            }
+        }
+        (RESERVED, bed)
+    });
+}

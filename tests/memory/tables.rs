@@ -1,0 +1,203 @@
+//! Predictions, sessions, bookings and the prompt cache.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use warmroute::block::{BlockHashes, LocalHash, SequenceHash};
+use warmroute::load::ledger::{Attempt, Ledger, Refused, Rules};
+use warmroute::load::{Booking, LoadTracker, Sequences, Until};
+use warmroute::metrics::Metrics;
+use warmroute::openai::{self, Api};
+use warmroute::predict::{Policy, Predictor, Ttl};
+use warmroute::prompt::{Config, Encoder, PromptCache};
+use warmroute::sessions::{Entry, Hold, Refused as SessionRefused, SessionName, SessionRules, Sessions};
+use warmroute::worker::{BlockSize, DpRank, Slot, WorkerId, WorkerRank};
+
+use crate::{MIB, measure, mix, setting};
+
+/// Default of `approximate.most_blocks_per_rank`.
+const PREDICTED: u64 = 1 << 20;
+/// Default of `api.booked_blocks`.
+const BOOKED_BLOCKS: u64 = 1 << 25;
+/// Default of `api.bookings`.
+const BOOKINGS: u64 = 1 << 20;
+
+const RANK: WorkerRank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
+
+fn predictor(most_blocks_per_rank: u64) -> Arc<Predictor> {
+    let ttl = Ttl { ttl: Duration::from_secs(3600), most_blocks_per_rank };
+    let predictor = Predictor::new(Policy::Ttl(ttl), Instant::now);
+    predictor.open(Slot(0), RANK, None);
+    predictor
+}
+
+/// A prompt that shares no block with others.
+fn prompt(number: u64, blocks: u64) -> BlockHashes {
+    let locals: Vec<_> = (number * blocks..(number + 1) * blocks).map(|at| LocalHash(mix(at))).collect();
+    BlockHashes::chain(locals.len() * 16, BlockSize::new(16).unwrap(), locals)
+}
+
+/// As many blocks of accepted prompts as a rank may have, in prompts of some blocks.
+fn confirmed(blocks: u64) -> (u64, Arc<Predictor>) {
+    let most = setting(PREDICTED);
+    let predictor = predictor(most);
+    (0..most / blocks + 10).for_each(|number| drop(predictor.record(Slot(0), RANK, &prompt(number, blocks))));
+    let stats = predictor.stats();
+    assert_eq!((stats.blocks, stats.ranks[0].evicted), (most, 10 * blocks));
+    (most, predictor)
+}
+
+/// The same of prompts in flight.
+fn in_flight(blocks: u64) -> (u64, impl Sized) {
+    let most = setting(PREDICTED);
+    let predictor = predictor(most);
+    let send = |number| predictor.send(Slot(0), RANK, &prompt(number, blocks));
+    let prompts: Vec<_> = (0..most / blocks + 10).map(send).collect();
+    let stats = predictor.stats();
+    assert_eq!((stats.in_flight, stats.ranks[0].refused), (most, 10 * blocks));
+    (most, (predictor, prompts))
+}
+
+#[test]
+fn predicted_blocks_of_long_prompts() {
+    measure("tables::predicted_blocks_of_long_prompts", 24, || confirmed(512));
+}
+
+#[test]
+fn predicted_blocks_of_short_prompts() {
+    measure("tables::predicted_blocks_of_short_prompts", 480, || confirmed(1));
+}
+
+#[test]
+fn blocks_of_long_prompts_in_flight() {
+    measure("tables::blocks_of_long_prompts_in_flight", 24, || in_flight(512));
+}
+
+#[test]
+fn blocks_of_short_prompts_in_flight() {
+    measure("tables::blocks_of_short_prompts_in_flight", 480, || in_flight(1));
+}
+
+/// Idle sessions with the longest names, of as many tenants.
+#[test]
+fn idle_sessions() {
+    measure("tables::idle_sessions", 1536, || {
+        let rules = SessionRules::default();
+        let sessions = Sessions::new(rules, Instant::now);
+        for number in 0..rules.most_sessions + 100 {
+            drop(first(&sessions, number));
+        }
+        assert_eq!(sessions.counts().sessions, rules.most_sessions);
+        (rules.most_sessions as u64, sessions)
+    });
+}
+
+/// Sessions with requests, and as many notes of their moves as are kept while nothing reads them.
+#[test]
+fn sessions_with_notes() {
+    measure("tables::sessions_with_notes", 4096, || {
+        let rules = SessionRules::default();
+        let sessions = Sessions::new(rules, Instant::now);
+        sessions.on_move(|| ());
+        sessions.on_word(1, || ());
+        let mut holds: Vec<_> = (0..rules.most_sessions).map(|number| first(&sessions, number)).collect();
+        let [id, tenant] = [&"x".repeat(256), &"y".repeat(256)];
+        let name = SessionName { id, parent: None, model: Some("m"), tenant: Some(tenant) };
+        let full = SessionRefused::Full { most: rules.most_sessions };
+        assert_eq!(sessions.enter(name).unwrap_err(), full);
+        for worker in 2..6 {
+            let to = WorkerRank { worker: WorkerId(worker), ..RANK };
+            holds.iter_mut().for_each(|hold| hold.rebind(to));
+        }
+        (rules.most_sessions as u64, (sessions, holds))
+    });
+}
+
+/// The first request of a session of another tenant.
+fn first(sessions: &Arc<Sessions>, number: usize) -> Hold {
+    let [id, tenant] = ["s", "t"].map(|kind| format!("{kind}{number:0>255}"));
+    let name = SessionName { id: &id, parent: None, model: Some("m"), tenant: Some(&tenant) };
+    match sessions.enter(name).unwrap() {
+        Entry::First(binding) => binding.bind(RANK),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn ledger(most: u64, blocks: u64) -> Ledger {
+    let load = LoadTracker::new(Instant::now);
+    load.open(Slot(0), RANK);
+    let rules = Rules { most: most as usize, blocks: blocks as usize, ended: most as usize / 8, ..Rules::default() };
+    Ledger::new(load, rules)
+}
+
+fn book(ledger: &mut Ledger, number: u64, blocks: u64) -> Result<(), Refused> {
+    let hashes = (number * blocks..(number + 1) * blocks).map(|at| SequenceHash(mix(at)));
+    let booking = Booking {
+        slot: Slot(0),
+        rank: RANK,
+        sequences: hashes.collect::<Sequences>(),
+        prompt_tokens: blocks * 16,
+        cached_tokens: 0,
+        track_prefill: true,
+        prefill_time: None,
+        until: Until::End,
+    };
+    // Ids may have 512 bytes.
+    ledger.add(Attempt { request: &format!("{number:0>512}"), number: 0 }, vec![booking]).map(|_| ())
+}
+
+#[test]
+fn booked_blocks() {
+    measure("tables::booked_blocks", 64, || {
+        // A thirty-second of the default setting: blocks are alike.
+        let most = BOOKED_BLOCKS / 32;
+        let mut ledger = ledger(BOOKINGS, most);
+        (0..most / 512).for_each(|number| book(&mut ledger, number, 512).unwrap());
+        assert_eq!(book(&mut ledger, most, 512), Err(Refused::Blocks { most: most as usize }));
+        (most, ledger)
+    });
+}
+
+#[test]
+fn bookings_of_short_prompts() {
+    measure("tables::bookings_of_short_prompts", 2048, || {
+        let most = setting(BOOKINGS);
+        let mut ledger = ledger(most, BOOKED_BLOCKS);
+        (0..most).for_each(|number| book(&mut ledger, number, 1).unwrap());
+        assert_eq!(book(&mut ledger, most, 1), Err(Refused::Full { most: most as usize }));
+        (most, ledger)
+    });
+}
+
+#[test]
+fn prompt_cache() {
+    measure("tables::prompt_cache", 2, || {
+        // `limits.prompt_cache`; the encoder itself is small against it.
+        let most = setting(256 * MIB);
+        let file = "examples/models/qwen2.5/tokenizer.json.gz";
+        let config = Config { tokenizer: file.into(), tokenizer_config: None, chat_template: None };
+        let encoder = Encoder::load(&config).unwrap();
+        encoder.quicken().unwrap();
+        let metrics = Arc::new(Metrics::new());
+        let cache = PromptCache::new(most as usize, metrics.clone());
+        let (encoder, resumes) = encoder.resuming(cache.clone());
+        assert_eq!(resumes, Ok(()));
+        let mut chat = 0_u64;
+        while metrics.prompt_cache_evictions.get() < 100 {
+            let messages: Vec<_> = (0..20_u64)
+                .map(|number| {
+                    let words = (0..40).map(|word| mix(chat * 1000 + number * 50 + word) % 100_000);
+                    let content = words.map(|word| word.to_string()).collect::<Vec<_>>().join(" ");
+                    json!({"role": if number % 2 == 0 { "user" } else { "assistant" }, "content": content})
+                })
+                .collect();
+            let body = json!({"model": "m", "messages": messages}).to_string();
+            let request = openai::parse(Api::ChatCompletions, body.as_bytes()).unwrap();
+            encoder.tokenize_resuming(&encoder.render(&request).unwrap(), None).unwrap();
+            chat += 1;
+        }
+        assert!(cache.bytes() as u64 <= most && cache.bytes() as u64 > most - 8192);
+        (most, (encoder, cache))
+    });
+}
