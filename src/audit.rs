@@ -16,7 +16,7 @@ pub use totals::{ModelTotals, Totals, share};
 
 use crate::block::BlockHashes;
 use crate::index::{Overlaps, PrefixIndex};
-use crate::metrics::{CauseLabels, Metrics, ModelLabel, ModelOutcomeLabels, ModelTokensLabels};
+use crate::metrics::{CauseLabels, Metrics, ModelLabel, ModelOutcomeLabels, ModelRoleLabels, ModelTokensLabels};
 use crate::router::{Mode, Route, Router};
 use crate::worker::{BlockSize, ModelName, Slot};
 
@@ -156,10 +156,20 @@ impl Audit {
         Arc::new(Self { router, metrics, totals: Mutex::default(), waiting: Mutex::default() })
     }
 
-    /// What a route foresees, and how far the events are of whoever was chosen.
-    pub fn foresee(&self, route: &Route) -> Option<Foreseen> {
-        let slot = self.router.fleet().slot(route.to.rank);
-        Foreseen::of(route, slot.and_then(|slot| self.router.index().moment(slot)))
+    /// What a route foresees of the worker rank that computes the prompt, and how far that rank's events are.
+    pub fn foresee(&self, route: &Route) -> Foreseen {
+        let rank = route.computed_by().rank;
+        let slot = self.router.fleet().slot(rank);
+        let since = slot.and_then(|slot| self.router.index().moment(slot));
+        Foreseen::of(route, self.router.role_of(rank), since)
+    }
+
+    /// The worker that computed a prompt reported its cached tokens.
+    pub fn delivered(&self, foreseen: &Foreseen, said: Said) {
+        let labels = ModelRoleLabels::new(&foreseen.model, foreseen.role);
+        // An engine may say anything, and a counter forgets nothing.
+        let most = said.prompt.min(judge::LONGEST);
+        self.metrics.delivered_cached_tokens.get_or_create(&labels).inc_by(said.cached.min(most));
     }
 
     /// An answer ended and said what it found cached.
@@ -185,6 +195,12 @@ impl Audit {
         let outcome = if said_usage { "no_details" } else { "no_usage" };
         self.totals.lock().of(model).silent(said_usage);
         self.metrics.audit_answers.get_or_create(&ModelOutcomeLabels::new(model, outcome)).inc();
+    }
+
+    /// An answer ended well whose prompt another worker computed, and warmroute received no cache report of that worker.
+    pub fn undecided(&self, model: &ModelName) {
+        self.totals.lock().of(model).undecided += 1;
+        self.metrics.audit_answers.get_or_create(&ModelOutcomeLabels::new(model, "undecided")).inc();
     }
 
     /// Looks for the causes that are due.

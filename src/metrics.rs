@@ -67,16 +67,16 @@ metrics! {
     exchanges_open: Gauge = Gauge::default();
     /// Time of one stage of a decision, in microseconds
     decision_stage_microseconds: Histograms<StageLabel> = stages(&["parse", "render", "tokenize", "hash", "index", "choose", "total"]);
-    /// Share of a prompt's blocks found cached on the worker rank that computes the prompt, 0 to 1
-    hit_rate: Histograms<ModelLabel> = histograms(|| Histogram::new(linear_buckets(0.0, 0.05, 21)));
+    /// Share of a prompt's blocks found cached on the worker rank that computes the prompt, 0 to 1, by model and role of that worker
+    hit_rate: Histograms<ModelRoleLabels> = histograms(|| Histogram::new(linear_buckets(0.0, 0.05, 21)));
     /// Share of a prompt's blocks that the shared cache holds, 0 to 1, by model; look-ups that failed are not among them
     shared_cache_hit_rate: Histograms<ModelLabel> = histograms(|| Histogram::new(linear_buckets(0.0, 0.05, 21)));
     /// Blocks of prompts that the shared cache holds beyond those on the device of the worker that computes the prompt, by model
     shared_cache_beyond_blocks: Family<ModelLabel, Counter> = Family::default();
     /// Time that a request waited for the shared cache, in seconds
     shared_cache_seconds: Histogram = Histogram::new(exponential_buckets(0.0001, 2.0, 12));
-    /// Prompt length in tokens
-    prompt_tokens: Histograms<ModelLabel> = histograms(|| Histogram::new(exponential_buckets(32.0, 2.0, 14)));
+    /// Prompt length in tokens, by model and role of the worker that computes the prompt
+    prompt_tokens: Histograms<ModelRoleLabels> = histograms(|| Histogram::new(exponential_buckets(32.0, 2.0, 14)));
     /// Output length in tokens, where the answer passed through us
     output_tokens: Histograms<ModelRoleLabels> = histograms(|| Histogram::new(exponential_buckets(1.0, 2.0, 16)));
     /// Time from the request's arrival here to the first token of its answer, in seconds; of an answer that is not a stream, to its headers
@@ -85,13 +85,13 @@ metrics! {
     inter_token_latency_seconds: Histograms<ModelRoleLabels> = histograms(token_seconds);
     /// Time from the request's arrival here to the end of its answer, in seconds
     request_duration_seconds: Histograms<ModelRoleLabels> = histograms(seconds);
-    /// Cached prompt tokens on the best eligible worker rank, summed over requests
-    best_cached_tokens: Family<ModelLabel, Counter> = Family::default();
-    /// Cached prompt tokens on the chosen worker rank as predicted, summed over requests
-    predicted_cached_tokens: Family<ModelLabel, Counter> = Family::default();
-    /// Cached prompt tokens as the engine reported them, summed over the answers that said so
-    delivered_cached_tokens: Family<ModelLabel, Counter> = Family::default();
-    /// Answers held against what was foreseen, by outcome: equal, less (found cached than foreseen), more, other_prompt (as much, of a prompt of another length), unforeseen (routed by load), no_usage, no_details (the usage does not say what was cached)
+    /// Cached prompt tokens on the best eligible worker rank, summed over requests, by model and role of the worker that computes the prompt
+    best_cached_tokens: Family<ModelRoleLabels, Counter> = Family::default();
+    /// Cached prompt tokens on the worker rank that computes the prompt as predicted, summed over requests, by model and role of that worker
+    predicted_cached_tokens: Family<ModelRoleLabels, Counter> = Family::default();
+    /// Cached prompt tokens as the engine that computed the prompt reported them, summed over the answers that said so, by model and role of that worker
+    delivered_cached_tokens: Family<ModelRoleLabels, Counter> = Family::default();
+    /// Answers held against what was foreseen, by outcome: equal, less (found cached than foreseen), more, other_prompt (as much, of a prompt of another length), unforeseen (routed by load), no_usage, no_details (the usage does not say what was cached), undecided (another worker computed the prompt, and warmroute receives no report of its cache)
     audit_answers: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Tokens of the answers that said what they found cached, by kind: prompt, available (on the best candidate), captured (on the chosen one), by_chance (on one by chance), delivered (by the engine)
     audit_tokens: Family<ModelTokensLabels, Counter> = Family::default();
@@ -103,8 +103,8 @@ metrics! {
     audit_over_predicted_blocks: Histograms<ModelLabel> = histograms(error_blocks);
     /// Blocks cached by the engine beyond the prediction, for each answer with more cached tokens than predicted
     audit_under_predicted_blocks: Histograms<ModelLabel> = histograms(error_blocks);
-    /// Requests whose chosen worker rank was not the one with most cached blocks
-    non_max_overlap_choices: Family<ModelLabel, Counter> = Family::default();
+    /// Requests whose prompt is computed by another worker rank than the one with most cached blocks, by model and role of that worker
+    non_max_overlap_choices: Family<ModelRoleLabels, Counter> = Family::default();
     /// Routed requests by which workers do which phase
     phases: Family<PhasesLabel, Counter> = Family::default();
     /// Requests whose chosen worker rank did not answer them, because it could not be reached

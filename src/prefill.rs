@@ -11,6 +11,7 @@ mod headers;
 mod ladder;
 mod meeting;
 mod mirror;
+mod report;
 
 pub use aborts::Aborts;
 pub use again::{Called, Copy, Retried};

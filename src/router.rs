@@ -56,7 +56,7 @@ use crate::trust::Standing;
 use crate::worker::{Role, WorkerId, WorkerRank};
 use feedback::Durations;
 pub use leg::UnheardOf;
-use leg::{Decision, Legs, Undecided};
+use leg::{Decision, Leg, Legs, Undecided};
 use pools::{Pools, Standings};
 use prepared::{Blocks, Looked, Scratch};
 use ranking::Ranking;
@@ -365,19 +365,16 @@ impl Router {
         let leg = &legs.decode;
         let Ranking { fallbacks, scores } = Ranking::of(&prepared.settings, leg, standings);
         let (member, members) = (leg.member(), &leg.members);
-        let (mode, reason) = self.mode(prepared, member, members);
         let phases = match (&legs.prefill, legs.bypass, &prepared.request.step) {
-            (Some(leg), ..) => Phases::Remote(Box::new(Prefill {
-                to: destination(leg.member()),
-                overlap: prepared.overlap(leg.member()),
-                cached_tokens: prepared.cached_tokens(leg.member(), true),
-                best_cached_tokens: leg.cached.best,
-                trust: prepared.standing(leg.member()).trust,
-                choice: leg.choice.clone(),
-            })),
+            (Some(leg), ..) => Phases::Remote(Box::new(self.describe_prefill(prepared, leg))),
             (None, _, Step::Decode(done)) => Phases::Remote(Box::new(done.prefill.clone())),
             (None, Some(bypass), _) => Phases::Kept(bypass),
             (None, None, _) => Phases::Aggregated,
+        };
+        // The decode worker's cache matters only if it computes the prompt.
+        let (mode, reason) = match &phases {
+            Phases::Remote(prefill) => (prefill.mode, prefill.reason),
+            Phases::Aggregated | Phases::Kept(_) => self.mode(prepared, member, members),
         };
         Route {
             to: destination(member),
@@ -395,7 +392,7 @@ impl Router {
             trust: prepared.standing(member).trust,
             predicted_cached_tokens: prepared.cached_tokens(member, true),
             best_cached_tokens: leg.cached.best,
-            chance_cached_tokens: leg.cached.sum / (members.len() as u64).max(1),
+            chance_cached_tokens: leg.chance_cached_tokens(),
             reusable_tokens: prepared.reusable_tokens(),
             shared_beyond_device: shared_beyond_device(legs),
             candidates: members.len(),
@@ -404,6 +401,22 @@ impl Router {
             phases,
             index_time: Duration::ZERO,
             choose_time: Duration::ZERO,
+        }
+    }
+
+    fn describe_prefill(&self, prepared: &Prepared, leg: &Leg<'_>) -> Prefill {
+        let member = leg.member();
+        let (mode, reason) = self.mode(prepared, member, &leg.members);
+        Prefill {
+            to: destination(member),
+            overlap: prepared.overlap(member),
+            cached_tokens: prepared.cached_tokens(member, true),
+            best_cached_tokens: leg.cached.best,
+            chance_cached_tokens: leg.chance_cached_tokens(),
+            mode,
+            reason,
+            trust: prepared.standing(member).trust,
+            choice: leg.choice.clone(),
         }
     }
 

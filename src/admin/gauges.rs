@@ -10,7 +10,7 @@ use crate::metrics::{
 use crate::router::Router;
 use crate::tier::Tier;
 use crate::trust::Trust;
-use crate::worker::{Role, WorkerRank};
+use crate::worker::WorkerRank;
 
 /// Sets the series to the current state.
 pub(super) fn refresh(metrics: &Metrics, entrance: &Entrance) {
@@ -39,7 +39,7 @@ fn labels_of(router: &Router, rank: WorkerRank) -> RankLabels {
 fn start_roles_at_zero(metrics: &Metrics, router: &Router) {
     let fleet = router.fleet();
     let roles: BTreeSet<_> = fleet.workers().map(|worker| (&worker.model, worker.role)).collect();
-    for (model, role) in roles.into_iter().filter(|(_, role)| *role != Role::Prefill) {
+    for (model, role) in roles {
         metrics.start_role_at_zero(model, role);
     }
 }

@@ -8,6 +8,7 @@ use anyhow::Context as _;
 use parking_lot::Mutex;
 use tokio_util::task::TaskTracker;
 
+use crate::audit::Audit;
 use crate::config::{Config, FirstToken, ModelConfig};
 use crate::engine_client::config::EnginesConfig;
 use crate::entrance::Entrance;
@@ -53,7 +54,13 @@ impl Gateway {
         let callers = self.callers.lock().renewed(config, self.kept.metrics(), &self.under_way)?;
         let (entrance, metrics) = (self.entrance.clone(), self.kept.metrics().clone());
         let live = Live {
-            pipeline: Pipeline::new(intake, entrance, metrics, policy(config), callers.prefills(config)),
+            pipeline: Pipeline::new(
+                intake,
+                entrance,
+                metrics,
+                policy(config),
+                callers.prefills(config, self.kept.audit()),
+            ),
             options: Arc::new(options(config)),
             upload: config.limits.upload.get(),
             held: config.limits.held_bodies.bytes(),
@@ -95,17 +102,23 @@ impl Callers {
     }
 
     /// How prefills are carried out.
-    fn prefills(&self, config: &Config) -> Prefills {
+    fn prefills(&self, config: &Config, audit: &Arc<Audit>) -> Prefills {
         let way = |model: &ModelConfig| {
             let (caller, prefill) = (self.prefills.get(&model.name)?.clone(), model.prefill.as_ref()?);
             let way = match prefill.by {
                 By::Header => return None,
-                By::Call => Way::Call(Arc::new(Call { caller, protocol: prefill.protocol, tries: prefill.tries })),
+                By::Call => Way::Call(Arc::new(Call {
+                    caller,
+                    protocol: prefill.protocol,
+                    tries: prefill.tries,
+                    audit: audit.clone(),
+                })),
                 By::Mirror => Way::Mirror(Arc::new(Mirror {
                     cluster: prefill.cluster.as_str().into(),
                     deadline: prefill.deadline.get(),
                     aborts: self.aborts.clone()?,
                     caller,
+                    audit: audit.clone(),
                 })),
             };
             Some((model.name.clone(), way))

@@ -4,16 +4,18 @@
 use serde::{Deserialize, Serialize};
 
 use crate::index::Moment;
-use crate::router::{Mode, Phases, Reason, Route};
-use crate::worker::{BlockSize, ModelName, WorkerRank};
+use crate::router::{Mode, Reason, Route};
+use crate::worker::{BlockSize, ModelName, Role, WorkerRank};
 
-/// What was foreseen when a request was routed.
+/// What was foreseen when a request was routed, of the worker rank that computes its prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Foreseen {
     /// The model.
     pub model: ModelName,
-    /// Who was chosen.
+    /// The worker rank that computes the prompt.
     pub chosen: WorkerRank,
+    /// The role of its worker; none if that has left the fleet.
+    pub role: Option<Role>,
     /// How its cache was known.
     pub mode: Mode,
     /// Why no better.
@@ -35,24 +37,23 @@ pub struct Foreseen {
 }
 
 impl Foreseen {
-    /// What a route foresees; none where another worker computes the prompt, of whose cache the answer says nothing.
-    pub fn of(route: &Route, since: Option<Moment>) -> Option<Self> {
-        if matches!(route.phases, Phases::Remote(_)) {
-            return None;
-        }
-        Some(Self {
+    /// What a route foresees of the worker rank that computes the prompt, its role and its events being known.
+    pub fn of(route: &Route, role: Option<Role>, since: Option<Moment>) -> Self {
+        let computed_by = route.computed_by();
+        Self {
             model: route.model.clone(),
-            chosen: route.to.rank,
+            chosen: computed_by.rank,
+            role,
             mode: route.mode,
             reason: route.reason,
             since,
             prompt: route.prompt_tokens,
             reusable: route.reusable_tokens,
-            available: route.best_cached_tokens,
-            captured: route.predicted_cached_tokens,
-            by_chance: route.chance_cached_tokens,
+            available: computed_by.best_cached_tokens,
+            captured: computed_by.cached_tokens,
+            by_chance: computed_by.chance_cached_tokens,
             block_size: route.block_size,
-        })
+        }
     }
 }
 
@@ -186,6 +187,8 @@ impl Cause {
 pub struct Verdict {
     /// The model.
     pub model: ModelName,
+    /// The role of the worker that computed the prompt; none if it has left the fleet.
+    pub role: Option<Role>,
     /// Tokens of the prompt, as the engine counts them.
     pub prompt: u64,
     /// What the best candidate had.
@@ -210,7 +213,7 @@ pub(super) fn needs_events(foreseen: &Foreseen, said: Said) -> bool {
 }
 
 /// Tokens of a prompt that is believed to be one; an engine may say anything, and what it says is summed up.
-const LONGEST: u64 = 1 << 40;
+pub(super) const LONGEST: u64 = 1 << 40;
 
 /// Judges an answer.
 pub fn judge(foreseen: &Foreseen, said: Said, evidence: Evidence) -> Verdict {
@@ -221,6 +224,7 @@ pub fn judge(foreseen: &Foreseen, said: Said, evidence: Evidence) -> Verdict {
     let error = if known { error(foreseen, said, evidence) } else { None };
     let mut verdict = Verdict {
         model: foreseen.model.clone(),
+        role: foreseen.role,
         prompt: said.prompt,
         available: if known { foreseen.available } else { 0 },
         captured: if known { foreseen.captured } else { 0 },
@@ -289,6 +293,7 @@ mod tests {
         Foreseen {
             model: "m".into(),
             chosen: WorkerRank { worker: WorkerId(1), rank: DpRank(0) },
+            role: Some(Role::Aggregated),
             mode: Mode::Exact,
             reason: None,
             since: None,

@@ -8,7 +8,7 @@ use crate::load::LoadTracker;
 use crate::metrics::ModelTokensLabels;
 use crate::router::{Mode, RouterSettings};
 use crate::tier::Tier;
-use crate::worker::{BlockSize, DpRank, Worker, WorkerId, WorkerRank};
+use crate::worker::{BlockSize, DpRank, Role, Worker, WorkerId, WorkerRank};
 
 const SIZE: BlockSize = BlockSize(NonZeroU32::new(16).unwrap());
 const RANK: WorkerRank = WorkerRank { worker: WorkerId(1), rank: DpRank(0) };
@@ -45,6 +45,7 @@ fn answered(audit: &Audit, captured: u64, cached: u64) -> Answered {
     let foreseen = Foreseen {
         model: "m".into(),
         chosen: RANK,
+        role: Some(Role::Aggregated),
         mode: Mode::Exact,
         reason: None,
         since: audit.router.index().moment(slot),

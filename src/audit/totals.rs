@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::judge::{Cause, Verdict};
-use crate::worker::ModelName;
+use crate::worker::{ModelName, Role};
 
 /// Models that are told apart; answers of more are counted together under no name.
 const MOST_MODELS: usize = 1024;
@@ -39,6 +39,10 @@ pub struct ModelTotals {
     pub no_usage: u64,
     /// Answers whose usage does not say what was cached.
     pub no_details: u64,
+    /// Answers after a prefill on another worker, whose cache report warmroute does not receive.
+    pub undecided: u64,
+    /// Answers that said what they found cached, by the role of the worker that computed the prompt and is described.
+    pub computed_by: BTreeMap<Role, u64>,
     /// Tokens of the prompts.
     pub prompt_tokens: u64,
     /// What the best candidates had.
@@ -88,6 +92,9 @@ impl ModelTotals {
 
     pub(super) fn add(&mut self, verdict: &Verdict) {
         self.answers += 1;
+        if let Some(role) = verdict.role {
+            *self.computed_by.entry(role).or_default() += 1;
+        }
         self.prompt_tokens += verdict.prompt;
         self.available_tokens += verdict.available;
         self.captured_tokens += verdict.captured;

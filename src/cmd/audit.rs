@@ -44,7 +44,7 @@ pub fn render(totals: &Totals, price: Option<f64>) -> String {
 }
 
 fn of_model(text: &mut String, sums: &ModelTotals, price: Option<f64>) {
-    let silent = sums.no_usage + sums.no_details;
+    let silent = sums.no_usage + sums.no_details + sums.undecided;
     _ = writeln!(text, "  {} answers said what they found cached, {silent} did not", sums.answers);
     if sums.no_details > 0 {
         let details = "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report";
@@ -54,9 +54,15 @@ fn of_model(text: &mut String, sums: &ModelTotals, price: Option<f64>) {
         let asks = "clients ask for it in streams by stream_options.include_usage";
         _ = writeln!(text, "    {} had no usage: {asks}", sums.no_usage);
     }
+    if sums.undecided > 0 {
+        let why = "another worker computed the prompt, and its response does not pass through warmroute";
+        _ = writeln!(text, "    {} are undecided: {why}", sums.undecided);
+    }
     if sums.answers == 0 {
         return;
     }
+    let by_role: Vec<String> = sums.computed_by.iter().map(|(role, answers)| format!("{role} {answers}")).collect();
+    _ = writeln!(text, "  prompts computed by workers of the role: {}", by_role.join(", "));
     let of_prompt = |tokens| share(tokens, sums.prompt_tokens) * 100.0;
     let mut row = |name: &str, tokens: u64, note: &str| {
         _ = writeln!(text, "  {name:<44}{tokens:>14}  {:>5.1} %{note}", of_prompt(tokens));

@@ -16,7 +16,7 @@ use super::mutation::Immediate;
 use super::reject::{self, Refused};
 use crate::entrance::{Admitted, Entrance, Refusal};
 use crate::intake::{AskedModel, Body, Intake, Rewrites, Taken};
-use crate::metrics::{Metrics, ModelLabel, ReasonLabel, RequestLabels};
+use crate::metrics::{Metrics, ModelLabel, ModelRoleLabels, ReasonLabel, RequestLabels};
 use crate::openai;
 use crate::prefill::Called;
 use crate::router::{Prompt, Reason, Route, RouteError, Router, Steer};
@@ -308,16 +308,18 @@ impl Pipeline {
         if !hashed {
             return;
         }
-        self.metrics.prompt_tokens.get_or_create(label).observe(route.prompt_tokens as f64);
-        self.metrics.hit_rate.get_or_create(label).observe(route.hit_rate());
+        let computed_by = route.computed_by();
+        let role = self.router().role_of(computed_by.rank).map_or("unknown", Role::as_str);
+        let labels = &ModelRoleLabels { model: label.model.clone(), role };
+        self.metrics.prompt_tokens.get_or_create(labels).observe(route.prompt_tokens as f64);
+        self.metrics.hit_rate.get_or_create(labels).observe(route.hit_rate());
         if route.shared_beyond_device > 0 {
             self.metrics.shared_cache_beyond_blocks.get_or_create(label).inc_by(route.shared_beyond_device);
         }
-        let computed_by = route.computed_by();
-        self.metrics.best_cached_tokens.get_or_create(label).inc_by(computed_by.best_cached_tokens);
-        self.metrics.predicted_cached_tokens.get_or_create(label).inc_by(computed_by.cached_tokens);
+        self.metrics.best_cached_tokens.get_or_create(labels).inc_by(computed_by.best_cached_tokens);
+        self.metrics.predicted_cached_tokens.get_or_create(labels).inc_by(computed_by.cached_tokens);
         if computed_by.cached_tokens < computed_by.best_cached_tokens {
-            self.metrics.non_max_overlap_choices.get_or_create(label).inc();
+            self.metrics.non_max_overlap_choices.get_or_create(labels).inc();
         }
     }
 }

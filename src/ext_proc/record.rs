@@ -17,11 +17,8 @@ use crate::health::Outcome;
 use crate::metrics::{Metrics, ModelLabel, ModelRoleLabels, OutcomeLabel, RankLabels};
 use crate::openai::usage::{Kind, Usage, UsageScanner};
 use crate::prefill::{self, Retried, Turn};
-use crate::router::{Answer, AnswerFrom, BookedPredictions, Mode, Moved, Router};
-use crate::worker::Endpoint;
-
-/// No prompt is longer, whatever an engine says.
-const MOST_TOKENS: u64 = 1 << 40;
+use crate::router::{Answer, AnswerFrom, BookedPredictions, Mode, Moved, Route, Router};
+use crate::worker::{Endpoint, ModelName};
 
 /// What one exchange holds and what is noted of it when it ends.
 pub(super) struct Record {
@@ -43,8 +40,8 @@ pub(super) struct Record {
     first_token_at: Option<Instant>,
     /// Time of the end of the response.
     completed_at: Option<Instant>,
-    /// What the engine should find cached.
-    foreseen: Option<Foreseen>,
+    /// Where the engine reports what it found cached.
+    cache_report: Option<CacheReport>,
     /// The prompts of the request, once it is over.
     prompts: Vec<BlockHashes>,
     /// Whether somebody else served the request than was chosen.
@@ -62,6 +59,32 @@ pub(super) struct Record {
     books_output: bool,
     /// Those that are booked already.
     output_blocks: u64,
+}
+
+/// Where the engine that computes the prompt reports how much of it was cached.
+#[derive(Debug)]
+enum CacheReport {
+    /// In the response of the exchange, whose worker computes the prompt.
+    InResponse(Box<Foreseen>),
+    /// In the response of the prefill worker, which warmroute receives and judges by itself.
+    InPrefillResponse,
+    /// In the response of the prefill worker, which does not pass through warmroute.
+    NotReceived(ModelName),
+}
+
+impl CacheReport {
+    fn of(route: &Route, remote: Option<&Remote>, audit: &Audit) -> Self {
+        let is_received = match remote {
+            Some(Remote::Called(_)) => true,
+            Some(Remote::Meets(mirrored)) => mirrored.receives_response(),
+            None => false,
+        };
+        match route.prefill() {
+            None => Self::InResponse(Box::new(audit.foresee(route))),
+            Some(_) if is_received => Self::InPrefillResponse,
+            Some(_) => Self::NotReceived(route.model.clone()),
+        }
+    }
 }
 
 /// How far the exchange came.
@@ -93,7 +116,7 @@ impl Record {
             role_labels: None,
             first_token_at: None,
             completed_at: None,
-            foreseen: None,
+            cache_report: None,
             prompts: Vec::new(),
             moved: false,
             shown: false,
@@ -108,22 +131,24 @@ impl Record {
         }
     }
 
-    /// The prefill is, or was, another worker's.
-    pub(super) fn prefills(&mut self, remote: Option<Remote>) {
+    /// The request was placed; its prefill is, or was, another worker's where there is a `remote`.
+    fn placed(&mut self, remote: Option<Remote>) {
+        let route = self.admitted.as_ref().map(|admitted| &admitted.booked.route);
+        self.cache_report = route.map(|route| CacheReport::of(route, remote.as_ref(), &self.audit));
         // warmroute calls the prefill worker before it sends the request on.
         self.prefill_done = matches!(remote, Some(Remote::Called(_))).then(Instant::now);
         self.remote = remote;
     }
 
-    pub(super) fn routed(&mut self, admitted: Option<Box<Admitted>>) {
+    pub(super) fn routed(&mut self, admitted: Option<Box<Admitted>>, remote: Option<Remote>) {
         self.label = admitted.as_ref().map(|admitted| ModelLabel::from(&admitted.booked.route.model));
         self.role_labels = admitted.as_ref().map(|admitted| {
             let route = &admitted.booked.route;
             ModelRoleLabels::new(&route.model, self.router.role_of(route.to.rank))
         });
-        self.foreseen = admitted.as_ref().and_then(|admitted| self.audit.foresee(&admitted.booked.route));
         self.admitted = admitted;
         self.admitted_at = Instant::now();
+        self.placed(remote);
     }
 
     /// The client gets our own answer.
@@ -270,7 +295,7 @@ impl Record {
         };
         match again {
             Ok((remote, body)) => {
-                self.prefills(Some(remote));
+                self.placed(Some(remote));
                 Again::With(body)
             }
             Err(error) => {
@@ -387,7 +412,11 @@ impl Record {
         if !self.shown || self.end != End::Complete || !(200..300).contains(&self.status) {
             return;
         }
-        let Some(foreseen) = self.foreseen.take() else { return };
+        let foreseen = match self.cache_report.take() {
+            Some(CacheReport::InResponse(foreseen)) => *foreseen,
+            Some(CacheReport::NotReceived(model)) => return self.audit.undecided(&model),
+            Some(CacheReport::InPrefillResponse) | None => return,
+        };
         match self.usage.usage() {
             Some(Usage { prompt_tokens, cached_tokens: Some(cached), .. }) if prompt_tokens > 0 => {
                 let said = Said { prompt: prompt_tokens, cached };
@@ -419,14 +448,16 @@ impl Drop for Record {
             self.note_duration();
             self.usage.finish();
         }
-        let Some(label) = &self.label else { return };
+        if self.label.is_none() {
+            return;
+        }
         let usage = self.usage.usage();
         let output = usage.map_or(self.usage.output_tokens(), |usage| usage.completion_tokens);
         self.note_output(output);
-        if let Some(cached) = usage.and_then(|usage| usage.cached_tokens) {
-            // An engine may say anything, and a counter forgets nothing.
-            let most = usage.map_or(0, |usage| usage.prompt_tokens).min(MOST_TOKENS);
-            self.metrics.delivered_cached_tokens.get_or_create(label).inc_by(cached.min(most));
+        if let Some(Usage { prompt_tokens, cached_tokens: Some(cached), .. }) = usage
+            && let Some(CacheReport::InResponse(foreseen)) = &self.cache_report
+        {
+            self.audit.delivered(foreseen, Said { prompt: prompt_tokens, cached });
         }
         self.judge();
     }
@@ -444,7 +475,7 @@ mod tests {
     use crate::load::LoadTracker;
     use crate::predict::{Policy, Predictor, Ttl};
     use crate::router::{Predictions, Prompt, Reason, RouteRequest, RouterSettings};
-    use crate::worker::{BlockSize, Worker, WorkerId};
+    use crate::worker::{BlockSize, Role, Worker, WorkerId};
 
     /// Where the blocks of requests are looked for.
     fn watching() -> (Arc<Router>, crate::index::RankWriter) {
@@ -465,7 +496,7 @@ mod tests {
         let request = RouteRequest { foretold, ..RouteRequest::new(Some("m".into()), prompt) };
         let booked = router.route(request).unwrap();
         let mut record = Record::open(metrics.clone(), router.clone(), Audit::new(router.clone(), metrics));
-        record.routed(Some(Box::new(Admitted::new(booked))));
+        record.routed(Some(Box::new(Admitted::new(booked))), None);
         record.answered(ResponseHead { status: 200, event_stream, ..ResponseHead::default() });
         record.first_token(seen);
         if complete {
@@ -509,20 +540,21 @@ mod tests {
     #[test]
     fn an_engine_cannot_spoil_the_counter_of_cached_tokens() {
         let metrics = Arc::new(Metrics::new());
-        let cases = [(100, 64, 64), (100, 1 << 63, 164), (u64::MAX, u64::MAX, 164 + MOST_TOKENS)];
+        let cases = [(100, 64, 64), (100, 1 << 63, 164), (u64::MAX, u64::MAX, 164 + (1 << 40))];
         for (prompt, cached, expected) in cases {
             let router = router();
             let estimated = Prompt::Estimated { tokens: 100, because: Reason::NoTokenizer };
             let booked = router.route(RouteRequest::new(Some("m".into()), estimated)).unwrap();
             let mut record = Record::open(metrics.clone(), router.clone(), Audit::new(router, metrics.clone()));
-            record.routed(Some(Box::new(Admitted::new(booked))));
+            record.routed(Some(Box::new(Admitted::new(booked))), None);
             record.answered(ResponseHead { status: 200, ..ResponseHead::default() });
             let details = format!("{{\"cached_tokens\":{cached}}}");
             let usage = format!("{{\"prompt_tokens\":{prompt},\"prompt_tokens_details\":{details}}}");
             record.answer(format!("{{\"usage\":{usage}}}").as_bytes());
             record.finished();
             drop(record);
-            let counted = metrics.delivered_cached_tokens.get_or_create(&ModelLabel::from(&"m".into())).get();
+            let labels = ModelRoleLabels::new(&"m".into(), Some(Role::Aggregated));
+            let counted = metrics.delivered_cached_tokens.get_or_create(&labels).get();
             assert_eq!(counted, expected, "{prompt} {cached}");
         }
     }
@@ -533,7 +565,7 @@ mod tests {
             let booked = router.route(RouteRequest::new(Some("m".into()), prompt.clone())).unwrap();
             let audit = Audit::new(router.clone(), metrics.clone());
             let mut record = Record::open(metrics.clone(), router.clone(), audit);
-            record.routed(Some(Box::new(Admitted::new(booked))));
+            record.routed(Some(Box::new(Admitted::new(booked))), None);
             record.answered(ResponseHead { status, event_stream, ..ResponseHead::default() });
             record.first_token(true);
             record.finished();

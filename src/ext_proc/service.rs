@@ -80,6 +80,11 @@ impl Kept {
         &self.metrics
     }
 
+    /// Where the cache reports of engines are compared with the predictions.
+    pub fn audit(&self) -> &Arc<Audit> {
+        &self.audit
+    }
+
     /// From now on `hear` is told the names of exchanges whose first token was seen by a stream of ours, and that are none of
     /// ours. Who called first is the one who hears.
     pub fn on_foreign_first_token(&self, hear: impl Fn(&str) + Send + Sync + 'static) {

@@ -240,8 +240,7 @@ impl Stream {
                             self.retries = Some(self.kept.retries.listen(name.clone(), remote.longest()));
                         }
                         effects.extend(self.exchange.on_route(*directions));
-                        self.record.routed(admitted);
-                        self.record.prefills(remote);
+                        self.record.routed(admitted, remote);
                     }
                 },
                 Effect::Answered(head) => self.record.answered(head),

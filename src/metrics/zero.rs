@@ -20,7 +20,8 @@ pub struct KnownLabels<'a> {
 const PARITY_WORKERS: [&str; 4] = ["untested", "agrees", "differs", "cannot_test"];
 const ENGINE_TOKENS: [&str; 10] =
     ["ok", "refused", "nobody", "busy", "unreachable", "timeout", "not_offered", "status", "unreadable", "too_large"];
-const AUDIT_ANSWERS: [&str; 7] = ["equal", "less", "more", "other_prompt", "unforeseen", "no_usage", "no_details"];
+const AUDIT_ANSWERS: [&str; 8] =
+    ["equal", "less", "more", "other_prompt", "unforeseen", "no_usage", "no_details", "undecided"];
 const AUDIT_TOKENS: [&str; 5] = ["prompt", "available", "captured", "by_chance", "delivered"];
 const API_CALLS: [&str; 11] = [
     "Route",
@@ -78,20 +79,11 @@ impl Metrics {
 
     fn start_model_at_zero(&self, model: &ModelName, causes: &[&'static str]) {
         let label = ModelLabel::from(model);
-        let counters = [
-            &self.best_cached_tokens,
-            &self.predicted_cached_tokens,
-            &self.delivered_cached_tokens,
-            &self.non_max_overlap_choices,
-            &self.parity_mismatches,
-            &self.shared_cache_beyond_blocks,
-        ];
+        let counters = [&self.parity_mismatches, &self.shared_cache_beyond_blocks];
         counters.into_iter().for_each(|family| drop(family.get_or_create(&label)));
         let histograms = [
-            &self.hit_rate,
             &self.shared_cache_hit_rate,
             &self.prefill_to_first_token_seconds,
-            &self.prompt_tokens,
             &self.audit_over_predicted_blocks,
             &self.audit_under_predicted_blocks,
         ];
@@ -124,20 +116,33 @@ impl Metrics {
         self.start_role_at_zero(model, Role::Aggregated);
     }
 
-    /// Creates the series of requests that workers of a role answer. The roles of a model are known once its workers are.
+    /// Creates the series of requests whose prompts workers of a role compute, or that they answer. The roles of a model are
+    /// known once its workers are.
     pub fn start_role_at_zero(&self, model: &ModelName, role: Role) {
+        let labels = ModelRoleLabels::new(model, Some(role));
+        let counters = [
+            &self.best_cached_tokens,
+            &self.predicted_cached_tokens,
+            &self.delivered_cached_tokens,
+            &self.non_max_overlap_choices,
+        ];
+        counters.into_iter().for_each(|family| drop(family.get_or_create(&labels)));
+        let prompts = [&self.hit_rate, &self.prompt_tokens];
+        prompts.into_iter().for_each(|family| drop(family.get_or_create(&labels)));
+        if role == Role::Prefill {
+            return;
+        }
         for mode in ["exact", "partial", "approximate", "load_only"] {
             let labels = RequestLabels { model: model.as_str().to_owned(), mode, role: role.as_str() };
             drop(self.requests.get_or_create(&labels));
         }
-        let labels = ModelRoleLabels::new(model, Some(role));
-        let families: [&Histograms<ModelRoleLabels>; 4] = [
+        let answers: [&Histograms<ModelRoleLabels>; 4] = [
             &self.output_tokens,
             &self.time_to_first_token_seconds,
             &self.inter_token_latency_seconds,
             &self.request_duration_seconds,
         ];
-        families.into_iter().for_each(|family| drop(family.get_or_create(&labels)));
+        answers.into_iter().for_each(|family| drop(family.get_or_create(&labels)));
     }
 
     /// Creates the series of settings that engines may report otherwise than configured.

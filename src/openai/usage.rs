@@ -71,6 +71,13 @@ struct Event {
     broken: bool,
 }
 
+impl Usage {
+    /// What a whole answer in one piece tells of its usage.
+    pub fn of_document(json: &[u8]) -> Option<Self> {
+        answer::read(json)?.counts.map(Counts::usage)
+    }
+}
+
 impl UsageScanner {
     /// For an answer that comes like this.
     pub fn new(kind: Kind) -> Self {

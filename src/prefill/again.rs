@@ -12,13 +12,14 @@ use tokio::time::timeout;
 use tracing::{debug, info};
 
 use super::call::{Asked, Failure};
-use super::handover::{Cleaned, Handing, Question, clean};
+use super::handover::{Cleaned, HandedOver, Handing, Question, clean};
 use super::ladder::{Call, Wanted, note};
 use super::mirror::{Given, Met, Mirror, Mirrored};
+use super::report;
 use crate::entrance::{Admitted, Entrance};
 use crate::health::Outcome;
 use crate::openai::Api;
-use crate::router::{Answer, AnswerFrom, RouteError, RouteRequest, Step};
+use crate::router::{Answer, AnswerFrom, Booked, RouteError, RouteRequest, Step};
 use crate::worker::{Endpoint, WorkerId};
 
 /// How long a worker that runs may take to accept a connection.
@@ -112,7 +113,8 @@ impl Mirror {
             let mut met = met.ok_or(RouteError::NoPrefill)?;
             let (path, headers) = (copy.path.clone(), copy.headers.clone());
             let question = Question::alone(met.body.clone());
-            let failure = match self.caller.begin(Asked { worker: met.prefill, path, headers, question }).await {
+            let read = self.reads_report(&admitted.booked);
+            let failure = match self.caller.begin(Asked { worker: met.prefill, path, headers, question }, read).await {
                 Ok(begun) => {
                     met.mirrored.carries(begun);
                     return Ok(met);
@@ -139,6 +141,15 @@ impl Mirror {
                 place(admitted, &failed)?;
             }
         }
+    }
+}
+
+impl Mirror {
+    /// Reads the cache report in the response of the prefill worker that a request is booked at.
+    fn reads_report(&self, booked: &Booked) -> impl FnOnce(&HandedOver) + Send + 'static {
+        let (audit, foreseen) = (self.audit.clone(), self.audit.foresee(&booked.route));
+        let prompts = booked.prompts().to_vec();
+        move |handed: &HandedOver| report::judge(&audit, foreseen, prompts, handed.usage())
     }
 }
 

@@ -217,10 +217,16 @@ impl Caller {
         }
     }
 
-    /// Has a prefill begun whose end is seen elsewhere. Dropping the future takes the question back as above.
-    pub async fn begin(&self, asked: Asked) -> Result<Begun, Failure> {
+    /// Has a prefill begun whose end is seen elsewhere. Dropping the future takes the question back as above. A response is
+    /// given to `read`.
+    pub async fn begin(&self, asked: Asked, read: impl FnOnce(&HandedOver) + Send + 'static) -> Result<Begun, Failure> {
         let ((here, left), (begun, has_begun)) = (oneshot::channel(), oneshot::channel());
-        let mut task = self.under_way.spawn(self.clone().carry(asked, ((), |(), _, _| {}), (left, Some(begun))));
+        let judge = |(): &mut (), answer: &Result<HandedOver, Failure>, _| {
+            if let Ok(handed) = answer {
+                read(handed);
+            }
+        };
+        let mut task = self.under_way.spawn(self.clone().carry(asked, ((), judge), (left, Some(begun))));
         tokio::select! {
             biased;
             Ok(()) = has_begun => Ok(Begun { here: Some(here), task: Some(task) }),

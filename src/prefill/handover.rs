@@ -143,9 +143,9 @@ pub struct HandedOver {
     of: Number,
 }
 
-#[cfg(test)]
 impl HandedOver {
-    pub(crate) fn bytes(&self) -> &[u8] {
+    /// The response, to be read only.
+    pub(super) fn body(&self) -> &[u8] {
         &self.answer
     }
 }

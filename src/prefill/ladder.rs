@@ -11,6 +11,8 @@ use tracing::{debug, info};
 use super::call::{Asked, Caller, Failure};
 use super::config::Protocol;
 use super::handover::{HandedOver, Handing};
+use super::report;
+use crate::audit::Audit;
 use crate::disagg::Bypass;
 use crate::entrance::{Admitted, Entrance};
 use crate::health::Outcome;
@@ -28,6 +30,8 @@ pub struct Call {
     pub protocol: Protocol,
     /// How many prefill workers are asked.
     pub tries: u32,
+    /// Where the cache reports of prefill workers are compared with the predictions.
+    pub audit: Arc<Audit>,
 }
 
 /// A request whose prefill is wanted.
@@ -164,13 +168,19 @@ impl Call {
         admitted: Admitted,
     ) -> (Admitted, Result<HandedOver, Failure>) {
         let (router, caller, worker) = (router.clone(), self.caller.clone(), asked.worker);
+        let (audit, foreseen) = (self.audit.clone(), self.audit.foresee(&admitted.booked.route));
         // Heard of its end also where the client has left.
         let judge = move |admitted: &mut Admitted, answer: &Result<HandedOver, Failure>, since| {
             let outcome = answer
                 .as_ref()
                 .map_or_else(|failure| failure.outcome(|| caller.lives(worker, since)), |_| Some(Outcome::Success));
-            if answer.is_ok() {
+            if let Ok(handed) = answer {
                 router.confirm_prefill(&mut admitted.booked);
+                let usage = handed.usage();
+                if usage.is_some() {
+                    router.prompt_computed(&mut admitted.booked);
+                }
+                report::judge(&audit, foreseen, admitted.booked.take_prompts(), usage);
             }
             if let Some(outcome) = outcome {
                 note(&router, admitted, outcome);

@@ -15,6 +15,7 @@ use tracing::debug;
 use super::aborts::Aborts;
 use super::call::{Begun, Caller, Failure};
 use super::meeting::{Meeting, Room, names};
+use crate::audit::Audit;
 use crate::router::{Route, RouteRequest, Router};
 use crate::worker::{Endpoint, WorkerId};
 
@@ -28,6 +29,8 @@ pub struct Mirror {
     pub aborts: Arc<Aborts>,
     /// The way to prefill workers whose copy Envoy does not make.
     pub caller: Caller,
+    /// Where the cache reports of these workers are compared with the predictions.
+    pub audit: Arc<Audit>,
 }
 
 /// Two workers that are about to meet.
@@ -123,6 +126,11 @@ impl Mirrored {
     /// Envoy's cluster of prefill workers; none where the copy is ours.
     pub fn cluster(&self) -> Option<Arc<str>> {
         self.begun.is_none().then(|| self.mirror.cluster.clone())
+    }
+
+    /// Whether the response of the prefill worker comes to warmroute, which has sent the copy, and not to Envoy.
+    pub fn receives_response(&self) -> bool {
+        self.begun.is_some()
     }
 
     /// The copy is ours.

@@ -148,14 +148,14 @@ impl Mirror {
         self.blocks_of_others = blocks;
     }
 
-    /// Whether the reservations of the peer may have so many blocks.
-    fn has_room_for(&self, blocks: usize) -> bool {
-        blocks <= MOST_BLOCKS && blocks + self.blocks_of_others <= MOST_BLOCKS_OF_ALL_PEERS
+    /// Most blocks that the reservations of the peer may have.
+    fn most_blocks(&self) -> usize {
+        MOST_BLOCKS.min(MOST_BLOCKS_OF_ALL_PEERS.saturating_sub(self.blocks_of_others))
     }
 
     fn insert(&mut self, id: BookingId, live: Live, world: &World<'_>) {
         let mut mirrored = Mirrored { live, held: None };
-        if self.bookings.len() >= MOST || !self.has_room_for(self.blocks + mirrored.blocks()) {
+        if self.bookings.len() >= MOST || self.blocks + mirrored.blocks() > self.most_blocks() {
             self.refused += 1;
             return;
         }
@@ -173,6 +173,7 @@ impl Mirror {
 
     fn change(&mut self, mut news: News, world: &World<'_>) {
         let (News::FirstToken(id) | News::OutputBlocks { id, .. } | News::Moved { id, .. }) = news else { return };
+        let most_blocks = self.most_blocks();
         let Some(mirrored) = self.bookings.get_mut(&id) else { return };
         if let News::Moved { to: Some(to), .. } = &mut news {
             locate(to, world);
@@ -181,7 +182,7 @@ impl Mirror {
         mirrored.live.apply(&news);
         let after = mirrored.blocks();
         self.blocks = self.blocks - before + after;
-        if after > before && !self.has_room_for(self.blocks) {
+        if after > before && self.blocks > most_blocks {
             self.refused += 1;
             return self.remove(id);
         }

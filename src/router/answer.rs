@@ -115,6 +115,14 @@ pub struct Prefill {
     pub cached_tokens: u64,
     /// The same for the prefill worker that holds most.
     pub best_cached_tokens: u64,
+    /// The same for a prefill worker taken by chance, on the average.
+    pub chance_cached_tokens: u64,
+    /// The step of the ladder by which it was chosen.
+    #[serde(skip)]
+    pub mode: Mode,
+    /// Why not a higher step.
+    #[serde(skip)]
+    pub reason: Option<Reason>,
     /// How far its event source can be believed.
     pub trust: Trust,
     /// The choice with its cost.
@@ -132,7 +140,7 @@ pub struct Route {
     /// What each candidate costs, cheapest first; of ranks with the same endpoint the cheapest.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub scores: Vec<(Endpoint, f64)>,
-    /// The step of the ladder.
+    /// The step of the ladder by which the worker was chosen that computes the prompt.
     pub mode: Mode,
     /// Why not a higher step.
     pub reason: Option<Reason>,
@@ -189,8 +197,9 @@ fn is_none(count: &u32) -> bool {
     *count == 0
 }
 
-/// The worker rank that computes the prompt: the prefill worker where there is one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The worker rank that computes the prompt: the prefill worker where there is one. Prediction, cache report and verdict
+/// describe its cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct ComputedBy {
     /// Its name.
     pub rank: WorkerRank,
@@ -200,6 +209,8 @@ pub struct ComputedBy {
     pub cached_tokens: u64,
     /// The same for the candidate that holds most.
     pub best_cached_tokens: u64,
+    /// The same for a candidate taken by chance, on the average.
+    pub chance_cached_tokens: u64,
 }
 
 /// Why there is no route.
@@ -362,12 +373,14 @@ impl Route {
                 overlap: prefill.overlap,
                 cached_tokens: prefill.cached_tokens,
                 best_cached_tokens: prefill.best_cached_tokens,
+                chance_cached_tokens: prefill.chance_cached_tokens,
             },
             None => ComputedBy {
                 rank: self.to.rank,
                 overlap: self.overlap,
                 cached_tokens: self.predicted_cached_tokens,
                 best_cached_tokens: self.best_cached_tokens,
+                chance_cached_tokens: self.chance_cached_tokens,
             },
         }
     }

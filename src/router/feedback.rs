@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use dashmap::DashMap;
 
 use super::Router;
-use super::answer::Mode;
+use super::answer::{ComputedBy, Mode, Prefill};
 use super::leg::Legs;
 use super::placing::Booked;
 use super::pools::{Pools, Standings};
@@ -67,7 +67,8 @@ impl Router {
         let chosen = booked.chosen.worker;
         // Of a prefill that was over before, everything has been said.
         let prefill = booked.route.prefill().filter(|_| !booked.took_over).map(|prefill| prefill.to.rank.worker);
-        if answer.from == AnswerFrom::Chosen && (200..300).contains(&answer.status) {
+        // Events of a called prefill are expected from its own response on.
+        if answer.from == AnswerFrom::Chosen && (200..300).contains(&answer.status) && !booked.took_over {
             self.expect_events(booked, now);
         }
         match answer.from {
@@ -100,10 +101,7 @@ impl Router {
     /// Whoever computed the prompt of an answered request has stored blocks, unless it had all of them, and will say so.
     fn expect_events(&self, booked: &Booked, now: Instant) {
         let route = &booked.route;
-        let (rank, overlap) = match route.prefill() {
-            Some(prefill) => (prefill.to.rank, prefill.overlap),
-            None => (booked.chosen, route.overlap),
-        };
+        let ComputedBy { rank, overlap, .. } = route.computed_by();
         // An engine with larger blocks than ours stores whole ones of its own, of each prompt for itself.
         let engine = self.trust(rank).engine_block_size.unwrap_or(route.block_size);
         let count = (engine.tokens() / route.block_size.tokens()).max(1);
@@ -127,12 +125,21 @@ impl Router {
         change
     }
 
+    /// The called prefill worker reports in its response that it computed the prompt: its events are expected, and its tokens
+    /// are compared with ours by them.
+    pub fn prompt_computed(&self, booked: &mut Booked) {
+        self.expect_events(booked, self.load.now());
+        self.answered_well(booked);
+    }
+
     /// The prefill of a request that is not yet on its way to whoever decodes was done in this time. Tells something only
     /// where it is known what was left to compute.
     pub fn prefill_done(&self, booked: &Booked, took: Duration) {
-        let known = booked.route.prefill().is_some_and(|prefill| prefill.trust == Trust::Exact);
+        let is_known =
+            |prefill: &Prefill| prefill.trust == Trust::Exact && matches!(prefill.mode, Mode::Exact | Mode::Partial);
+        let known = booked.route.prefill().is_some_and(is_known);
         let booking = booked.reservation.bookings().find(|booking| booking.track_prefill);
-        if let Some(booking) = booking.filter(|_| known && !booked.prompts.is_empty()) {
+        if let Some(booking) = booking.filter(|_| known) {
             self.prefill_took(booking, took);
         }
     }

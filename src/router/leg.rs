@@ -56,6 +56,11 @@ impl<'f> Leg<'f> {
     pub(super) fn member(&self) -> &'f Member {
         self.members[self.choice.index]
     }
+
+    /// Prompt tokens that a candidate taken by chance has cached, on the average.
+    pub(super) fn chance_cached_tokens(&self) -> u64 {
+        self.cached.sum / (self.members.len() as u64).max(1)
+    }
 }
 
 /// Both phases, decided.

@@ -53,6 +53,11 @@ pub struct Booked {
 }
 
 impl Booked {
+    /// Its prompts, as far as they are known.
+    pub fn prompts(&self) -> &[BlockHashes] {
+        &self.prompts
+    }
+
     /// Gives its prompts away, as far as they are known; it is over.
     pub fn take_prompts(&mut self) -> Vec<BlockHashes> {
         std::mem::take(&mut self.prompts)
@@ -78,10 +83,10 @@ impl Router {
         Some(Prefilled { prefill, worker })
     }
 
-    /// The request was answered well: its blocks are to be looked for where they should be.
+    /// The request was answered well: its blocks are to be looked for on the worker rank that computed the prompt.
     pub fn answered_well(&self, booked: &mut Booked) {
         if let Some(sighting) = booked.sighting.take() {
-            sighting.answered(booked.route.to.rank);
+            sighting.answered(booked.route.computed_by().rank);
         }
     }
 

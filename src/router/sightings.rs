@@ -6,9 +6,10 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::answer::Phases;
+use super::answer::{Phases, Route};
 use super::placing::Booked;
 use super::prepared::Prepared;
+use super::question::{Decoders, Step};
 use super::{Prompt, RouteRequest, Router};
 use crate::parity::{Change, Evidence, Foretold, Parity, PromptCheck, Sighting, Told, WatchedPrompt};
 use crate::trust::{Because, Trust};
@@ -36,11 +37,10 @@ impl Router {
             (Foretold::Prompt, Prompt::Hashed(prompts)) => prompts.first().filter(|_| prompts.len() == 1)?,
             _ => return None,
         };
-        let rank = booked.route.to.rank;
-        // Who only decodes has its blocks from elsewhere, and not all engines tell of those.
-        if hashes.is_empty() || matches!(booked.route.phases, Phases::Remote(_)) {
+        if hashes.is_empty() || !proves_computation(request, &booked.route) {
             return None;
         }
+        let rank = booked.route.computed_by().rank;
         let told = self.told(rank)?;
         let slot = self.fleet.load().slot(rank)?;
         let standing = self.parity.of(&booked.route.model)?;
@@ -88,5 +88,18 @@ impl Router {
         let expected = self.expected_blocks(prompt, rank);
         let check = PromptCheck { held, expected, now: self.index.moment(slot)?, told };
         sighting.found(check)
+    }
+}
+
+/// Whether a successful answer proves that the worker rank of [`Route::computed_by`] computed the prompt.
+fn proves_computation(request: &RouteRequest, route: &Route) -> bool {
+    match (&route.phases, &request.step) {
+        (Phases::Aggregated | Phases::Kept(_), _) => true,
+        // The decode worker fetches the blocks, and not every engine publishes events for those.
+        (Phases::Remote(_), Step::Decode(_)) => false,
+        // The answer is the prefill worker's own.
+        (Phases::Remote(_), Step::PrefillFirst { .. }) => true,
+        // A decode worker that can compute prompts may have done so, at the decision of a sidecar.
+        (Phases::Remote(_), _) => request.decoders == Decoders::OnlyDecode,
     }
 }

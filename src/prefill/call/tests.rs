@@ -101,7 +101,7 @@ async fn a_prefill_is_asked_for_as_the_client_asked_and_what_is_held_comes_back_
     assert_eq!(headers["content-length"], "7", "not in chunks");
     reply.send((200, "{}")).unwrap();
     let (held, answer) = call.await.unwrap();
-    assert_eq!((held, answer.unwrap().bytes()), (7, &b"{}"[..]));
+    assert_eq!((held, answer.unwrap().body()), (7, &b"{}"[..]));
     assert_eq!(counted(&metrics, "done"), 1);
 }
 
@@ -187,7 +187,7 @@ async fn calls_under_way_are_seen_even_when_their_client_has_left_and_how_long_t
         tokio::time::timeout(LONG, under_way.wait()).await.expect("it ends");
         assert_eq!(metrics.prefills_under_way.get(), 0);
     }
-    let begun = caller.begin(asked(worker.address)).await.unwrap();
+    let begun = caller.begin(asked(worker.address), |_| {}).await.unwrap();
     let (.., reply) = worker.asked.recv().await.unwrap();
     assert_eq!((under_way.len(), metrics.prefills_under_way.get()), (1, 1));
     reply.send((500, "")).unwrap();
