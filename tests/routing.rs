@@ -33,6 +33,8 @@ mod parity;
 mod phases;
 #[path = "tls/pki.rs"]
 mod pki;
+#[path = "routing/prefill_report.rs"]
+mod prefill_report;
 #[path = "routing/queue.rs"]
 mod queue;
 #[path = "routing/sessions.rs"]

@@ -223,7 +223,7 @@ mod tests {
                 connections
                     .entry(model.to_owned())
                     .or_default()
-                    .push(String::from_utf8(answer.bytes().to_vec()).unwrap());
+                    .push(String::from_utf8(answer.body().to_vec()).unwrap());
             }
         }
         for (model, seen) in connections {

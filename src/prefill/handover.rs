@@ -145,7 +145,7 @@ pub struct HandedOver {
 
 impl HandedOver {
     /// The response, to be read only.
-    pub(super) fn body(&self) -> &[u8] {
+    pub(crate) fn body(&self) -> &[u8] {
         &self.answer
     }
 }

@@ -14,12 +14,12 @@ async fn bed(specs: &[EngineSpec]) -> Bed {
 }
 
 /// The sums once everything is looked into.
-async fn sums(bed: &Bed, answers: u64) -> Value {
+pub(crate) async fn sums(bed: &Bed, answers: u64) -> Value {
     let mut totals = Value::Null;
     let done = until(SOON, async || {
         totals = bed.stack.debug("audit").await.unwrap();
         let sums = &totals["models"]["qwen2.5"];
-        let counted = ["answers", "no_usage", "no_details"].map(|key| sums[key].as_u64().unwrap_or(0));
+        let counted = ["answers", "no_usage", "no_details", "undecided"].map(|key| sums[key].as_u64().unwrap_or(0));
         counted.iter().sum::<u64>() == answers && totals["waiting"] == 0
     });
     assert!(done.await, "{totals:#}");

@@ -40,6 +40,12 @@ pub(crate) async fn start_behind(prefill_speed: &str, prefill: Value, envoy: imp
     start_with([prefill_speed, "20"], &prefill, envoy).await
 }
 
+/// The same with answers observed to their usage.
+pub(crate) async fn start_observed() -> Bed {
+    let config = carrying("mirror", &json!({}), &json!({"observe": "usage"}));
+    Bed::behind_file("disaggregated-mirror", &pools(["20", "20"]), config, patient).await
+}
+
 /// The same with engines of these speeds.
 async fn start_with(speeds: [&str; 2], prefill: &Value, envoy: impl Fn(&str) -> String) -> Bed {
     let config = carrying("mirror", prefill, &json!({}));

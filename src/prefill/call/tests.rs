@@ -234,7 +234,7 @@ async fn another_configuration_goes_on_with_the_connections_and_the_limit_of_the
     assert_eq!(after.prefill(asked(worker.address), (), |(), _, _| {}).await.1.unwrap_err().label(), "full");
     let other = before.renewed(EnginesConfig { in_flight: 2, ..engines }, LONG).unwrap();
     let question = asked(worker.address);
-    let second = tokio::spawn(async move { other.begin(question).await });
+    let second = tokio::spawn(async move { other.begin(question, |_| {}).await });
     let (.., other_reply) = worker.asked.recv().await.unwrap();
     other_reply.send((200, "{}")).unwrap();
     second.await.unwrap().unwrap().over();
@@ -280,7 +280,7 @@ async fn a_healthy_worker_whose_connection_was_just_being_closed_is_asked_again_
     assert_eq!((counted(&metrics, "done"), counted(&metrics, "failed")), (2, 0));
     let (worker, mut questions) = closing().await;
     caller.prefill(asked(worker), (), |(), _, _| {}).await.1.unwrap();
-    let mut begun = caller.begin(asked(worker)).await.unwrap();
+    let mut begun = caller.begin(asked(worker), |_| {}).await.unwrap();
     let failed = tokio::time::timeout(LONG, begun.ended()).await.expect("it ends").unwrap_err();
     assert_eq!(failed.label(), "failed");
     for _ in 0..2 {
