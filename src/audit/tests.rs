@@ -6,7 +6,7 @@ use crate::fleet::Fleet;
 use crate::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
 use crate::load::LoadTracker;
 use crate::metrics::ModelTokensLabels;
-use crate::router::{Mode, RouterSettings};
+use crate::router::{Mode, Prompt, RouteRequest, RouterSettings};
 use crate::tier::Tier;
 use crate::worker::{BlockSize, DpRank, Role, Worker, WorkerId, WorkerRank};
 
@@ -57,6 +57,31 @@ fn answered(audit: &Audit, captured: u64, cached: u64) -> Answered {
         block_size: SIZE,
     };
     Answered::new(foreseen, Said { prompt: 100, cached }, vec![prompt()])
+}
+
+#[test]
+fn prediction_describes_the_prefill_worker() {
+    let load = LoadTracker::new(Instant::now);
+    let router = Arc::new(Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1));
+    let worker = |id, role| Worker {
+        role,
+        ..Worker::new(WorkerId(id), format!("127.0.0.1:{}", 8000 + id).parse().unwrap(), "m".into(), SIZE)
+    };
+    let change = router.fleet().reconcile(vec![worker(1, Role::Prefill), worker(2, Role::Decode)]);
+    change.added.iter().for_each(|member| router.load().open(member.slot, member.rank));
+    router.publish(Arc::new(change.fleet));
+    let decode = WorkerRank { worker: WorkerId(2), rank: DpRank(0) };
+    let slot = |rank| router.fleet().slot(rank).unwrap();
+    let mut of_prefill = router.index().join(slot(RANK));
+    let mut of_decode = router.index().join(slot(decode));
+    of_prefill.apply(&stored(1, 2));
+    of_decode.apply(&stored(1, 5));
+    let request = RouteRequest::new(Some("m".into()), Prompt::Hashed(vec![prompt()]));
+    let route = router.route(request).unwrap().route;
+    assert_eq!(route.to.rank, decode);
+    let foreseen = Audit::new(router.clone(), Arc::new(Metrics::new())).foresee(&route);
+    assert_eq!((foreseen.chosen, foreseen.role), (RANK, Some(Role::Prefill)));
+    assert_eq!((foreseen.captured, foreseen.available), (32, 32), "the blocks of the decode worker do not count");
 }
 
 #[test]

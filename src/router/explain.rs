@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use super::answer::{Mode, Route, RouteError};
+use super::answer::{ComputedBy, Mode, Route, RouteError};
 use super::leg::{Decision, Legs, Undecided};
 use super::pools::{Pools, Standings};
 use super::prepared::Prepared;
@@ -46,6 +46,8 @@ pub struct Explanation {
     pub prompt_blocks: u64,
     /// Tokens per block, where somebody serves the model.
     pub block_size: Option<BlockSize>,
+    /// The worker rank that computes the prompt, with the prediction for its cache; none if no worker is chosen.
+    pub computed_by: Option<ComputedBy>,
     /// The weights for this request. A decode choice may leave out the credit.
     pub weights: Weights,
     /// The phases, prefill first.

@@ -4,7 +4,7 @@
 use std::cmp::Ordering;
 use std::fmt::Write as _;
 
-use crate::router::{Explanation, Judged, PhaseExplained};
+use crate::router::{ComputedBy, Explanation, Judged, PhaseExplained};
 use crate::schedule::Weights;
 use crate::worker::Role;
 
@@ -67,13 +67,22 @@ fn heading(explanation: &Explanation) -> String {
     let of = block_size.map_or(String::new(), |size| format!(" of {} tokens", size.tokens()));
     let mode = explanation.mode.as_str();
     let reason = explanation.reason.map_or(String::new(), |reason| format!(" ({})", reason.as_str()));
+    let cached = explanation.computed_by.map_or(String::new(), |computed_by| prediction(explanation, computed_by));
     let busy = if explanation.busy { ", after waiting" } else { "" };
     let class = explanation.class.as_ref().map_or(String::new(), |class| format!(", class {class}"));
     format!(
         "route    {mode}{reason}{busy}{class}\nprompt   {model}, {prompt_tokens} tokens, {prompt_blocks} complete blocks{of}\n\
-         weights  {}\n",
+         {cached}weights  {}\n",
         weights(&explanation.weights)
     )
+}
+
+/// The predicted cached tokens, with the worker rank that they describe.
+fn prediction(explanation: &Explanation, computed_by: ComputedBy) -> String {
+    let ComputedBy { rank, cached_tokens, .. } = computed_by;
+    let mut judged = explanation.phases.iter().flat_map(|phase| &phase.judged);
+    let role = judged.find(|judged| judged.rank == rank).map_or(String::new(), |judged| format!(" ({})", judged.role));
+    format!("cached   {cached_tokens} tokens predicted on {rank}{role}, which computes the prompt\n")
 }
 
 fn weights(weights: &Weights) -> String {

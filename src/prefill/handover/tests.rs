@@ -192,3 +192,11 @@ fn engines_are_asked_at_their_own_paths() {
         assert_eq!(Api::of_path(expected), Some(api));
     }
 }
+
+#[test]
+fn prefill_response_of_vllm_reports_its_own_cache() {
+    for (at, cached) in [(0, 0), (3, 416)] {
+        let usage = crate::openai::usage::Usage::of_document(&bytes(&step(at).1)).unwrap();
+        assert_eq!((usage.prompt_tokens, usage.cached_tokens), (419, Some(cached)), "step {at}");
+    }
+}

@@ -212,6 +212,8 @@ fn prefill_and_decode_are_explained_apart_each_with_its_runner_up() {
     assert_eq!((prefill.role, decode.role), (Role::Prefill, Role::Decode));
     assert_eq!((prefill.winner, prefill.runner_up), (Some(rank(2)), Some(rank(1))));
     assert_eq!((decode.winner, decode.runner_up, decode.margin), (Some(rank(12)), Some(rank(11)), Some(2.0)));
+    let computed_by = explanation.computed_by.unwrap();
+    assert_eq!((computed_by.rank, computed_by.cached_tokens), (rank(2), judged(prefill, 2).cached_tokens));
     assert!(prefill.taken && decode.taken && prefill.margin.unwrap() >= 3.0);
     assert_eq!(judged(prefill, 11).excluded.as_deref(), Some("does not do this phase"));
     assert_eq!(judged(decode, 1).excluded.as_deref(), Some("does not do this phase"));

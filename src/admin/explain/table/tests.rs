@@ -1,7 +1,7 @@
 use super::*;
 use crate::index::TierBlocks;
 use crate::load::Load;
-use crate::router::{Mode, Reason};
+use crate::router::{ComputedBy, Mode, Reason};
 use crate::schedule::Cost;
 use crate::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
 
@@ -36,6 +36,7 @@ fn explanation(phases: Vec<PhaseExplained>) -> Explanation {
         prompt_tokens: 66,
         prompt_blocks: 4,
         block_size: BlockSize::new(16),
+        computed_by: None,
         weights: Weights::UNIT,
         phases,
         sentence: "Because.".to_owned(),
@@ -102,4 +103,29 @@ fn phases_without_a_choice_or_without_effect_say_so() {
     assert!(said("prefill: 1 of 1 worker ranks are candidates; winner 1/0; not taken"), "{table}");
     assert!(said("decode: 1 of 1 worker ranks are candidates; nobody is chosen"), "{table}");
     assert!(table.lines().any(|line| line.starts_with("1/0") && line.ends_with("eligible")), "{table}");
+}
+
+#[test]
+fn prediction_names_the_worker_that_computes_the_prompt() {
+    let mut prefill = judged(1, Some(2.0), None);
+    prefill.role = Role::Prefill;
+    let phase = PhaseExplained {
+        role: Role::Prefill,
+        taken: true,
+        winner: Some(rank(1)),
+        runner_up: None,
+        margin: None,
+        ties: 1,
+        judged: vec![prefill],
+    };
+    let computed_by = ComputedBy {
+        rank: rank(1),
+        overlap: TierBlocks { device: 2, ..TierBlocks::default() },
+        cached_tokens: 32,
+        best_cached_tokens: 32,
+        chance_cached_tokens: 16,
+    };
+    let table = render(&Explanation { computed_by: Some(computed_by), ..explanation(vec![phase]) });
+    let expected = "cached   32 tokens predicted on 1/0 (prefill), which computes the prompt";
+    assert!(table.lines().any(|line| line == expected), "{table}");
 }
