@@ -19,7 +19,7 @@ use serde_json::value::RawValue;
 use tokio::sync::Semaphore;
 use tracing::debug;
 
-use super::{Body, Encoded, Intake, Named, Place, Told};
+use super::{Body, Encoded, Intake, Named, Place, Stopwatch, Told};
 use crate::block::multimodal::{ObjectHash, PromptObject};
 use crate::block::{BlockHashes, Content, Salt, SequenceHash, placeholders};
 use crate::engine_client::config::EnginesConfig;
@@ -27,6 +27,7 @@ use crate::engine_client::{EngineClient, EngineError, EngineUrl, RenderApi, Rend
 use crate::metrics::{Metrics, ModelOutcomeLabels};
 use crate::openai::{self, Api};
 use crate::parity::{Foretold, Standing};
+use crate::prompt::{BoundedTokens, TokenBudget};
 use crate::router::{Prompt, Reason, Router, SharedAgreed};
 use crate::worker::{ModelName, WorkerRank};
 use breaker::Breaker;
@@ -364,13 +365,24 @@ impl Intake {
         if own || (has_media && tokenize_only) || rendered.len() != asked {
             return false;
         }
+        let most = self.most_tokens(named);
+        if rendered.iter().any(|one| one.token_ids.len() > most) {
+            encoded.fail(Reason::PromptTooLong);
+            // The blocks of images need their objects, and the engines refuse the prompt anyway.
+            if let [one] = &rendered[..]
+                && one.objects.is_empty()
+            {
+                self.begin_with(named, salt, one.token_ids[..most].to_vec().into(), encoded);
+            }
+            return true;
+        }
         let prompts: Vec<_> = rendered.iter().map(|one| one.token_ids.clone()).collect();
         let (hashes, tracked): (Vec<_>, Vec<_>) =
             rendered.iter().map(|one| self.engine_blocks((named, salt), one)).unzip();
         encoded.tracked = tracked.into_iter().map(|mut names| names.as_mut().and_then(Vec::pop)).collect();
         encoded.prompt = Prompt::Hashed(hashes);
         if source.standing.is_mistrusted() && !has_media {
-            encoded.foretold = self.shadow((named, salt), source, request);
+            encoded.foretold = self.shadow((named, salt), source, told.until, request);
         }
         encoded.tokens = prompts;
         true
@@ -395,15 +407,27 @@ impl Intake {
         (hashes, names)
     }
 
-    /// Our own blocks of one request of some, to be looked for where it is computed: so ours are believed again when its
-    /// engine makes the same.
-    fn shadow(&self, (named, salt): (&Named, &Salt), source: &TokenSource, request: &openai::Request) -> Foretold {
+    /// The blocks of a request by warmroute's own tokens, for one of [`COMPARED`] requests. Parity compares them with the events of the
+    /// engine. Their tokenization has the limits of every prompt.
+    fn shadow(
+        &self,
+        (named, salt): (&Named, &Salt),
+        source: &TokenSource,
+        until: Option<Instant>,
+        request: &openai::Request,
+    ) -> Foretold {
         let (Some(engine), Some(encoder)) = (&source.engine, &named.model.encoder) else { return Foretold::Nothing };
         if !engine.turn.load(Ordering::Relaxed).is_multiple_of(COMPARED) {
             return Foretold::Nothing;
         }
-        match encoder.encode(request).map(|ours| <[Vec<u32>; 1]>::try_from(ours.prompts)) {
-            Ok(Ok([tokens])) => Foretold::Shadow(Box::new(named.hashes(&tokens, salt))),
+        let is_over = Stopwatch::start(until).deadline();
+        let budget = TokenBudget::new(self.most_tokens(named), &is_over);
+        let rendered = encoder.render(request);
+        let prompts = rendered.and_then(|rendered| encoder.tokenize_within(&rendered, salt.cache.as_deref(), &budget));
+        match prompts.as_deref() {
+            Ok([BoundedTokens { tokens, stopped: None }]) => {
+                Foretold::Shadow(Box::new(named.resumed_hashes(tokens, salt)))
+            }
             _ => Foretold::Nothing,
         }
     }

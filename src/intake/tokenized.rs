@@ -33,8 +33,11 @@ impl Intake {
         encoded: &mut Encoded,
         clock: &mut Stopwatch,
     ) -> Result<TokenizedPrompts, Reason> {
-        if let Some(tokens) = encoded.extension.as_mut().and_then(|extension| extension.token_data.take()) {
-            return Ok(TokenizedPrompts { prompts: vec![tokens.into()], stopped: None });
+        if let Some(mut tokens) = encoded.extension.as_mut().and_then(|extension| extension.token_data.take()) {
+            let most = self.most_tokens(named);
+            let stopped = (tokens.len() > most).then_some(Reason::PromptTooLong);
+            tokens.truncate(most);
+            return Ok(TokenizedPrompts { prompts: vec![tokens.into()], stopped });
         }
         if request.prompt == openai::Prompt::TooMany {
             return Err(Reason::TooManyPrompts);

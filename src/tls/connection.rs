@@ -53,6 +53,14 @@ enum ClientWait {
     Request,
 }
 
+/// A header block that is incomplete.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct IncompleteBlock {
+    began: Instant,
+    /// The blocks that were completed before it.
+    completed_before: u64,
+}
+
 /// A connection. Reading and writing end in an error when its client exceeds a timeout, or when the connection is evicted. One task
 /// has to poll both.
 pub struct AcceptedConnection<S> {
@@ -60,8 +68,7 @@ pub struct AcceptedConnection<S> {
     timeouts: ConnectionTimeouts,
     slot: ConnectionSlot,
     opened: Instant,
-    /// When the header block that is incomplete began.
-    block_began: Option<Instant>,
+    incomplete_block: Option<IncompleteBlock>,
     timer: Option<Pin<Box<Sleep>>>,
     /// Runs while a write waits for the client.
     write_timer: Option<Pin<Box<Sleep>>>,
@@ -72,7 +79,7 @@ pub struct AcceptedConnection<S> {
 impl<S> AcceptedConnection<S> {
     pub(super) fn new(protocol: ConnectionProtocol<S>, timeouts: ConnectionTimeouts, slot: ConnectionSlot) -> Self {
         let opened = Instant::now();
-        Self { protocol, timeouts, slot, opened, block_began: None, timer: None, write_timer: None, reported: 0 }
+        Self { protocol, timeouts, slot, opened, incomplete_block: None, timer: None, write_timer: None, reported: 0 }
     }
 
     /// The socket below.
@@ -109,20 +116,35 @@ impl<S> AcceptedConnection<S> {
 
     /// The next action that the client has to take, with its deadline.
     fn deadline(&mut self) -> Option<(ClientWait, Instant)> {
-        let (has_preface, is_mid_block) = match &self.protocol {
-            ConnectionProtocol::Http2(filter) => (filter.has_preface(), filter.is_mid_block()),
-            ConnectionProtocol::Http1 { read, .. } => (*read >= HTTP1_GREETING, false),
+        let has_greeting = match &self.protocol {
+            ConnectionProtocol::Http2(filter) => filter.has_preface(),
+            ConnectionProtocol::Http1 { read, .. } => *read >= HTTP1_GREETING,
         };
-        if !has_preface {
+        if !has_greeting {
             return Some((ClientWait::Greeting, self.opened + self.timeouts.header));
         }
-        if is_mid_block {
-            let began = *self.block_began.get_or_insert_with(Instant::now);
-            return Some((ClientWait::HeaderBlock, began + self.timeouts.header));
+        self.update_incomplete_block();
+        if let Some(block) = self.incomplete_block {
+            return Some((ClientWait::HeaderBlock, block.began + self.timeouts.header));
         }
-        self.block_began = None;
         let idle = self.timeouts.idle.filter(|_| self.usage().open_streams() == 0)?;
         Some((ClientWait::Request, self.slot.instant_of(self.usage().last()) + idle))
+    }
+
+    /// Follows the header block that is incomplete. One poll may complete a block and receive the beginning of the next one, which has a
+    /// timeout of its own.
+    fn update_incomplete_block(&mut self) {
+        let completed_before = match &self.protocol {
+            ConnectionProtocol::Http2(filter) if filter.is_mid_block() => filter.completed_blocks(),
+            _ => {
+                self.incomplete_block = None;
+                return;
+            }
+        };
+        let is_same = |block: &IncompleteBlock| block.completed_before == completed_before;
+        let known = self.incomplete_block.filter(is_same);
+        self.incomplete_block =
+            Some(known.unwrap_or_else(|| IncompleteBlock { began: Instant::now(), completed_before }));
     }
 
     /// Ready when the connection has to be closed.

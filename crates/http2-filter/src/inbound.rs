@@ -51,16 +51,24 @@ pub(crate) struct InboundReader {
     block_limit: usize,
     /// The beginning of an incomplete frame or header block.
     held: Vec<u8>,
+    /// Frames and header blocks that were held back and are complete.
+    completed: u64,
 }
 
 impl InboundReader {
     pub(crate) fn new(block_limit: usize) -> Self {
-        Self { position: ReadPosition::Preface(0), table: DynamicTable::new(), block_limit, held: Vec::new() }
+        let position = ReadPosition::Preface(0);
+        Self { position, table: DynamicTable::new(), block_limit, held: Vec::new(), completed: 0 }
     }
 
     /// Whether octets are held back.
     pub(crate) fn is_holding(&self) -> bool {
         !self.held.is_empty()
+    }
+
+    /// The number of frames and header blocks that were held back and are complete.
+    pub(crate) fn completed(&self) -> u64 {
+        self.completed
     }
 
     /// Whether the preface was received.
@@ -96,6 +104,8 @@ impl InboundReader {
         let mut all = std::mem::take(&mut self.held);
         all.extend_from_slice(octets);
         let passed = self.read(&mut all, streams);
+        // Nothing passes before the frame or header block at the beginning is complete.
+        self.completed += u64::from(passed > 0);
         all.truncate(passed);
         all
     }

@@ -69,6 +69,12 @@ impl<S> Http2Filter<S> {
         self.inbound.is_holding()
     }
 
+    /// The number of frames and header blocks so far that were received in parts and are complete. While it stays the same,
+    /// [`is_mid_block`](Self::is_mid_block) is about the same block.
+    pub fn completed_blocks(&self) -> u64 {
+        self.inbound.completed()
+    }
+
     /// Passes octets that were held back.
     fn pass_ready(&mut self, buf: &mut ReadBuf<'_>) {
         let rest = &self.ready[self.passed..];

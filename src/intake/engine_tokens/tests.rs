@@ -10,6 +10,7 @@ use crate::block::Windows;
 use crate::index::PrefixIndex;
 use crate::intake::{Limits, Model, Models, Parts};
 use crate::kv_events::{Converted, MediaTokens, Normalizer, wire};
+use crate::learned::Agreed;
 use crate::load::LoadTracker;
 use crate::router::RouterSettings;
 use crate::settings::Period;
@@ -159,6 +160,63 @@ async fn the_blocks_of_a_rendered_image_are_those_that_its_engine_tells_of() {
         assert_eq!((blocks.tokens(), blocks.len()), (124, 3));
         assert_eq!(blocks.locals(), told(media), "{image:?}");
     }
+}
+
+/// The same intake, with engines that report this length of their model.
+fn of_length(intake: Arc<Intake>, max_model_len: u64) -> Arc<Intake> {
+    let mut intake = Arc::into_inner(intake).unwrap();
+    let agreed = Agreed { max_model_len: Some(max_model_len), ..Agreed::default() };
+    let source = intake.parts.tokens.get_mut(&"m".into()).unwrap();
+    source.agreed = Arc::new(arc_swap::ArcSwap::from_pointee([("m".into(), agreed)].into()));
+    Arc::new(intake)
+}
+
+#[tokio::test]
+async fn engine_tokens_beyond_model_length_are_known_up_to_it() {
+    let tokens: Vec<u32> = (1..=200).collect();
+    let (url, _) = server(200, json!({"token_ids": tokens}).to_string(), Duration::ZERO).await;
+    let body = json!({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).to_string();
+    for (longest, because, blocks) in [(200, None, 6), (100, Some(Reason::PromptTooLong), 3)] {
+        let intake = of_length(intake(&patient(vec![url.clone()]), MediaTokens::default()).0, longest);
+        let prompt = intake.take(PATH, &|_| None, &Body::Whole(body.clone().into())).await.request.prompt;
+        assert_eq!(prompt.because(), because);
+        let known = match &prompt {
+            Prompt::Beginning { known, .. } => known,
+            prompt => &prompt.blocks()[0],
+        };
+        assert_eq!(known.locals(), &whole_locals(&tokens)[..blocks], "{longest}");
+    }
+}
+
+fn whole_locals(tokens: &[u32]) -> Vec<crate::block::LocalHash> {
+    crate::block::hash::locals(tokens, BlockSize::new(32).unwrap(), &Salt::default(), Windows::Plain, &[])
+}
+
+#[tokio::test]
+async fn shadow_tokenization_has_the_limits_of_prompts() {
+    let (intake, _) = intake(&patient(vec!["http://127.0.0.1:1".to_owned()]), MediaTokens::default());
+    let mut intake = Arc::into_inner(of_length(intake, 1000)).unwrap();
+    let files = crate::prompt::Config {
+        tokenizer: "examples/models/qwen2.5/tokenizer.json.gz".into(),
+        tokenizer_config: None,
+        chat_template: None,
+    };
+    let encoder = Some(Arc::new(crate::prompt::Encoder::load(&files).unwrap()));
+    let block_size = BlockSize::new(32).unwrap();
+    let (windows, media) = (Windows::Plain, MediaTokens::default());
+    intake.parts.models = Models::default();
+    intake.parts.models.add(Model { name: "m".into(), block_size, windows, media, encoder }, &[], &[]);
+    let named = intake.parts.models.find(Some("m")).unwrap();
+    let source = &intake.parts.tokens[&"m".into()];
+    let is_compared = |repeats: usize, until: Option<Instant>| {
+        let body = json!({"model": "m", "prompt": "one two three four ".repeat(repeats)}).to_string();
+        let request = openai::parse(Api::Completions, body.as_bytes()).unwrap();
+        let foretold = intake.shadow((&named, &Salt::default()), source, until, &request);
+        matches!(foretold, Foretold::Shadow(_))
+    };
+    assert!(is_compared(100, None));
+    assert!(!is_compared(1000, None), "it exceeds the length of the model");
+    assert!(!is_compared(200_000, Some(Instant::now())), "the deadline has passed");
 }
 
 #[tokio::test]

@@ -18,9 +18,10 @@ fn patient() -> Limits {
     Limits { inline: 4096, queue: 256, deadline: Duration::from_secs(60) }
 }
 
-/// An intake for a model of this length.
+/// An intake for a model of this length, with trusted clients.
 fn of_length(max_model_len: u64, limits: Limits) -> Arc<Intake> {
     let mut intake = Arc::into_inner(with_tokenizer(limits)).unwrap();
+    intake.parts.clients.trusted = true;
     let agreed = Agreed { max_model_len: Some(max_model_len), ..Agreed::default() };
     let source = engine_tokens::TokenSource {
         standing: Arc::default(),
@@ -64,6 +65,41 @@ fn prompt_beyond_model_length_is_known_up_to_it() {
     let of_tokens = serde_json::json!({"model": "m", "prompt": tokens}).to_string();
     let (known, _, because) = beginning(intake.take_now(PATH, &|_| None, of_tokens.as_bytes()).request.prompt);
     assert_eq!((known.len(), because), (1000 / 16, Reason::PromptTooLong));
+}
+
+#[test]
+fn token_data_beyond_model_length_is_known_up_to_it() {
+    let tokens: Vec<u32> = (1..=2000).collect();
+    let of = |tokens: &[u32]| {
+        let body = serde_json::json!({"model": "m", "prompt": "x", "nvext": {"token_data": tokens}}).to_string();
+        of_length(1000, patient()).take_now(PATH, &|_| None, body.as_bytes()).request.prompt
+    };
+    let (known, tokens_estimated, because) = beginning(of(&tokens));
+    assert_eq!((known.len(), because), (1000 / 16, Reason::PromptTooLong));
+    assert!(tokens_estimated >= 1000 / 16 * 16, "{tokens_estimated}");
+    let exact = whole(of(&tokens[..1000]));
+    assert_eq!(known.locals(), exact.locals());
+}
+
+/// What follows a cut may change the last tokens before it, also where the limit lies among them.
+#[tokio::test]
+async fn cut_prompt_beyond_model_length_keeps_settled_blocks() {
+    const WORD: &str = "counterrevolutionaryinternationalizationuncharacteristicallyunderstandable";
+    let (intake, exact) = (of_length(32, patient()), with_tokenizer(patient()));
+    let mut known_prompts = 0;
+    for before in 16..32 {
+        let sent = body(&format!("{}{WORD}", "a ".repeat(before)));
+        let locals = whole(exact.take_now(PATH, &|_| None, &sent).request.prompt).locals().to_vec();
+        for cut in sent.len() - WORD.len()..sent.len() - 2 {
+            let cut = Body::Cut { shown: sent.slice(..cut), length: Some(sent.len() as u64) };
+            let prompt = intake.take(PATH, &|_| None, &cut).await.request.prompt;
+            if let Prompt::Beginning { known, because: Reason::PromptTooLong, .. } = prompt {
+                assert!(locals.starts_with(known.locals()), "{cut:?}");
+                known_prompts += 1;
+            }
+        }
+    }
+    assert!(known_prompts > 50, "{known_prompts}");
 }
 
 #[tokio::test]

@@ -136,6 +136,25 @@ async fn write_times_out_unless_the_client_reads() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn each_header_block_has_its_own_timeout() {
+    let (incoming, mut listener, metrics) = listener(false, 2, None);
+    let mut client = connect(&incoming);
+    let mut connection = listener.next().await.unwrap();
+    read_preface(&mut connection, &mut client).await;
+    let block = headers(4);
+    let (first, rest) = block.split_at(5);
+    client.write_all(first).await.unwrap();
+    for _ in 0..5 {
+        assert!(timeout(HANDSHAKE * 2 / 3, connection.read_u8()).await.is_err(), "the block is incomplete");
+        client.write_all(&[rest, first].concat()).await.unwrap();
+        connection.read_exact(&mut [0; 10]).await.unwrap();
+    }
+    let ended = timeout(HANDSHAKE * 2, connection.read_u8()).await.unwrap();
+    assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::TimedOut);
+    assert_eq!(closed(&metrics, "header_timeout"), 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn connection_is_refused_while_all_others_are_used() {
     let (incoming, mut listener, metrics) = listener(false, 1, None);
     let mut client = connect(&incoming);
