@@ -89,9 +89,20 @@ fn resident(process: &str, line: &str) -> u64 {
 
 /// Measures a row in a process of its own. `fill` drives the structure to its limit and returns the structure.
 pub(crate) fn measure<T>(row: &str, bytes: u64, fill: impl FnOnce() -> (u64, T)) {
+    measure_after(row, bytes, || (), |()| fill());
+}
+
+/// The same with a preparation that is not measured.
+pub(crate) fn measure_after<P, T>(
+    row: &str,
+    bytes: u64,
+    prepare: impl FnOnce() -> P,
+    fill: impl FnOnce(P) -> (u64, T),
+) {
     if env::var(ROW).is_ok_and(|wanted| wanted == row) {
+        let prepared = prepare();
         let meter = Meter::start("self");
-        let (entries, filled) = fill();
+        let (entries, filled) = fill(prepared);
         meter.compare(row, Bound { entries, bytes });
         drop(filled);
         return;

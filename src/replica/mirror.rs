@@ -12,8 +12,8 @@ use crate::router::Routed;
 use crate::sessions::{Sessions, Use};
 use crate::worker::{Slot, WorkerId, WorkerRank};
 
-/// Most reservations of one peer.
-const MOST: usize = 1 << 20;
+/// Most reservations of all peers together.
+const MOST_RESERVATIONS: usize = 1 << 18;
 
 /// Most blocks of the reservations of one peer, each counted as often as it is reserved.
 pub(super) const MOST_BLOCKS: usize = if cfg!(test) { 1 << 18 } else { 1 << 22 };
@@ -43,6 +43,13 @@ pub struct World<'a> {
     pub booked: &'a dyn Fn(&Booking),
 }
 
+/// Reservations and their blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Reserved {
+    pub(super) reservations: usize,
+    pub(super) blocks: usize,
+}
+
 /// What a peer has booked.
 #[derive(Debug, Default)]
 pub(super) struct Mirror {
@@ -51,9 +58,9 @@ pub(super) struct Mirror {
     waiting: usize,
     /// Blocks of all of them.
     blocks: usize,
-    /// Blocks of the reservations of all other peers.
-    blocks_of_others: usize,
-    /// Reservations that were not counted, because the peer has too many, or the peer or all peers have too many blocks.
+    /// What all other peers have reserved.
+    others: Reserved,
+    /// Reservations that were not counted, because they or their blocks exceed a limit.
     refused: u64,
     /// By which fleet they are counted.
     generation: u64,
@@ -92,7 +99,7 @@ impl Mirror {
         let mut before = std::mem::take(self);
         self.generation = world.generation;
         self.refused = before.refused;
-        self.blocks_of_others = before.blocks_of_others;
+        self.others = before.others;
         for (id, live) in all {
             match before.bookings.remove(&id) {
                 Some(known) if known.live.same(&live) && !known.is_cut() => {
@@ -138,24 +145,25 @@ impl Mirror {
         self.refused
     }
 
-    /// Blocks of the reservations of the peer.
-    pub(super) fn blocks(&self) -> usize {
-        self.blocks
+    /// What the peer has reserved.
+    pub(super) fn reserved(&self) -> Reserved {
+        Reserved { reservations: self.bookings.len(), blocks: self.blocks }
     }
 
-    /// Sets the number of blocks that the reservations of all other peers have.
-    pub(super) fn set_blocks_of_others(&mut self, blocks: usize) {
-        self.blocks_of_others = blocks;
+    /// Sets what all other peers have reserved.
+    pub(super) fn set_others(&mut self, others: Reserved) {
+        self.others = others;
     }
 
     /// Most blocks that the reservations of the peer may have.
     fn most_blocks(&self) -> usize {
-        MOST_BLOCKS.min(MOST_BLOCKS_OF_ALL_PEERS.saturating_sub(self.blocks_of_others))
+        MOST_BLOCKS.min(MOST_BLOCKS_OF_ALL_PEERS.saturating_sub(self.others.blocks))
     }
 
     fn insert(&mut self, id: BookingId, live: Live, world: &World<'_>) {
         let mut mirrored = Mirrored { live, held: None };
-        if self.bookings.len() >= MOST || self.blocks + mirrored.blocks() > self.most_blocks() {
+        let reservations = self.bookings.len() + self.others.reservations;
+        if reservations >= MOST_RESERVATIONS || self.blocks + mirrored.blocks() > self.most_blocks() {
             self.refused += 1;
             return;
         }

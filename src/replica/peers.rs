@@ -8,7 +8,7 @@ use prost::Message as _;
 use rand::Rng;
 use serde::Serialize;
 
-use super::mirror::{Mirror, World};
+use super::mirror::{Mirror, Reserved, World};
 use super::proto::event::Event as Any;
 use super::proto::{Batch, Event, SnapshotPart};
 use super::wire::Names;
@@ -114,7 +114,7 @@ pub(super) struct Shown {
     reservations: usize,
     /// Of these, on workers that are not known here.
     on_unknown_workers: usize,
-    /// Reservations that are not counted, because the peer has too many, or the peer or all peers have too many blocks.
+    /// Reservations that are not counted, because they or their blocks exceed a limit.
     refused: u64,
     heard_ms_ago: u128,
 }
@@ -149,7 +149,7 @@ impl Peers {
             self.peers.insert(from, peer);
         }
         let room = self.room();
-        self.count_blocks_of_others(from);
+        self.count_others(from);
         let Some(peer) = self.peers.get_mut(&from) else { return outcome };
         peer.heard = now;
         peer.draining |= batch.draining;
@@ -165,7 +165,7 @@ impl Peers {
     pub fn take(&mut self, part: SnapshotPart, world: &World<'_>, now: Instant, rng: &mut impl Rng) -> Outcome {
         let (from, mut outcome) = (ReplicaId(part.replica), Outcome::default());
         let room = self.room();
-        self.count_blocks_of_others(from);
+        self.count_others(from);
         let Some(peer) = self.peers.get_mut(&from) else { return outcome };
         peer.heard = now;
         let Standing::Behind(behind) = &mut peer.standing else { return outcome };
@@ -187,12 +187,16 @@ impl Peers {
         outcome
     }
 
-    /// Counts the blocks that the reservations of all peers but one have, for the limit that all peers share.
-    fn count_blocks_of_others(&mut self, id: ReplicaId) {
-        let others = self.peers.iter().filter(|(other, _)| **other != id);
-        let blocks = others.map(|(_, peer)| peer.mirror.blocks()).sum();
+    /// Counts what all peers but one have reserved, for the limits that all peers share.
+    fn count_others(&mut self, id: ReplicaId) {
+        let mut others = Reserved::default();
+        for (_, peer) in self.peers.iter().filter(|(other, _)| **other != id) {
+            let reserved = peer.mirror.reserved();
+            others.reservations += reserved.reservations;
+            others.blocks += reserved.blocks;
+        }
         if let Some(peer) = self.peers.get_mut(&id) {
-            peer.mirror.set_blocks_of_others(blocks);
+            peer.mirror.set_others(others);
         }
     }
 
@@ -211,7 +215,7 @@ impl Peers {
 
     #[cfg(test)]
     pub(super) fn blocks_by_peer(&self) -> Vec<usize> {
-        self.peers.values().map(|peer| peer.mirror.blocks()).collect()
+        self.peers.values().map(|peer| peer.mirror.reserved().blocks).collect()
     }
 
     /// Time goes by.

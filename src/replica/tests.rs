@@ -634,17 +634,17 @@ fn unnamed_blocks_of_a_peer_are_bounded() {
         let event = unnamed(id, u64::MAX);
         assert!(event.encoded_len() < 60);
         mirror.apply(wire::told(event, &mut Names::new(&mut random, None)).unwrap(), &world);
-        assert!(mirror.blocks() <= MOST_BLOCKS, "{}", mirror.blocks());
+        assert!(mirror.reserved().blocks <= MOST_BLOCKS, "{}", mirror.reserved().blocks);
     }
-    assert_eq!((mirror.blocks(), mirror.len(), mirror.refused()), (MOST_BLOCKS, 2, 998));
+    assert_eq!((mirror.reserved().blocks, mirror.len(), mirror.refused()), (MOST_BLOCKS, 2, 998));
     mirror.apply(Told::Load(News::Released(crate::load::BookingId(0))), &world);
-    assert_eq!(mirror.blocks(), MOST_BLOCKS / 2);
+    assert_eq!(mirror.reserved().blocks, MOST_BLOCKS / 2);
     let to_more = super::proto::Moved { id: 1, to: Some(booking_of(&unnamed(1, u64::MAX))) };
     let moved = Event { event: Some(super::proto::event::Event::Moved(to_more)) };
     mirror.apply(wire::told(moved, &mut Names::new(&mut random, None)).unwrap(), &world);
-    assert_eq!(mirror.blocks(), MOST_BLOCKS / 2, "a moved reservation is counted by what it is now");
+    assert_eq!(mirror.reserved().blocks, MOST_BLOCKS / 2, "a moved reservation is counted by what it is now");
     mirror.replace(Vec::new(), &world);
-    assert_eq!((mirror.blocks(), mirror.len()), (0, 0));
+    assert_eq!((mirror.reserved().blocks, mirror.len()), (0, 0));
 }
 
 #[test]

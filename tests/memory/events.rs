@@ -33,7 +33,7 @@ fn follows(parent: u64) -> Event {
 
 #[test]
 fn blocks_with_salts() {
-    measure("events::blocks_with_salts", 256, || {
+    measure("events::blocks_with_salts", 320, || {
         let mut normalizer = normalizer(1);
         for from in (0..SALTS + 64).step_by(64) {
             normalizer.convert(&prompt(from, 64, Some("tenant".to_owned())));
@@ -62,7 +62,7 @@ fn bytes_of_salts() {
 
 #[test]
 fn parts_of_blocks() {
-    measure("events::parts_of_blocks", 512, || {
+    measure("events::parts_of_blocks", 640, || {
         // Two parts make a block.
         let mut normalizer = normalizer(2);
         for from in (0..PARTS).step_by(64) {

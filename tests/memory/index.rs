@@ -45,7 +45,7 @@ fn store_until_full(writer: &mut RankWriter, from: u64, prompt: u64, tier: Tier)
 
 #[test]
 fn blocks_in_long_prompts() {
-    measure("index::blocks_in_long_prompts", 80, || {
+    measure("index::blocks_in_long_prompts", 128, || {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
         // One more than divides the limit, so that the last prompt is cut.
@@ -57,7 +57,7 @@ fn blocks_in_long_prompts() {
 
 #[test]
 fn blocks_in_short_prompts() {
-    measure("index::blocks_in_short_prompts", 320, || {
+    measure("index::blocks_in_short_prompts", 512, || {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
         store_until_full(&mut writer, 0, 1, Tier::Device);
@@ -69,7 +69,7 @@ fn blocks_in_short_prompts() {
 /// As many names as a rank may have, in all tiers, each with a further copy, after events were lost.
 #[test]
 fn names_with_copies_after_lost_events() {
-    measure("index::names_with_copies_after_lost_events", 640, || {
+    measure("index::names_with_copies_after_lost_events", 768, || {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
         writer.apply(&KvEvent::Stored { parent: None, blocks: blocks(1 << 50, 1), tier: Tier::Device });
@@ -113,7 +113,7 @@ fn names_of_one_block() {
 /// As many shares as a rank may have, each with a further copy, after events were lost.
 #[test]
 fn shares_of_cache_groups() {
-    measure("index::shares_of_cache_groups", 160, || {
+    measure("index::shares_of_cache_groups", 320, || {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
         let need = GroupNeed::Last { blocks: 2, stride: 1.try_into().unwrap() };
@@ -134,7 +134,7 @@ fn shares_of_cache_groups() {
 
 #[test]
 fn blocks_that_await_parents() {
-    measure("index::blocks_that_await_parents", 160, || {
+    measure("index::blocks_that_await_parents", 256, || {
         let (index, mut writer) = limited(BLOCKS);
         let store = |writer: &mut RankWriter, at: u64| {
             let parent = Some(EngineHash(mix(at + (1 << 50))));

@@ -8,9 +8,12 @@ use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 use warmroute::load::LoadTracker;
 use warmroute::replica::{Batch, Noted, Peers, ReplicaId, SnapshotPart, World};
+use warmroute::worker::{DpRank, Slot, WorkerId, WorkerRank};
 
-use crate::{MIB, measure};
+use crate::{MIB, measure, mix};
 
+/// Reservations that all peers may have.
+const RESERVATIONS: u64 = 1 << 18;
 /// Blocks that the reservations of all peers may have.
 const RESERVED: u64 = 1 << 24;
 /// Memory of snapshots and batches that are kept until a snapshot is complete.
@@ -25,7 +28,9 @@ struct Bed {
 impl Bed {
     fn new() -> Self {
         let peers = Peers::new(ReplicaId(0), Duration::from_secs(3600));
-        Self { load: LoadTracker::new(Instant::now), peers, random: SmallRng::seed_from_u64(1) }
+        let load = LoadTracker::new(Instant::now);
+        load.open(Slot(0), WorkerRank { worker: WorkerId(1), rank: DpRank(0) });
+        Self { load, peers, random: SmallRng::seed_from_u64(1) }
     }
 
     fn receive(&mut self, message: &[u8]) {
@@ -45,7 +50,7 @@ fn world(load: &Arc<LoadTracker>) -> World<'_> {
     World {
         load,
         generation: 0,
-        slot: &|_| None,
+        slot: &|_| Some(Slot(0)),
         key: None,
         sessions: None,
         overloaded: &|_, _| (),
@@ -97,7 +102,7 @@ fn reserved_blocks_of_all_peers() {
     let prompt = field(3, &[2 << 3, 0xff, 0xff, 0xff, 0x7f]);
     let booking = field(2, &[&[1 << 3, 1][..], &prompt].concat());
     let booked = |id: u8| field(1, &[&[1 << 3, id][..], &booking].concat());
-    measure("replicas::reserved_blocks_of_all_peers", 64, || {
+    measure("replicas::reserved_blocks_of_all_peers", 24, || {
         let mut bed = Bed::new();
         for replica in 1..=8 {
             bed.receive(&batch(replica, 1, &[]));
@@ -110,4 +115,36 @@ fn reserved_blocks_of_all_peers() {
         }
         (RESERVED, bed)
     });
+}
+
+/// Reservations of one block from one peer.
+#[test]
+fn reservations_of_short_prompts() {
+    measure("replicas::reservations_of_short_prompts", 1024, || {
+        let mut bed = Bed::new();
+        bed.receive(&batch(1, 1, &[]));
+        bed.complete_snapshot(1);
+        let of_batch = RESERVATIONS / 64;
+        for number in 0..65 {
+            let events: Vec<_> = (number * of_batch..(number + 1) * of_batch).map(short_reservation).collect();
+            bed.receive(&batch(1, number as u8 + 2, &events));
+        }
+        (RESERVATIONS, bed)
+    });
+}
+
+/// A reservation with one block.
+fn short_reservation(id: u64) -> Vec<u8> {
+    let number = |mut value: u64| {
+        let mut out = Vec::new();
+        while value >= 0x80 {
+            out.push(value as u8 | 0x80);
+            value >>= 7;
+        }
+        out.push(value as u8);
+        out
+    };
+    let prompt = field(3, &field(1, &mix(id).to_le_bytes()));
+    let booking = field(2, &[&[1 << 3, 1][..], &prompt].concat());
+    field(1, &[&[1 << 3][..], &number(id), &booking].concat())
 }

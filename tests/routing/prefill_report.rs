@@ -77,11 +77,10 @@ async fn decode_worker_is_not_judged_for_the_prefill() {
     let template = folder.path().join("other.jinja");
     std::fs::write(&template, "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}")
         .unwrap();
-    // Only the tokens of the prefill worker are others, and no canary shows it.
-    let [prefill, decode] = pools();
+    // Both engines render with another template, and no canary shows it. Only the prefill worker computes the prompt.
     let other = ["--no-tokenize", "--no-render", "--chat-template", template.to_str().unwrap()];
     let config = json!({"observe": "usage", "self_test": {"grace": "300ms"}});
-    let bed = start(&[prefill.with(&other), decode], calling(json!({}), config)).await;
+    let bed = start(&pools().map(|spec| spec.with(&other)), calling(json!({}), config)).await;
     let mut topic = 0;
     let found = until(SOON, async || {
         topic += 1;

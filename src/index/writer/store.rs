@@ -52,8 +52,10 @@ impl RankWriter {
             let new_in_tier = may_move || named.is_none_or(|named| !named.layers.has(tier));
             let waiting = self.waiting.get(block.engine).map(|apart| apart.tiers);
             let is_copy = named.map(|named| named.layers).or(waiting).is_some_and(|layers| layers.has(tier));
-            let fits = (!new_name || names > 0) && (!new_in_tier || room > 0) && (!is_copy || copies > 0);
-            copies = copies.saturating_sub(u64::from(is_copy));
+            // A third copy is counted in the entry of the second one.
+            let second_copy = is_copy && !self.extra.contains_key(&(block.engine, tier));
+            let fits = (!new_name || names > 0) && (!new_in_tier || room > 0) && (!second_copy || copies > 0);
+            copies = copies.saturating_sub(u64::from(second_copy));
             names = names.saturating_sub(u64::from(new_name));
             room = room.saturating_sub(u64::from(new_in_tier));
             fits

@@ -205,7 +205,7 @@ fn prefill_and_decode_are_explained_apart_each_with_its_runner_up() {
     };
     let router = router_of(pools(), unit_weights());
     let _warm = holds(&router, 2, 0..3, Tier::Device);
-    router.set_trust(rank(11), Standing::EXACT);
+    router.set_trust(rank(2), Standing::EXACT);
     let _busy = booked_at(&router, 11, vec![50, 51]);
     let explanation = router.explain(request(&[(0..4).collect()]));
     let [prefill, decode] = &explanation.phases[..] else { panic!("{explanation:?}") };
@@ -407,7 +407,7 @@ fn the_short_form_leaves_out_what_changes_nothing() {
     let router = router_of(workers, RouterSettings { weights, ..RouterSettings::default() });
     let mut cache = holds(&router, 1, 0..1, Tier::Device);
     store(&mut cache, 1..2, Tier::HostPinned);
-    router.set_trust(rank(11), Standing::EXACT);
+    router.set_trust(rank(1), Standing::EXACT);
     let _busy = booked_at(&router, 11, vec![8]);
     let mut wished = request(&[vec![0, 1, 2]]);
     wished.constraints.preferred_taints.insert("gpu".into(), 1.0);
