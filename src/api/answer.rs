@@ -48,7 +48,7 @@ pub(super) fn route(route: &Route, prompts: Vec<pb::HashedPrompt>, booked: pb::B
         model: route.model.as_str().to_owned(),
         block_size: route.block_size.0.get(),
         prompt_tokens: route.prompt_tokens,
-        predicted_cached_tokens: route.predicted_cached_tokens,
+        predicted_cached_tokens: route.computed_by().cached_tokens,
         candidates: u32::try_from(route.candidates).unwrap_or(u32::MAX),
         prompts,
         booked: booked.into(),

@@ -180,14 +180,15 @@ pub fn choice(route: &Route, tokens: &[Vec<u32>]) -> Immediate {
         worker_id["prefill_worker_id"] = json!(prefill.to.rank.worker.0);
         worker_id["prefill_dp_rank"] = json!(prefill.to.rank.rank);
     }
+    let computed_by = route.computed_by();
     let answer = json!({
         "object": "query_instance_id",
         "nvext": { "worker_id": worker_id, "token_ids": tokens.first() },
         "endpoint": route.to.endpoint,
         "mode": route.mode,
         "prompt_tokens": route.prompt_tokens,
-        "overlap_blocks": route.overlap,
-        "predicted_cached_tokens": route.predicted_cached_tokens,
+        "overlap_blocks": computed_by.overlap,
+        "predicted_cached_tokens": computed_by.cached_tokens,
     });
     let body = answer.to_string().into_bytes();
     Immediate { status: 200, headers: Vec::new(), body, details: "warmroute_choice" }
