@@ -13,8 +13,15 @@ use std::{env, fs};
 mod events;
 #[path = "memory/index.rs"]
 mod index;
+#[path = "memory/messages.rs"]
+mod messages;
+#[allow(dead_code, reason = "the lifecycle tests use the rest")]
+#[path = "lifecycle/process.rs"]
+mod process;
 #[path = "memory/replicas.rs"]
 mod replicas;
+#[path = "../examples/support/mod.rs"]
+mod support;
 #[path = "memory/tables.rs"]
 mod tables;
 

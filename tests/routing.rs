@@ -13,6 +13,8 @@ mod audit;
 mod bed;
 #[path = "routing/call.rs"]
 mod call;
+#[path = "routing/departed.rs"]
+mod departed;
 #[path = "routing/encrypted.rs"]
 mod encrypted;
 #[path = "routing/eviction.rs"]

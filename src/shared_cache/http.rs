@@ -76,13 +76,7 @@ impl HttpSharedCache {
     }
 
     async fn exchange(&self, query: SharedQuery<'_>) -> Result<Vec<u8>, SharedCacheError> {
-        let question = Question {
-            model: query.model,
-            block_size: query.prompt.block_size().0.get(),
-            block_hashes: query.prompt.locals().iter().take(MOST_BLOCKS).map(|hash| Hex(hash.0)).collect(),
-            sequence_hashes: query.prompt.sequences().iter().take(MOST_BLOCKS).map(|hash| Hex(hash.0)).collect(),
-        };
-        let body = serde_json::to_vec(&question).map_err(|problem| SharedCacheError::Client(problem.to_string()))?;
+        let body = question(query)?;
         let request = self.client.post(self.url.clone()).header(CONTENT_TYPE, "application/json").body(body);
         let response = request.send().await.map_err(broken)?;
         match response.status() {
@@ -107,6 +101,17 @@ impl SharedCache for HttpSharedCache {
     fn hits<'a>(&'a self, query: SharedQuery<'a>) -> Lookup<'a> {
         Box::pin(self.ask(query))
     }
+}
+
+/// The body of a query. The hashes are released before the query is sent.
+fn question(query: SharedQuery<'_>) -> Result<Vec<u8>, SharedCacheError> {
+    let question = Question {
+        model: query.model,
+        block_size: query.prompt.block_size().0.get(),
+        block_hashes: query.prompt.locals().iter().take(MOST_BLOCKS).map(|hash| Hex(hash.0)).collect(),
+        sequence_hashes: query.prompt.sequences().iter().take(MOST_BLOCKS).map(|hash| Hex(hash.0)).collect(),
+    };
+    serde_json::to_vec(&question).map_err(|problem| SharedCacheError::Client(problem.to_string()))
 }
 
 fn read(body: &[u8], blocks: usize) -> Result<Vec<Range<u32>>, SharedCacheError> {

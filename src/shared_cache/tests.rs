@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::State;
+use axum::extract::{DefaultBodyLimit, State};
 use axum::http::StatusCode;
 use axum::routing::post;
 use parking_lot::Mutex;
@@ -56,7 +56,8 @@ impl Server {
         let script = Script { behaviour, asked: Arc::default(), arrived: Arc::default() };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}/lookup", listener.local_addr().unwrap());
-        let app = Router::new().route("/lookup", post(answer)).with_state(script.clone());
+        let app =
+            Router::new().route("/lookup", post(answer)).layer(DefaultBodyLimit::disable()).with_state(script.clone());
         let task = tokio::spawn(async move { axum::serve(listener, app).await.unwrap() });
         Self { url, script, task }
     }
@@ -251,6 +252,22 @@ async fn a_prompt_without_a_block_is_not_asked_about() {
     let server = Server::answering(StatusCode::INTERNAL_SERVER_ERROR, "").await;
     assert!(ask(&server.config(), &prompt(0)).await.unwrap().is_empty());
     assert!(server.script.asked.lock().is_empty());
+}
+
+#[tokio::test]
+async fn query_contains_first_65536_blocks_only() {
+    const MOST: usize = 1 << 16;
+    let server = Server::answering(StatusCode::OK, r#"{"ranges": [[0, 2]]}"#).await;
+    let locals = (0..500_000).map(LocalHash).collect();
+    let prompt = BlockHashes::chain(8_000_000, BlockSize::new(16).unwrap(), locals);
+    assert_eq!(ask(&server.config(), &prompt).await.unwrap(), [0..2]);
+    let asked: Value = serde_json::from_slice(&server.script.asked.lock()[0]).unwrap();
+    for (list, last) in
+        [("block_hashes", prompt.locals()[MOST - 1].0), ("sequence_hashes", prompt.sequences()[MOST - 1].0)]
+    {
+        let hashes = asked[list].as_array().unwrap();
+        assert_eq!((hashes.len(), hashes.last()), (MOST, Some(&json!(format!("{last:016x}")))), "{list}");
+    }
 }
 
 #[test]

@@ -33,6 +33,10 @@ pub struct Discovery {
     closing: CancellationToken,
 }
 
+/// Most types of resources of one stream that are logged, and the longest name of a type that is.
+const MOST_TYPES: usize = 64;
+const LONGEST_TYPE: usize = 256;
+
 type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 impl Discovery {
@@ -176,7 +180,8 @@ impl<V: Variant> Conversation<V> {
 
     /// Somebody else has to tell Envoy of these; it goes on without after its `initial_fetch_timeout`.
     fn wonder(&mut self, type_url: String) {
-        if self.strange.len() < MOST_NAMES && !self.strange.contains(&type_url) {
+        let is_bounded = self.strange.len() < MOST_TYPES && type_url.len() <= LONGEST_TYPE;
+        if is_bounded && !self.strange.contains(&type_url) {
             self.seat.tell(|listener| {
                 warn!(
                     node = listener.node,

@@ -1,0 +1,202 @@
+//! Memory for requests, connections and xDS streams, measured in a warmroute process, and for queries to the shared cache.
+
+use std::sync::Arc;
+
+use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
+use envoy_types::pb::envoy::service::discovery::v3::DiscoveryRequest;
+use envoy_types::pb::envoy::service::endpoint::v3::endpoint_discovery_service_client::EndpointDiscoveryServiceClient;
+use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::ExternalProcessorClient;
+use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request as Message;
+use envoy_types::pb::envoy::service::ext_proc::v3::{HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse};
+use serde_json::json;
+use tokio::io::AsyncReadExt as _;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Runtime;
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio::task::JoinSet;
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::transport::Channel;
+use tonic::{Code, Streaming};
+use warmroute::block::{BlockHashes, LocalHash};
+use warmroute::settings::Period;
+use warmroute::shared_cache::{HttpSharedCache, SharedCache as _, SharedCacheConfig, SharedQuery};
+use warmroute::worker::BlockSize;
+
+use crate::process::Process;
+use crate::{Bound, Meter, measure};
+
+/// Clusters that an xDS stream may name.
+const NAMES: usize = 4096;
+/// Default of `limits.connections`.
+const CONNECTIONS: u64 = 1024;
+/// Blocks of a query to the shared cache.
+const QUERIED: u64 = 1 << 16;
+
+fn meter(process: &Process) -> Meter {
+    Meter::start(&process.child.pid().to_string())
+}
+
+/// An exchange of which nothing has been received.
+type Waiting = (UnboundedSender<ProcessingRequest>, Streaming<ProcessingResponse>);
+
+async fn exchange(channel: Channel, messages: Vec<Message>) -> Waiting {
+    let (sender, receiver) = unbounded_channel();
+    for message in messages {
+        sender.send(ProcessingRequest { request: Some(message), ..ProcessingRequest::default() }).unwrap();
+    }
+    let mut client = ExternalProcessorClient::new(channel);
+    (sender, client.process(UnboundedReceiverStream::new(receiver)).await.unwrap().into_inner())
+}
+
+/// A completion with a prompt of tokens. Each token but the first has two bytes in the body.
+fn completion(first: usize, tokens: usize) -> Vec<Message> {
+    let header = |(key, value): (&str, &str)| HeaderValue {
+        key: key.to_owned(),
+        raw_value: value.as_bytes().to_vec(),
+        ..HeaderValue::default()
+    };
+    let headers = [(":method", "POST"), (":path", "/v1/completions"), ("content-type", "application/json")];
+    let headers = HeaderMap { headers: headers.map(header).to_vec() };
+    let tokens = format!("{first}{}", ",1".repeat(tokens - 1));
+    let body = format!(r#"{{"model":"m","prompt":"x","nvext":{{"token_data":[{tokens}]}}}}"#);
+    vec![
+        Message::RequestHeaders(HttpHeaders { headers: Some(headers), ..HttpHeaders::default() }),
+        Message::RequestBody(HttpBody { body: body.into_bytes(), end_of_stream: true, ..HttpBody::default() }),
+    ]
+}
+
+/// Bytes of each token: 2 in the body, which stays in the receive buffer of the gRPC stream, and 1 in the block hashes. The token
+/// ids, 4 bytes each, are dropped.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tokens_of_waiting_requests() {
+    const REQUESTS: usize = 32;
+    const TOKENS: usize = 400_000;
+    let process = Process::start(
+        json!({
+            "queue": {"prefill_busy_threshold": 1, "deadline": "600s", "refresh_after": "0s"},
+            "limits": {"exchange_deadline": "60s"},
+            "clients": {"trusted": true},
+        }),
+        &[],
+    )
+    .await;
+    let channel = process.channel(process.grpc).await;
+    let _busy = process.open(channel.clone(), "m").await;
+    let meter = meter(&process);
+    let mut waiting = Vec::new();
+    for count in 1..=REQUESTS {
+        waiting.push(exchange(channel.clone(), completion(count, TOKENS)).await);
+        process.shows("queue_prompt_tokens{class=\"default\"}", (count * TOKENS) as f64).await;
+    }
+    let entries = (REQUESTS * TOKENS) as u64;
+    meter.compare("messages::tokens_of_waiting_requests", Bound { entries, bytes: 6 });
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_of_a_listener() {
+    let limits = json!({"connections": CONNECTIONS, "connections_per_peer": CONNECTIONS, "handshake": "600s"});
+    let process = Process::start(json!({ "limits": limits }), &[]).await;
+    let meter = meter(&process);
+    let mut connections = Vec::new();
+    for _ in 0..CONNECTIONS {
+        connections.push(exchange(process.channel(process.grpc).await, Vec::new()).await);
+    }
+    process.shows("connections{listener=\"ext_proc\"}", CONNECTIONS as f64).await;
+    let mut refused = TcpStream::connect(("127.0.0.1", process.grpc)).await.unwrap();
+    assert_eq!(refused.read(&mut [0; 64]).await.unwrap_or(0), 0, "the connection is accepted");
+    process.shows("connections_refused_total{listener=\"ext_proc\"}", 1.0).await;
+    meter.compare("messages::connections_of_a_listener", Bound { entries: CONNECTIONS, bytes: 64 << 10 });
+}
+
+struct XdsStream {
+    sender: UnboundedSender<DiscoveryRequest>,
+    responses: Streaming<envoy_types::pb::envoy::service::discovery::v3::DiscoveryResponse>,
+}
+
+impl XdsStream {
+    async fn open(channel: Channel) -> Self {
+        let (sender, receiver) = unbounded_channel();
+        let mut client = EndpointDiscoveryServiceClient::new(channel);
+        let responses = client.stream_endpoints(UnboundedReceiverStream::new(receiver)).await.unwrap().into_inner();
+        Self { sender, responses }
+    }
+
+    /// Names clusters of so many bytes each, and the cluster of all workers.
+    fn name(&self, count: usize, bytes: usize) {
+        let unknown = (1..count).map(|at| format!("{at:0>bytes$}"));
+        let resource_names = unknown.chain(["workers".to_owned()]).collect();
+        let type_url = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment".to_owned();
+        self.sender.send(DiscoveryRequest { resource_names, type_url, ..DiscoveryRequest::default() }).unwrap();
+    }
+
+    /// Asks for resources of unknown types, whose names have so many bytes.
+    fn ask_for_other_types(&self, count: usize, bytes: usize) {
+        for at in 0..count {
+            let type_url = format!("{at}{}", "x".repeat(bytes));
+            self.sender.send(DiscoveryRequest { type_url, ..DiscoveryRequest::default() }).unwrap();
+        }
+    }
+
+    async fn refusal(mut self) -> Option<Code> {
+        self.responses.message().await.err().map(|status| status.code())
+    }
+}
+
+/// The names that a stream asked for, the names that were answered, and the names on `/debug/envoys`.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn names_of_xds_streams() {
+    const STREAMS: usize = 16;
+    let process = Process::start(json!({"envoy": {"xds": {}}}), &[]).await;
+    let channel = process.channel(process.grpc).await;
+    let meter = meter(&process);
+    let mut streams = Vec::new();
+    for _ in 0..STREAMS {
+        let mut stream = XdsStream::open(channel.clone()).await;
+        stream.ask_for_other_types(64, 100 << 10);
+        // Half of the bytes: the names that were answered count again.
+        stream.name(NAMES, 128);
+        let response = stream.responses.message().await.unwrap().unwrap();
+        assert_eq!(response.resources.len(), 1, "the endpoints of the only known cluster");
+        streams.push(stream);
+    }
+    meter.compare("messages::names_of_xds_streams", Bound { entries: (STREAMS * NAMES) as u64, bytes: 1024 });
+    for (count, bytes) in [(NAMES + 1, 128), (NAMES, 260)] {
+        let stream = XdsStream::open(channel.clone()).await;
+        stream.name(count, bytes);
+        assert_eq!(stream.refusal().await, Some(Code::ResourceExhausted), "{count} names of {bytes} bytes");
+    }
+    assert_eq!(process.metric("xds_streams").await, STREAMS as f64);
+}
+
+/// As many queries as may be under way, each of a prompt three times as long as a query.
+#[test]
+fn queries_of_the_shared_cache() {
+    const QUERIES: usize = 64;
+    measure("messages::queries_of_the_shared_cache", 64, || {
+        let locals = (0..3 * QUERIED).map(LocalHash).collect();
+        let prompt = BlockHashes::chain(48 << 16, BlockSize::new(16).unwrap(), locals);
+        let runtime = Runtime::new().unwrap();
+        let held = runtime.block_on(hold_queries(QUERIES, Arc::new(prompt)));
+        (QUERIES as u64 * QUERIED, (held, runtime))
+    });
+}
+
+/// Sends queries to a server that does not read them.
+async fn hold_queries(count: usize, prompt: Arc<BlockHashes>) -> (JoinSet<()>, Vec<TcpStream>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}/lookup", listener.local_addr().unwrap());
+    let config = SharedCacheConfig { timeout: Period::seconds(600), ..SharedCacheConfig::at(url) };
+    let cache = Arc::new(HttpSharedCache::new(&config).unwrap());
+    let mut queries = JoinSet::new();
+    for _ in 0..count {
+        let (cache, prompt) = (cache.clone(), prompt.clone());
+        queries.spawn(async move { drop(cache.hits(SharedQuery { model: "m", prompt: &prompt }).await) });
+    }
+    let mut connections = Vec::new();
+    while connections.len() < count {
+        let mut connection = listener.accept().await.unwrap().0;
+        connection.read_exact(&mut [0; 1024]).await.unwrap();
+        connections.push(connection);
+    }
+    (queries, connections)
+}
