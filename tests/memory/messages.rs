@@ -159,7 +159,7 @@ async fn names_of_xds_streams() {
         assert_eq!(response.resources.len(), 1, "the endpoints of the only known cluster");
         streams.push(stream);
     }
-    meter.compare("messages::names_of_xds_streams", Bound { entries: (STREAMS * NAMES) as u64, bytes: 1024 });
+    meter.compare("messages::names_of_xds_streams", Bound { entries: (STREAMS * NAMES) as u64, bytes: 1280 });
     for (count, bytes) in [(NAMES + 1, 128), (NAMES, 260)] {
         let stream = XdsStream::open(channel.clone()).await;
         stream.name(count, bytes);
