@@ -95,7 +95,7 @@ metrics! {
     audit_answers: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Tokens of the answers that said what they found cached, by kind: prompt, available (on the best candidate), captured (on the chosen one), by_chance (on one by chance), delivered (by the engine)
     audit_tokens: Family<ModelTokensLabels, Counter> = Family::default();
-    /// Prompt tokens that were not found cached, by cause: block_alignment, workload (nobody had them), load_spill (another worker was chosen for its load), evicted (meanwhile, as its events tell), stale_index (they do not), unknown (one of these two: too much was told since, or the index is kept elsewhere), parity (the engine's tokens are others), served_elsewhere, guess (the cache was guessed), unforeseen (routed by load)
+    /// Prompt tokens that were not found cached, by cause: block_alignment, workload (no worker had cached them), load_spill (another worker was chosen for its load), evicted (the events of the worker report the eviction), stale_index (the events do not explain the difference), unknown (evicted or stale_index: too many events have arrived since, or a remote server keeps the index), parity (the engine has other tokens), served_elsewhere (another worker served the request), guess (the cache was predicted without events), unforeseen (the request was routed by load)
     audit_missed_tokens: Family<CauseLabels, Counter> = Family::default();
     /// Answers that found more or less cached than predicted, by cause: those of missed tokens, stored_meanwhile (by another request), block_rounding (the engine's blocks are smaller than block_size)
     audit_errors: Family<CauseLabels, Counter> = Family::default();
@@ -131,9 +131,9 @@ metrics! {
     prompt_cache_evictions: Counter = Counter::default();
     /// Streams of the filter that looks for first tokens, by outcome: seen, foreign (of no exchange that waits), none
     first_token_streams: Family<OutcomeLabel, Counter> = outcomes(&["seen", "foreign", "none"]);
-    /// Requests that another endpoint served than was chosen, by what became of their booking: moved, away (released), unknown (an address of nobody we know; it stays)
+    /// Requests that another endpoint than the chosen one served, by what happened to their booking: moved (to that worker), away (released), unknown (no worker has the address; the booking stays)
     served_elsewhere: Family<OutcomeLabel, Counter> = outcomes(&["moved", "away", "unknown"]);
-    /// Engines that were told that nobody waits for a mirrored prefill any longer, by outcome: told, not_ours (the client named the request, so that others might be meant), overflow (too many wait to be told to one engine), or why it failed
+    /// Aborts of mirrored prefills that no client waits for any longer, by outcome: told (the engine accepted the abort), not_ours (the client chose the id of the request, which may name other requests too), overflow (too many aborts wait for one engine), or the reason of the failure
     prefill_aborts: Family<OutcomeLabel, Counter> = outcomes(&["told", "not_ours", "overflow", "unreachable", "timeout", "status"]);
     /// Prefills that were carried out by asking another worker, by outcome: done, refused, busy, full, timeout, failed, left_before_start (taken back), left_after_start (goes on without its client)
     prefill_calls: Family<OutcomeLabel, Counter> = outcomes(&["done", "refused", "busy", "full", "timeout", "failed", "left_before_start", "left_after_start"]);
@@ -141,9 +141,9 @@ metrics! {
     prefill_call_seconds: Histograms<OutcomeLabel> = outcome_histograms(&["done", "refused", "busy", "full", "timeout", "failed", "left_after_start"]);
     /// Time from the end of another worker's prefill to the first token of the decode worker, in seconds, by model
     prefill_to_first_token_seconds: Histograms<ModelLabel> = histograms(seconds);
-    /// Prefills under way at prefill workers that we asked for them, those of clients who have left among them
+    /// Prefills in flight that warmroute requested from prefill workers, including those of disconnected clients
     prefills_under_way: Gauge = Gauge::default();
-    /// Further tries of Envoy's that it has shown us, by what became of them: prefilled_anew, as_it_is (nothing was prepared for it elsewhere), taken_out (what was prepared for it by an earlier process), given_up (nobody is left who could), left
+    /// Retries of Envoy that passed warmroute, by outcome: prefilled_anew (another prefill was started), as_it_is (sent unchanged: it had no remote prefill), taken_out (the fields of a prefill that an earlier process started were removed), given_up (no worker is left), left (the client disconnected)
     prefill_retries: Family<OutcomeLabel, Counter> = outcomes(&["prefilled_anew", "as_it_is", "taken_out", "given_up", "left"]);
     /// Requests whose model was given another name on the way
     rewritten_models: Counter = Counter::default();
@@ -163,13 +163,13 @@ metrics! {
     engine_sessions: Gauge = Gauge::default();
     /// Calls that open and close sessions on engines, by call and outcome: ok, busy, unreachable, timeout, not_offered, status, overflow (too many waited)
     engine_session_calls: Family<EngineSessionLabels, Counter> = Family::default();
-    /// Requests whose tokens engines were asked for, by model and outcome: ok, refused, nobody (all rest or none is there), busy, unreachable, timeout, not_offered, status, unreadable, too_large
+    /// Requests whose tokens engines were asked for, by model and outcome: ok, refused, nobody (no engine is available, or all are paused after failures), busy, unreachable, timeout, not_offered, status, unreadable, too_large
     engine_tokens: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Pieces of real prompts whose tokens the fast way and the library made, by model and outcome: agrees, differs (the library makes them from then on)
     tokenizer_comparisons: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Workers by model and what is known of their tokens: untested, agrees, differs (their requests go by load), cannot_test
     parity_workers: Family<ModelOutcomeLabels, Gauge> = Family::default();
-    /// 1 while somebody makes other tokens of a model than we do and nobody is known to make ours, so that ours are not used
+    /// 1 while the tokens of an engine of the model differ from those of warmroute and no engine confirms them, so that those of warmroute are not used
     parity_mistrusted: Family<ModelLabel, Gauge> = Family::default();
     /// Comparisons of a worker's tokens with ours, by model and outcome: agrees, differs, cannot_test
     parity_tests: Family<ModelOutcomeLabels, Counter> = Family::default();
@@ -181,7 +181,7 @@ metrics! {
     prefill_time_error: Family<ModelRoleLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
     /// Shared cache look-ups that failed, by reason
     shared_cache_errors: Family<ReasonLabel, Counter> = Family::default();
-    /// Questions to the servers of the index, by outcome: answered, hedged_won (by one who was asked because another was slow), late, failed, refused (its blocks are not ours), busy (too many under way), out (all servers are left out)
+    /// Questions to the servers of the index, by outcome: answered, hedged_won (by a second server, because the first was slow), late, failed, refused (its block settings differ), busy (too many under way), out (all servers are excluded after failures)
     remote_index_questions: Family<OutcomeLabel, Counter> = outcomes(&["answered", "hedged_won", "late", "failed", "refused", "busy", "out"]);
     /// Time that a request waited for the servers of the index, in seconds
     remote_index_seconds: Histogram = Histogram::new(exponential_buckets(0.0001, 2.0, 12));
@@ -191,7 +191,7 @@ metrics! {
     worker_active_prefill_tokens: Family<RankLabels, Gauge> = Family::default();
     /// Live requests on a worker rank
     worker_active_requests: Family<RankLabels, Gauge> = Family::default();
-    /// Blocks a worker rank has cached, by tier, as far as its KV events told
+    /// Blocks a worker rank has cached, by tier, according to its KV events
     worker_cached_blocks: Family<RankTierLabels, Gauge> = Family::default();
     /// Most blocks that are kept of a worker rank, by tier; events beyond it have the outcome index_full
     worker_cached_blocks_limit: Family<RankTierLabels, Gauge> = Family::default();
@@ -211,7 +211,7 @@ metrics! {
     discovery_success_timestamp_seconds: Family<SourceLabel, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
     /// Writes of Envoy's endpoint file, by outcome: written, failed
     endpoint_file_writes: Family<OutcomeLabel, Counter> = outcomes(&["written", "failed"]);
-    /// Number of the endpoints that Envoys are told by xDS; grows with every change
+    /// Version of the endpoints that Envoys get by xDS; increases with every change
     xds_generation: Gauge = Gauge::default();
     /// xDS streams that are open
     xds_streams: Gauge = Gauge::default();
@@ -239,7 +239,7 @@ metrics! {
     kv_event_gaps: Family<OutcomeLabel, Counter> = outcomes(&["replayed", "partly_replayed", "lost"]);
     /// Engine restarts noticed by batch numbers that went back
     kv_event_restarts: Counter = Counter::default();
-    /// How far the event source of a worker rank can be believed: 1 for what holds of exact, incomplete (what it told is true, but it may not have told all), catching_up, stale and absent, 0 for the others
+    /// State of the event source of a worker rank: 1 for the current one of exact, incomplete (its events are correct, but some may be missing), catching_up, stale and absent, 0 for the others
     kv_event_source_trust: Family<RankTrustLabels, Gauge> = Family::default();
     /// How much later than the engine wrote it the last batch of a worker rank came, in seconds; less than 0 where the engine's clock is ahead of ours
     kv_event_source_lag_seconds: Family<RankLabels, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();

@@ -167,17 +167,17 @@ impl Cause {
     pub fn words(self) -> &'static str {
         match self {
             Cause::BlockAlignment => "no whole block (or the last token)",
-            Cause::Workload => "nobody had it",
+            Cause::Workload => "no worker had cached it",
             Cause::LoadSpill => "another worker was chosen for its load",
-            Cause::Evicted => "evicted meanwhile",
-            Cause::StoredMeanwhile => "stored meanwhile",
+            Cause::Evicted => "evicted before the prefill",
+            Cause::StoredMeanwhile => "stored before the prefill",
             Cause::BlockRounding => "the engine's blocks are smaller than `block_size`",
             Cause::StaleIndex => "the index was out of date",
-            Cause::Unknown => "too much was told since to know",
-            Cause::Parity => "the engine's tokens are others",
-            Cause::ServedElsewhere => "somebody else served it",
-            Cause::Guess => "the cache was guessed",
-            Cause::Unforeseen => "went by load alone",
+            Cause::Unknown => "too many events since then to tell",
+            Cause::Parity => "the engine has other tokens",
+            Cause::ServedElsewhere => "another worker served it",
+            Cause::Guess => "the cache was predicted without events",
+            Cause::Unforeseen => "routed by load alone",
         }
     }
 }

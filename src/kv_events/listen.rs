@@ -4,11 +4,11 @@
 use std::time::{Duration, SystemTime};
 
 use tokio::time::timeout;
-use warmroute_zmtp::{SocketConfig, SubEvent, SubSocket};
+use warmroute_zmtp::{SubEvent, SubSocket};
 
 use super::dealer::Dealer;
 use super::replay::{Repeater as _, Reply};
-use super::subscriber::{live_batch, open};
+use super::subscriber::{live_batch, open, socket_config};
 use super::wire::{self, Batch};
 use crate::worker::{Attach, EventSource};
 
@@ -34,10 +34,11 @@ pub struct Ear {
 }
 
 impl Ear {
-    /// Connects to an engine, or binds for one, and asks for all topics. In vain for at most a few seconds.
-    pub async fn open(endpoint: &str, attach: Attach) -> Result<Self, String> {
+    /// Connects to an engine, or binds for one, and subscribes to all topics. Fails after a few seconds at most. `max_message` limits the
+    /// octets of a message.
+    pub async fn open(endpoint: &str, attach: Attach, max_message: usize) -> Result<Self, String> {
         let source = EventSource { endpoint: endpoint.to_owned(), topic: String::new(), attach, replay: None };
-        let socket = open(&source, SocketConfig::default()).await.map_err(|error| error.to_string())?;
+        let socket = open(&source, socket_config(max_message)).await.map_err(|error| error.to_string())?;
         Ok(Self { socket })
     }
 
@@ -80,8 +81,8 @@ impl Ear {
 
 /// Asks a replay endpoint for every batch from a number on: how many came until it said that these were all, or nothing
 /// where it did not answer so.
-pub async fn replayed(endpoint: &str, from: u64) -> Option<usize> {
-    let mut engine = Dealer::new(endpoint, SocketConfig::default());
+pub async fn replayed(endpoint: &str, from: u64, max_message: usize) -> Option<usize> {
+    let mut engine = Dealer::new(endpoint, socket_config(max_message));
     engine.ask(from).await;
     for batches in 0..REPLIES {
         match engine.next().await {

@@ -64,6 +64,12 @@ enum Step {
     Yielded,
 }
 
+/// The settings of a socket that receives messages of up to `max_message` octets.
+pub(super) fn socket_config(max_message: usize) -> SocketConfig {
+    let limits = MessageLimits { message: max_message, ..MessageLimits::default() };
+    SocketConfig { limits, ..SocketConfig::default() }
+}
+
 /// Listens to one event source and applies what it says, for ever; ends by being dropped.
 pub async fn run(
     spec: SourceSpec,
@@ -73,10 +79,7 @@ pub async fn run(
 ) -> Infallible {
     let view = View { rank: spec.rank, witness: witness.clone(), state };
     view.set(SourceState::Connecting);
-    let config = SocketConfig {
-        limits: MessageLimits { message: spec.max_message, ..MessageLimits::default() },
-        ..SocketConfig::default()
-    };
+    let config = socket_config(spec.max_message);
     let mut listener = Listener {
         feed: Feed::new(&spec, sink, metrics.clone(), witness),
         replay: spec.source.replay.as_deref().map(|endpoint| Dealer::new(endpoint, config)),

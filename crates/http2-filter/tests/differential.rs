@@ -220,6 +220,23 @@ struct Generator {
     has_unread_block: bool,
 }
 
+/// A header block in both versions.
+#[derive(Default)]
+struct BlockVersions {
+    /// With any authority.
+    input: Vec<u8>,
+    /// With a normalized one.
+    twin: Vec<u8>,
+}
+
+impl BlockVersions {
+    /// Adds the same octets to both.
+    fn extend(&mut self, octets: &[u8]) {
+        self.input.extend_from_slice(octets);
+        self.twin.extend_from_slice(octets);
+    }
+}
+
 const NAMES: [&str; 12] = [
     ":authority",
     ":authority",
@@ -296,44 +313,41 @@ impl Generator {
         self.both(&octets);
     }
 
-    /// A block of both versions.
-    fn block(&mut self) -> (Vec<u8>, Vec<u8>) {
-        let (mut block, mut twin) = (Vec::new(), Vec::new());
+    /// A random header block.
+    fn block(&mut self) -> BlockVersions {
+        let mut block = BlockVersions::default();
         if self.one_in(20) {
             let size =
                 [&[0x20][..], &[0x3f, 0xe1, 0x1f], &[0x3f, 0x45], &[0x3f, 0xe2, 0x1f]][self.random.random_range(0..4)];
             block.extend(size);
-            twin.extend(size);
         }
         // What every request has, so that most of them are accepted.
         let ordinary: &[u8] = if self.one_in(30) { &[0x82] } else { &[0x83, 0x86, 0x84] };
         block.extend(ordinary);
-        twin.extend(ordinary);
         if !self.one_in(4) {
             let name = if self.one_in(3) { None } else { Some(1) };
-            self.field((&mut block, &mut twin), ":authority", name);
+            self.field(&mut block, ":authority", name);
         }
         for _ in 0..self.random.random_range(0..4) {
             if self.one_in(3) {
                 let index =
                     if self.one_in(3) { 62 + self.random.random_range(0..6) } else { self.random.random_range(15..62) };
-                block.push(0x80 | index);
-                twin.push(0x80 | index);
+                block.extend(&[0x80 | index]);
             } else if self.one_in(6) {
                 let index =
                     if self.one_in(2) { 62 + self.random.random_range(0..4) } else { self.random.random_range(1..62) };
-                self.field((&mut block, &mut twin), "", Some(index));
+                self.field(&mut block, "", Some(index));
             } else {
                 let name = NAMES[self.random.random_range(0..NAMES.len())];
-                self.field((&mut block, &mut twin), name, None);
+                self.field(&mut block, name, None);
             }
         }
-        (block, twin)
+        block
     }
 
     /// A literal field. The name that an index of the dynamic table stands for is not known here, so such a field has a value that no
     /// normalization changes.
-    fn field(&mut self, (block, twin): (&mut Vec<u8>, &mut Vec<u8>), name: &str, index: Option<u8>) {
+    fn field(&mut self, block: &mut BlockVersions, name: &str, index: Option<u8>) {
         let (prefix, first) =
             [(6, 0x40), (4, 0x00), (4, 0x10)][if self.one_in(2) { 0 } else { self.random.random_range(0..3) }];
         let is_authority = name == ":authority" || index == Some(1);
@@ -345,8 +359,8 @@ impl Generator {
         let value = if self.one_in(40) { value.repeat(self.random.random_range(1..90)) } else { value.to_owned() };
         let huffman = (self.one_in(2), self.one_in(2));
         for (block, value) in [
-            (block, value.as_str()),
-            (twin, &*if is_authority { normalize_authority(&value) } else { value.as_str().into() }),
+            (&mut block.input, value.as_str()),
+            (&mut block.twin, &*if is_authority { normalize_authority(&value) } else { value.as_str().into() }),
         ] {
             match index {
                 Some(index) => integer(block, first, prefix, usize::from(index)),
@@ -360,7 +374,7 @@ impl Generator {
     }
 
     fn headers(&mut self, stream: u32) {
-        let (block, twin) = self.block();
+        let block = self.block();
         let priority = self.one_in(6).then(|| [0, 0, 0, if self.one_in(4) { stream as u8 } else { 0 }, 16]);
         self.has_unread_block |= priority.is_some_and(|priority| u32::from(priority[3]) == stream);
         let padding = self.one_in(6).then(|| self.random.random_range(0..40_u8));
@@ -371,9 +385,9 @@ impl Generator {
         };
         let end_stream = u8::from(self.one_in(2));
         let mut ends: Vec<_> =
-            cuts.iter().map(|cut| (cut * block.len() as f64) as usize).chain([block.len()]).collect();
+            cuts.iter().map(|cut| (cut * block.input.len() as f64) as usize).chain([block.input.len()]).collect();
         ends.sort_unstable();
-        for (output, block) in [(&mut self.input, &block), (&mut self.twin, &twin)] {
+        for (output, block) in [(&mut self.input, &block.input), (&mut self.twin, &block.twin)] {
             // The frames keep their lengths as long as the block reaches.
             let ends: Vec<_> = ends.iter().map(|end| block.len().min(*end)).collect();
             let mut payload = Vec::new();

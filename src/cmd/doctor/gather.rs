@@ -208,22 +208,29 @@ impl Gatherer<'_> {
         let last = heard.iter().map(|heard| heard.seq).max();
         let replay = match source.as_ref().and_then(|source| source.replay.as_deref()) {
             // From behind everything there is: only whether it answers is asked.
-            Some(endpoint) => Some(listen::replayed(endpoint, last.unwrap_or(u64::from(u32::MAX))).await),
+            Some(endpoint) => {
+                Some(listen::replayed(endpoint, last.unwrap_or(u64::from(u32::MAX)), self.max_message()).await)
+            }
             None => None,
         };
         RankFacts { rank, source, attached, heard, canary, replay, patience: self.patience }
     }
 
+    /// The largest message that a running warmroute receives.
+    fn max_message(&self) -> usize {
+        self.config.kv_events.max_message.bytes()
+    }
+
     /// Attaches as it is configured; where that fails, looks whether the other way round would do.
     async fn attach(&self, worker: &Worker, source: &EventSource) -> (Option<Ear>, Attached) {
-        let opened = Ear::open(&source.endpoint, source.attach).await;
+        let opened = Ear::open(&source.endpoint, source.attach, self.max_message()).await;
         match (source.attach, opened) {
             (Attach::Connect, Ok(ear)) => (Some(ear), Attached::As(Attach::Connect)),
             (Attach::Connect, Err(why)) => (None, Attached::Refused(why)),
             (Attach::Bind, Err(why)) => {
                 let here =
                     source.endpoint.replacen("//*:", "//127.0.0.1:", 1).replacen("//0.0.0.0:", "//127.0.0.1:", 1);
-                match Ear::open(&here, Attach::Connect).await {
+                match Ear::open(&here, Attach::Connect, self.max_message()).await {
                     Ok(ear) => (Some(ear), Attached::Connectable(here)),
                     Err(_) => (None, Attached::Taken(why)),
                 }
@@ -235,7 +242,7 @@ impl Gatherer<'_> {
                 drop(ear);
                 let port = source.endpoint.rsplit(':').next().unwrap_or_default();
                 let there = format!("tcp://{}:{port}", worker.endpoint.0.ip());
-                match Ear::open(&there, Attach::Connect).await {
+                match Ear::open(&there, Attach::Connect, self.max_message()).await {
                     Ok(ear) => (Some(ear), Attached::Elsewhere(there)),
                     Err(_) => (None, Attached::Nobody),
                 }
@@ -366,4 +373,53 @@ pub(super) async fn listening(config: &Config, patience: Duration) -> Vec<(Strin
         places.push((address.to_string(), Some(listens)));
     }
     places
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use zeromq::{PubSocket, Socket as _, SocketSend as _};
+
+    use super::*;
+    use crate::settings::Size;
+    use crate::worker::{BlockSize, WorkerId};
+
+    /// The batch that the doctor receives from an engine that publishes payloads of 2 MiB.
+    async fn received(max_message: Size) -> Heard {
+        let text = json!({
+            "models": [{"name": "m"}],
+            "workers": [{"id": 1, "endpoint": "127.0.0.1:1"}],
+            "kv_events": {"max_message": max_message},
+        });
+        let config = Config::parse(Path::new("warmroute.yaml"), text.to_string().as_bytes());
+        let config = config.unwrap_or_else(|errors| panic!("{errors:?}"));
+        let client = EngineClient::new(&config.engines).unwrap();
+        let patience = Duration::from_secs(5);
+        let gatherer = Gatherer { config: &config, client, models: HashMap::new(), patience, canaries: false };
+        let mut engine = PubSocket::new();
+        let endpoint = engine.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
+        let publishing = tokio::spawn(async move {
+            let frames = [Bytes::from_static(b"kv"), Bytes::from_static(&[0; 8]), vec![0; 2 << 20].into()];
+            loop {
+                engine.send(frames.to_vec().try_into().unwrap()).await.unwrap();
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        });
+        let worker = Worker::new(WorkerId(1), "127.0.0.1:1".parse().unwrap(), "m".into(), BlockSize::new(16).unwrap());
+        let source = EventSource { endpoint, topic: String::new(), attach: Attach::Connect, replay: None };
+        let (ear, attached) = gatherer.attach(&worker, &source).await;
+        assert!(matches!(attached, Attached::As(Attach::Connect)));
+        let heard = tokio::time::timeout(Duration::from_secs(30), ear.unwrap().next()).await.unwrap().unwrap();
+        publishing.abort();
+        heard
+    }
+
+    #[tokio::test]
+    async fn event_messages_have_the_configured_limit() {
+        let limited = received(Size::mib(1)).await;
+        assert_eq!(limited.batch, Err("a message exceeds the message limit".to_owned()));
+        let whole = received(Size::mib(3)).await;
+        assert_ne!(whole.batch, limited.batch, "it is received, although it is not a batch");
+        assert_eq!(whole.topic, "kv");
+    }
 }
