@@ -4,6 +4,8 @@
 //! `WARMROUTE_LONG_TESTS=1` measures at the default settings instead of an eighth of them.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![expect(clippy::print_stdout, reason = "the tests print a table")]
+#![expect(clippy::disallowed_methods, reason = "the environment names the row of a process")]
 
 use std::process::Command;
 use std::time::Instant;
