@@ -156,7 +156,7 @@ impl Audit {
         Arc::new(Self { router, metrics, totals: Mutex::default(), waiting: Mutex::default() })
     }
 
-    /// What a route foresees of the worker rank that computes the prompt, and how far that rank's events are.
+    /// Returns the prediction for the worker rank that computes the prompt, with the event position of that rank.
     pub fn foresee(&self, route: &Route) -> Foreseen {
         let rank = route.computed_by().rank;
         let slot = self.router.fleet().slot(rank);
@@ -164,10 +164,10 @@ impl Audit {
         Foreseen::of(route, self.router.role_of(rank), since)
     }
 
-    /// The worker that computed a prompt reported its cached tokens.
-    pub fn delivered(&self, foreseen: &Foreseen, said: Said) {
+    /// Counts the cached tokens that the worker reported.
+    pub fn count_delivered_tokens(&self, foreseen: &Foreseen, said: Said) {
         let labels = ModelRoleLabels::new(&foreseen.model, foreseen.role);
-        // An engine may say anything, and a counter forgets nothing.
+        // The reported number is not trusted, because a counter cannot be decreased.
         let most = said.prompt.min(judge::LONGEST);
         self.metrics.delivered_cached_tokens.get_or_create(&labels).inc_by(said.cached.min(most));
     }
@@ -197,8 +197,9 @@ impl Audit {
         self.metrics.audit_answers.get_or_create(&ModelOutcomeLabels::new(model, outcome)).inc();
     }
 
-    /// An answer ended well whose prompt another worker computed, and warmroute received no cache report of that worker.
-    pub fn undecided(&self, model: &ModelName) {
+    /// Counts a successful response whose prompt another worker computed, if warmroute did not receive the cache report of that
+    /// worker.
+    pub fn count_undecided(&self, model: &ModelName) {
         self.totals.lock().of(model).undecided += 1;
         self.metrics.audit_answers.get_or_create(&ModelOutcomeLabels::new(model, "undecided")).inc();
     }

@@ -61,7 +61,7 @@ metrics! {
     degradations: Family<ReasonLabel, Counter> = Family::default();
     /// Exchanges by how they ended: complete, closed (the answer had begun; its end was not shown to us), abandoned, own_answer (refused, or asked for the choice only)
     exchanges: Family<OutcomeLabel, Counter> = outcomes(&["complete", "closed", "abandoned", "own_answer"]);
-    /// Messages of Envoy that could not be decoded or were larger than the limit; each ends its stream, with an error unless Envoy can continue without a reply
+    /// Messages of Envoy that could not be decoded or were larger than the limit; each ends its stream. The stream ends with an error, unless the message is a buffered request body above the limit, which is routed by its headers
     unreadable_messages: Counter = Counter::default();
     /// Exchanges that are open now
     exchanges_open: Gauge = Gauge::default();
@@ -89,9 +89,9 @@ metrics! {
     best_cached_tokens: Family<ModelRoleLabels, Counter> = Family::default();
     /// Cached prompt tokens on the worker rank that computes the prompt as predicted, summed over requests, by model and role of that worker
     predicted_cached_tokens: Family<ModelRoleLabels, Counter> = Family::default();
-    /// Cached prompt tokens as the engine that computed the prompt reported them, summed over the answers that said so, by model and role of that worker
+    /// Cached prompt tokens reported by the worker that computed the prompt, summed over responses, by model and role of that worker
     delivered_cached_tokens: Family<ModelRoleLabels, Counter> = Family::default();
-    /// Answers held against what was foreseen, by outcome: equal, less (found cached than foreseen), more, other_prompt (as much, of a prompt of another length), unforeseen (routed by load), no_usage, no_details (the usage does not say what was cached), undecided (another worker computed the prompt, and warmroute receives no report of its cache)
+    /// Responses compared with the prediction, by outcome: equal, less (fewer cached tokens than predicted), more, other_prompt (equal, but another prompt length), unforeseen (routed by load), no_usage, no_details (the usage does not say what was cached), undecided (another worker computed the prompt, and warmroute receives no report of its cache)
     audit_answers: Family<ModelOutcomeLabels, Counter> = Family::default();
     /// Tokens of the answers that said what they found cached, by kind: prompt, available (on the best candidate), captured (on the chosen one), by_chance (on one by chance), delivered (by the engine)
     audit_tokens: Family<ModelTokensLabels, Counter> = Family::default();

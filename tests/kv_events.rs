@@ -321,7 +321,7 @@ async fn a_warm_idle_engine_is_known_before_its_next_event() {
 }
 
 #[tokio::test]
-async fn malformed_messages_do_not_delay_the_check_after_attach() {
+async fn malformed_messages_do_not_delay_attach_check() {
     let site = Site::new(Attach::Connect, true);
     let mut engine = Engine::start(&site, log([1])).await;
     let subscriber = site.subscribe();

@@ -41,7 +41,7 @@ const SLACK: u64 = 3;
 
 /// The documented memory of a structure at its limit.
 #[derive(Clone, Copy)]
-pub(crate) struct Bound {
+pub(crate) struct MemoryBound {
     /// Entries at the limit.
     pub(crate) entries: u64,
     /// Documented bytes of an entry.
@@ -49,12 +49,12 @@ pub(crate) struct Bound {
 }
 
 /// Resident memory of a process.
-pub(crate) struct Meter {
+pub(crate) struct MemoryMeter {
     process: String,
     before: u64,
 }
 
-impl Meter {
+impl MemoryMeter {
     /// Begins to measure.
     pub(crate) fn start(process: &str) -> Self {
         // The kernel resets the peak.
@@ -73,7 +73,7 @@ impl Meter {
     }
 
     /// Prints the row and compares the growth, with everything that was allocated on the way, with the bound.
-    pub(crate) fn compare(&self, row: &str, bound: Bound) {
+    pub(crate) fn compare(&self, row: &str, bound: MemoryBound) {
         let [growth, peak, limit] = [self.growth(), self.peak(), bound.entries * bound.bytes];
         println!(
             "| {row} | {} x {} B = {} MiB | {} MiB | {} MiB | {:.1} B | {:.1} B |",
@@ -110,9 +110,9 @@ pub(crate) fn measure_after<P, T>(
 ) {
     if env::var(ROW).is_ok_and(|wanted| wanted == row) {
         let prepared = prepare();
-        let meter = Meter::start("self");
+        let meter = MemoryMeter::start("self");
         let (entries, filled) = fill(prepared);
-        meter.compare(row, Bound { entries, bytes });
+        meter.compare(row, MemoryBound { entries, bytes });
         drop(filled);
         return;
     }

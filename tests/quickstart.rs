@@ -180,8 +180,7 @@ fn it_prints_one_json_object_in_which_warmroute_is_not_worse() {
     assert_eq!(run.temporary_files(), Vec::<PathBuf>::new());
 }
 
-/// Insists that a comparison of prefill and decode apart with both together is one; gives out both p50 of the time to the
-/// first token.
+/// Checks the report that compares disaggregated with aggregated workers.
 fn check_comparison(report: &Value, by: &str) {
     let number = |at: &str| report.pointer(at).and_then(Value::as_f64).unwrap_or_else(|| panic!("{at} in {report}"));
     assert_eq!((&report["by"], &report["order"]), (&json!(by), &json!(["aggregated", "2 + 2"])), "{report}");

@@ -7,7 +7,7 @@ use crate::index::Moment;
 use crate::router::{Mode, Reason, Route};
 use crate::worker::{BlockSize, ModelName, Role, WorkerRank};
 
-/// What was foreseen when a request was routed, of the worker rank that computes its prompt.
+/// The prediction for the worker rank that computes the prompt, made when the request was routed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Foreseen {
     /// The model.
@@ -37,7 +37,7 @@ pub struct Foreseen {
 }
 
 impl Foreseen {
-    /// What a route foresees of the worker rank that computes the prompt, its role and its events being known.
+    /// Creates the prediction from a route. `role` and `since` describe the worker rank that computes the prompt.
     pub fn of(route: &Route, role: Option<Role>, since: Option<Moment>) -> Self {
         let computed_by = route.computed_by();
         Self {
@@ -173,8 +173,8 @@ impl Cause {
             Cause::StoredMeanwhile => "stored before the prefill",
             Cause::BlockRounding => "the engine's blocks are smaller than `block_size`",
             Cause::StaleIndex => "the index was out of date",
-            Cause::Unknown => "too many events since then to tell",
-            Cause::Parity => "the engine has other tokens",
+            Cause::Unknown => "too many later events to decide",
+            Cause::Parity => "the engine's tokens differ",
             Cause::ServedElsewhere => "another worker served it",
             Cause::Guess => "the cache was predicted without events",
             Cause::Unforeseen => "routed by load alone",

@@ -41,7 +41,7 @@ pub struct ModelTotals {
     pub no_details: u64,
     /// Answers after a prefill on another worker, whose cache report warmroute does not receive.
     pub undecided: u64,
-    /// Answers that said what they found cached, by the role of the worker that computed the prompt and is described.
+    /// Answers with a cache report, by the role of the worker that computed the prompt.
     pub computed_by: BTreeMap<Role, u64>,
     /// Tokens of the prompts.
     pub prompt_tokens: u64,

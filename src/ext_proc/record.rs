@@ -40,8 +40,8 @@ pub(super) struct Record {
     first_token_at: Option<Instant>,
     /// Time of the end of the response.
     completed_at: Option<Instant>,
-    /// Where the engine reports what it found cached.
-    cache_report: Option<CacheReport>,
+    /// The response with the cache report.
+    cache_report_source: Option<CacheReportSource>,
     /// The prompts of the request, once it is over.
     prompts: Vec<BlockHashes>,
     /// Whether somebody else served the request than was chosen.
@@ -61,9 +61,9 @@ pub(super) struct Record {
     output_blocks: u64,
 }
 
-/// Where the engine that computes the prompt reports how much of it was cached.
+/// The response that carries the cache report of the worker that computes the prompt.
 #[derive(Debug)]
-enum CacheReport {
+enum CacheReportSource {
     /// In the response of the exchange, whose worker computes the prompt.
     InResponse(Box<Foreseen>),
     /// In the response of the prefill worker, which warmroute receives and judges by itself.
@@ -72,7 +72,7 @@ enum CacheReport {
     NotReceived(ModelName),
 }
 
-impl CacheReport {
+impl CacheReportSource {
     fn of(route: &Route, remote: Option<&Remote>, audit: &Audit) -> Self {
         let is_received = match remote {
             Some(Remote::Called(_)) => true,
@@ -116,7 +116,7 @@ impl Record {
             role_labels: None,
             first_token_at: None,
             completed_at: None,
-            cache_report: None,
+            cache_report_source: None,
             prompts: Vec::new(),
             moved: false,
             shown: false,
@@ -131,10 +131,10 @@ impl Record {
         }
     }
 
-    /// The request was placed; its prefill is, or was, another worker's where there is a `remote`.
-    fn placed(&mut self, remote: Option<Remote>) {
+    /// Records the placement of the request. `remote` is the prefill on another worker.
+    fn on_placed(&mut self, remote: Option<Remote>) {
         let route = self.admitted.as_ref().map(|admitted| &admitted.booked.route);
-        self.cache_report = route.map(|route| CacheReport::of(route, remote.as_ref(), &self.audit));
+        self.cache_report_source = route.map(|route| CacheReportSource::of(route, remote.as_ref(), &self.audit));
         // warmroute calls the prefill worker before it sends the request on.
         self.prefill_done = matches!(remote, Some(Remote::Called(_))).then(Instant::now);
         self.remote = remote;
@@ -148,7 +148,7 @@ impl Record {
         });
         self.admitted = admitted;
         self.admitted_at = Instant::now();
-        self.placed(remote);
+        self.on_placed(remote);
     }
 
     /// The client gets our own answer.
@@ -230,7 +230,7 @@ impl Record {
         let fleet = self.router.fleet();
         let mut members = fleet.members().filter(|member| member.worker.endpoint.canonical() == served);
         let first = ServingWorker::from(members.next()?.rank);
-        // Envoy reports the endpoint, which does not tell its ranks apart.
+        // Envoy reports the endpoint only, and several ranks may share it.
         Some(if members.next().is_none() { first } else { ServingWorker { rank: None, ..first } })
     }
 
@@ -295,7 +295,7 @@ impl Record {
         };
         match again {
             Ok((remote, body)) => {
-                self.placed(Some(remote));
+                self.on_placed(Some(remote));
                 Again::With(body)
             }
             Err(error) => {
@@ -412,10 +412,10 @@ impl Record {
         if !self.shown || self.end != End::Complete || !(200..300).contains(&self.status) {
             return;
         }
-        let foreseen = match self.cache_report.take() {
-            Some(CacheReport::InResponse(foreseen)) => *foreseen,
-            Some(CacheReport::NotReceived(model)) => return self.audit.undecided(&model),
-            Some(CacheReport::InPrefillResponse) | None => return,
+        let foreseen = match self.cache_report_source.take() {
+            Some(CacheReportSource::InResponse(foreseen)) => *foreseen,
+            Some(CacheReportSource::NotReceived(model)) => return self.audit.count_undecided(&model),
+            Some(CacheReportSource::InPrefillResponse) | None => return,
         };
         match self.usage.usage() {
             Some(Usage { prompt_tokens, cached_tokens: Some(cached), .. }) if prompt_tokens > 0 => {
@@ -455,9 +455,9 @@ impl Drop for Record {
         let output = usage.map_or(self.usage.output_tokens(), |usage| usage.completion_tokens);
         self.note_output(output);
         if let Some(Usage { prompt_tokens, cached_tokens: Some(cached), .. }) = usage
-            && let Some(CacheReport::InResponse(foreseen)) = &self.cache_report
+            && let Some(CacheReportSource::InResponse(foreseen)) = &self.cache_report_source
         {
-            self.audit.delivered(foreseen, Said { prompt: prompt_tokens, cached });
+            self.audit.count_delivered_tokens(foreseen, Said { prompt: prompt_tokens, cached });
         }
         self.judge();
     }

@@ -57,7 +57,7 @@ impl Intake {
         if let Some(stopped) = stopped {
             // A limit on bodies is the operator's, and its reason is kept.
             encoded.fail(if because == Reason::BodyTooLarge { because } else { stopped });
-            // The limit may lie within the tokens that what follows may change.
+            // The rest of the body may change the last tokens, also where the limit cuts the prompt.
             tokens.truncate(tokens.len().saturating_sub(UNSETTLED));
             self.begin_with(&named, &salt, tokens, &mut encoded);
             return encoded;

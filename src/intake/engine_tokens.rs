@@ -368,7 +368,7 @@ impl Intake {
         let most = self.most_tokens(named);
         if rendered.iter().any(|one| one.token_ids.len() > most) {
             encoded.fail(Reason::PromptTooLong);
-            // The blocks of images need their objects, and the engines refuse the prompt anyway.
+            // A prompt with images is not hashed in part: its blocks need the image objects, and the engine refuses the prompt.
             if let [one] = &rendered[..]
                 && one.objects.is_empty()
             {

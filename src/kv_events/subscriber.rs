@@ -51,16 +51,16 @@ impl Check {
     }
 }
 
-/// The next step of a session.
+/// The next action of a session.
 #[derive(Debug)]
-enum Step {
+enum ListenerAction {
     /// The next event of the socket; `None` if the socket is closed.
     Event(Option<SubEvent>),
     /// A check is due.
     Check,
-    /// Answered requests had to store blocks, and no event arrived.
+    /// Requests succeeded, and their expected events did not arrive.
     Knocked,
-    /// Other tasks ran.
+    /// The task yielded to other tasks.
     Yielded,
 }
 
@@ -171,18 +171,24 @@ impl Listener {
         }
         let mut burst = 0;
         loop {
-            match self.next_step(socket.next_event(), &mut burst).await {
-                Step::Event(event) => self.event(event.ok_or(DetachError::SocketClosed)?, &mut publishers).await?,
-                Step::Check => self.check().await?,
-                Step::Knocked => return Err(DetachError::Knocked),
-                Step::Yielded => {}
+            match self.next_action(socket.next_event(), &mut burst).await {
+                ListenerAction::Event(event) => {
+                    self.event(event.ok_or(DetachError::SocketClosed)?, &mut publishers).await?
+                }
+                ListenerAction::Check => self.check().await?,
+                ListenerAction::Knocked => return Err(DetachError::Knocked),
+                ListenerAction::Yielded => {}
             }
         }
     }
 
-    /// Waits for the next step. Events come first, because a message makes a check unnecessary; after [`BURST`] events in succession
-    /// the other steps and other tasks come first once, because the socket may always have an event.
-    async fn next_step(&mut self, event: impl Future<Output = Option<SubEvent>>, burst: &mut usize) -> Step {
+    /// Waits for the next action. Events come first, because a message makes a check unnecessary; after [`BURST`] events in succession
+    /// the other actions and other tasks come first once, because the socket may always have an event.
+    async fn next_action(
+        &mut self,
+        event: impl Future<Output = Option<SubEvent>>,
+        burst: &mut usize,
+    ) -> ListenerAction {
         let check = self.check;
         let due = async move {
             match check {
@@ -191,18 +197,18 @@ impl Listener {
             }
         };
         let is_full = *burst >= BURST;
-        let step = tokio::select! {
+        let action = tokio::select! {
             biased;
             event = event, if !is_full => {
                 *burst += 1;
-                return Step::Event(event);
+                return ListenerAction::Event(event);
             }
-            () = due => Step::Check,
-            () = self.view.witness.knocked() => Step::Knocked,
-            () = tokio::task::yield_now(), if is_full => Step::Yielded,
+            () = due => ListenerAction::Check,
+            () = self.view.witness.knocked() => ListenerAction::Knocked,
+            () = tokio::task::yield_now(), if is_full => ListenerAction::Yielded,
         };
         *burst = 0;
-        step
+        action
     }
 
     /// Processes one event of the socket.
@@ -407,16 +413,16 @@ mod tests {
         let mut burst = 0;
         listener.check = Some(Check::Idle(Instant::now()));
         let mut events = 0;
-        while let Step::Event(_) = listener.next_step(event(), &mut burst).await {
+        while let ListenerAction::Event(_) = listener.next_action(event(), &mut burst).await {
             events += 1;
             assert!(events <= BURST, "the check does not run");
         }
         listener.check = None;
         listener.view.witness.knock();
-        let mut steps = Vec::new();
-        while !matches!(steps.last(), Some(Step::Knocked)) {
-            steps.push(listener.next_step(event(), &mut burst).await);
-            assert!(steps.len() <= BURST + 1, "{steps:?}");
+        let mut actions = Vec::new();
+        while !matches!(actions.last(), Some(ListenerAction::Knocked)) {
+            actions.push(listener.next_action(event(), &mut burst).await);
+            assert!(actions.len() <= BURST + 1, "{actions:?}");
         }
     }
 

@@ -72,7 +72,7 @@ struct Event {
 }
 
 impl Usage {
-    /// What a whole answer in one piece tells of its usage.
+    /// Parses the usage of a complete response without a stream.
     pub fn of_document(json: &[u8]) -> Option<Self> {
         answer::read(json)?.counts.map(Counts::usage)
     }

@@ -113,7 +113,7 @@ impl Mirror {
             let mut met = met.ok_or(RouteError::NoPrefill)?;
             let (path, headers) = (copy.path.clone(), copy.headers.clone());
             let question = Question::alone(met.body.clone());
-            let read = self.reads_report(&admitted.booked);
+            let read = self.on_prefill_response(&admitted.booked);
             let failure = match self.caller.begin(Asked { worker: met.prefill, path, headers, question }, read).await {
                 Ok(begun) => {
                     met.mirrored.carries(begun);
@@ -146,10 +146,10 @@ impl Mirror {
 
 impl Mirror {
     /// Reads the cache report in the response of the prefill worker that a request is booked at.
-    fn reads_report(&self, booked: &Booked) -> impl FnOnce(&HandedOver) + Send + 'static {
+    fn on_prefill_response(&self, booked: &Booked) -> impl FnOnce(&HandedOver) + Send + 'static {
         let (audit, foreseen) = (self.audit.clone(), self.audit.foresee(&booked.route));
         let prompts = booked.prompts().to_vec();
-        move |handed: &HandedOver| report::judge(&audit, foreseen, prompts, handed.usage())
+        move |handed: &HandedOver| report::audit_prefill_response(&audit, foreseen, prompts, handed.usage())
     }
 }
 

@@ -217,13 +217,17 @@ impl Caller {
         }
     }
 
-    /// Has a prefill begun whose end is seen elsewhere. Dropping the future takes the question back as above. A response is
-    /// given to `read`.
-    pub async fn begin(&self, asked: Asked, read: impl FnOnce(&HandedOver) + Send + 'static) -> Result<Begun, Failure> {
+    /// Starts a prefill and returns when the worker has begun. Dropping the future takes the question back as above. `on_response` receives the
+    /// response.
+    pub async fn begin(
+        &self,
+        asked: Asked,
+        on_response: impl FnOnce(&HandedOver) + Send + 'static,
+    ) -> Result<Begun, Failure> {
         let ((here, left), (begun, has_begun)) = (oneshot::channel(), oneshot::channel());
         let judge = |(): &mut (), answer: &Result<HandedOver, Failure>, _| {
             if let Ok(handed) = answer {
-                read(handed);
+                on_response(handed);
             }
         };
         let mut task = self.under_way.spawn(self.clone().carry(asked, ((), judge), (left, Some(begun))));

@@ -178,9 +178,9 @@ impl Call {
                 router.confirm_prefill(&mut admitted.booked);
                 let usage = handed.usage();
                 if usage.is_some() {
-                    router.prompt_computed(&mut admitted.booked);
+                    router.on_prompt_computed(&mut admitted.booked);
                 }
-                report::judge(&audit, foreseen, admitted.booked.take_prompts(), usage);
+                report::audit_prefill_response(&audit, foreseen, admitted.booked.take_prompts(), usage);
             }
             if let Some(outcome) = outcome {
                 note(&router, admitted, outcome);

@@ -128,7 +128,7 @@ impl Mirrored {
         self.begun.is_none().then(|| self.mirror.cluster.clone())
     }
 
-    /// Whether the response of the prefill worker comes to warmroute, which has sent the copy, and not to Envoy.
+    /// Whether warmroute sent the copy and receives the response. Otherwise Envoy discards it.
     pub fn receives_response(&self) -> bool {
         self.begun.is_some()
     }

@@ -10,21 +10,26 @@ use crate::block::BlockHashes;
 use crate::openai::usage::Usage;
 
 impl HandedOver {
-    /// What the prefill worker counted; none if the response does not show that it computed a prompt.
+    /// The usage that the prefill worker reports; `None` if it reports no prompt tokens.
     pub(super) fn usage(&self) -> Option<Usage> {
         Usage::of_document(self.body()).filter(|usage| usage.prompt_tokens > 0)
     }
 }
 
 /// Compares the cache report of a prefill worker with the prediction for it.
-pub(super) fn judge(audit: &Audit, foreseen: Foreseen, prompts: Vec<BlockHashes>, usage: Option<Usage>) {
+pub(super) fn audit_prefill_response(
+    audit: &Audit,
+    foreseen: Foreseen,
+    prompts: Vec<BlockHashes>,
+    usage: Option<Usage>,
+) {
     match usage {
         Some(Usage { prompt_tokens, cached_tokens: Some(cached), .. }) => {
             let said = Said { prompt: prompt_tokens, cached };
-            audit.delivered(&foreseen, said);
+            audit.count_delivered_tokens(&foreseen, said);
             audit.answered(Answered::new(foreseen, said, prompts), Instant::now());
         }
         Some(_) => audit.silent(&foreseen.model, true),
-        None => audit.undecided(&foreseen.model),
+        None => audit.count_undecided(&foreseen.model),
     }
 }

@@ -26,7 +26,7 @@ const PING: Duration = Duration::from_secs(2);
 
 /// Messages of one subscription that wait to be processed. Further ones are dropped. The gap shows in the numbers of the batches, and
 /// the peer is asked for a snapshot.
-const MOST_WAITING: usize = 1024;
+const SUBSCRIPTION_CAPACITY: usize = 1024;
 
 /// The connection.
 pub(super) struct Link {
@@ -83,7 +83,7 @@ impl Link {
             .retry_on_initial_connect()
             .ping_interval(PING)
             .connection_timeout(SEND * 2)
-            .subscription_capacity(MOST_WAITING)
+            .subscription_capacity(SUBSCRIPTION_CAPACITY)
             .reconnect_delay_callback(|tries| Duration::from_millis(50 << tries.min(5)))
             .event_callback(move |event| {
                 tell.send(event).ok();

@@ -43,9 +43,9 @@ pub struct World<'a> {
     pub booked: &'a dyn Fn(&Booking),
 }
 
-/// Reservations and their blocks.
+/// Number of reservations and of their blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Reserved {
+pub(super) struct ReservationTotals {
     pub(super) reservations: usize,
     pub(super) blocks: usize,
 }
@@ -58,8 +58,8 @@ pub(super) struct Mirror {
     waiting: usize,
     /// Blocks of all of them.
     blocks: usize,
-    /// What all other peers have reserved.
-    others: Reserved,
+    /// Reservations of all other peers.
+    others: ReservationTotals,
     /// Reservations that were not counted, because they or their blocks exceed a limit.
     refused: u64,
     /// By which fleet they are counted.
@@ -145,13 +145,13 @@ impl Mirror {
         self.refused
     }
 
-    /// What the peer has reserved.
-    pub(super) fn reserved(&self) -> Reserved {
-        Reserved { reservations: self.bookings.len(), blocks: self.blocks }
+    /// Reservations of the peer.
+    pub(super) fn totals(&self) -> ReservationTotals {
+        ReservationTotals { reservations: self.bookings.len(), blocks: self.blocks }
     }
 
-    /// Sets what all other peers have reserved.
-    pub(super) fn set_others(&mut self, others: Reserved) {
+    /// Sets the reservations of all other peers.
+    pub(super) fn set_others(&mut self, others: ReservationTotals) {
         self.others = others;
     }
 

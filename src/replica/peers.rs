@@ -8,7 +8,7 @@ use prost::Message as _;
 use rand::Rng;
 use serde::Serialize;
 
-use super::mirror::{Mirror, Reserved, World};
+use super::mirror::{Mirror, ReservationTotals, World};
 use super::proto::event::Event as Any;
 use super::proto::{Batch, Event, SnapshotPart};
 use super::wire::Names;
@@ -189,11 +189,11 @@ impl Peers {
 
     /// Counts what all peers but one have reserved, for the limits that all peers share.
     fn count_others(&mut self, id: ReplicaId) {
-        let mut others = Reserved::default();
+        let mut others = ReservationTotals::default();
         for (_, peer) in self.peers.iter().filter(|(other, _)| **other != id) {
-            let reserved = peer.mirror.reserved();
-            others.reservations += reserved.reservations;
-            others.blocks += reserved.blocks;
+            let totals = peer.mirror.totals();
+            others.reservations += totals.reservations;
+            others.blocks += totals.blocks;
         }
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.mirror.set_others(others);
@@ -215,7 +215,7 @@ impl Peers {
 
     #[cfg(test)]
     pub(super) fn blocks_by_peer(&self) -> Vec<usize> {
-        self.peers.values().map(|peer| peer.mirror.reserved().blocks).collect()
+        self.peers.values().map(|peer| peer.mirror.totals().blocks).collect()
     }
 
     /// Time goes by.
@@ -351,7 +351,7 @@ impl Behind {
 
     /// Keeps a batch for later. Where there are too many, what comes after shows that some are missing.
     fn keep(&mut self, batch: Batch, room: usize) {
-        let bytes = wire::memory(&batch.events, batch.encoded_len());
+        let bytes = wire::decoded_bytes(&batch.events, batch.encoded_len());
         if self.later.len() < MOST_LATER && bytes <= room {
             self.bytes += bytes;
             self.later.push(batch);
@@ -364,9 +364,9 @@ impl Behind {
         if part.part == 0 {
             (self.next_part, self.of) = (0, part.sequence);
             self.parts.clear();
-            self.bytes = self.later.iter().map(|batch| wire::memory(&batch.events, batch.encoded_len())).sum();
+            self.bytes = self.later.iter().map(|batch| wire::decoded_bytes(&batch.events, batch.encoded_len())).sum();
         }
-        let bytes = wire::memory(&part.events, part.encoded_len());
+        let bytes = wire::decoded_bytes(&part.events, part.encoded_len());
         if part.part != self.next_part || part.sequence != self.of || part.part >= MOST_PARTS || bytes > room {
             return None;
         }

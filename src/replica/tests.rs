@@ -634,17 +634,17 @@ fn unnamed_blocks_of_a_peer_are_bounded() {
         let event = unnamed(id, u64::MAX);
         assert!(event.encoded_len() < 60);
         mirror.apply(wire::told(event, &mut Names::new(&mut random, None)).unwrap(), &world);
-        assert!(mirror.reserved().blocks <= MOST_BLOCKS, "{}", mirror.reserved().blocks);
+        assert!(mirror.totals().blocks <= MOST_BLOCKS, "{}", mirror.totals().blocks);
     }
-    assert_eq!((mirror.reserved().blocks, mirror.len(), mirror.refused()), (MOST_BLOCKS, 2, 998));
+    assert_eq!((mirror.totals().blocks, mirror.len(), mirror.refused()), (MOST_BLOCKS, 2, 998));
     mirror.apply(Told::Load(News::Released(crate::load::BookingId(0))), &world);
-    assert_eq!(mirror.reserved().blocks, MOST_BLOCKS / 2);
+    assert_eq!(mirror.totals().blocks, MOST_BLOCKS / 2);
     let to_more = super::proto::Moved { id: 1, to: Some(booking_of(&unnamed(1, u64::MAX))) };
     let moved = Event { event: Some(super::proto::event::Event::Moved(to_more)) };
     mirror.apply(wire::told(moved, &mut Names::new(&mut random, None)).unwrap(), &world);
-    assert_eq!(mirror.reserved().blocks, MOST_BLOCKS / 2, "a moved reservation is counted by what it is now");
+    assert_eq!(mirror.totals().blocks, MOST_BLOCKS / 2, "a moved reservation is counted by what it is now");
     mirror.replace(Vec::new(), &world);
-    assert_eq!((mirror.reserved().blocks, mirror.len()), (0, 0));
+    assert_eq!((mirror.totals().blocks, mirror.len()), (0, 0));
 }
 
 #[test]
@@ -703,7 +703,7 @@ fn empty_events_awaiting_snapshots_count_their_memory() {
     for sequence in 1..100 {
         peers.hear(Batch { replica: 1, sequence, events: events(), ..Batch::default() }, &world, now, &mut random);
     }
-    let [part, pending] = [wire::memory(&events(), encoded), peers.pending_bytes()];
+    let [part, pending] = [wire::decoded_bytes(&events(), encoded), peers.pending_bytes()];
     assert!(part >= 1000 * size_of::<Event>() && encoded < 2100, "{part}, {encoded}");
     assert!(pending <= 1 << 20 && pending + part + 100 > 1 << 20, "{pending}");
 }

@@ -150,15 +150,15 @@ fn session(key: &SessionKey) -> proto::Session {
     }
 }
 
-/// Upper estimate of the memory of decoded events. An empty element of a list takes two bytes in a message and many in memory; the
-/// content of the elements takes what it takes in the message. Lists grow by doubling.
-pub(super) fn memory(events: &[Event], encoded: usize) -> usize {
-    let lists: usize = events.iter().filter_map(|event| event.event.as_ref()).map(lists_of).sum();
+/// Upper estimate of the memory of decoded events. An empty list element has two encoded bytes but takes a whole struct in memory.
+/// The content of an element takes its encoded size. Lists grow by doubling.
+pub(super) fn decoded_bytes(events: &[Event], encoded: usize) -> usize {
+    let lists: usize = events.iter().filter_map(|event| event.event.as_ref()).map(list_bytes).sum();
     2 * (size_of_val(events) + lists + encoded)
 }
 
 /// Bytes of the elements of the lists in an event.
-fn lists_of(event: &Any) -> usize {
+fn list_bytes(event: &Any) -> usize {
     let booking = |booking: &proto::Booking| size_of_val::<[_]>(&booking.prompts);
     match event {
         Any::Booked(booked) => {

@@ -115,9 +115,9 @@ pub struct Prefill {
     pub cached_tokens: u64,
     /// The same for the prefill worker that holds most.
     pub best_cached_tokens: u64,
-    /// The same for a prefill worker taken by chance, on the average.
+    /// The mean over all prefill candidates.
     pub chance_cached_tokens: u64,
-    /// The step of the ladder by which it was chosen.
+    /// The routing mode of the choice of the prefill worker.
     #[serde(skip)]
     pub mode: Mode,
     /// Why not a higher step.
@@ -140,7 +140,7 @@ pub struct Route {
     /// What each candidate costs, cheapest first; of ranks with the same endpoint the cheapest.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub scores: Vec<(Endpoint, f64)>,
-    /// The step of the ladder by which the worker was chosen that computes the prompt.
+    /// The routing mode of the choice of the worker that computes the prompt.
     pub mode: Mode,
     /// Why not a higher step.
     pub reason: Option<Reason>,
@@ -165,7 +165,7 @@ pub struct Route {
     pub predicted_cached_tokens: u64,
     /// The same for the candidate that holds most.
     pub best_cached_tokens: u64,
-    /// The same for a candidate taken by chance, on the average.
+    /// The mean over all candidates.
     pub chance_cached_tokens: u64,
     /// Prompt tokens that an engine could find cached at best.
     pub reusable_tokens: u64,
@@ -209,7 +209,7 @@ pub struct ComputedBy {
     pub cached_tokens: u64,
     /// The same for the candidate that holds most.
     pub best_cached_tokens: u64,
-    /// The same for a candidate taken by chance, on the average.
+    /// The mean over all candidates.
     pub chance_cached_tokens: u64,
 }
 

@@ -67,7 +67,7 @@ impl Router {
         let chosen = booked.chosen.worker;
         // Of a prefill that was over before, everything has been said.
         let prefill = booked.route.prefill().filter(|_| !booked.took_over).map(|prefill| prefill.to.rank.worker);
-        // Events of a called prefill are expected from its own response on.
+        // After a called prefill, `on_prompt_computed` expects the events already.
         if answer.from == AnswerFrom::Chosen && (200..300).contains(&answer.status) && !booked.took_over {
             self.expect_events(booked, now);
         }
@@ -125,9 +125,9 @@ impl Router {
         change
     }
 
-    /// The called prefill worker reports in its response that it computed the prompt: its events are expected, and its tokens
-    /// are compared with ours by them.
-    pub fn prompt_computed(&self, booked: &mut Booked) {
+    /// Handles the response of a called prefill worker that computed the prompt. From now on KV events of this worker are expected,
+    /// and the self-test compares their tokens.
+    pub fn on_prompt_computed(&self, booked: &mut Booked) {
         self.expect_events(booked, self.load.now());
         self.answered_well(booked);
     }

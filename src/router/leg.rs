@@ -57,7 +57,7 @@ impl<'f> Leg<'f> {
         self.members[self.choice.index]
     }
 
-    /// Prompt tokens that a candidate taken by chance has cached, on the average.
+    /// Mean number of cached prompt tokens over all candidates.
     pub(super) fn chance_cached_tokens(&self) -> u64 {
         self.cached.sum / (self.members.len() as u64).max(1)
     }

@@ -83,7 +83,7 @@ impl Router {
         Some(Prefilled { prefill, worker })
     }
 
-    /// The request was answered well: its blocks are to be looked for on the worker rank that computed the prompt.
+    /// Handles a successful response: starts the self-test of the worker rank that computed the prompt.
     pub fn answered_well(&self, booked: &mut Booked) {
         if let Some(sighting) = booked.sighting.take() {
             sighting.answered(booked.route.computed_by().rank);

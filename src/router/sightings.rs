@@ -97,9 +97,9 @@ fn proves_computation(request: &RouteRequest, route: &Route) -> bool {
         (Phases::Aggregated | Phases::Kept(_), _) => true,
         // The decode worker fetches the blocks, and not every engine publishes events for those.
         (Phases::Remote(_), Step::Decode(_)) => false,
-        // The answer is the prefill worker's own.
+        // The prefill worker sent this response.
         (Phases::Remote(_), Step::PrefillFirst { .. }) => true,
-        // A decode worker that can compute prompts may have done so, at the decision of a sidecar.
+        // A sidecar may have let the decode worker compute the prompt, if its role allows that.
         (Phases::Remote(_), _) => request.decoders == Decoders::OnlyDecode,
     }
 }

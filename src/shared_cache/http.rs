@@ -76,7 +76,7 @@ impl HttpSharedCache {
     }
 
     async fn exchange(&self, query: SharedQuery<'_>) -> Result<Vec<u8>, SharedCacheError> {
-        let body = question(query)?;
+        let body = encode_query(query)?;
         let request = self.client.post(self.url.clone()).header(CONTENT_TYPE, "application/json").body(body);
         let response = request.send().await.map_err(broken)?;
         match response.status() {
@@ -104,7 +104,7 @@ impl SharedCache for HttpSharedCache {
 }
 
 /// The body of a query. The hashes are released before the query is sent.
-fn question(query: SharedQuery<'_>) -> Result<Vec<u8>, SharedCacheError> {
+fn encode_query(query: SharedQuery<'_>) -> Result<Vec<u8>, SharedCacheError> {
     let question = Question {
         model: query.model,
         block_size: query.prompt.block_size().0.get(),

@@ -180,8 +180,8 @@ impl<V: Variant> Conversation<V> {
 
     /// Somebody else has to tell Envoy of these; it goes on without after its `initial_fetch_timeout`.
     fn wonder(&mut self, type_url: String) {
-        let is_bounded = self.strange.len() < MOST_TYPES && type_url.len() <= LONGEST_TYPE;
-        if is_bounded && !self.strange.contains(&type_url) {
+        let can_be_logged = self.strange.len() < MOST_TYPES && type_url.len() <= LONGEST_TYPE;
+        if can_be_logged && !self.strange.contains(&type_url) {
             self.seat.tell(|listener| {
                 warn!(
                     node = listener.node,

@@ -1,4 +1,4 @@
-//! What is remembered of KV events, and what one batch may take.
+//! Memory of the KV event state of a rank and of one decoded batch.
 
 use warmroute::block::EngineHash;
 use warmroute::kv_events::wire::{self, Event, Stored, Tokens};

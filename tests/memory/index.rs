@@ -16,9 +16,9 @@ const AWAITING: u64 = 1 << 18;
 /// Tiers below the device.
 const LOWER: [Tier; 3] = [Tier::HostPinned, Tier::Disk, Tier::External];
 
-type Filled = (Arc<PrefixIndex>, RankWriter);
+type IndexWithWriter = (Arc<PrefixIndex>, RankWriter);
 
-fn limited(blocks: u64) -> Filled {
+fn limited(blocks: u64) -> IndexWithWriter {
     let index = PrefixIndex::new();
     let writer = index.join(Slot(0));
     index.set_limits(Slot(0), BlockLimits::of_rank(None, blocks));

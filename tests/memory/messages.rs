@@ -23,7 +23,7 @@ use warmroute::shared_cache::{HttpSharedCache, SharedCache as _, SharedCacheConf
 use warmroute::worker::BlockSize;
 
 use crate::process::Process;
-use crate::{Bound, Meter, measure};
+use crate::{MemoryBound, MemoryMeter, measure};
 
 /// Clusters that an xDS stream may name.
 const NAMES: usize = 4096;
@@ -32,14 +32,14 @@ const CONNECTIONS: u64 = 1024;
 /// Blocks of a query to the shared cache.
 const QUERIED: u64 = 1 << 16;
 
-fn meter(process: &Process) -> Meter {
-    Meter::start(&process.child.pid().to_string())
+fn meter(process: &Process) -> MemoryMeter {
+    MemoryMeter::start(&process.child.pid().to_string())
 }
 
 /// An exchange of which nothing has been received.
-type Waiting = (UnboundedSender<ProcessingRequest>, Streaming<ProcessingResponse>);
+type PendingExchange = (UnboundedSender<ProcessingRequest>, Streaming<ProcessingResponse>);
 
-async fn exchange(channel: Channel, messages: Vec<Message>) -> Waiting {
+async fn exchange(channel: Channel, messages: Vec<Message>) -> PendingExchange {
     let (sender, receiver) = unbounded_channel();
     for message in messages {
         sender.send(ProcessingRequest { request: Some(message), ..ProcessingRequest::default() }).unwrap();
@@ -89,7 +89,7 @@ async fn tokens_of_waiting_requests() {
         process.shows("queue_prompt_tokens{class=\"default\"}", (count * TOKENS) as f64).await;
     }
     let entries = (REQUESTS * TOKENS) as u64;
-    meter.compare("messages::tokens_of_waiting_requests", Bound { entries, bytes: 6 });
+    meter.compare("messages::tokens_of_waiting_requests", MemoryBound { entries, bytes: 6 });
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -105,7 +105,7 @@ async fn connections_of_a_listener() {
     let mut refused = TcpStream::connect(("127.0.0.1", process.grpc)).await.unwrap();
     assert_eq!(refused.read(&mut [0; 64]).await.unwrap_or(0), 0, "the connection is accepted");
     process.shows("connections_refused_total{listener=\"ext_proc\"}", 1.0).await;
-    meter.compare("messages::connections_of_a_listener", Bound { entries: CONNECTIONS, bytes: 64 << 10 });
+    meter.compare("messages::connections_of_a_listener", MemoryBound { entries: CONNECTIONS, bytes: 64 << 10 });
 }
 
 struct XdsStream {
@@ -159,7 +159,7 @@ async fn names_of_xds_streams() {
         assert_eq!(response.resources.len(), 1, "the endpoints of the only known cluster");
         streams.push(stream);
     }
-    meter.compare("messages::names_of_xds_streams", Bound { entries: (STREAMS * NAMES) as u64, bytes: 1280 });
+    meter.compare("messages::names_of_xds_streams", MemoryBound { entries: (STREAMS * NAMES) as u64, bytes: 1280 });
     for (count, bytes) in [(NAMES + 1, 128), (NAMES, 260)] {
         let stream = XdsStream::open(channel.clone()).await;
         stream.name(count, bytes);

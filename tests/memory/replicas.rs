@@ -1,4 +1,4 @@
-//! What peers make a replica keep.
+//! Memory for the state of replica peers.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,13 +19,13 @@ const RESERVED: u64 = 1 << 24;
 /// Memory of snapshots and batches that are kept until a snapshot is complete.
 const PENDING: u64 = 256 * MIB;
 
-struct Bed {
+struct PeersFixture {
     load: Arc<LoadTracker>,
     peers: Peers,
     random: SmallRng,
 }
 
-impl Bed {
+impl PeersFixture {
     fn new() -> Self {
         let peers = Peers::new(ReplicaId(0), Duration::from_secs(3600));
         let load = LoadTracker::new(Instant::now);
@@ -86,13 +86,13 @@ fn batch(replica: u64, sequence: u8, events: &[Vec<u8>]) -> Vec<u8> {
 #[test]
 fn batches_that_await_snapshots() {
     measure("replicas::batches_that_await_snapshots", 1, || {
-        let mut bed = Bed::new();
+        let mut peers = PeersFixture::new();
         let events = vec![Vec::new(); 20_000];
         for sequence in 1..10 {
-            (1..=128).for_each(|replica| bed.receive(&batch(replica, sequence, &events)));
+            (1..=128).for_each(|replica| peers.receive(&batch(replica, sequence, &events)));
         }
         // Without a limit: 128 peers, 9 batches, 20,000 events of more than 100 bytes.
-        (PENDING, bed)
+        (PENDING, peers)
     });
 }
 
@@ -103,17 +103,17 @@ fn reserved_blocks_of_all_peers() {
     let booking = field(2, &[&[1 << 3, 1][..], &prompt].concat());
     let booked = |id: u8| field(1, &[&[1 << 3, id][..], &booking].concat());
     measure("replicas::reserved_blocks_of_all_peers", 24, || {
-        let mut bed = Bed::new();
+        let mut peers = PeersFixture::new();
         for replica in 1..=8 {
-            bed.receive(&batch(replica, 1, &[]));
-            bed.complete_snapshot(replica);
+            peers.receive(&batch(replica, 1, &[]));
+            peers.complete_snapshot(replica);
             for id in 2..100 {
                 let message = batch(replica, id, &[booked(id)]);
                 assert!(message.len() < 40, "{}", message.len());
-                bed.receive(&message);
+                peers.receive(&message);
             }
         }
-        (RESERVED, bed)
+        (RESERVED, peers)
     });
 }
 
@@ -121,15 +121,15 @@ fn reserved_blocks_of_all_peers() {
 #[test]
 fn reservations_of_short_prompts() {
     measure("replicas::reservations_of_short_prompts", 1024, || {
-        let mut bed = Bed::new();
-        bed.receive(&batch(1, 1, &[]));
-        bed.complete_snapshot(1);
+        let mut peers = PeersFixture::new();
+        peers.receive(&batch(1, 1, &[]));
+        peers.complete_snapshot(1);
         let of_batch = RESERVATIONS / 64;
         for number in 0..65 {
             let events: Vec<_> = (number * of_batch..(number + 1) * of_batch).map(short_reservation).collect();
-            bed.receive(&batch(1, number as u8 + 2, &events));
+            peers.receive(&batch(1, number as u8 + 2, &events));
         }
-        (RESERVATIONS, bed)
+        (RESERVATIONS, peers)
     });
 }
 

@@ -75,7 +75,9 @@ async fn every_missed_token_has_its_cause_and_the_command_says_it() {
         String::from_utf8(ran.stdout).unwrap()
     };
     let text = command(&["--price", "1000000"]);
-    for words in ["qwen2.5", "found cached: prefill tokens saved", "worth", "nobody had it", "came as foreseen"] {
+    for words in
+        ["qwen2.5", "found cached: prefill tokens saved", "worth", "no worker had cached it", "came as foreseen"]
+    {
         assert!(text.contains(words), "{words}:\n{text}");
     }
     assert_eq!(serde_json::from_str::<Value>(&command(&["--json"])).unwrap()["models"]["qwen2.5"], all);

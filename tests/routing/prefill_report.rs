@@ -27,7 +27,7 @@ async fn confirmed(bed: &Bed, worker: u64) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn called_prefill_worker_is_audited_by_its_own_report() {
+async fn called_prefill_is_audited_by_its_response() {
     let bed = bed().await;
     let prompt = text(&essay(1));
     let cold = bed.ask(&prompt).await;
@@ -56,7 +56,7 @@ async fn called_prefill_worker_is_audited_by_its_own_report() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn blocks_that_a_prefill_worker_evicted_are_audited() {
+async fn evictions_of_prefill_worker_are_audited() {
     let bed = bed().await;
     let prompt = text(&essay(2));
     bed.ask(&prompt).await.engine();

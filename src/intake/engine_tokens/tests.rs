@@ -172,7 +172,7 @@ fn of_length(intake: Arc<Intake>, max_model_len: u64) -> Arc<Intake> {
 }
 
 #[tokio::test]
-async fn engine_tokens_beyond_model_length_are_known_up_to_it() {
+async fn engine_tokens_are_truncated_to_model_length() {
     let tokens: Vec<u32> = (1..=200).collect();
     let (url, _) = server(200, json!({"token_ids": tokens}).to_string(), Duration::ZERO).await;
     let body = json!({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).to_string();

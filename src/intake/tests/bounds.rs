@@ -68,7 +68,7 @@ fn prompt_beyond_model_length_is_known_up_to_it() {
 }
 
 #[test]
-fn token_data_beyond_model_length_is_known_up_to_it() {
+fn token_data_is_truncated_to_model_length() {
     let tokens: Vec<u32> = (1..=2000).collect();
     let of = |tokens: &[u32]| {
         let body = serde_json::json!({"model": "m", "prompt": "x", "nvext": {"token_data": tokens}}).to_string();
@@ -81,7 +81,7 @@ fn token_data_beyond_model_length_is_known_up_to_it() {
     assert_eq!(known.locals(), exact.locals());
 }
 
-/// What follows a cut may change the last tokens before it, also where the limit lies among them.
+/// The rest of a cut body may change the last tokens, also where the model limit cuts the prompt.
 #[tokio::test]
 async fn cut_prompt_beyond_model_length_keeps_settled_blocks() {
     const WORD: &str = "counterrevolutionaryinternationalizationuncharacteristicallyunderstandable";
