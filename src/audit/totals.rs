@@ -22,6 +22,7 @@ pub struct Totals {
 
 /// The sums of one model.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct ModelTotals {
     /// Answers that said what they found cached.
     pub answers: u64,

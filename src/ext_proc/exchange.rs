@@ -222,7 +222,8 @@ impl Exchange {
     pub fn on_oversize_message(&mut self) -> Option<Vec<Effect>> {
         let effects = self.request.on_oversize_body(&self.context);
         let Modes { request, response } = self.context.modes;
-        let is_lost = effects.is_empty() && (request.is_sent_back() || response.is_sent_back());
+        let request_bytes = request.is_sent_back() && !self.request.has_ended();
+        let is_lost = effects.is_empty() && (self.request.awaits_route() || request_bytes || response.is_sent_back());
         (!is_lost).then_some(effects)
     }
 

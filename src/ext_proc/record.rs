@@ -223,12 +223,13 @@ impl Record {
     pub(super) fn served_elsewhere(&self, head: &ResponseHead) -> Option<ServingWorker> {
         let AnsweredBy::Worker(address) = head.from else { return None };
         let served = Endpoint(address).canonical();
-        let chosen = &self.admitted.as_ref()?.booked.route.to;
-        if chosen.endpoint.canonical() == served {
+        let route = &self.admitted.as_ref()?.booked.route;
+        if route.to.endpoint.canonical() == served {
             return None;
         }
         let fleet = self.router.fleet();
-        let mut members = fleet.members().filter(|member| member.worker.endpoint.canonical() == served);
+        let of_model = fleet.members().filter(|member| member.worker.model == route.model);
+        let mut members = of_model.filter(|member| member.worker.endpoint.canonical() == served);
         let first = ServingWorker::from(members.next()?.rank);
         // Envoy reports the endpoint only, and several ranks may share it.
         Some(if members.next().is_none() { first } else { ServingWorker { rank: None, ..first } })

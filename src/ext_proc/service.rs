@@ -112,6 +112,14 @@ impl Kept {
         })
     }
 
+    /// The same, if there is a stream of messages to read; else it waits.
+    pub(super) async fn receive_from(&self, incoming: Option<&mut Streaming<Asked>>) -> Result<Option<Asked>, Status> {
+        match incoming {
+            Some(incoming) => self.receive(incoming).await,
+            None => std::future::pending().await,
+        }
+    }
+
     /// Says once that a gateway is configured so that prompts cannot be read before it routes.
     pub(super) fn warn_of(&self, mode: BodyMode) {
         if mode == BodyMode::Streamed && !self.warned.swap(true, Ordering::Relaxed) {

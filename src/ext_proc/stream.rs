@@ -37,7 +37,8 @@ const HOLD_MARGIN: Duration = Duration::from_millis(500);
 pub(super) struct Stream {
     kept: Arc<Kept>,
     live: Arc<Live>,
-    incoming: Streaming<Asked>,
+    /// The messages of Envoy; `None` after a message that exceeds the size limit, behind which no message can be read.
+    incoming: Option<Streaming<Asked>>,
     replies: Replies,
     exchange: Exchange,
     record: Record,
@@ -98,7 +99,7 @@ impl Stream {
         let name = start.probed_as.clone();
         let first_token = name.clone().map(|name| kept.first_tokens.expect(name));
         Self {
-            incoming,
+            incoming: Some(incoming),
             replies,
             exchange: Exchange::new(live.options.clone(), start),
             record: Record::open(kept.metrics.clone(), live.pipeline.router().clone(), kept.audit.clone()),
@@ -161,9 +162,11 @@ impl Stream {
         }
     }
 
-    /// Replies to a message that exceeds the size limit. The stream ends, because no further message can be read; Envoy continues
-    /// the exchange without it.
+    /// Replies to a message that exceeds the size limit. The stream ends, because no further message can be read. Envoy continues
+    /// the request without it, and its load is not known from then on.
     async fn end_at_oversize_message(mut self, status: Status, early: &mut VecDeque<Asked>) -> Result<(), Status> {
+        // The rest of the message would be read as the next one. Without a reader its bytes are discarded.
+        self.incoming = None;
         let effects = self.exchange.on_oversize_message().ok_or(status)?;
         self.carry_out(effects, early).await.or_else(StreamClose::status)
     }
@@ -185,7 +188,7 @@ impl Stream {
             biased;
             // Before the end of the stream, which may be there already: what nobody awaits any more is polled once.
             () = first_token => Ok(Event::FirstToken),
-            message = self.kept.receive(&mut self.incoming) => match message? {
+            message = self.kept.receive_from(self.incoming.as_mut()) => match message? {
                 Some(message) => Ok(Event::Message(Box::new(message))),
                 None => Err(StreamClose::ByClient),
             },
@@ -308,7 +311,7 @@ impl Stream {
                     holding = true;
                     self.hold(wait).await;
                 }
-                message = self.kept.receive(&mut self.incoming), if room => {
+                message = self.kept.receive_from(self.incoming.as_mut()), if room => {
                     // The replies to earlier messages are still due. If its client has left, Envoy resets the stream
                     // afterwards, which drops the exchange.
                     let Some(message) = message? else {

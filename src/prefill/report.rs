@@ -30,6 +30,6 @@ pub(super) fn audit_prefill_response(
             audit.answered(Answered::new(foreseen, said, prompts), Instant::now());
         }
         Some(_) => audit.silent(&foreseen.model, true),
-        None => audit.count_undecided(&foreseen.model),
+        None => audit.silent(&foreseen.model, false),
     }
 }

@@ -26,7 +26,7 @@ const PING: Duration = Duration::from_secs(2);
 
 /// Messages of one subscription that wait to be processed. Further ones are dropped. The gap shows in the numbers of the batches, and
 /// the peer is asked for a snapshot.
-const SUBSCRIPTION_CAPACITY: usize = 1024;
+const SUBSCRIPTION_CAPACITY: usize = 4096;
 
 /// The connection.
 pub(super) struct Link {

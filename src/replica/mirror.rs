@@ -102,7 +102,7 @@ impl Mirror {
         self.others = before.others;
         for (id, live) in all {
             match before.bookings.remove(&id) {
-                Some(known) if known.live.same(&live) && !known.is_cut() => {
+                Some(known) if known.live.same(&live) && !known.is_cut() && self.has_room_for(&known) => {
                     self.waiting += usize::from(known.held.is_none());
                     self.blocks += known.blocks();
                     self.bookings.insert(id, known);
@@ -155,6 +155,12 @@ impl Mirror {
         self.others = others;
     }
 
+    /// Whether a further reservation keeps the limits.
+    fn has_room_for(&self, mirrored: &Mirrored) -> bool {
+        let reservations = self.bookings.len() + self.others.reservations;
+        reservations < MOST_RESERVATIONS && self.blocks + mirrored.blocks() <= self.most_blocks()
+    }
+
     /// Most blocks that the reservations of the peer may have.
     fn most_blocks(&self) -> usize {
         MOST_BLOCKS.min(MOST_BLOCKS_OF_ALL_PEERS.saturating_sub(self.others.blocks))
@@ -162,8 +168,7 @@ impl Mirror {
 
     fn insert(&mut self, id: BookingId, live: Live, world: &World<'_>) {
         let mut mirrored = Mirrored { live, held: None };
-        let reservations = self.bookings.len() + self.others.reservations;
-        if reservations >= MOST_RESERVATIONS || self.blocks + mirrored.blocks() > self.most_blocks() {
+        if !self.has_room_for(&mirrored) {
             self.refused += 1;
             return;
         }

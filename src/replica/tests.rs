@@ -670,6 +670,26 @@ fn blocks_of_all_peers_are_bounded() {
     assert_eq!(peers.blocks_by_peer(), [left, 0]);
 }
 
+#[test]
+fn known_reservations_of_a_snapshot_have_limits() {
+    let load = LoadTracker::new(Instant::now);
+    let world = empty_world(&load);
+    let mut mirror = Mirror::default();
+    let mut random = SmallRng::seed_from_u64(1);
+    let mut named = |id: u64| {
+        let blocks = (0..MOST_BLOCKS as u64 / 4).map(|block| id << 32 | block).collect();
+        let prompt = super::proto::Prompt { blocks, unnamed: 0 };
+        let booking = super::proto::Booking { worker: 1, prompts: vec![prompt], ..Default::default() };
+        let booked = super::proto::Booked { id, bookings: vec![booking], ..Default::default() };
+        wire::live(booked, &mut Names::new(&mut random, None))
+    };
+    mirror.replace((1..=4).map(&mut named).collect(), &world);
+    assert_eq!(mirror.totals().blocks, MOST_BLOCKS);
+    // New reservations stand before those that are known.
+    mirror.replace([5, 6, 1, 2, 3, 4].map(&mut named).into(), &world);
+    assert_eq!((mirror.totals().blocks, mirror.refused()), (MOST_BLOCKS, 2));
+}
+
 fn booking_of(event: &Event) -> super::proto::Booking {
     match &event.event {
         Some(super::proto::event::Event::Booked(booked)) => booked.bookings[0].clone(),

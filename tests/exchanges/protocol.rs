@@ -10,6 +10,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use prost::Message as _;
 use serde_json::{Value, json};
+use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::codec::CompressionEncoding;
@@ -149,7 +150,7 @@ async fn oversize_buffered_body_is_routed_by_its_headers() {
         assert!(page.contains(&format!("warmroute_{series}")), "{series}: {page}");
     }
 
-    // In full duplex the bytes that were not read cannot be sent back.
+    // In full duplex the bytes that are not read cannot be sent back.
     let mut duplex = request_headers(&json!({}));
     let modes = json!({"protocol_config": {"request_body_mode": "FULL_DUPLEX_STREAMED"}});
     duplex.protocol_config = wire::request(&modes).protocol_config;
@@ -157,6 +158,32 @@ async fn oversize_buffered_body_is_routed_by_its_headers() {
     let ended = raw::call(site.channel.clone(), "identity", [frame(false, &duplex.encode_to_vec()), piece].concat());
     let ended = timeout(PATIENCE, ended).await.expect("an end");
     assert_eq!((ended.replies.len(), ended.status.as_str()), (0, "11"), "out of range: {ended:?}");
+    site.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn oversize_body_waits_in_the_queue() {
+    let mut written = configuration();
+    written["limits"]["body"] = json!("1MiB");
+    written["queue"] = json!({"prefill_busy_threshold": 1, "deadline": "60s", "refresh_after": "0s"});
+    let site = Site::start(&written).await;
+    let (busy, messages) = mpsc::unbounded_channel();
+    busy.send(request_headers(&json!({}))).unwrap();
+    busy.send(whole_body(1000)).unwrap();
+    let exchange = site.gateway.clone().process(UnboundedReceiverStream::new(messages)).await;
+    let mut replies = exchange.unwrap().into_inner();
+    for _ in 0..2 {
+        replies.message().await.unwrap().unwrap();
+    }
+    let first = frame(false, &request_headers(&json!({"x-request-id": "r-2"})).encode_to_vec());
+    let body = frame(false, &whole_body(3 << 20).encode_to_vec());
+    let waiting = tokio::spawn(raw::call(site.channel.clone(), "identity", [first, body].concat()));
+    let waits = |page: &Value| page.as_str().is_some_and(|text| text.contains("queue_requests{class=\"default\"} 1"));
+    let page = site.until("metrics", waits).await;
+    assert!(waits(&page), "the request does not wait: {page}");
+    drop((busy, replies));
+    let ended = timeout(PATIENCE, waiting).await.expect("an end").unwrap();
+    assert_eq!((ended.replies.len(), ended.status.as_str()), (2, "0"), "{ended:?}");
     site.stop().await;
 }
 

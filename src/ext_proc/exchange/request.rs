@@ -173,6 +173,16 @@ impl RequestSide {
         }
     }
 
+    /// Whether nothing of the request is left to answer.
+    pub(super) fn has_ended(&self) -> bool {
+        matches!(self, RequestSide::Ended)
+    }
+
+    /// Whether a route was asked for and has not been found yet.
+    pub(super) fn awaits_route(&self) -> bool {
+        matches!(self, RequestSide::Routing(_))
+    }
+
     /// Asks for a route without the body, if Envoy buffers it. The body exceeds the size limit of messages.
     pub(super) fn on_oversize_body(&mut self, context: &Context) -> Vec<Effect> {
         let RequestSide::Gather { head, .. } = self else { return Vec::new() };
