@@ -18,8 +18,6 @@ mod echo;
 mod engines;
 #[path = "envoy_e2e/fleet.rs"]
 mod fleet;
-#[path = "envoy_e2e/istio.rs"]
-mod istio;
 #[path = "envoy_e2e/openmetrics.rs"]
 mod openmetrics;
 #[path = "envoy_e2e/routing.rs"]
