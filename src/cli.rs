@@ -157,8 +157,9 @@ fn header(text: &str) -> Result<(String, String), String> {
 pub fn log_filter(level: LogLevel) -> String {
     #[expect(clippy::disallowed_methods, reason = "this module is the one that reads the environment")]
     let asked = std::env::var("RUST_LOG");
-    // The listener logs a refused server name itself, with the fix and a limit.
-    let by_level = || format!("{},rustls::msgs=error", level.as_str());
+    // The listener logs a refused server name itself, with the fix and a limit. Discovery logs each failure of the API server once,
+    // with its cause; the library logs every request.
+    let by_level = || format!("{},rustls::msgs=error,kube_client=off", level.as_str());
     asked.ok().filter(|filter| !filter.is_empty()).unwrap_or_else(by_level)
 }
 

@@ -205,9 +205,9 @@ metrics! {
     workers_file_valid: Gauge = Gauge::default();
     /// Reads of the workers file, by outcome: applied, unchanged, invalid
     workers_file_reloads: Family<OutcomeLabel, Counter> = outcomes(&["applied", "unchanged", "invalid"]);
-    /// 1 while what a source of workers said last is in use, 0 while an older fleet is kept
+    /// 1 while a source of workers can be read and watched, 0 otherwise
     discovery_up: Family<SourceLabel, Gauge> = Family::default();
-    /// When a source of workers last said what can be used
+    /// When a source of workers was last known to work
     discovery_success_timestamp_seconds: Family<SourceLabel, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
     /// Writes of Envoy's endpoint file, by outcome: written, failed
     endpoint_file_writes: Family<OutcomeLabel, Counter> = outcomes(&["written", "failed"]);

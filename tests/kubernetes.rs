@@ -9,6 +9,8 @@ mod support;
 #[path = "envoy_e2e/deployment.rs"]
 #[expect(dead_code, reason = "other tests use more of it")]
 mod deployment;
+#[path = "kubernetes/faults.rs"]
+mod faults;
 #[path = "kubernetes/kubectl.rs"]
 mod kubectl;
 #[path = "kubernetes/load.rs"]
@@ -84,9 +86,13 @@ impl Follows {
     }
 
     fn start_as(server: &ApiServer, pools: &Value, token: &str) -> Self {
+        Self::start_with(&server.kubeconfig(token), pools)
+    }
+
+    fn start_with(content: &Value, pools: &Value) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let kubeconfig = dir.path().join("config");
-        std::fs::write(&kubeconfig, server.kubeconfig(token).to_string()).unwrap();
+        std::fs::write(&kubeconfig, content.to_string()).unwrap();
         let config = json!({"pools": pools, "kubeconfig": kubeconfig, "silence": "1s"});
         let config: KubernetesConfig = serde_json::from_value(config).unwrap();
         let (told, fleets) = watch::channel(None);

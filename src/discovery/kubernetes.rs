@@ -1,14 +1,20 @@
-//! Workers by Kubernetes: the pods of InferencePools, or of label selectors where that resource is not there. What a pod says is
-//! turned into workers by a pure function ([`pods`]), the objects of each pool are kept by a plain value ([`pool`]), and
-//! [`watch`] listens to the API server. Beside the pools there may be objects that say something of requests: [`rules`], and
-//! [`optional`] because none of them need be there.
+//! Workers by Kubernetes: the pods of InferencePools, or of label selectors where that resource is not installed. A pure function
+//! turns pods into workers ([`pods`]); [`pool`] and [`store`] hold the objects. [`reflector`] lists and watches them with the
+//! requests of [`client`], in the order and at the times that the pure states of [`list_watch`] determine. [`watch`] does so for
+//! each pool, and [`optional`] for the objects beside the pools, whose contents are those of [`rules`].
 
+mod client;
 mod config;
+mod credentials;
+mod error;
+mod list_watch;
 mod objects;
 mod optional;
 mod pods;
 mod pool;
+mod reflector;
 mod rules;
+mod store;
 mod watch;
 
 pub use config::{Ids, KubernetesConfig, LabelsConfig, PodsConfig};

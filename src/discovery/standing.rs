@@ -34,13 +34,28 @@ impl Standing {
         self.metrics.discovery_success_timestamp_seconds.get_or_create(&self.label).set(now.as_secs_f64());
     }
 
-    /// It did not, for this reason.
+    /// It failed for this reason. Its workers stay in use.
     pub fn bad(&mut self, reason: &str) {
-        self.metrics.discovery_up.get_or_create(&self.label).set(0);
-        if self.wrong.as_deref() != Some(reason) {
+        if self.fail(reason) {
             warn!(source = self.label.source, reason, "workers cannot be found; the fleet in use is kept");
+        }
+    }
+
+    /// It has no workers any more, for this reason.
+    pub fn removed(&mut self, reason: &str) {
+        if self.fail(reason) {
+            warn!(source = self.label.source, reason, "workers cannot be found; those of this source are removed");
+        }
+    }
+
+    /// Returns whether the reason is a new one.
+    fn fail(&mut self, reason: &str) -> bool {
+        self.metrics.discovery_up.get_or_create(&self.label).set(0);
+        let is_new = self.wrong.as_deref() != Some(reason);
+        if is_new {
             self.wrong = Some(reason.to_owned());
         }
+        is_new
     }
 }
 

@@ -15,12 +15,12 @@ use crate::support::ports::until;
 use crate::support::stack::{EngineSpec, MODEL};
 use crate::{pod, pool};
 
-const OBJECTIVES: &str = OPTIONAL[0];
-const REWRITES: &str = OPTIONAL[1];
+pub(crate) const OBJECTIVES: &str = OPTIONAL[0];
+pub(crate) const REWRITES: &str = OPTIONAL[1];
 const OLD_OBJECTIVES: &str = OPTIONAL[2];
 const OLD_REWRITES: &str = OPTIONAL[3];
 
-fn object(kind: &str, name: &str, created: &str, spec: &Value) -> Value {
+pub(crate) fn object(kind: &str, name: &str, created: &str, spec: &Value) -> Value {
     let (_, group) = kind.split_once('.').unwrap();
     json!({
         "apiVersion": format!("{group}/v1alpha2"), "kind": "Object", "spec": spec,
@@ -31,18 +31,18 @@ fn object(kind: &str, name: &str, created: &str, spec: &Value) -> Value {
     })
 }
 
-fn objective(pool: &str, priority: i64) -> Value {
+pub(crate) fn objective(pool: &str, priority: i64) -> Value {
     json!({"poolRef": {"group": "inference.networking.k8s.io", "name": pool}, "priority": priority})
 }
 
-fn rewrite(pool: &str, models: &[&str], targets: &Value) -> Value {
+pub(crate) fn rewrite(pool: &str, models: &[&str], targets: &Value) -> Value {
     let matches: Vec<Value> = models.iter().map(|m| json!({"model": {"type": "Exact", "value": m}})).collect();
     json!({"poolRef": {"name": pool}, "rules": [{"matches": matches, "targets": targets}]})
 }
 
 /// Follows the rules of pools in the background.
-struct Follows {
-    rules: watch::Receiver<Option<Rules>>,
+pub(crate) struct Follows {
+    pub(crate) rules: watch::Receiver<Option<Rules>>,
     task: tokio::task::JoinHandle<()>,
     _dir: TempDir,
 }
@@ -54,7 +54,7 @@ impl Drop for Follows {
 }
 
 impl Follows {
-    fn start(server: &ApiServer, pools: &Value, again: &str) -> Self {
+    pub(crate) fn start(server: &ApiServer, pools: &Value, again: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let kubeconfig = dir.path().join("config");
         std::fs::write(&kubeconfig, server.kubeconfig(TOKEN).to_string()).unwrap();
@@ -76,7 +76,7 @@ impl Follows {
         Some(objects.chain(objectives).chain(rewrites).collect())
     }
 
-    async fn is(&self, expected: &[&str]) {
+    pub(crate) async fn is(&self, expected: &[&str]) {
         let found = until(PATIENCE, async || self.now().is_some_and(|now| now == expected)).await;
         assert!(found, "{:#?}, not {expected:#?}", self.now());
     }

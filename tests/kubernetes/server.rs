@@ -85,6 +85,14 @@ struct Cluster {
     refused: BTreeMap<String, u64>,
     /// How often somebody asked what there is.
     discoveries: u64,
+    /// Resources that may be listed and not watched.
+    unwatched: BTreeSet<String>,
+    /// The status, and the value of `Retry-After`, of every answer.
+    outage: Option<(u16, u64)>,
+    /// Requests that are never answered.
+    is_frozen: bool,
+    requests: u64,
+    token: String,
 }
 
 /// The objects, which outlive the server.
@@ -109,6 +117,7 @@ impl ApiServer {
         let mut server = Self {
             cluster: Arc::new(Mutex::new(Cluster {
                 forbidden: OPTIONAL.map(str::to_owned).into(),
+                token: TOKEN.to_owned(),
                 ..Cluster::default()
             })),
             changed: watch::Sender::default(),
@@ -216,6 +225,52 @@ impl ApiServer {
     pub(crate) fn kill_watches(&self) {
         let mut cluster = self.cluster.lock();
         cluster.dead = cluster.watches;
+    }
+
+    pub(crate) fn forbid_watch(&self, kind: &str, forbidden: bool) {
+        let mut cluster = self.cluster.lock();
+        if forbidden {
+            cluster.unwatched.insert(kind.to_owned())
+        } else {
+            cluster.unwatched.remove(kind)
+        };
+    }
+
+    /// Answers every request with this status and this `Retry-After`, and ends all watches.
+    pub(crate) fn fail_with(&self, outage: Option<(u16, u64)>) {
+        self.cluster.lock().outage = outage;
+        self.changed.send_replace(0);
+    }
+
+    /// Neither the watches nor any request from now on is answered, not even after [`thaw`](Self::thaw).
+    pub(crate) fn freeze(&self) {
+        self.kill_watches();
+        self.cluster.lock().is_frozen = true;
+    }
+
+    /// Answers new requests again.
+    pub(crate) fn thaw(&self) {
+        self.cluster.lock().is_frozen = false;
+    }
+
+    /// Accepts this token only.
+    pub(crate) fn set_token(&self, token: &str) {
+        self.cluster.lock().token = token.to_owned();
+    }
+
+    /// Serves with another certificate from the next [`resume`](Self::resume) on.
+    pub(crate) fn replace_certificate(&mut self) {
+        let names = ["127.0.0.1".to_owned(), "localhost".to_owned()];
+        self.certificate = rcgen::generate_simple_self_signed(names).unwrap();
+    }
+
+    pub(crate) fn authority(&self) -> String {
+        self.certificate.cert.pem()
+    }
+
+    /// All requests for objects.
+    pub(crate) fn requests(&self) -> u64 {
+        self.cluster.lock().requests
     }
 
     /// How often was listed.
@@ -368,7 +423,18 @@ fn status(code: StatusCode, reason: &str, message: &str) -> Value {
 }
 
 async fn answer(State(shared): State<Shared>, request: Request) -> Response {
-    let bearer = format!("Bearer {TOKEN}");
+    let (is_frozen, outage, bearer) = {
+        let mut cluster = shared.cluster.lock();
+        cluster.requests += 1;
+        (cluster.is_frozen, cluster.outage, format!("Bearer {}", cluster.token))
+    };
+    if is_frozen {
+        return std::future::pending().await;
+    }
+    if let Some((status, retry_after)) = outage {
+        let status = StatusCode::from_u16(status).unwrap();
+        return (status, [(header::RETRY_AFTER, retry_after.to_string())], "upstream connect error").into_response();
+    }
     let authorization = request.headers().get(header::AUTHORIZATION);
     if authorization.is_none_or(|value| value.as_bytes() != bearer.as_bytes()) {
         return failure(StatusCode::UNAUTHORIZED, "Unauthorized", "Unauthorized");
@@ -396,6 +462,9 @@ async fn answer(State(shared): State<Shared>, request: Request) -> Response {
     if cluster.forbidden.contains(&kind) {
         *cluster.refused.entry(kind).or_default() += 1;
         return failure(StatusCode::FORBIDDEN, "Forbidden", &forbidden());
+    }
+    if asked.watch && cluster.unwatched.contains(&kind) {
+        return failure(StatusCode::FORBIDDEN, "Forbidden", "pods is forbidden: User \"u\" cannot watch resource");
     }
     if cluster.missing.contains(&kind) {
         return failure(StatusCode::NOT_FOUND, "NotFound", "the server could not find the requested resource");
@@ -568,6 +637,9 @@ fn watches(shared: &Shared, asked: Asked) -> Response {
             changed.borrow_and_update();
             if shared.cluster.lock().dead >= number {
                 std::future::pending::<()>().await;
+            }
+            if shared.cluster.lock().outage.is_some() {
+                return None;
             }
             if let Some((text, at)) = tells(&shared, &asked, from, silent && asked.bookmarks) {
                 return Some((Ok::<_, io::Error>(text), (shared, asked, at, changed)));

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::num::NonZeroU16;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -30,7 +31,7 @@ pub struct KubernetesConfig {
     /// What pods say of themselves by labels.
     #[serde(default)]
     pub labels: LabelsConfig,
-    /// After how long a connection that says nothing is made anew.
+    /// After how long the API server ends a watch. A request without an answer for 5 s longer has failed.
     #[serde(default = "silence")]
     pub silence: Period,
     /// What the pools say of requests, InferenceObjectives and InferenceModelRewrites, need not be installed, nor for us to
@@ -181,6 +182,11 @@ impl PodsConfig {
 }
 
 impl KubernetesConfig {
+    /// The delay before optional kinds are looked for again, with a jitter so that replicas do not look at the same time.
+    pub(super) fn look_again(&self) -> Duration {
+        self.look_again.get().mul_f64(rand::random_range(0.8..1.2))
+    }
+
     /// Mistakes of meaning.
     pub fn problems(&self) -> Vec<Problem> {
         let of_pool = |(at, pool): (usize, &PodsConfig)| {

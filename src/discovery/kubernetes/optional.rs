@@ -1,100 +1,113 @@
-//! Listening to objects that need not be there: neither their kind has to be installed, nor do we have to be allowed to read it.
-//! Then we go on without, say so once, and look again after some minutes. What cannot be reached keeps its last word.
+//! The objects beside InferencePools. Their kinds need not be installed, and the Role need not allow them: then warmroute goes on
+//! without them and tries again after `look_again`. Objects that cannot be reached stay as they were received last.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
-use std::fmt::Debug;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::{BoxFuture, join_all};
-use kube::api::ListParams;
-use kube::core::{ApiResource, DynamicResourceScope};
-use kube::runtime::watcher::Event;
-use kube::{Api, Client, Resource};
 use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
-use tracing::info;
+use tokio::time::Instant;
+use tracing::{info, warn};
 
+use super::client::{ApiClient, ObjectQuery};
 use super::config::KubernetesConfig;
+use super::error::{ApiVerb, RequestError};
+use super::list_watch::RetryBackoff;
 use super::objects::{GROUPS, Kind, OBJECTIVES, Objective, REWRITES, Rewrite};
+use super::reflector::{Reflector, WatchHealth, WatchUpdate};
 use super::rules::{self, Followed, Objects, OurPool, Rules};
-use super::watch::{Listening, backoff, client, follows};
+use super::store::ObjectStore;
 
-/// Status of what is not installed, and of what we may not read.
+/// The status of a kind that is not installed, and of one that the Role does not allow.
 const ABSENT: u16 = 404;
 const FORBIDDEN: u16 = 403;
 
-/// Listens for ever to what the pools say of requests, and reports each change. Nothing is reported before all of it is known,
-/// or known not to be there.
+/// How long objects that could be listed before are tried again within seconds. An API server that restarts answers 403 for a
+/// moment, until its caches are filled.
+const FORBIDDEN_GRACE: Duration = Duration::from_secs(60);
+const ABSENT_GRACE: Duration = Duration::from_secs(3);
+
+/// Watches the objects beside the pools for ever, and reports each change. Nothing is reported before the condition of each kind is
+/// known.
 pub async fn watch_rules(config: &KubernetesConfig, mut on_rules: impl FnMut(Rules)) -> anyhow::Result<Infallible> {
-    let client = client(config).await?;
-    let ours = ours(config, &client);
-    let namespaces: BTreeSet<&str> = ours.iter().map(|pool| pool.namespace.as_str()).collect();
-    let (tell, mut told) = mpsc::unbounded_channel();
-    let mut followers: Vec<BoxFuture<'_, Infallible>> = Vec::new();
-    for namespace in &namespaces {
-        let place = |kind| Place { client: client.clone(), config, namespace: (*namespace).to_owned(), kind };
-        let (objectives, rewrites) = (tell.clone(), tell.clone());
-        let follower =
-            place(OBJECTIVES).follow(move |followed, all| _ = objectives.send(News::Objectives(followed, all)));
-        followers.push(follower.boxed());
-        let follower = place(REWRITES).follow(move |followed, all| _ = rewrites.send(News::Rewrites(followed, all)));
-        followers.push(follower.boxed());
-    }
-    if followers.is_empty() {
+    if config.pools.iter().all(|pool| pool.name.is_none()) {
         // Labels and ports have no objects beside them.
         on_rules(Rules::default());
         return std::future::pending().await;
     }
-    let expected = followers.len();
-    let gathered = async {
-        let mut known = Known::default();
-        while let Some(news) = told.recv().await {
-            known.take(news);
-            if known.followed.len() == expected {
+    let client = ApiClient::new(config);
+    let ours = ours(config, &client).await;
+    let namespaces: BTreeSet<&str> = ours.iter().map(|pool| pool.namespace.as_str()).collect();
+    let (report_tx, mut report_rx) = mpsc::unbounded_channel();
+    let mut watches: Vec<BoxFuture<'_, Infallible>> = Vec::new();
+    for namespace in &namespaces {
+        let watch = |kind| KindWatch::new(&client, config, namespace, kind);
+        let (objectives_tx, rewrites_tx) = (report_tx.clone(), report_tx.clone());
+        let on_objectives = move |followed, all| _ = objectives_tx.send(KindReport::Objectives(followed, all));
+        watches.push(watch(OBJECTIVES).run(on_objectives).boxed());
+        let on_rewrites = move |followed, all| _ = rewrites_tx.send(KindReport::Rewrites(followed, all));
+        watches.push(watch(REWRITES).run(on_rewrites).boxed());
+    }
+    let expected = watches.len();
+    let collected = async {
+        let mut known = KnownObjects::default();
+        while let Some(report) = report_rx.recv().await {
+            known.take(report);
+            if known.followed.len() == expected && known.followed.values().any(|kind| kind.standing != UNKNOWN) {
                 on_rules(known.rules(&ours));
             }
         }
     };
     tokio::select! {
-        _ = join_all(followers) => anyhow::bail!("nobody listens to Kubernetes"),
-        () = gathered => anyhow::bail!("nobody listens to Kubernetes"),
+        _ = join_all(watches) => anyhow::bail!("the watches of Kubernetes have ended"),
+        () = collected => anyhow::bail!("the watches of Kubernetes have ended"),
     }
 }
 
-fn ours(config: &KubernetesConfig, client: &Client) -> Vec<OurPool> {
+/// The named pools. Their namespace may be that of the credentials, which are waited for.
+async fn ours(config: &KubernetesConfig, client: &ApiClient) -> Vec<OurPool> {
+    let mut backoff = RetryBackoff::default();
+    let default = loop {
+        match client.default_namespace().await {
+            Ok(namespace) => break namespace,
+            // The watch of the pools reports the reason.
+            Err(_) => tokio::time::sleep(backoff.next_delay(None, rand::random())).await,
+        }
+    };
     let named = config.pools.iter().filter_map(|pool| Some((pool, pool.name.clone()?)));
     let pool = |(pool, name): (&super::PodsConfig, String)| OurPool {
         title: pool.title().into(),
-        namespace: pool.namespace.clone().unwrap_or_else(|| client.default_namespace().to_owned()),
+        namespace: pool.namespace.clone().unwrap_or_else(|| default.clone()),
         name,
     };
     named.map(pool).collect()
 }
 
-/// The objects of one kind in one namespace, and how it is with them.
-enum News {
+/// The objects of one kind in one namespace, and their condition.
+enum KindReport {
     Objectives(Followed, BTreeMap<String, Objective>),
     Rewrites(Followed, BTreeMap<String, Rewrite>),
 }
 
-/// What was told last.
+/// The last report of each kind.
 #[derive(Default)]
-struct Known {
+struct KnownObjects {
     followed: BTreeMap<(&'static str, String), Followed>,
     objectives: Objects<Objective>,
     rewrites: Objects<Rewrite>,
 }
 
-impl Known {
-    fn take(&mut self, news: News) {
-        let (News::Objectives(followed, _) | News::Rewrites(followed, _)) = &news;
+impl KnownObjects {
+    fn take(&mut self, report: KindReport) {
+        let (KindReport::Objectives(followed, _) | KindReport::Rewrites(followed, _)) = &report;
         let (namespace, followed) = (followed.namespace.clone(), followed.clone());
         self.followed.insert((followed.kind, namespace.clone()), followed);
-        match news {
-            News::Objectives(_, all) => drop(self.objectives.insert(namespace, all)),
-            News::Rewrites(_, all) => drop(self.rewrites.insert(namespace, all)),
+        match report {
+            KindReport::Objectives(_, all) => drop(self.objectives.insert(namespace, all)),
+            KindReport::Rewrites(_, all) => drop(self.rewrites.insert(namespace, all)),
         }
     }
 
@@ -107,138 +120,184 @@ impl Known {
     }
 }
 
-/// What may be told of: an object of which only the API server knows the kind.
-trait Optional:
-    Resource<DynamicType = ApiResource, Scope = DynamicResourceScope> + Clone + DeserializeOwned + Debug + Send + 'static
-{
+/// The condition of a kind that was neither read nor refused yet.
+const UNKNOWN: &str = "not read yet";
+
+/// Why a kind is not watched.
+enum KindError {
+    /// No group of it can be read: 404 or 403.
+    Refused(u16),
+    Failed(RequestError),
 }
 
-impl<K> Optional for K where
-    K: Resource<DynamicType = ApiResource, Scope = DynamicResourceScope>
-        + Clone
-        + DeserializeOwned
-        + Debug
-        + Send
-        + 'static
-{
-}
-
-/// Where objects of one kind may be.
-struct Place<'a> {
-    client: Client,
+/// The watch of one kind in one namespace.
+struct KindWatch<'a> {
+    client: &'a ApiClient,
     config: &'a KubernetesConfig,
-    namespace: String,
     kind: Kind,
+    followed: Followed,
 }
 
-/// Why there are no such objects.
-enum Lacking {
-    /// The status that says so.
-    NotThere(u16),
-    /// It could not be found out.
-    Unknown,
-}
+impl<'a> KindWatch<'a> {
+    fn new(client: &'a ApiClient, config: &'a KubernetesConfig, namespace: &str, kind: Kind) -> Self {
+        let followed = Followed {
+            kind: kind.kind,
+            namespace: namespace.to_owned(),
+            standing: UNKNOWN.to_owned(),
+            error: None,
+            unreadable: Vec::new(),
+        };
+        Self { client, config, kind, followed }
+    }
 
-impl Place<'_> {
-    /// Listens for ever, and tells whenever the objects, or how it is with them, are others.
-    async fn follow<K>(self, mut tell: impl FnMut(Followed, BTreeMap<String, K>)) -> Infallible
+    /// Watches for ever, and reports each change of the objects or of their condition.
+    async fn run<K>(mut self, mut on_change: impl FnMut(Followed, BTreeMap<String, K>)) -> Infallible
     where
-        K: Optional,
+        K: DeserializeOwned + Clone + Send + 'static,
     {
-        let (mut known, mut failures, mut said) = (BTreeMap::new(), 0, None);
+        let mut store: ObjectStore<K> = ObjectStore::default();
+        let mut backoff = RetryBackoff::default();
         loop {
-            match self.look().await {
-                Ok((api, group)) => {
-                    let mut tell = |known: &BTreeMap<String, K>| {
-                        failures = 0;
-                        let followed = self.say(&mut said, format!("followed as {group}/v1alpha2"));
-                        tell(followed, known.clone());
-                    };
-                    let listening = self.listen(api, &mut known, &mut tell);
+            let wait = match self.find_group().await {
+                Ok(group) => {
+                    backoff.reset();
+                    let look_again = self.config.look_again();
+                    let watch = self.watch(group, &mut store, &mut on_change);
                     if group == GROUPS[0] {
-                        listening.await;
+                        watch.await;
                     } else {
                         // The other group may be installed meanwhile.
-                        _ = tokio::time::timeout(self.again(), listening).await;
-                        continue;
+                        _ = tokio::time::timeout(look_again, watch).await;
                     }
-                }
-                Err(Lacking::NotThere(status)) => {
-                    let standing = if status == ABSENT {
-                        known.clear();
-                        "not installed"
-                    } else {
-                        "not ours to read"
-                    };
-                    let followed = self.say(&mut said, standing.to_owned());
-                    tell(followed, known.clone());
-                    tokio::time::sleep(self.again()).await;
                     continue;
                 }
-                Err(Lacking::Unknown) => {}
-            }
-            tokio::time::sleep(backoff(failures)).await;
-            failures += 1;
+                Err(KindError::Refused(status)) => {
+                    if status == ABSENT {
+                        store.clear();
+                    }
+                    self.set_standing(if status == ABSENT { "not installed" } else { "not ours to read" }.to_owned());
+                    self.set_error(None);
+                    self.config.look_again()
+                }
+                Err(KindError::Failed(error)) => {
+                    self.set_error(Some(error.to_string()));
+                    backoff.next_delay(None, rand::random())
+                }
+            };
+            on_change(self.describe(&store), store.objects().clone());
+            tokio::time::sleep(wait).await;
         }
     }
 
-    /// Listens until something is wrong.
-    async fn listen<K>(&self, api: Api<K>, known: &mut BTreeMap<String, K>, tell: &mut impl FnMut(&BTreeMap<String, K>))
-    where
-        K: Optional,
+    /// Watches the objects of a group until these can no longer be listed.
+    async fn watch<K>(
+        &mut self,
+        group: &'static str,
+        store: &mut ObjectStore<K>,
+        on_change: &mut impl FnMut(Followed, BTreeMap<String, K>),
+    ) where
+        K: DeserializeOwned + Clone + Send + 'static,
     {
-        let uid = |object: &K| object.meta().uid.clone().unwrap_or_default();
-        let mut listening = Listening::new(api, follows(self.config));
-        let mut listed = BTreeMap::new();
-        while let Ok(event) = listening.next().await {
-            match event {
-                Event::Init => listed.clear(),
-                Event::InitApply(object) => drop(listed.insert(uid(&object), object)),
-                Event::InitDone => {
-                    *known = std::mem::take(&mut listed);
-                    tell(known);
+        let mut reflector = Reflector::new(self.client.clone(), self.query(group));
+        let mut refused_since: Option<Instant> = None;
+        loop {
+            match reflector.next().await {
+                WatchUpdate::Changed(change) => {
+                    refused_since = None;
+                    store.apply(change);
                 }
-                Event::Apply(object) => {
-                    known.insert(uid(&object), object);
-                    tell(known);
-                }
-                Event::Delete(object) => {
-                    known.remove(&uid(&object));
-                    tell(known);
+                WatchUpdate::Alive if self.is_followed(group) => continue,
+                WatchUpdate::Alive => {}
+                WatchUpdate::Failed(error) => {
+                    let grace = self.grace(&error);
+                    let since = *refused_since.get_or_insert_with(Instant::now);
+                    if grace.is_some_and(|grace| since.elapsed() >= grace) {
+                        return;
+                    }
+                    if grace.is_none() {
+                        refused_since = None;
+                    }
                 }
             }
+            self.take_health(reflector.health(), group);
+            on_change(self.describe(store), store.objects().clone());
         }
     }
 
-    /// The objects, and of which group they are.
-    async fn look<K>(&self) -> Result<(Api<K>, &'static str), Lacking>
-    where
-        K: Optional,
-    {
-        let mut not_there = ABSENT;
+    fn is_followed(&self, group: &str) -> bool {
+        self.followed.error.is_none() && self.followed.standing == followed_as(group)
+    }
+
+    fn take_health(&mut self, health: &WatchHealth, group: &str) {
+        match health {
+            WatchHealth::Starting => {}
+            WatchHealth::Up => {
+                self.set_error(None);
+                self.set_standing(followed_as(group));
+            }
+            WatchHealth::Failed(error) => self.set_error(Some(error.to_string())),
+        }
+    }
+
+    /// How long a refused list is tried again within seconds. A refused watch still leaves the lists.
+    fn grace(&self, error: &RequestError) -> Option<Duration> {
+        let grace = match (error.verb, error.code()) {
+            (_, Some(ABSENT)) => ABSENT_GRACE,
+            (ApiVerb::List, Some(FORBIDDEN)) => FORBIDDEN_GRACE,
+            _ => return None,
+        };
+        Some(grace.min(self.config.look_again.get()))
+    }
+
+    /// The group that is installed and may be read.
+    async fn find_group(&self) -> Result<&'static str, KindError> {
+        let mut refused = ABSENT;
         for group in GROUPS {
-            let api: Api<K> = Api::namespaced_with(self.client.clone(), &self.namespace, &self.kind.of(group));
-            match api.list(&ListParams::default().limit(1)).await {
-                Ok(_) => return Ok((api, group)),
-                Err(kube::Error::Api(status)) if status.code == FORBIDDEN => not_there = FORBIDDEN,
-                Err(kube::Error::Api(status)) if status.code == ABSENT => {}
-                Err(_) => return Err(Lacking::Unknown),
+            match self.client.try_list(&self.query(group)).await {
+                Ok(()) => return Ok(group),
+                Err(error) if error.code() == Some(FORBIDDEN) => refused = FORBIDDEN,
+                Err(error) if error.code() == Some(ABSENT) => {}
+                Err(error) => return Err(KindError::Failed(error)),
             }
         }
-        Err(Lacking::NotThere(not_there))
+        Err(KindError::Refused(refused))
     }
 
-    /// How long until it is looked again; not the same on every replica.
-    fn again(&self) -> Duration {
-        self.config.look_again.get().mul_f64(rand::random_range(0.8..1.2))
+    fn query(&self, group: &str) -> ObjectQuery {
+        let (resource, namespace) = (self.kind.of(group), Some(self.followed.namespace.clone()));
+        ObjectQuery { resource, namespace, labels: None, fields: None }
     }
 
-    fn say(&self, said: &mut Option<String>, standing: String) -> Followed {
-        let (kind, namespace) = (self.kind.kind, self.namespace.clone());
-        if said.as_ref() != Some(&standing) {
+    fn set_standing(&mut self, standing: String) {
+        let Followed { kind, namespace, .. } = &self.followed;
+        if self.followed.standing != standing {
             info!(kind, namespace, standing, "what InferencePools say of requests");
-            *said = Some(standing.clone());
+            self.followed.standing = standing;
         }
-        Followed { kind, namespace, standing }
     }
+
+    fn set_error(&mut self, error: Option<String>) {
+        let kind = self.followed.kind;
+        match &error {
+            Some(reason) if self.followed.error != error => {
+                warn!(kind, reason, "objects cannot be watched; the last known ones stay in use");
+            }
+            _ => {}
+        }
+        self.followed.error = error;
+    }
+
+    /// The condition, with the objects that cannot be read. Each of these is logged once.
+    fn describe<K>(&mut self, store: &ObjectStore<K>) -> Followed {
+        let unreadable: Vec<String> = store.unreadable().map(|object| object.describe(self.kind.kind)).collect();
+        for reason in unreadable.iter().filter(|reason| !self.followed.unreadable.contains(reason)) {
+            warn!(reason, "Kubernetes object ignored");
+        }
+        self.followed.unreadable = unreadable;
+        self.followed.clone()
+    }
+}
+
+fn followed_as(group: &str) -> String {
+    format!("followed as {group}/v1alpha2")
 }

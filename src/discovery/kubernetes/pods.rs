@@ -28,6 +28,9 @@ pub(super) struct Likeness<'a> {
     pub(super) ids: Ids,
 }
 
+/// The older name of the annotation with the active ports. llm-d reads it as well.
+const OLD_ACTIVE_PORTS: &str = "inference.networking.k8s.io/active-ports";
+
 /// How far a pod takes requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Takes {
@@ -90,7 +93,8 @@ fn of_pod((uid, pod): (&str, &Pod), address: IpAddr, like: &Likeness<'_>) -> Res
         None => made_ids((uid, pod), like)?,
     };
     let annotations = pod.metadata.annotations.as_ref();
-    let active = annotations.and_then(|all| all.get(&like.labels.active_ports)).map(|list| ports(list)).transpose()?;
+    let active = annotations.and_then(|all| all.get(&like.labels.active_ports).or_else(|| all.get(OLD_ACTIVE_PORTS)));
+    let active = active.map(|list| ports(list)).transpose()?;
     let mut workers = Vec::new();
     for (rank, port) in (0u32..).zip(like.ports) {
         if active.as_ref().is_some_and(|active| !active.contains(port)) {
@@ -117,7 +121,7 @@ fn role(label: &str) -> Result<Role, String> {
     match label {
         "prefill" => Ok(Role::Prefill),
         "decode" => Ok(Role::Decode),
-        "both" | "prefill-decode" | "aggregated" => Ok(Role::Aggregated),
+        "both" | "prefill-decode" | "encode-prefill-decode" | "aggregated" => Ok(Role::Aggregated),
         other => Err(format!("its role `{other}` is none of prefill, decode and both, so it gets no requests")),
     }
 }

@@ -1,14 +1,12 @@
-//! The pods of one pool as they were told of last. While a list is being read anew, after a restart of the watch or with another
-//! selector, the old one holds until the new one is whole.
+//! The membership of one pool, and its pods as last received.
 
 use std::collections::{BTreeMap, HashSet};
 use std::num::NonZeroU16;
 
-use kube::runtime::watcher::Event;
-
 use super::config::{LabelsConfig, PodsConfig, label_selector};
 use super::objects::{InferencePool, Pod};
 use super::pods::{self, Likeness};
+use super::store::{ObjectChange, ObjectStore};
 use crate::discovery::config::WorkerConfig;
 
 /// Which pods are members, and at which ports.
@@ -41,50 +39,38 @@ impl Membership {
 /// The pods of one pool.
 #[derive(Debug, Default)]
 pub(super) struct Pods {
-    known: BTreeMap<String, Pod>,
-    /// Those of a list that is not whole yet.
-    listed: Option<BTreeMap<String, Pod>>,
-    /// Whether a list was whole once.
-    is_known: bool,
+    store: ObjectStore<Pod>,
     used: HashSet<String>,
 }
 
 impl Pods {
-    /// Takes what was told; whether the pods may be others now.
-    pub(super) fn take(&mut self, event: Event<Pod>) -> bool {
-        let uid = |pod: &Pod| pod.metadata.uid.clone().unwrap_or_default();
-        match event {
-            Event::Init => self.listed = Some(BTreeMap::new()),
-            Event::InitApply(pod) => drop(self.listed.get_or_insert_default().insert(uid(&pod), pod)),
-            Event::InitDone => {
-                self.known = self.listed.take().unwrap_or_default();
-                self.is_known = true;
-                return true;
-            }
-            Event::Apply(pod) => {
-                self.known.insert(uid(&pod), pod);
-                return true;
-            }
-            Event::Delete(pod) => return self.known.remove(&uid(&pod)).is_some(),
-        }
-        false
+    pub(super) fn apply(&mut self, change: ObjectChange<Pod>) {
+        self.store.apply(change);
     }
 
-    /// There is no such pool, or no longer. One that never was is not known to be empty.
-    pub(super) fn forget(&mut self) {
-        *self = Self { is_known: self.is_known, ..Self::default() };
+    /// There is no such pool, or no longer. Returns whether that removes workers.
+    pub(super) fn clear(&mut self) -> bool {
+        let had_workers = !self.used.is_empty();
+        self.store.clear();
+        self.used.clear();
+        had_workers
     }
 
-    /// The workers, and what is odd; `None`: nothing was told yet.
+    /// The workers, and the problems of single pods. `None` before the first list.
     pub(super) fn workers(
         &mut self,
         membership: &Membership,
         pool: &PodsConfig,
         labels: &LabelsConfig,
     ) -> Option<(Vec<WorkerConfig>, Vec<String>)> {
+        if !self.store.is_listed() {
+            return None;
+        }
         let title = pool.title();
         let like = Likeness { pool: &title, ports: &membership.ports, template: &pool.worker, labels, ids: pool.ids };
-        self.is_known.then(|| pods::workers(&self.known, &like, &mut self.used))
+        let (workers, mut problems) = pods::workers(self.store.objects(), &like, &mut self.used);
+        problems.extend(self.store.unreadable().map(|object| object.describe("pod")));
+        Some((workers, problems))
     }
 }
 

@@ -27,6 +27,12 @@ pub struct Followed {
     pub namespace: String,
     /// How it is.
     pub standing: String,
+    /// Why it cannot be read or watched now.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// Objects that are ignored because they do not have the expected form.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unreadable: Vec<String>,
 }
 
 /// A priority with a name.

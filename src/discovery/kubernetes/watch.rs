@@ -1,26 +1,22 @@
-//! Listening to the API server: each pool by a watch of its own, and one of its InferencePool. Whatever goes wrong there is tried
-//! again for ever, and changes nothing of the fleet.
+//! The list and watch of each pool: one of its InferencePool, one of its pods. Failures are retried for ever and leave the fleet as
+//! it is.
 
 use std::convert::Infallible;
-use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use futures_util::StreamExt as _;
 use futures_util::future::join_all;
-use futures_util::stream::{self, BoxStream};
-use kube::api::ListParams;
-use kube::config::{KubeConfigOptions, Kubeconfig};
-use kube::runtime::watcher::{self, Event, watcher};
-use kube::{Api, Client};
 use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
+use super::client::{ApiClient, ObjectQuery};
 use super::config::{KubernetesConfig, PodsConfig};
 use super::objects::{self, InferencePool, Pod};
 use super::pool::{Membership, Pods};
+use super::reflector::{Reflector, WatchHealth, WatchUpdate};
+use super::store::{ObjectChange, ObjectStore};
 use crate::discovery::config::WorkerConfig;
 use crate::discovery::found::{Found, tell};
 use crate::discovery::{ServedModel, Standing, resolve_each};
@@ -30,22 +26,19 @@ use crate::worker::Worker;
 /// Changes that come within this time are one.
 const TOGETHER: Duration = Duration::from_millis(20);
 
-/// The first wait after a failure, and the longest.
-const WAITS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-
-/// Listens for ever and reports each new fleet, the first one when any pool was told of.
+/// Watches for ever and reports each new fleet, the first one when any pool is known.
 pub async fn watch(
     config: KubernetesConfig,
     models: Vec<ServedModel>,
     metrics: Arc<Metrics>,
     mut on_fleet: impl FnMut(Vec<Worker>),
 ) -> anyhow::Result<Infallible> {
-    let client = client(&config).await?;
+    let client = ApiClient::new(&config);
     let (tell, mut told) = mpsc::unbounded_channel();
     let pools = config.pools.iter().enumerate().map(|(at, pool)| {
-        let follower = Follower::new(&config, pool, &client, &metrics);
+        let watch = PoolWatch::new(&config, pool, &client, &metrics);
         let tell = tell.clone();
-        follower.run(move |workers| _ = tell.send((at, workers)))
+        watch.run(move |workers| _ = tell.send((at, workers)))
     });
     let gathered = async {
         let mut all: Vec<Vec<WorkerConfig>> = vec![Vec::new(); config.pools.len()];
@@ -61,149 +54,89 @@ pub async fn watch(
     }
 }
 
-/// Looks once.
+/// Lists the workers once.
 pub async fn look(config: &KubernetesConfig, models: &[ServedModel]) -> anyhow::Result<Vec<Worker>> {
-    let client = client(config).await?;
+    let client = ApiClient::new(config);
     let mut all = Vec::new();
     for pool in &config.pools {
-        let (pools, pods) = apis(pool, &client);
+        let query = |resource| ObjectQuery { resource, namespace: pool.namespace.clone(), labels: None, fields: None };
         let membership = match &pool.name {
-            Some(name) => Membership::of(&pools.get(name).await?).with_context(|| format!("{name} has no selector"))?,
+            Some(name) => {
+                let fields = Some(format!("metadata.name={name}"));
+                let query = ObjectQuery { fields, ..query(objects::inference_pools()) };
+                let found = client.list::<InferencePool>(&query).await?.objects.into_iter().next();
+                let found = found.with_context(|| format!("there is no InferencePool {}", pool.title()))?;
+                let found = found.object.map_err(|object| anyhow::anyhow!(object.describe("InferencePool")))?;
+                Membership::of(&found).with_context(|| format!("the InferencePool {} has no selector", pool.title()))?
+            }
             None => Membership::configured(pool).unwrap_or_default(),
         };
+        let query = ObjectQuery { labels: Some(membership.label_selector()), ..query(objects::pods()) };
         let mut found = Pods::default();
-        for pod in pods.list(&ListParams::default().labels(&membership.label_selector())).await?.items {
-            found.take(Event::InitApply(pod));
-        }
-        found.take(Event::InitDone);
+        found.apply(ObjectChange::Listed(client.list(&query).await?.objects));
         all.extend(found.workers(&membership, pool, &config.labels).map(|(workers, _)| workers).unwrap_or_default());
     }
     Ok(resolve_each(all, models).0)
 }
 
-pub(super) async fn client(config: &KubernetesConfig) -> anyhow::Result<Client> {
-    let mut settings = match &config.kubeconfig {
-        None => kube::Config::infer().await.context("it is not known where the API server of Kubernetes is")?,
-        Some(file) => {
-            let file = Kubeconfig::read_from(file).context("the kubeconfig cannot be used")?;
-            let options = KubeConfigOptions { context: config.context.clone(), ..KubeConfigOptions::default() };
-            kube::Config::from_custom_kubeconfig(file, &options).await.context("the kubeconfig cannot be used")?
-        }
-    };
-    settings.connect_timeout = Some(WAITS.1);
-    Ok(Client::try_from(settings)?)
-}
-
-fn apis(pool: &PodsConfig, client: &Client) -> (Api<InferencePool>, Api<Pod>) {
-    let namespace = pool.namespace.as_deref().unwrap_or_else(|| client.default_namespace()).to_owned();
-    let pools = Api::namespaced_with(client.clone(), &namespace, &objects::inference_pools());
-    (pools, Api::namespaced_with(client.clone(), &namespace, &objects::pods()))
-}
-
-/// The objects of one kind, listened to. After a failure all are listed anew: a watch that only goes on says nothing where nothing
-/// changed, and nobody would know that it is well again.
-pub(super) struct Listening<K> {
-    api: Api<K>,
-    config: watcher::Config,
-    told: BoxStream<'static, Result<Event<K>, watcher::Error>>,
-    /// Failures since the last list.
-    failures: u32,
-    is_well: bool,
-}
-
-impl<K> Listening<K>
+/// The next update; pending where there is no list and watch.
+async fn next<K>(reflector: &mut Option<Reflector<K>>) -> WatchUpdate<K>
 where
-    K: kube::Resource + Clone + DeserializeOwned + Debug + Send + 'static,
+    K: DeserializeOwned + Send + 'static,
 {
-    pub(super) fn new(api: Api<K>, config: watcher::Config) -> Self {
-        let told = watcher(api.clone(), config.clone()).boxed();
-        Self { api, config, told, failures: 0, is_well: false }
-    }
-
-    pub(super) async fn next(&mut self) -> Result<Event<K>, String> {
-        let told = self.told.next().await;
-        match told {
-            Some(Ok(event)) => {
-                if matches!(event, Event::InitDone) {
-                    (self.is_well, self.failures) = (true, 0);
-                }
-                Ok(event)
-            }
-            Some(Err(error)) => Err(self.fail(error.to_string())),
-            None => Err(self.fail("the watch has ended".to_owned())),
-        }
-    }
-
-    /// Begins anew after a wait, which grows, and is not the same on every replica.
-    fn fail(&mut self, reason: String) -> String {
-        self.is_well = false;
-        let wait = backoff(self.failures);
-        self.failures += 1;
-        let wait = stream::once(tokio::time::sleep(wait)).filter_map(async |()| None);
-        self.told = wait.chain(watcher(self.api.clone(), self.config.clone())).boxed();
-        reason
-    }
-}
-
-/// How long to wait after so many failures.
-pub(super) fn backoff(failures: u32) -> Duration {
-    WAITS.0.saturating_mul(1 << failures.min(10)).min(WAITS.1).mul_f64(rand::random_range(0.5..1.0))
-}
-
-/// What is told next; nothing ever where nobody listens.
-async fn next<K>(listening: &mut Option<Listening<K>>) -> Result<Event<K>, String>
-where
-    K: kube::Resource + Clone + DeserializeOwned + Debug + Send + 'static,
-{
-    match listening {
-        Some(listening) => listening.next().await,
+    match reflector {
+        Some(reflector) => reflector.next().await,
         None => std::future::pending().await,
     }
 }
 
-/// One pool, followed.
-struct Follower<'a> {
+/// The list and watch of one pool.
+struct PoolWatch<'a> {
     config: &'a KubernetesConfig,
     pool: &'a PodsConfig,
-    pods_api: Api<Pod>,
+    client: &'a ApiClient,
     /// None where no InferencePool is named.
-    pools: Option<Listening<InferencePool>>,
-    /// None where it is not known which pods.
-    pods: Option<Listening<Pod>>,
+    pools: Option<Reflector<InferencePool>>,
+    /// None where the selector is not known.
+    pods: Option<Reflector<Pod>>,
     membership: Option<Membership>,
-    /// Of the InferencePool: whether a list that is being read has it.
-    is_listed: bool,
+    /// Why the InferencePool selects no pods, and whether that removed workers.
+    pool_problem: Option<(String, bool)>,
+    inference_pools: ObjectStore<InferencePool>,
     found: Pods,
     standing: Standing,
     odd: Vec<String>,
 }
 
-impl<'a> Follower<'a> {
-    fn new(config: &'a KubernetesConfig, pool: &'a PodsConfig, client: &Client, metrics: &Arc<Metrics>) -> Self {
-        let (pools_api, pods_api) = apis(pool, client);
-        let named = |name: &String| follows(config).fields(&format!("metadata.name={name}"));
-        let configured = Membership::configured(pool);
-        let standing = Standing::new(format!("kubernetes {}", pool.title()), metrics);
-        let mut follower = Self {
+impl<'a> PoolWatch<'a> {
+    fn new(config: &'a KubernetesConfig, pool: &'a PodsConfig, client: &'a ApiClient, metrics: &Arc<Metrics>) -> Self {
+        let query = |name: &String| ObjectQuery {
+            resource: objects::inference_pools(),
+            namespace: pool.namespace.clone(),
+            labels: None,
+            fields: Some(format!("metadata.name={name}")),
+        };
+        let mut watch = Self {
             config,
             pool,
-            pods_api,
-            pools: pool.name.as_ref().map(|name| Listening::new(pools_api, named(name))),
+            client,
+            pools: pool.name.as_ref().map(|name| Reflector::new(client.clone(), query(name))),
             pods: None,
             membership: None,
-            is_listed: false,
+            pool_problem: None,
+            inference_pools: ObjectStore::default(),
             found: Pods::default(),
-            standing,
+            standing: Standing::new(format!("kubernetes {}", pool.title()), metrics),
             odd: Vec::new(),
         };
-        if let Some(membership) = configured {
-            follower.belong(membership);
+        if let Some(membership) = Membership::configured(pool) {
+            watch.select(membership);
         }
-        follower
+        watch
     }
 
-    /// Tells of the workers whenever they may be others.
-    async fn run(mut self, mut tell: impl FnMut(Vec<WorkerConfig>)) {
+    /// Reports the workers whenever they may have changed.
+    async fn run(mut self, mut on_workers: impl FnMut(Vec<WorkerConfig>)) {
         let mut due: Option<Instant> = None;
         loop {
             let wait = async {
@@ -212,77 +145,82 @@ impl<'a> Follower<'a> {
                     None => std::future::pending().await,
                 }
             };
-            let news = tokio::select! {
-                told = next(&mut self.pools) => self.pool_told(told),
-                told = next(&mut self.pods) => self.pods_told(told),
+            let may_have_changed = tokio::select! {
+                update = next(&mut self.pools) => self.on_pool(update),
+                update = next(&mut self.pods) => self.on_pods(update),
                 () = wait => {
                     due = None;
-                    self.workers().into_iter().for_each(&mut tell);
+                    self.workers().into_iter().for_each(&mut on_workers);
                     false
                 }
             };
-            if news {
+            self.report_health();
+            if may_have_changed {
                 due.get_or_insert_with(|| Instant::now() + TOGETHER);
             }
         }
     }
 
-    fn pool_told(&mut self, told: Result<Event<InferencePool>, String>) -> bool {
-        match told {
-            Err(reason) => {
-                self.standing.bad(&reason);
-                return false;
+    fn on_pool(&mut self, update: WatchUpdate<InferencePool>) -> bool {
+        let WatchUpdate::Changed(change) = update else { return false };
+        self.inference_pools.apply(change);
+        let unreadable = self.inference_pools.unreadable().next().map(|object| object.reason.clone());
+        let membership = self.inference_pools.objects().values().next().map(Membership::of);
+        match (unreadable, membership) {
+            (Some(reason), _) => {
+                // The last known selector stays in use.
+                self.pool_problem = Some((format!("the InferencePool cannot be read: {reason}"), false));
             }
-            Ok(Event::Init) => self.is_listed = false,
-            Ok(Event::InitApply(pool) | Event::Apply(pool)) => {
-                self.is_listed = true;
-                match Membership::of(&pool) {
-                    Some(membership) => self.belong(membership),
-                    None => self.leave("the InferencePool selects nothing"),
-                }
-            }
-            Ok(Event::InitDone) if self.is_listed => {}
-            Ok(Event::InitDone | Event::Delete(_)) => self.leave("there is no such InferencePool"),
+            (None, Some(Some(membership))) => self.select(membership),
+            (None, Some(None)) => self.clear("the InferencePool has no selector"),
+            (None, None) => self.clear("there is no such InferencePool"),
         }
-        self.tell_standing();
         true
     }
 
-    fn pods_told(&mut self, told: Result<Event<Pod>, String>) -> bool {
-        match told {
-            Ok(event) => {
-                let news = self.found.take(event);
-                self.tell_standing();
-                news
-            }
-            Err(reason) => {
-                self.standing.bad(&reason);
-                false
-            }
+    fn on_pods(&mut self, update: WatchUpdate<Pod>) -> bool {
+        let WatchUpdate::Changed(change) = update else { return false };
+        self.found.apply(change);
+        true
+    }
+
+    /// Publishes the condition of the watches, with the first problem.
+    fn report_health(&mut self) {
+        let none = WatchHealth::Starting;
+        let pools = self.pools.as_ref().map_or(&WatchHealth::Up, Reflector::health);
+        let pods = self.pods.as_ref().map_or(&none, Reflector::health);
+        match (pools, &self.pool_problem, pods) {
+            (WatchHealth::Failed(error), ..) => self.standing.bad(&error.to_string()),
+            (_, Some((problem, true)), _) => self.standing.removed(problem),
+            (_, Some((problem, false)), _) => self.standing.bad(problem),
+            (_, None, WatchHealth::Failed(error)) => self.standing.bad(&error.to_string()),
+            (WatchHealth::Up, None, WatchHealth::Up) => self.standing.good(),
+            _ => {}
         }
     }
 
-    fn tell_standing(&mut self) {
-        let pools = self.pools.as_ref().is_none_or(|pools| pools.is_well);
-        if pools && self.pods.as_ref().is_some_and(|pods| pods.is_well) {
-            self.standing.good();
-        }
-    }
-
-    /// From now on other pods may be members. Those that were stay until the others are known.
-    fn belong(&mut self, membership: Membership) {
+    /// Selects other pods. The known ones stay until the others are listed.
+    fn select(&mut self, membership: Membership) {
+        self.pool_problem = None;
         let selector = membership.label_selector();
         if self.pods.is_none() || self.membership.as_ref().map(Membership::label_selector).as_ref() != Some(&selector) {
-            self.pods = Some(Listening::new(self.pods_api.clone(), follows(self.config).labels(&selector)));
+            let query = ObjectQuery {
+                resource: objects::pods(),
+                namespace: self.pool.namespace.clone(),
+                labels: Some(selector),
+                fields: None,
+            };
+            self.pods = Some(Reflector::new(self.client.clone(), query));
         }
         self.membership = Some(membership);
     }
 
-    /// Nobody is a member.
-    fn leave(&mut self, reason: &str) {
-        self.standing.bad(reason);
+    /// Selects no pods.
+    fn clear(&mut self, reason: &str) {
+        let removed_before = self.pool_problem.as_ref().is_some_and(|(_, removed)| *removed);
+        let removed = self.found.clear() || removed_before;
+        self.pool_problem = Some((reason.to_owned(), removed));
         (self.membership, self.pods) = (None, None);
-        self.found.forget();
     }
 
     fn workers(&mut self) -> Option<Vec<WorkerConfig>> {
@@ -291,9 +229,4 @@ impl<'a> Follower<'a> {
         tell(&mut self.odd, odd);
         Some(workers)
     }
-}
-
-pub(super) fn follows(config: &KubernetesConfig) -> watcher::Config {
-    let seconds = u32::try_from(config.silence.get().as_secs()).unwrap_or(u32::MAX).max(1);
-    watcher::Config::default().timeout(seconds)
 }

@@ -111,6 +111,13 @@ fn each_port_is_the_worker_of_one_rank_and_an_annotation_leaves_some_out() {
     let some = |pod: &mut Value| pod["metadata"]["annotations"] = json!({"llm-d.ai/active-ports": "8002, 8000"});
     let (workers, odd) = found(&[pod("a", some)], &[8000, 8001, 8002], &mut used);
     assert_eq!((list(&workers), odd), (vec![(8000, 0), (8002, 2)], vec![]));
+    // The older name counts where the newer is missing.
+    let older = "inference.networking.k8s.io/active-ports";
+    let old = |pod: &mut Value| pod["metadata"]["annotations"] = json!({older: "8001"});
+    assert_eq!(list(&found(&[pod("a", old)], &[8000, 8001, 8002], &mut used).0), [(8001, 1)]);
+    let both =
+        |pod: &mut Value| pod["metadata"]["annotations"] = json!({older: "8001", "llm-d.ai/active-ports": "8000"});
+    assert_eq!(list(&found(&[pod("a", both)], &[8000, 8001, 8002], &mut used).0), [(8000, 0)]);
     let wrong = |pod: &mut Value| pod["metadata"]["annotations"] = json!({"llm-d.ai/active-ports": "all"});
     let (workers, odd) = found(&[pod("a", wrong)], &[8000, 8001], &mut used);
     assert!(workers.is_empty() && odd[0].contains("inference/vllm-a") && odd[0].contains("`all`"), "{odd:?}");
@@ -122,6 +129,7 @@ fn labels_tell_the_role_and_the_instance_id() {
         ("prefill", Some(Role::Prefill)),
         ("decode", Some(Role::Decode)),
         ("both", Some(Role::Aggregated)),
+        ("encode-prefill-decode", Some(Role::Aggregated)),
         ("encode", None),
     ];
     for (label, role) in cases {

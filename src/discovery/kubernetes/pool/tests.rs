@@ -3,13 +3,14 @@
 use serde_json::json;
 
 use super::*;
+use crate::discovery::kubernetes::store::ReceivedObject;
 
-fn pod(uid: &str) -> Pod {
+fn pod(uid: &str) -> ReceivedObject<Pod> {
     let status = json!({
         "phase": "Running", "podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}],
     });
     let object = json!({"metadata": {"uid": uid, "name": uid}, "spec": {}, "status": status});
-    serde_json::from_value(object).unwrap()
+    ReceivedObject::parse(&object.to_string())
 }
 
 fn names(pods: &mut Pods) -> Option<Vec<String>> {
@@ -20,25 +21,20 @@ fn names(pods: &mut Pods) -> Option<Vec<String>> {
 }
 
 #[test]
-fn a_list_counts_when_it_is_whole_and_changes_count_at_once() {
+fn lists_replace_pods_and_events_change_them() {
     let mut pods = Pods::default();
-    assert!(!pods.take(Event::Init) && !pods.take(Event::InitApply(pod("a"))));
     assert_eq!(names(&mut pods), None);
-    assert!(!pods.take(Event::InitApply(pod("b"))) && pods.take(Event::InitDone));
+    pods.apply(ObjectChange::Listed(vec![pod("a"), pod("b")]));
     assert_eq!(names(&mut pods).unwrap(), ["/a", "/b"]);
-    assert!(pods.take(Event::Apply(pod("c"))) && pods.take(Event::Delete(pod("a"))));
-    assert!(!pods.take(Event::Delete(pod("a"))));
+    pods.apply(ObjectChange::Applied(pod("c")));
+    pods.apply(ObjectChange::Deleted("a".to_owned()));
     assert_eq!(names(&mut pods).unwrap(), ["/b", "/c"]);
-    // Read anew, as after 410: the old ones hold until then.
-    pods.take(Event::Init);
-    pods.take(Event::InitApply(pod("d")));
-    assert_eq!(names(&mut pods).unwrap(), ["/b", "/c"]);
-    pods.take(Event::InitDone);
+    pods.apply(ObjectChange::Listed(vec![pod("d")]));
     assert_eq!(names(&mut pods).unwrap(), ["/d"]);
-    pods.forget();
+    assert!(pods.clear(), "there were workers");
     assert_eq!(names(&mut pods).unwrap(), [""; 0]);
     let mut never = Pods::default();
-    never.forget();
+    assert!(!never.clear());
     assert_eq!(names(&mut never), None, "there never was such a pool");
 }
 

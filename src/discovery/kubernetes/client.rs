@@ -1,0 +1,378 @@
+//! Requests to the API server: lists and watches, each with a deadline, and errors that name the request and its cause.
+
+use std::future::poll_fn;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http_body::Body as _;
+use kube::Resource as _;
+use kube::api::{ListParams, WatchParams};
+use kube::client::Body;
+use kube::core::{ApiResource, DynamicObject, Request};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::value::RawValue;
+use tokio::sync::Mutex;
+use tokio::time::{Instant, timeout_at};
+use tracing::{info, warn};
+
+use super::config::KubernetesConfig;
+use super::credentials::{ApiConnection, CredentialSource, describe};
+use super::error::{ApiVerb, RequestError, RequestFailure, message};
+use super::store::{ObjectChange, ReceivedObject};
+
+/// The longest time for a TCP and TLS handshake.
+pub(super) const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
+/// The API server ends a watch after `silence`; some time later the connection counts as dead.
+const MARGIN: Duration = Duration::from_secs(5);
+/// Objects in a page of a list.
+const PAGE_SIZE: u32 = 500;
+/// The longest `timeoutSeconds` that the library accepts.
+const MAX_WATCH_SECONDS: u64 = 290;
+
+/// The objects that a request is for.
+#[derive(Clone, Debug)]
+pub(super) struct ObjectQuery {
+    pub(super) resource: ApiResource,
+    /// None: that of the credentials.
+    pub(super) namespace: Option<String>,
+    pub(super) labels: Option<String>,
+    pub(super) fields: Option<String>,
+}
+
+impl ObjectQuery {
+    fn resource_name(&self) -> String {
+        match self.resource.group.as_str() {
+            "" => self.resource.plural.clone(),
+            group => format!("{}.{group}", self.resource.plural),
+        }
+    }
+}
+
+/// All objects of a query, and their version.
+pub(super) struct ObjectList<K> {
+    pub(super) objects: Vec<ReceivedObject<K>>,
+    pub(super) version: String,
+}
+
+#[derive(Deserialize)]
+struct RawList<'a> {
+    metadata: RawListMetadata,
+    #[serde(borrow, default)]
+    items: Option<Vec<&'a RawValue>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct RawListMetadata {
+    resource_version: Option<String>,
+    #[serde(rename = "continue")]
+    next: Option<String>,
+}
+
+/// A client that follows its credentials. Clones share it.
+#[derive(Clone)]
+pub(super) struct ApiClient(Arc<SharedClient>);
+
+struct SharedClient {
+    source: CredentialSource,
+    /// After how long the API server ends a watch.
+    silence: Duration,
+    current: Mutex<Option<CurrentConnection>>,
+}
+
+struct CurrentConnection {
+    connection: Arc<ApiConnection>,
+    opened: Instant,
+    /// Why newer credentials are not in use.
+    problem: Option<String>,
+}
+
+impl ApiClient {
+    pub(super) fn new(config: &KubernetesConfig) -> Self {
+        let (source, silence) = (CredentialSource::from(config), config.silence.get());
+        Self(Arc::new(SharedClient { source, silence, current: Mutex::default() }))
+    }
+
+    /// The longest time that a request, or an open watch, stays without a byte.
+    pub(super) fn deadline(&self) -> Duration {
+        self.0.silence + MARGIN
+    }
+
+    /// The namespace of objects for which none is configured.
+    pub(super) async fn default_namespace(&self) -> Result<String, String> {
+        Ok(self.connection().await?.namespace.clone())
+    }
+
+    /// The connection with the credentials as their files are now. Those in use stay where the new ones are unusable.
+    async fn connection(&self) -> Result<Arc<ApiConnection>, String> {
+        let mut current = self.0.current.lock().await;
+        if let Some(current) = &*current
+            && !current.connection.files.have_changed().await
+        {
+            return Ok(current.connection.clone());
+        }
+        let connected = self.0.source.connect().await;
+        match (connected, &mut *current) {
+            (Ok(connection), known) => {
+                if known.is_some() {
+                    info!(address = connection.address, "Kubernetes credentials reloaded");
+                }
+                let connection = Arc::new(connection);
+                *known =
+                    Some(CurrentConnection { connection: connection.clone(), opened: Instant::now(), problem: None });
+                Ok(connection)
+            }
+            (Err(reason), Some(known)) => {
+                if known.problem.as_ref() != Some(&reason) {
+                    warn!(reason, "Kubernetes credentials not reloaded; those in use are kept");
+                    known.problem = Some(reason);
+                }
+                Ok(known.connection.clone())
+            }
+            (Err(reason), None) => Err(reason),
+        }
+    }
+
+    /// Drops the pooled connections after one of them stayed silent: the others may be dead as well.
+    async fn drop_connections(&self, before: Instant) {
+        let mut current = self.0.current.lock().await;
+        if current.as_ref().is_some_and(|current| current.opened < before) {
+            *current = None;
+        }
+    }
+
+    /// All objects, page by page.
+    pub(super) async fn list<K: DeserializeOwned>(&self, query: &ObjectQuery) -> Result<ObjectList<K>, RequestError> {
+        let mut parameters = ListParams {
+            label_selector: query.labels.clone(),
+            field_selector: query.fields.clone(),
+            limit: Some(PAGE_SIZE),
+            ..ListParams::default()
+        };
+        let mut objects = Vec::new();
+        loop {
+            let page = self.list_page(query, &parameters, &mut objects).await?;
+            match (page.next.filter(|next| !next.is_empty()), page.resource_version) {
+                (Some(next), _) => parameters.continue_token = Some(next),
+                (None, Some(version)) => return Ok(ObjectList { objects, version }),
+                (None, None) => {
+                    let failure = RequestFailure::Malformed("the list has no resourceVersion".to_owned());
+                    return Err(self.error(query, ApiVerb::List, failure).await);
+                }
+            }
+        }
+    }
+
+    /// Whether the objects can be listed; none of them is read.
+    pub(super) async fn try_list(&self, query: &ObjectQuery) -> Result<(), RequestError> {
+        let parameters = ListParams::default().limit(1);
+        self.list_page::<serde::de::IgnoredAny>(query, &parameters, &mut Vec::new()).await.map(drop)
+    }
+
+    async fn list_page<K: DeserializeOwned>(
+        &self,
+        query: &ObjectQuery,
+        parameters: &ListParams,
+        objects: &mut Vec<ReceivedObject<K>>,
+    ) -> Result<RawListMetadata, RequestError> {
+        let body = self.send(query, ApiRequest::List(parameters)).await?;
+        let read = timeout_at(body.deadline, body.body.collect_bytes()).await;
+        let parsed = match read {
+            Err(_) => Err(RequestFailure::Timeout(self.deadline())),
+            Ok(Err(error)) => Err(RequestFailure::Transport(describe(&error))),
+            Ok(Ok(bytes)) => parse_page(&bytes, objects).map_err(RequestFailure::Malformed),
+        };
+        match parsed {
+            Ok(metadata) => Ok(metadata),
+            Err(failure) => Err(self.fail(query, ApiVerb::List, failure, body.sent).await),
+        }
+    }
+
+    /// Opens a watch.
+    pub(super) async fn watch(&self, query: &ObjectQuery, version: &str) -> Result<WatchStream, RequestError> {
+        let seconds = self.0.silence.as_secs().clamp(1, MAX_WATCH_SECONDS);
+        let parameters = WatchParams {
+            label_selector: query.labels.clone(),
+            field_selector: query.fields.clone(),
+            timeout: u32::try_from(seconds).ok(),
+            bookmarks: true,
+            send_initial_events: false,
+        };
+        let answer = self.send(query, ApiRequest::Watch(&parameters, version)).await?;
+        Ok(WatchStream { body: answer.body, opened: Instant::now(), received: Vec::new(), searched: 0 })
+    }
+
+    async fn send(&self, query: &ObjectQuery, request: ApiRequest<'_>) -> Result<OpenBody, RequestError> {
+        let sent = Instant::now();
+        let deadline = sent + self.deadline();
+        let answer = timeout_at(deadline, self.answer(query, request)).await;
+        match answer.unwrap_or(Err(RequestFailure::Timeout(self.deadline()))) {
+            Ok(body) => Ok(OpenBody { body, sent, deadline }),
+            Err(failure) => Err(self.fail(query, request.verb(), failure, sent).await),
+        }
+    }
+
+    async fn answer(&self, query: &ObjectQuery, request: ApiRequest<'_>) -> Result<Body, RequestFailure> {
+        let connection = self.connection().await.map_err(RequestFailure::Credentials)?;
+        let namespace = query.namespace.as_ref().unwrap_or(&connection.namespace);
+        let url = Request::new(DynamicObject::url_path(&query.resource, Some(namespace)));
+        let request = match request {
+            ApiRequest::List(parameters) => url.list(parameters),
+            ApiRequest::Watch(parameters, version) => url.watch(parameters, version),
+        };
+        let request = request.map_err(|error| RequestFailure::Malformed(describe(&error)))?;
+        let sent = connection.client.send(request.map(Body::from)).await;
+        let response = sent.map_err(|error| RequestFailure::Transport(describe(&error)))?;
+        let code = response.status().as_u16();
+        if response.status().is_success() {
+            return Ok(response.into_body());
+        }
+        let retry_after = response.headers().get("retry-after").and_then(|value| value.to_str().ok()?.parse().ok());
+        let text = response.into_body().collect_bytes().await.unwrap_or_default();
+        let retry_after = retry_after.map(Duration::from_secs);
+        Err(RequestFailure::Status { code, message: message(&text), retry_after })
+    }
+
+    async fn fail(&self, query: &ObjectQuery, verb: ApiVerb, failure: RequestFailure, sent: Instant) -> RequestError {
+        if matches!(failure, RequestFailure::Timeout(_)) {
+            self.drop_connections(sent).await;
+        }
+        self.error(query, verb, failure).await
+    }
+
+    /// The error of a watch that stayed silent.
+    pub(super) async fn silent_watch(&self, query: &ObjectQuery, opened: Instant) -> RequestError {
+        self.fail(query, ApiVerb::Watch, RequestFailure::Timeout(self.deadline()), opened).await
+    }
+
+    pub(super) async fn error(&self, query: &ObjectQuery, verb: ApiVerb, failure: RequestFailure) -> RequestError {
+        let current = self.0.current.lock().await;
+        let connection = current.as_ref().map(|current| &current.connection);
+        let file = |file: Option<&PathBuf>, before: &str| {
+            file.map(|path| format!("{before}{}", path.display())).unwrap_or_default()
+        };
+        let files = connection.map(|connection| &connection.files);
+        let namespace = query.namespace.clone().or_else(|| Some(connection?.namespace.clone()));
+        let ApiResource { group, version, kind, .. } = &query.resource;
+        let slash = if group.is_empty() { "" } else { "/" };
+        RequestError {
+            verb,
+            resource: query.resource_name(),
+            kind: format!("{kind} of {group}{slash}{version}"),
+            namespace: namespace.unwrap_or_default(),
+            address: connection.map(|connection| connection.address.clone()).unwrap_or_default(),
+            token_file: file(files.and_then(|files| files.token.as_ref()), " of "),
+            authority_file: file(files.and_then(|files| files.authority.as_ref()), " those of "),
+            failure,
+        }
+    }
+}
+
+/// The body of an answer that has begun.
+struct OpenBody {
+    body: Body,
+    sent: Instant,
+    deadline: Instant,
+}
+
+/// A request with its parameters.
+#[derive(Clone, Copy)]
+enum ApiRequest<'a> {
+    List(&'a ListParams),
+    Watch(&'a WatchParams, &'a str),
+}
+
+impl ApiRequest<'_> {
+    fn verb(self) -> ApiVerb {
+        match self {
+            Self::List(_) => ApiVerb::List,
+            Self::Watch(..) => ApiVerb::Watch,
+        }
+    }
+}
+
+fn parse_page<K: DeserializeOwned>(
+    bytes: &[u8],
+    objects: &mut Vec<ReceivedObject<K>>,
+) -> Result<RawListMetadata, String> {
+    let page: RawList<'_> = serde_json::from_slice(bytes).map_err(|error| format!("no list of objects: {error}"))?;
+    objects.extend(page.items.unwrap_or_default().into_iter().map(|item| ReceivedObject::parse(item.get())));
+    Ok(page.metadata)
+}
+
+/// An event of a watch.
+pub(super) enum WatchEvent<K> {
+    Changed { change: ObjectChange<K>, version: Option<String> },
+    Bookmark { version: Option<String> },
+    Failed(RequestFailure),
+}
+
+#[derive(Deserialize)]
+struct RawEvent<'a> {
+    #[serde(rename = "type")]
+    kind: String,
+    #[serde(borrow)]
+    object: &'a RawValue,
+}
+
+#[derive(Deserialize)]
+struct RawStatus {
+    #[serde(default)]
+    code: u16,
+    #[serde(default)]
+    message: String,
+}
+
+impl<K: DeserializeOwned> WatchEvent<K> {
+    fn parse(line: &[u8]) -> Self {
+        match serde_json::from_slice::<RawEvent<'_>>(line) {
+            Ok(event) => Self::from_raw(&event),
+            Err(error) => Self::Failed(RequestFailure::Malformed(format!("no event of a watch: {error}"))),
+        }
+    }
+
+    fn from_raw(event: &RawEvent<'_>) -> Self {
+        if event.kind == "ERROR" {
+            let RawStatus { code, message } =
+                serde_json::from_str(event.object.get()).unwrap_or(RawStatus { code: 0, message: String::new() });
+            return Self::Failed(RequestFailure::Status { code, message, retry_after: None });
+        }
+        let object = ReceivedObject::parse(event.object.get());
+        let version = object.resource_version.clone();
+        match event.kind.as_str() {
+            "ADDED" | "MODIFIED" => Self::Changed { change: ObjectChange::Applied(object), version },
+            "DELETED" => Self::Changed { change: ObjectChange::Deleted(object.uid), version },
+            _ => Self::Bookmark { version },
+        }
+    }
+}
+
+/// An open watch.
+pub(super) struct WatchStream {
+    body: Body,
+    pub(super) opened: Instant,
+    received: Vec<u8>,
+    /// Bytes of `received` that contain no end of line.
+    searched: usize,
+}
+
+impl WatchStream {
+    /// The next event; `None` at the end, whether regular or not.
+    pub(super) async fn next<K: DeserializeOwned>(&mut self) -> Option<WatchEvent<K>> {
+        loop {
+            if let Some(at) = memchr::memchr(b'\n', &self.received[self.searched..]) {
+                let line: Vec<u8> = self.received.drain(..=self.searched + at).collect();
+                self.searched = 0;
+                return Some(WatchEvent::parse(&line));
+            }
+            self.searched = self.received.len();
+            let frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)).await?.ok()?;
+            if let Ok(data) = frame.into_data() {
+                self.received.extend_from_slice(&data);
+            }
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! Errors of requests to the API server. Each names the request, the cause and the fix.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use super::list_watch::FailureKind;
+
+/// The longest part of an answer that is quoted.
+const MAX_QUOTE: usize = 300;
+
+/// The verb of a request, as in a Role.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ApiVerb {
+    List,
+    Watch,
+}
+
+impl ApiVerb {
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Self::List => "list",
+            Self::Watch => "watch",
+        }
+    }
+}
+
+/// The cause of a failed request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum RequestFailure {
+    /// There are no usable credentials.
+    Credentials(String),
+    Status {
+        code: u16,
+        message: String,
+        retry_after: Option<Duration>,
+    },
+    Timeout(Duration),
+    Transport(String),
+    /// The answer has another form than that of an API server.
+    Malformed(String),
+}
+
+/// A failed request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct RequestError {
+    pub(super) verb: ApiVerb,
+    /// Plural and group.
+    pub(super) resource: String,
+    /// Kind, group and version.
+    pub(super) kind: String,
+    pub(super) namespace: String,
+    pub(super) address: String,
+    /// The files of the token and of the certificate authority, where they are known.
+    pub(super) token_file: String,
+    pub(super) authority_file: String,
+    pub(super) failure: RequestFailure,
+}
+
+impl RequestError {
+    pub(super) fn code(&self) -> Option<u16> {
+        match &self.failure {
+            RequestFailure::Status { code, .. } => Some(*code),
+            _ => None,
+        }
+    }
+
+    pub(super) fn failure_kind(&self) -> FailureKind {
+        match &self.failure {
+            RequestFailure::Status { code: 410, .. } => FailureKind::Expired,
+            RequestFailure::Status { code: 429, retry_after, .. } => FailureKind::Unavailable(*retry_after),
+            RequestFailure::Status { code: 400..500, .. } | RequestFailure::Malformed(_) => FailureKind::Rejected,
+            RequestFailure::Status { retry_after, .. } => FailureKind::Unavailable(*retry_after),
+            RequestFailure::Credentials(_) | RequestFailure::Timeout(_) | RequestFailure::Transport(_) => {
+                FailureKind::Unavailable(None)
+            }
+        }
+    }
+}
+
+impl fmt::Display for RequestError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { verb, resource, namespace, address, .. } = self;
+        if let RequestFailure::Credentials(reason) = &self.failure {
+            return write!(f, "the API server of Kubernetes cannot be used: {reason}");
+        }
+        write!(f, "cannot {} {resource} in namespace {namespace} at {address}: ", verb.as_str())?;
+        match &self.failure {
+            RequestFailure::Status { code: 401, message, .. } => {
+                write!(f, "401 {message}: the API server does not accept the token{}", self.token_file)
+            }
+            RequestFailure::Status { code: 403, message, .. } => {
+                write!(f, "403 {message}; the Role needs the verb `{}` for {resource}", verb.as_str())
+            }
+            RequestFailure::Status { code: 404, .. } => {
+                write!(f, "404: {} is not installed; install its CustomResourceDefinition", self.kind)
+            }
+            RequestFailure::Status { code, message, .. } => write!(f, "{code} {message}"),
+            RequestFailure::Timeout(after) => write!(f, "no answer within {} s", after.as_secs()),
+            RequestFailure::Transport(reason) if reason.contains("certificate") => {
+                write!(f, "{reason}; the certificate authorities are{}", self.authority_file)
+            }
+            RequestFailure::Transport(reason) | RequestFailure::Malformed(reason) => f.write_str(reason),
+            RequestFailure::Credentials(_) => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for RequestError {}
+
+/// The message of an answer: that of a `Status`, or else its first line.
+pub(super) fn message(body: &[u8]) -> String {
+    #[derive(Deserialize)]
+    struct StatusMessage {
+        message: String,
+    }
+    let status: Result<StatusMessage, _> = serde_json::from_slice(body);
+    let text = status.map_or_else(|_| String::from_utf8_lossy(body).into_owned(), |status| status.message);
+    let line = text.lines().next().unwrap_or_default().trim();
+    line.chars().take(MAX_QUOTE).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(failure: RequestFailure) -> RequestError {
+        RequestError {
+            verb: ApiVerb::Watch,
+            resource: "inferencepools.inference.networking.k8s.io".to_owned(),
+            kind: "InferencePool of inference.networking.k8s.io/v1".to_owned(),
+            namespace: "n".to_owned(),
+            address: "https://10.0.0.1:443".to_owned(),
+            token_file: " of /run/token".to_owned(),
+            authority_file: " those of /run/ca.crt".to_owned(),
+            failure,
+        }
+    }
+
+    fn status(code: u16, message: &str) -> RequestFailure {
+        RequestFailure::Status { code, message: message.to_owned(), retry_after: None }
+    }
+
+    #[test]
+    fn errors_name_request_cause_and_fix() {
+        let before = "cannot watch inferencepools.inference.networking.k8s.io in namespace n at https://10.0.0.1:443: ";
+        let cases = [
+            (
+                status(403, "forbidden"),
+                "403 forbidden; the Role needs the verb `watch` for inferencepools.inference.networking.k8s.io",
+            ),
+            (
+                status(404, "404 page not found"),
+                "404: InferencePool of inference.networking.k8s.io/v1 is not installed; install its \
+                 CustomResourceDefinition",
+            ),
+            (status(401, "Unauthorized"), "401 Unauthorized: the API server does not accept the token of /run/token"),
+            (
+                RequestFailure::Transport("invalid peer certificate: UnknownIssuer".to_owned()),
+                "invalid peer certificate: UnknownIssuer; the certificate authorities are those of /run/ca.crt",
+            ),
+            (RequestFailure::Timeout(Duration::from_secs(35)), "no answer within 35 s"),
+        ];
+        for (failure, expected) in cases {
+            assert_eq!(error(failure).to_string(), format!("{before}{expected}"));
+        }
+    }
+
+    #[test]
+    fn message_is_short_and_without_objects() {
+        assert_eq!(message(br#"{"kind": "Status", "message": "too old"}"#), "too old");
+        assert_eq!(message(b"upstream connect error\nmore"), "upstream connect error");
+        assert_eq!(message("x".repeat(9_000).as_bytes()).len(), MAX_QUOTE);
+    }
+}

@@ -1,0 +1,292 @@
+//! Faults of an API server that a real one cannot be made to show at will: answers that never come, outages behind a load balancer,
+//! a verb that is missing, objects without the expected form, credentials that are replaced.
+
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use warmroute::discovery::kubernetes::{self, KubernetesConfig};
+use warmroute::metrics::SourceLabel;
+
+use crate::deployment::PATIENCE;
+use crate::requests::{self, OBJECTIVES, REWRITES, object, objective, rewrite};
+use crate::server::{ApiServer, TOKEN};
+use crate::support::ports::until;
+use crate::{Follows, pod, pool};
+
+const SOURCE: &str = "kubernetes app=vllm";
+
+fn selected() -> Value {
+    json!([{"selector": {"app": "vllm"}, "ports": [8000]}])
+}
+
+fn vllm(name: &str, ip: &str) -> Value {
+    pod(name, ip, &json!({"app": "vllm"}))
+}
+
+/// `discovery_up` stays as it is.
+async fn up_stays(follows: &Follows, up: i64, period: Duration) {
+    let label = SourceLabel { source: SOURCE.to_owned() };
+    let end = tokio::time::Instant::now() + period;
+    while tokio::time::Instant::now() < end {
+        assert_eq!(follows.metrics.discovery_up.get_or_create(&label).get(), up);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn frozen_api_server_is_noticed_and_replaced() {
+    let server = ApiServer::start().await;
+    server.put("pods", vllm("a", "10.0.0.1"));
+    let follows = Follows::start(&server, &selected());
+    follows.is(&["a 10.0.0.1:8000"]).await;
+    follows.up_is(SOURCE, 1).await;
+    // The next watch gets no answer, not even the head of one.
+    server.freeze();
+    follows.up_is(SOURCE, 0).await;
+    assert_eq!(follows.fleet().unwrap(), ["a 10.0.0.1:8000"]);
+    server.put("pods", vllm("b", "10.0.0.2"));
+    server.thaw();
+    follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"]).await;
+    follows.up_is(SOURCE, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unavailable_api_server_is_reported_at_once_and_retried() {
+    let server = ApiServer::start().await;
+    server.put("pods", vllm("a", "10.0.0.1"));
+    let follows = Follows::start(&server, &selected());
+    follows.is(&["a 10.0.0.1:8000"]).await;
+    follows.up_is(SOURCE, 1).await;
+    server.fail_with(Some((503, 2)));
+    let before = server.requests();
+    follows.up_is(SOURCE, 0).await;
+    up_stays(&follows, 0, Duration::from_secs(5)).await;
+    // `Retry-After` is 2 s, the jitter is more.
+    let requests = server.requests() - before;
+    assert!((2..=4).contains(&requests), "{requests} requests within 5 s");
+    server.put("pods", vllm("b", "10.0.0.2"));
+    server.fail_with(None);
+    let found = async || follows.fleet().is_some_and(|fleet| fleet.len() == 2);
+    assert!(until(Duration::from_secs(10), found).await, "retried too late");
+    follows.up_is(SOURCE, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn forbidden_watch_backs_off_and_is_not_up() {
+    let server = ApiServer::start().await;
+    server.put("pods", vllm("a", "10.0.0.1"));
+    server.forbid_watch("pods", true);
+    let follows = Follows::start(&server, &selected());
+    follows.is(&["a 10.0.0.1:8000"]).await;
+    up_stays(&follows, 0, Duration::from_secs(4)).await;
+    assert!(server.lists() <= 9, "{} lists within 4 s", server.lists());
+    // The lists go on, slowly.
+    server.put("pods", vllm("b", "10.0.0.2"));
+    follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"]).await;
+    server.forbid_watch("pods", false);
+    follows.up_is(SOURCE, 1).await;
+    server.put("pods", vllm("c", "10.0.0.3"));
+    follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000", "c 10.0.0.3:8000"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unreadable_pod_is_left_out() {
+    let server = ApiServer::start().await;
+    server.put("inferencepools", pool("p", &json!({"app": "vllm"}), &[8000]));
+    server.put("pods", vllm("a", "10.0.0.1"));
+    // The API server accepts such an address.
+    server.put("pods", vllm("odd", "010.000.001.007"));
+    let follows = Follows::start(&server, &json!([{"name": "p"}]));
+    follows.is(&["a 10.0.0.1:8000"]).await;
+    server.put("pods", vllm("b", "10.0.0.2"));
+    follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"]).await;
+    server.change("pods", "b", |pod| pod["status"]["podIP"] = json!("10.0.0.256"));
+    server.put("pods", vllm("c", "10.0.0.3"));
+    follows.is(&["a 10.0.0.1:8000", "c 10.0.0.3:8000"]).await;
+    server.change("pods", "odd", |pod| pod["status"]["podIP"] = json!("10.0.1.7"));
+    follows.is(&["a 10.0.0.1:8000", "c 10.0.0.3:8000", "odd 10.0.1.7:8000"]).await;
+    follows.up_is("kubernetes p", 1).await;
+    // An unreadable pool keeps the last known selector.
+    server.change("inferencepools", "p", |pool| pool["spec"]["targetPorts"] = json!([{"number": 80_000}]));
+    follows.up_is("kubernetes p", 0).await;
+    assert_eq!(follows.fleet().unwrap().len(), 3);
+    server.change("inferencepools", "p", |pool| pool["spec"]["targetPorts"] = json!([{"number": 8001}]));
+    follows.is(&["a 10.0.0.1:8001", "c 10.0.0.3:8001", "odd 10.0.1.7:8001"]).await;
+    follows.up_is("kubernetes p", 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn quiet_cluster_advances_success_timestamp() {
+    let server = ApiServer::start().await;
+    server.put("pods", vllm("a", "10.0.0.1"));
+    let follows = Follows::start(&server, &selected());
+    follows.up_is(SOURCE, 1).await;
+    let label = SourceLabel { source: SOURCE.to_owned() };
+    let timestamp = || follows.metrics.discovery_success_timestamp_seconds.get_or_create(&label).get();
+    let before = timestamp();
+    assert!(until(PATIENCE, async || timestamp() > before + 2.0).await, "{before} stands still");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn object_without_spec_costs_only_itself() {
+    let server = ApiServer::start().await;
+    let mut empty = object(OBJECTIVES, "empty", "2026-01-01", &json!({}));
+    empty.as_object_mut().unwrap().remove("spec");
+    server.put(OBJECTIVES, empty);
+    server.put(OBJECTIVES, object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)));
+    let mut no_rules = object(REWRITES, "empty", "2026-01-01", &json!({}));
+    no_rules.as_object_mut().unwrap().remove("spec");
+    server.put(REWRITES, no_rules);
+    let targets = json!([{"modelRewrite": "b"}]);
+    server.put(REWRITES, object(REWRITES, "canary", "2026-01-01", &rewrite("p", &["a"], &targets)));
+    server.forbid(OBJECTIVES, false);
+    server.forbid(REWRITES, false);
+    let follows = requests::Follows::start(&server, &json!([{"name": "p"}]), "1h");
+    let rewrites = "InferenceModelRewrite: followed as llm-d.ai/v1alpha2";
+    let objectives = "InferenceObjective: followed as llm-d.ai/v1alpha2";
+    let canary = r#"p inference/canary ["a"] [("b", None)]"#;
+    follows.is(&[rewrites, objectives, "p gold 5", canary]).await;
+    let page = serde_json::to_string(&*follows.rules.borrow()).unwrap();
+    assert!(page.contains("InferenceObjective inference/empty cannot be read"), "{page}");
+    assert!(page.contains("missing field `spec`"), "{page}");
+    server.change(OBJECTIVES, "gold", |object| object["spec"]["priority"] = json!(7));
+    follows.is(&[rewrites, objectives, "p gold 7", canary]).await;
+}
+
+/// An API server that restarts answers 403 until its caches are filled.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn momentary_403_does_not_suspend_objectives() {
+    let mut server = ApiServer::start().await;
+    server.put(OBJECTIVES, object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)));
+    server.forbid(OBJECTIVES, false);
+    let follows = requests::Follows::start(&server, &json!([{"name": "p"}]), "1h");
+    let rewrites = "InferenceModelRewrite: not ours to read";
+    let objectives = "InferenceObjective: followed as llm-d.ai/v1alpha2";
+    follows.is(&[rewrites, objectives, "p gold 5"]).await;
+    server.stop().await;
+    server.forbid(OBJECTIVES, true);
+    server.resume().await;
+    let refused = server.refused(OBJECTIVES);
+    assert!(until(PATIENCE, async || server.refused(OBJECTIVES) > refused + 1).await);
+    server.change(OBJECTIVES, "gold", |object| object["spec"]["priority"] = json!(7));
+    server.forbid(OBJECTIVES, false);
+    follows.is(&[rewrites, objectives, "p gold 7"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn objectives_without_right_to_watch_are_reported() {
+    let server = ApiServer::start().await;
+    server.put(OBJECTIVES, object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)));
+    server.forbid(OBJECTIVES, false);
+    server.forbid_watch(OBJECTIVES, true);
+    let follows = requests::Follows::start(&server, &json!([{"name": "p"}]), "1h");
+    let page = || serde_json::to_string(&*follows.rules.borrow()).unwrap();
+    assert!(until(PATIENCE, async || page().contains("needs the verb `watch`")).await, "{}", page());
+    assert!(page().contains("gold") && !page().contains("followed as"), "{}", page());
+    let requests = server.requests();
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert!(server.requests() - requests <= 14, "{} requests within 3 s", server.requests() - requests);
+    server.forbid_watch(OBJECTIVES, false);
+    assert!(until(PATIENCE, async || page().contains("followed as llm-d.ai/v1alpha2")).await, "{}", page());
+}
+
+/// A kubeconfig that names files.
+struct Credentials {
+    dir: TempDir,
+}
+
+impl Credentials {
+    fn new(server: &ApiServer) -> Self {
+        let credentials = Self { dir: tempfile::tempdir().unwrap() };
+        credentials.write("token", &format!("{TOKEN}\n"));
+        credentials.write("ca.crt", &server.authority());
+        credentials
+    }
+
+    /// Replaces a file at once, as a kubelet does.
+    fn write(&self, name: &str, content: &str) {
+        let temporary = self.dir.path().join("temporary");
+        std::fs::write(&temporary, content).unwrap();
+        std::fs::rename(&temporary, self.path(name)).unwrap();
+    }
+
+    fn path(&self, name: &str) -> std::path::PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn kubeconfig(&self, server: &ApiServer) -> Value {
+        let mut kubeconfig = server.kubeconfig(TOKEN);
+        kubeconfig["users"][0]["user"] = json!({"tokenFile": self.path("token")});
+        kubeconfig["clusters"][0]["cluster"] =
+            json!({"server": format!("https://{}", server.address), "certificate-authority": self.path("ca.crt")});
+        kubeconfig
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn replaced_token_and_authority_take_effect_within_seconds() {
+    let mut server = ApiServer::start().await;
+    server.put("pods", vllm("a", "10.0.0.1"));
+    let credentials = Credentials::new(&server);
+    let follows = Follows::start_with(&credentials.kubeconfig(&server), &selected());
+    // The token file ends in a newline.
+    follows.is(&["a 10.0.0.1:8000"]).await;
+    server.set_token("the-next-token");
+    server.put("pods", vllm("b", "10.0.0.2"));
+    follows.up_is(SOURCE, 0).await;
+    server.put("pods", vllm("c", "10.0.0.3"));
+    credentials.write("token", "the-next-token");
+    let found = async |count: usize| {
+        let found = async || follows.fleet().is_some_and(|fleet| fleet.len() == count);
+        until(Duration::from_secs(10), found).await
+    };
+    assert!(found(3).await, "the new token is not in use");
+    server.stop().await;
+    server.replace_certificate();
+    server.put("pods", vllm("d", "10.0.0.4"));
+    server.resume().await;
+    follows.up_is(SOURCE, 0).await;
+    credentials.write("ca.crt", &server.authority());
+    assert!(found(4).await, "the new authority is not in use");
+    follows.up_is(SOURCE, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn failures_name_their_cause_and_place() {
+    let mut server = ApiServer::start().await;
+    let credentials = Credentials::new(&server);
+    let config = |path: &Path| -> KubernetesConfig {
+        let pools = json!([{"name": "p"}]);
+        serde_json::from_value(json!({"pools": pools, "kubeconfig": path})).unwrap()
+    };
+    let kubeconfig = credentials.path("config");
+    std::fs::write(&kubeconfig, credentials.kubeconfig(&server).to_string()).unwrap();
+    let failure = async || format!("{:#}", kubernetes::look(&config(&kubeconfig), &[]).await.unwrap_err());
+    let check = async |parts: &[&str]| {
+        let text = failure().await;
+        assert!(parts.iter().all(|part| text.contains(part)), "{text}: not {parts:?}");
+    };
+    let address = server.address.to_string();
+    server.uninstall("inferencepools", true);
+    check(&["InferencePool of inference.networking.k8s.io/v1 is not installed", &address]).await;
+    server.uninstall("inferencepools", false);
+    server.forbid("inferencepools", true);
+    check(&["403", "the verb `list` for inferencepools", "namespace inference"]).await;
+    credentials.write("token", "another-token");
+    check(&["401", credentials.path("token").to_str().unwrap()]).await;
+    credentials.write("token", "\n");
+    check(&["is empty", credentials.path("token").to_str().unwrap()]).await;
+    credentials.write("token", TOKEN);
+    let authority = server.authority();
+    server.stop().await;
+    server.replace_certificate();
+    server.resume().await;
+    check(&["certificate", credentials.path("ca.crt").to_str().unwrap(), &address]).await;
+    credentials.write("ca.crt", "no certificate");
+    check(&["contains no certificate", credentials.path("ca.crt").to_str().unwrap()]).await;
+    credentials.write("ca.crt", &authority);
+    server.stop().await;
+    check(&["Connection refused", &address]).await;
+}
