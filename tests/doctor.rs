@@ -12,6 +12,8 @@ mod bed;
 mod engines;
 #[path = "doctor/envoys.rs"]
 mod envoys;
+#[path = "doctor/gateways.rs"]
+mod gateways;
 #[path = "doctor/healthy.rs"]
 mod healthy;
 #[path = "doctor/ours.rs"]

@@ -1,24 +1,29 @@
 //! Envoy's side of a deployment, read from its admin page: pure, from what it tells and what we expect to findings.
 
+mod control_plane;
 pub mod dump;
 mod endpoints;
 pub mod expected;
 mod filter;
 mod mirror;
+mod overrides;
 mod parts;
 mod probe;
+mod remedy;
 mod retry;
 mod routes;
 mod server;
 mod site;
 #[cfg(test)]
 mod tests;
+mod transport;
 mod ways;
 mod xds;
 
-use super::finding::{At, Finding};
+use super::finding::{At, Finding, Level};
 use dump::Dump;
 use expected::Expected;
+use remedy::{REQUEST_HEADERS, Setting};
 use site::{Active, Site};
 
 /// Everything that is to be said of one Envoy.
@@ -41,6 +46,7 @@ pub fn examine(dump: &Dump, expected: &Expected) -> Vec<Finding> {
 
 fn of_site(site: &Site<'_>) -> Vec<Finding> {
     let mut findings = vec![at_work(site)];
+    findings.extend(overrides::check(site));
     findings.extend(server::check(site));
     findings.extend(filter::check(site));
     findings.extend(probe::check(site));
@@ -71,6 +77,12 @@ fn at_work(site: &Site<'_>) -> Finding {
         );
     }
     match site.active.iter().flat_map(Active::routes).count() {
+        0 if site.main.config.is_idle() => site.report(
+            at,
+            Level::Error,
+            "it shows us neither headers nor bodies, and no route overrides that: no request is routed",
+            &Setting::Filter(REQUEST_HEADERS),
+        ),
         0 => at.error(
             "no route has it switched on: nobody asks us",
             format!(

@@ -11,6 +11,8 @@ pub enum Level {
     Error,
     /// It works, but worse than it could, or not in every case.
     Warning,
+    /// A limit of the deployment that no setting of it removes, or that its settings accept.
+    Note,
     /// Could not be looked at.
     Skipped,
     /// As it should be.
@@ -23,6 +25,7 @@ impl Level {
         match self {
             Level::Error => "error",
             Level::Warning => "warning",
+            Level::Note => "note",
             Level::Skipped => "skipped",
             Level::Ok => "ok",
         }
@@ -68,6 +71,11 @@ impl At {
         self.finding(Level::Skipped, why, None)
     }
 
+    /// A limit that the deployment has to live with.
+    pub fn note(self, seen: impl Into<String>) -> Finding {
+        self.finding(Level::Note, seen, None)
+    }
+
     /// Worse than it could be.
     pub fn warning(self, seen: impl Into<String>, mend: impl Into<String>) -> Finding {
         self.finding(Level::Warning, seen, Some(mend.into()))
@@ -88,6 +96,6 @@ pub fn exit_code(findings: &[Finding]) -> u8 {
     match findings.iter().map(|finding| finding.level).min() {
         Some(Level::Error) => 2,
         Some(Level::Warning) => 1,
-        Some(Level::Skipped | Level::Ok) | None => 0,
+        Some(Level::Note | Level::Skipped | Level::Ok) | None => 0,
     }
 }

@@ -33,6 +33,7 @@ fn sum(findings: &[Finding]) -> String {
     let counts = [
         (Level::Error, several(count(Level::Error), "error")),
         (Level::Warning, several(count(Level::Warning), "warning")),
+        (Level::Note, several(count(Level::Note), "note")),
         (Level::Skipped, format!("{} not looked at", count(Level::Skipped))),
         (Level::Ok, format!("{} ok", count(Level::Ok))),
     ];

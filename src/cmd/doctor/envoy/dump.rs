@@ -22,7 +22,20 @@ pub struct Dump {
     /// Clusters by name.
     pub clusters: BTreeMap<String, Cluster>,
     /// Endpoints by the name under which a cluster asks for them.
-    pub endpoints: BTreeMap<String, Vec<Address>>,
+    pub endpoints: BTreeMap<String, Vec<ClusterHost>>,
+    /// Numbers of the static runtime layers by their dotted keys.
+    pub runtime: BTreeMap<String, u64>,
+    /// Whether the node describes itself as a proxy of Istio.
+    pub is_istio_proxy: bool,
+}
+
+/// One endpoint of a cluster.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ClusterHost {
+    /// Its address.
+    pub address: Address,
+    /// Its metadata in `envoy.transport_socket_match`, by which Envoy selects the transport socket.
+    pub socket_metadata: Value,
 }
 
 /// One HTTP connection manager.
@@ -78,6 +91,10 @@ impl Dump {
             let cluster: Cluster = part(&found["cluster"], "a cluster")?;
             dump.clusters.insert(cluster.name.clone(), cluster);
         }
+        if let Some(bootstrap) = sections.bootstrap() {
+            dump.runtime = runtime(bootstrap);
+            dump.is_istio_proxy = bootstrap["node"]["metadata"]["ISTIO_VERSION"].is_string();
+        }
         let mut routes = BTreeMap::new();
         for found in sections.items("RoutesConfigDump", &["static_route_configs", "dynamic_route_configs"]) {
             let config: RouteConfig = part(&found["route_config"], "a route configuration")?;
@@ -101,6 +118,11 @@ impl Dump {
 
     /// The endpoints of a cluster, where Envoy told them; those that stand in the cluster itself otherwise.
     pub fn endpoints_of(&self, cluster: &Cluster) -> Option<Vec<Address>> {
+        Some(self.hosts_of(cluster)?.into_iter().map(|host| host.address).collect())
+    }
+
+    /// The same with what selects their transport sockets.
+    pub fn hosts_of(&self, cluster: &Cluster) -> Option<Vec<ClusterHost>> {
         let told = self.endpoints.get(cluster.asked_for()).or_else(|| self.endpoints.get(&cluster.name));
         told.cloned().or_else(|| {
             let assignment = cluster.load_assignment.as_ref()?;
@@ -117,6 +139,38 @@ impl<'p> Sections<'p> {
         let of_kind = self.0.iter().filter(move |section| is(section, kind));
         of_kind.flat_map(move |section| lists.iter().filter_map(|list| section[list].as_array()).flatten())
     }
+
+    fn bootstrap(&self) -> Option<&'p Value> {
+        let section = self.0.iter().find(|section| is(section, "BootstrapConfigDump"))?;
+        Some(&section["bootstrap"])
+    }
+}
+
+/// The numbers of the static layers. A later layer overrides an earlier one, and the path to a nested value is its key.
+fn runtime(bootstrap: &Value) -> BTreeMap<String, u64> {
+    let mut found = BTreeMap::new();
+    for layer in bootstrap["layered_runtime"]["layers"].as_array().into_iter().flatten() {
+        flatten(&layer["static_layer"], "", &mut found);
+    }
+    found
+}
+
+fn flatten(value: &Value, path: &str, found: &mut BTreeMap<String, u64>) {
+    if let Some(fields) = value.as_object() {
+        for (name, value) in fields {
+            let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+            flatten(value, &path, found);
+        }
+    } else if let Some(number) = integer(value) {
+        found.insert(path.to_owned(), number);
+    }
+}
+
+/// A number of a protobuf `Value`, which may be written as a floating point number or as text.
+fn integer(value: &Value) -> Option<u64> {
+    let text = |text: &str| text.parse().ok();
+    let float = value.as_f64().filter(|number| *number >= 0.0 && number.fract() == 0.0);
+    value.as_u64().or(float.map(|number| number as u64)).or_else(|| value.as_str().and_then(text))
 }
 
 /// Whether a value says it is of this message type.
@@ -125,9 +179,8 @@ pub fn is(value: &Value, kind: &str) -> bool {
 }
 
 fn version(page: &Value) -> Option<String> {
-    let sections = Sections(page["configs"].as_array()?);
-    let bootstrap = sections.0.iter().find(|section| is(section, "BootstrapConfigDump"))?;
-    let version = &bootstrap["bootstrap"]["node"]["user_agent_build_version"]["version"];
+    let bootstrap = Sections(page["configs"].as_array()?).bootstrap()?;
+    let version = &bootstrap["node"]["user_agent_build_version"]["version"];
     let number = |key: &str| version[key].as_u64().unwrap_or_default();
     version.is_object().then(|| format!("{}.{}.{}", number("major_number"), number("minor_number"), number("patch")))
 }
@@ -165,11 +218,14 @@ fn servers(
     Ok(servers)
 }
 
-fn endpoints(assignment: &Value) -> (String, Vec<Address>) {
+fn endpoints(assignment: &Value) -> (String, Vec<ClusterHost>) {
     let lists = assignment["endpoints"].as_array().into_iter().flatten();
     let hosts = lists.flat_map(|list| list["lb_endpoints"].as_array().into_iter().flatten());
-    let addresses = hosts.filter_map(|host| address(&host["endpoint"]["address"]));
-    (assignment["cluster_name"].as_str().unwrap_or_default().to_owned(), addresses.collect())
+    let hosts = hosts.filter_map(|host| {
+        let socket_metadata = host["metadata"]["filter_metadata"]["envoy.transport_socket_match"].clone();
+        Some(ClusterHost { address: address(&host["endpoint"]["address"])?, socket_metadata })
+    });
+    (assignment["cluster_name"].as_str().unwrap_or_default().to_owned(), hosts.collect())
 }
 
 fn address(address: &Value) -> Option<Address> {

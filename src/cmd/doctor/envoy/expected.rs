@@ -43,6 +43,10 @@ pub struct Expected {
     pub fail_closed: bool,
     /// Whether Envoy is asked to look for its route again.
     pub clear_route_cache: bool,
+    /// How many further endpoints we name for retries.
+    pub fallbacks: u32,
+    /// Whether there are other replicas of us.
+    pub replicas: bool,
     /// Headers that we set.
     pub headers: Vec<String>,
     /// Those of them that hold the worker's endpoint.
@@ -117,6 +121,8 @@ impl Expected {
             paths: Paths::new(&config.paths),
             fail_closed: config.failure.mode == FailureMode::FailClosed,
             clear_route_cache: config.gateway.clear_route_cache,
+            fallbacks: config.gateway.fallbacks,
+            replicas: config.replicas.is_some(),
             headers: names(&mut contract.names()),
             endpoint_headers: names(&mut contract.endpoint_names()),
             reserved,

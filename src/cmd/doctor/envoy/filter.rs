@@ -2,9 +2,14 @@
 
 use std::time::Duration;
 
+use super::control_plane::ControlPlane;
+use super::dump::is;
 use super::parts::{ExternalProcessing, body_mode, shows_headers, shows_trailers};
+use super::remedy::{self, FilterField, Setting};
 use super::site::Site;
-use crate::cmd::doctor::finding::Finding;
+use super::ways::{Way, clusters, ours, way};
+use crate::cmd::doctor::finding::{Finding, Level};
+use crate::ext_proc::metadata::{LB, SERVED};
 use crate::settings::Period;
 
 /// What Envoy waits where nothing is said.
@@ -55,9 +60,11 @@ pub(super) fn buffers(filter: &ExternalProcessing) -> bool {
 
 fn observability(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding> {
     filter.observability_mode.then(|| {
-        site.at("envoy.observability").error(
+        site.report(
+            site.at("envoy.observability"),
+            Level::Error,
             "observability_mode: true: Envoy shows us requests and ignores what we answer",
-            site.in_main("`observability_mode: false`"),
+            &Setting::Filter(remedy::OBSERVABILITY),
         )
     })
 }
@@ -65,9 +72,11 @@ fn observability(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding
 fn request_headers(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding> {
     let mode = &filter.processing_mode.request_header_mode;
     (!shows_headers(mode)).then(|| {
-        site.at("envoy.request_headers").error(
+        site.report(
+            site.at("envoy.request_headers"),
+            Level::Error,
             format!("request_header_mode: {mode}: we see neither path nor headers of a request, and route none"),
-            site.in_main("`request_header_mode: SEND` under `processing_mode`"),
+            &Setting::Filter(remedy::REQUEST_HEADERS),
         )
     })
 }
@@ -82,11 +91,8 @@ fn request_body(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
         "STREAMED" => "the worker is named when a part of the body has gone already: the choice comes too late",
         _ => "of long bodies we see the beginning only",
     };
-    let mend = site.in_main(
-        "`request_body_mode: BUFFERED` under `processing_mode` (or FULL_DUPLEX_STREAMED with `request_trailer_mode: SEND`, \
-         for bodies of any length)",
-    );
-    site.at("envoy.request_body").error(format!("request_body_mode: {mode}: {seen}"), mend)
+    let at = site.at("envoy.request_body");
+    site.report(at, Level::Error, format!("request_body_mode: {mode}: {seen}"), &Setting::Filter(remedy::REQUEST_BODY))
 }
 
 /// What full duplex cannot do without, and what it does not know.
@@ -96,18 +102,19 @@ fn full_duplex(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding> 
     }
     let at = site.at("envoy.full_duplex");
     if !shows_trailers(&filter.processing_mode.request_trailer_mode) {
-        return Some(at.error(
+        return Some(site.report(
+            at,
+            Level::Error,
             "request_body_mode: FULL_DUPLEX_STREAMED without the request's trailers: bodies that end with some never end for us",
-            site.in_main("`request_trailer_mode: SEND` under `processing_mode`"),
+            &Setting::Filter(remedy::REQUEST_TRAILERS),
         ));
     }
-    Some(if filter.allow_content_length_header {
-        at.ok("trailers are shown and lengths are kept")
-    } else {
-        at.warning(
-            "allow_content_length_header: false: workers get every body in chunks, without its length",
-            site.in_main("`allow_content_length_header: true`"),
-        )
+    let seen = "allow_content_length_header: false: workers get every body in chunks, without its length";
+    Some(match (filter.allow_content_length_header, &site.plane) {
+        (true, _) => at.ok("trailers are shown and lengths are kept"),
+        (false, ControlPlane::Other) => site.report(at, Level::Warning, seen, &Setting::Filter(remedy::CONTENT_LENGTH)),
+        // Engines read chunked bodies: not worth a patch of generated configuration.
+        (false, _) => at.note(seen),
     })
 }
 
@@ -116,12 +123,14 @@ fn response_headers(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
     if shows_headers(mode) {
         return site.at("envoy.response_headers").ok("response_header_mode: SEND");
     }
-    site.at("envoy.response_headers").warning(
+    site.report(
+        site.at("envoy.response_headers"),
+        Level::Warning,
         format!(
             "response_header_mode: {mode}: we never learn that a worker failed, nor when a prefill was over, and answers do \
              not say how they were routed"
         ),
-        site.in_main("`response_header_mode: SEND` under `processing_mode`"),
+        &Setting::Filter(remedy::RESPONSE_HEADERS),
     )
 }
 
@@ -133,11 +142,13 @@ fn response_body(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding
         "STREAMED" => Some(at.warning(
             "response_body_mode: STREAMED: every token passes us and costs us and Envoy some microseconds; we ask for \
              bodies where we need them",
-            site.in_main("`response_body_mode: NONE` under `processing_mode`, and `allow_mode_override: true`"),
+            [remedy::RESPONSE_BODY, remedy::MODE_OVERRIDE].map(|field| site.fix(&Setting::Filter(field)).unwrap_or_default()).join("; and "),
         )),
-        _ => Some(at.error(
+        _ => Some(site.report(
+            at,
+            Level::Error,
             format!("response_body_mode: {mode}: Envoy holds answers back until they are whole, event streams too"),
-            site.in_main("`response_body_mode: NONE` under `processing_mode`"),
+            &Setting::Filter(remedy::RESPONSE_BODY),
         )),
     }
 }
@@ -147,10 +158,12 @@ fn response_trailers(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
     if shows_trailers(&filter.processing_mode.response_trailer_mode) {
         return at.ok("response_trailer_mode: SEND");
     }
-    at.error(
+    site.report(
+        at,
+        Level::Error,
         "response_trailer_mode: SKIP: Envoy leaves us when an answer begins, so that its load is released long before its \
          end, and clients that leave are not noticed",
-        site.in_main("`response_trailer_mode: SEND` under `processing_mode`"),
+        &Setting::Filter(remedy::RESPONSE_TRAILERS),
     )
 }
 
@@ -162,15 +175,22 @@ fn failure_mode(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
     match (allow, site.expected.fail_closed, duplex(filter)) {
         (_, false, true) => at.warning(
             format!("{seen}; in full duplex clients get 500 whenever we are away, whatever is said here"),
-            "write `failure: {mode: fail_closed}` in our configuration to say so, or `request_body_mode: BUFFERED` and \
-             `failure_mode_allow: true` in the filter to be served without us",
+            "write `failure: {mode: fail_closed}` in our configuration to say so, or have the filter buffer bodies, with \
+             `failure_mode_allow: true`, to be served without us",
         ),
-        (false, false, false) => at.warning(
-            format!("{seen}; while we are away every request is a 500, and answers under way are cut"),
-            format!("{}; or `failure: {{mode: fail_closed}}` in our configuration, if that is meant", {
-                site.in_main("`failure_mode_allow: true`")
-            }),
-        ),
+        // Envoy applies it only when the stream to warmroute ends before the body is sent. While an endpoint is listed it is not.
+        (true, true, true) => at.note(format!(
+            "{seen}; in full duplex that serves requests without warmroute only when Envoy has no endpoint of it: with one listed they \
+             get 500 after warmroute was killed, and hang while it is frozen. Buffered bodies are served in these cases too"
+        )),
+        (false, false, false) => {
+            let fix = site.fix(&Setting::Filter(remedy::FAILURE_MODE));
+            let ours = "`failure: {mode: fail_closed}` in our configuration, if that is meant";
+            at.warning(
+                format!("{seen}; while we are away every request is a 500, and answers under way are cut"),
+                fix.map_or(format!("write {ours}"), |fix| format!("{fix}; or {ours}")),
+            )
+        }
         _ => at.ok(seen),
     }
 }
@@ -186,13 +206,12 @@ fn message_timeout(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Findi
     Some(if given > needed {
         at.ok(seen)
     } else {
+        let ours = format!("in our configuration a `limits.exchange_deadline` below {}", Period(given));
+        let length = needed + Duration::from_millis(200);
+        let fix = site.fix(&Setting::Filter(FilterField::message_timeout(length)));
         at.error(
             format!("{seen}; long prompts go on unrouted before we give up on them and route them by load"),
-            format!(
-                "{}, or in our configuration a `limits.exchange_deadline` below {}",
-                site.in_main(&format!("`message_timeout: {}`", seconds(needed + Duration::from_millis(200)))),
-                Period(given)
-            ),
+            fix.map_or(ours.clone(), |fix| format!("{fix}, or {ours}")),
         )
     })
 }
@@ -206,8 +225,8 @@ fn max_message_timeout(site: &Site<'_>, filter: &ExternalProcessing) -> Option<F
     if given.is_some_and(|given| given >= needed) {
         return Some(at.ok(seen));
     }
-    let mend = site.in_main(&format!("`max_message_timeout: {}`", seconds(needed)));
-    Some(at.error(format!("{seen}; requests that wait for a turn, a session or a prefill go on unrouted"), mend))
+    let seen = format!("{seen}; requests that wait for a turn, a session or a prefill go on unrouted");
+    Some(site.report(at, Level::Error, seen, &Setting::Filter(FilterField::max_message_timeout(needed))))
 }
 
 fn mode_override(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding> {
@@ -225,9 +244,10 @@ fn mode_override(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding
         }
     };
     let seen = format!("allow_mode_override: false: {lost}");
-    Some(at.warning(seen, site.in_main("`allow_mode_override: true`")))
+    Some(site.report(at, Level::Warning, seen, &Setting::Filter(remedy::MODE_OVERRIDE)))
 }
 
+/// Whether a response says which worker answered, or whether Envoy did: by attributes, or else by Envoy's headers.
 fn attributes(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
     let at = site.at("envoy.response_attributes");
     let missing: Vec<&str> =
@@ -235,13 +255,44 @@ fn attributes(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
     if missing.is_empty() {
         return at.ok(format!("response_attributes: [{}]", ATTRIBUTES.join(", ")));
     }
-    at.warning(
-        format!(
-            "response_attributes has no {}: a dead worker behind a retry looks well, and Envoy's own 503 like a busy worker",
-            missing.join(" and no ")
-        ),
-        site.in_main(&format!("`response_attributes: [{}]`", ATTRIBUTES.join(", "))),
-    )
+    let ignored = filter.ignored_attributes.iter().any(|name| missing.contains(&name.as_str()));
+    let seen = format!(
+        "response_attributes has no {}{}",
+        missing.join(" and no "),
+        if ignored { " (Envoy ignores those in the `overrides` of a route)" } else { "" }
+    );
+    if suppresses_headers(site) {
+        return site.report(
+            site.at("envoy.suppressed_headers"),
+            Level::Warning,
+            format!(
+                "{seen}, and `suppress_envoy_headers` hides x-envoy-upstream-service-time: the 503 of a busy worker looks like Envoy's own for \
+                 an unreachable one"
+            ),
+            &Setting::EnvoyHeaders,
+        );
+    }
+    if site.plane != ControlPlane::Other && (!retries(site) || names_served(site, filter)) {
+        return at.ok(format!("{seen}; Envoy's headers and metadata say who answered"));
+    }
+    let seen = format!("{seen}: a dead worker behind a retry looks well, and Envoy's own 503 like a busy worker");
+    site.report(at, Level::Warning, seen, &Setting::Filter(remedy::RESPONSE_ATTRIBUTES))
+}
+
+fn suppresses_headers(site: &Site<'_>) -> bool {
+    let filters = site.server.hcm.http_filters.iter().map(|filter| &filter.typed_config);
+    filters.filter(|config| is(config, "Router")).any(|config| config["suppress_envoy_headers"] == true)
+}
+
+fn retries(site: &Site<'_>) -> bool {
+    site.active.iter().any(|active| active.retry_policy().is_some())
+}
+
+/// Whether every cluster of the workers reports the endpoint that served.
+fn names_served(site: &Site<'_>, filter: &ExternalProcessing) -> bool {
+    let reported = |way: Way| matches!(way, Way::Override(policy) if policy.selected_host_key == Some(ours(SERVED)));
+    let forwarded = filter.metadata_options.forwarding_namespaces.has(LB);
+    forwarded && clusters(site).into_iter().all(|(cluster, _)| reported(way(cluster)))
 }
 
 /// A length of time as Envoy's YAML takes it.

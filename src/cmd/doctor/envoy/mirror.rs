@@ -136,7 +136,7 @@ fn of_cluster(site: &Site<'_>, cluster: &Cluster, models: &BTreeSet<ModelName>) 
         findings.extend(falls_back(at("envoy.mirror_fallback"), cluster, policy));
         findings.extend(known(site, at("envoy.endpoints"), cluster, models));
     }
-    findings.push(breakers(at("envoy.circuit_breakers"), cluster, Held::Copies));
+    findings.push(breakers(site, cluster, Held::Copies));
     findings
 }
 

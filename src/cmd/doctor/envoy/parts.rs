@@ -6,6 +6,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::dump::{Span, is, number};
+use super::transport::SocketMatch;
 
 /// A listener.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -134,6 +135,7 @@ pub(super) struct Action {
     pub(super) cluster_header: Option<String>,
     pub(super) weighted_clusters: WeightedClusters,
     pub(super) timeout: Option<Span>,
+    pub(super) idle_timeout: Option<Span>,
     pub(super) retry_policy: Option<RetryPolicy>,
     pub(super) request_mirror_policies: Vec<MirrorPolicy>,
 }
@@ -195,6 +197,9 @@ pub(super) struct ExternalProcessing {
     pub(super) response_attributes: Vec<String>,
     pub(super) metadata_options: MetadataOptions,
     pub(super) allow_content_length_header: bool,
+    /// Attributes of the route's overrides, which Envoy ignores.
+    #[serde(skip)]
+    pub(super) ignored_attributes: Vec<String>,
 }
 
 /// Who is asked.
@@ -291,8 +296,21 @@ pub(super) struct PerRoute {
 pub(super) struct Overrides {
     pub(super) processing_mode: Option<Modes>,
     pub(super) grpc_service: Option<Grpc>,
-    pub(super) metadata_options: Option<MetadataOptions>,
+    pub(super) grpc_initial_metadata: Vec<KeyValue>,
+    pub(super) metadata_options: Option<MetadataOverride>,
     pub(super) failure_mode_allow: Option<bool>,
+    /// Envoy 1.40 accepts these attributes and ignores them.
+    pub(super) response_attributes: Vec<String>,
+    /// Envoy 1.40 accepts these attributes and ignores them.
+    pub(super) request_attributes: Vec<String>,
+}
+
+/// Metadata options of a route. Envoy replaces each list that is present.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct MetadataOverride {
+    pub(super) forwarding_namespaces: Option<Namespaces>,
+    pub(super) receiving_namespaces: Option<Namespaces>,
 }
 
 /// A cluster.
@@ -308,7 +326,9 @@ pub struct Cluster {
     pub(super) original_dst_lb_config: Option<OriginalDst>,
     pub(super) load_balancing_policy: LoadBalancing,
     pub(super) lb_subset_config: Option<Value>,
+    pub(super) connect_timeout: Option<Span>,
     pub(super) transport_socket: Option<Extension>,
+    pub(super) transport_socket_matches: Vec<SocketMatch>,
     pub(super) http2_protocol_options: Option<Value>,
     pub(super) typed_extension_protocol_options: BTreeMap<String, Value>,
 }

@@ -6,14 +6,16 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use super::control_plane::ControlPlane;
 use super::dump::is;
-use super::filter::{buffers, seconds};
+use super::filter::buffers;
 use super::parts::RetryPolicy;
+use super::remedy::Setting;
 use super::retry::{carried, late};
 use super::server::{Held, breakers};
 use super::site::{Active, Site};
 use super::ways::{Way, clusters, deciding_headers, way};
-use crate::cmd::doctor::finding::{At, Finding};
+use crate::cmd::doctor::finding::{Finding, Level};
 use crate::settings::{Period, Size};
 
 /// Envoy's defaults.
@@ -33,8 +35,7 @@ pub(super) fn check(site: &Site<'_>) -> Vec<Finding> {
         }
     }
     for (cluster, _) in clusters(site) {
-        let at = At::new("envoy.circuit_breakers", format!("cluster {}", cluster.name));
-        findings.push(breakers(at, cluster, Held::Requests));
+        findings.push(breakers(site, cluster, Held::Requests));
     }
     findings
 }
@@ -56,14 +57,16 @@ fn body_limit(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
     let said = said.into_iter().find_map(|(limit, name)| Some((limit?, name)));
     let (limit, name) = said.unwrap_or((BUFFER, "the default"));
     let seen = format!("{} ({name}), limits.body: {}", Size(limit), Size(site.expected.body));
-    let mend = format!(
-        "in the virtual host `{}` write `request_body_buffer_limit: {}`, or in our configuration `limits: {{body: {}}}`",
-        host.name,
-        site.expected.body,
-        Size(limit)
-    );
+    let own = format!("in the virtual host `{}` write `request_body_buffer_limit: {}`", host.name, site.expected.body);
+    let ours = format!("in our configuration `limits: {{body: {}}}`", Size(limit));
+    let fix = site.fix(&Setting::BodyLimit(site.expected.body, own)).unwrap_or_default();
+    let mend = format!("{fix}, or {ours}");
     Some(match limit.cmp(&site.expected.body) {
         std::cmp::Ordering::Equal => at.ok(seen),
+        // The connection buffers of Envoy Gateway: not even prompts of usual length fit.
+        std::cmp::Ordering::Less if limit < BUFFER => {
+            at.error(format!("{seen}; longer bodies are a 413, and a few thousand tokens are longer"), fix)
+        }
         std::cmp::Ordering::Less => {
             at.warning(format!("{seen}; longer bodies are a 413, though we would take them"), mend)
         }
@@ -75,7 +78,7 @@ fn body_limit(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
 
 fn timeout(site: &Site<'_>, active: &Active<'_>) -> Finding {
     let at = site.at_route("envoy.route_timeout", active);
-    let mend = format!("write `timeout: 0s` in the {}", active.title());
+    let mend = site.fix(&Setting::RouteTimeout(active.title())).unwrap_or_default();
     match active.action.timeout.map(|given| given.0) {
         Some(Duration::ZERO) => at.ok("a generation may take as long as it takes"),
         Some(given) => at.warning(format!("timeout: {}; longer generations are cut", Period(given)), mend),
@@ -89,12 +92,11 @@ fn retry(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
     let to: Vec<Way> = active.action.clusters().filter_map(|name| site.dump.clusters.get(name)).map(way).collect();
     let several = to.iter().any(|way| matches!(way, Way::Override(_)));
     let Some(policy @ RetryPolicy { retry_on, retry_host_predicate, .. }) = policy else {
-        return several.then(|| {
-            at.warning(
-                "no retry_policy: a request to a dead worker is a 503, until we leave the worker out",
-                format!("write the `retry_policy` of envoy/standalone.yaml in the {}", active.title()),
-            )
-        });
+        let one = to.iter().any(|way| matches!(way, Way::Address(_))) && site.plane != ControlPlane::Other;
+        let own = format!("write the `retry_policy` of envoy/standalone.yaml in the {}", active.title());
+        let cluster = active.action.clusters().find_map(|name| site.dump.clusters.get(name))?;
+        let seen = "no retry_policy: a request to a dead worker is a 503, until we leave the worker out";
+        return (several || one).then(|| site.report(at, Level::Warning, seen, &Setting::Retry(cluster, own)));
     };
     let late = late(policy);
     // Where workers share the prompts it is meant, because either of them may be lost; what it needs is looked at by itself.
@@ -104,10 +106,7 @@ fn retry(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
                 "retry_on: {retry_on}: after {} a prompt that a worker has begun is computed again",
                 late.join(" and ")
             ),
-            format!(
-                "in the `retry_policy` of the {} write `retry_on: connect-failure,refused-stream,reset-before-request`",
-                active.title()
-            ),
+            own_retry(site, active, "`retry_on: connect-failure,refused-stream,reset-before-request`"),
         ));
     }
     let elsewhere = retry_host_predicate.iter().any(|predicate| predicate.name.contains("previous_hosts"));
@@ -116,19 +115,32 @@ fn retry(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
     } else {
         at.warning(
             "no previous_hosts predicate: a retry may go to the same dead worker again",
-            format!(
-                "write the `retry_host_predicate` and the `host_selection_retry_max_attempts` of envoy/standalone.yaml in the \
-                 `retry_policy` of the {}",
-                active.title()
+            own_retry(
+                site,
+                active,
+                "the `retry_host_predicate` and the `host_selection_retry_max_attempts` of envoy/standalone.yaml",
             ),
         )
     })
 }
 
+fn own_retry(site: &Site<'_>, active: &Active<'_>, text: &str) -> String {
+    let own = format!("in the `retry_policy` of the {} write {text}", active.title());
+    let cluster = active.action.clusters().find_map(|name| site.dump.clusters.get(name));
+    cluster.and_then(|cluster| site.fix(&Setting::Retry(cluster, own.clone()))).unwrap_or(own)
+}
+
 /// Who waits for a turn moves nothing.
 fn idle(site: &Site<'_>) -> Option<Finding> {
     let at = site.at("envoy.idle_timeout");
-    let given = site.server.hcm.stream_idle_timeout.map_or(IDLE, |given| given.0);
+    let of_all = site.server.hcm.stream_idle_timeout.map_or(IDLE, |given| given.0);
+    // A route overrides it; zero is no timeout.
+    let of_routes = site.active.iter().map(|active| active.action.idle_timeout.map_or(of_all, |given| given.0));
+    let given = of_routes.filter(|given| !given.is_zero()).min().unwrap_or(if site.active.is_empty() {
+        of_all
+    } else {
+        Duration::ZERO
+    });
     let needed = site.expected.wait.unwrap_or_default();
     Some(if given.is_zero() || given > needed {
         at.ok(format!("stream_idle_timeout: {}", Period(given)))
@@ -139,11 +151,7 @@ fn idle(site: &Site<'_>) -> Option<Finding> {
                 Period(given),
                 Period(needed)
             ),
-            format!(
-                "in the connection manager of listener `{}` write `stream_idle_timeout: {}`",
-                site.server.listener,
-                seconds(needed + Duration::from_secs(600))
-            ),
+            site.fix(&Setting::IdleTimeout(needed + Duration::from_secs(600))).unwrap_or_default(),
         )
     })
 }
@@ -158,15 +166,19 @@ fn client_headers(site: &Site<'_>) -> Option<Finding> {
     if missing.is_empty() {
         return Some(at.ok(format!("Envoy takes all {} routing headers from clients", site.expected.reserved.len())));
     }
-    let lines = missing.iter().map(|name| format!("- remove: {name}")).collect::<Vec<_>>().join("; ");
-    let mend = format!(
-        "in the connection manager of listener `{}`, under `early_header_mutation_extensions` as in envoy/standalone.yaml, \
-         write {lines}",
-        site.server.listener
-    );
+    let mend = site.fix(&Setting::ClientHeaders(&missing)).unwrap_or_default();
     let decide = deciding(site);
     let dangerous: Vec<&str> = missing.iter().copied().filter(|name| decide.contains(*name)).collect();
-    Some(if dangerous.is_empty() {
+    let is_passed = site.variants().iter().any(|filter| filter.failure_mode_allow);
+    let seen = format!("Envoy leaves clients {}", missing.join(", "));
+    Some(if dangerous.is_empty() && site.plane != ControlPlane::Other {
+        // A generated configuration selects the worker by metadata or by a header that it removes.
+        if is_passed {
+            at.note(format!("{seen}: they select no worker, but workers see them while warmroute is away"))
+        } else {
+            at.ok(format!("{seen}: warmroute removes them, and no request passes without it"))
+        }
+    } else if dangerous.is_empty() {
         at.warning(format!("Envoy leaves clients {}: workers see them while we are away", missing.join(", ")), mend)
     } else {
         at.error(

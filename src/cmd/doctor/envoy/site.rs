@@ -3,10 +3,12 @@
 
 use serde_json::Value;
 
+use super::control_plane::{ControlPlane, GeneratedNames};
 use super::dump::{Address, Dump, Server, is, part};
 use super::expected::Expected;
 use super::parts::{
-    Action, Extension, ExternalProcessing, Match, PerRoute, RetryPolicy, Route, VirtualHost, shows_headers,
+    Action, Extension, ExternalProcessing, Grpc, KeyValue, Match, Overrides, PerRoute, RetryPolicy, Route, VirtualHost,
+    body_mode, shows_headers, shows_trailers,
 };
 use crate::cmd::doctor::finding::At;
 use crate::ext_proc::service::{FILTER, PROBE};
@@ -48,18 +50,41 @@ impl Filter {
 
     /// The cluster it asks.
     pub(super) fn cluster(&self) -> Option<&str> {
-        let by_cluster = self.config.grpc_service.as_ref()?.envoy_grpc.as_ref()?;
-        Some(&by_cluster.cluster_name)
+        self.config.grpc_service.as_ref()?.cluster()
     }
 
     /// Where it asks.
     pub(super) fn asks(&self, dump: &Dump) -> Vec<Address> {
-        let by_address = self.config.grpc_service.as_ref().and_then(|service| service.google_grpc.as_ref());
-        if let Some(by_address) = by_address {
+        self.config.grpc_service.as_ref().map(|service| service.addresses(dump)).unwrap_or_default()
+    }
+}
+
+impl Grpc {
+    /// The cluster of the calls.
+    pub(super) fn cluster(&self) -> Option<&str> {
+        Some(&self.envoy_grpc.as_ref()?.cluster_name)
+    }
+
+    /// The addresses of the calls.
+    pub(super) fn addresses(&self, dump: &Dump) -> Vec<Address> {
+        if let Some(by_address) = &self.google_grpc {
             return uri(&by_address.target_uri).into_iter().collect();
         }
         let cluster = self.cluster().and_then(|name| dump.clusters.get(name));
         cluster.and_then(|cluster| dump.endpoints_of(cluster)).unwrap_or_default()
+    }
+}
+
+impl ExternalProcessing {
+    /// Whether Envoy shows the server nothing, and so never calls it. Istio's filter is so, except where a route overrides it.
+    pub(super) fn is_idle(&self) -> bool {
+        let modes = &self.processing_mode;
+        let bodies = [&modes.request_body_mode, &modes.response_body_mode];
+        let trailers = [&modes.request_trailer_mode, &modes.response_trailer_mode];
+        !shows_headers(&modes.request_header_mode)
+            && !shows_headers(&modes.response_header_mode)
+            && bodies.into_iter().all(|mode| body_mode(mode) == "NONE")
+            && !trailers.into_iter().any(|mode| shows_trailers(mode))
     }
 }
 
@@ -132,30 +157,58 @@ pub(super) struct Site<'d> {
     pub(super) probe: Option<Filter>,
     /// Where the first is at work.
     pub(super) active: Vec<Active<'d>>,
+    /// Routes on which the filter is on, and shows nothing.
+    pub(super) idle: Vec<&'d Route>,
+    /// The control plane that generated it.
+    pub(super) plane: ControlPlane,
 }
 
 impl<'d> Site<'d> {
     /// Every connection manager whose filters ask us; where none does, those that ask anybody.
     pub(super) fn all(dump: &'d Dump, expected: &'d Expected) -> Vec<Self> {
         let of = |only_ours: bool| -> Vec<Self> {
-            dump.servers.iter().filter_map(|server| Self::of(dump, expected, server, only_ours)).collect()
+            dump.servers.iter().flat_map(|server| Self::of(dump, expected, server, only_ours)).collect()
         };
         let ours = of(true);
         if ours.is_empty() { of(false) } else { ours }
     }
 
-    fn of(dump: &'d Dump, expected: &'d Expected, server: &'d Server, only_ours: bool) -> Option<Self> {
+    /// A site per filter: Envoy AI Gateway adds one for each pool.
+    fn of(dump: &'d Dump, expected: &'d Expected, server: &'d Server, only_ours: bool) -> Vec<Self> {
         let filters = filters(&server.hcm.http_filters);
-        let ours = |filter: &Filter| filter.asks(dump).iter().any(|address| expected.is_ours(address));
+        let is_ours = |service: &Grpc| service.addresses(dump).iter().any(|address| expected.is_ours(address));
+        let asks_us = |filter: &Filter| {
+            let of_routes = Uses::of(server, filter).active;
+            let services = of_routes.iter().map(|active| &active.filter).chain([&filter.config]);
+            services.filter_map(|config| config.grpc_service.as_ref()).any(is_ours)
+        };
         let signed = |filter: &Filter| filter.says().is_some();
         let mains = || filters.iter().filter(|filter| !filter.is_probe());
-        let found = mains().find(|filter| ours(filter));
-        let found = if only_ours { found } else { mains().find(|filter| signed(filter)).or_else(|| mains().next()) };
-        let main = found?.clone();
+        let found: Vec<&Filter> = if only_ours {
+            mains().filter(|filter| asks_us(filter)).collect()
+        } else {
+            mains().find(|filter| signed(filter)).or_else(|| mains().next()).into_iter().collect()
+        };
         // A probe that asks elsewhere is ours all the same where it says so.
-        let probe = filters.iter().find(|filter| filter.is_probe() && (ours(filter) || signed(filter))).cloned();
-        let active = active(server, &main);
-        Some(Self { dump, expected, server, main, probe, active })
+        let probe = filters.iter().find(|filter| filter.is_probe() && (asks_us(filter) || signed(filter)));
+        found.into_iter().map(|main| Self::new(dump, expected, server, main.clone()).with(probe.cloned())).collect()
+    }
+
+    fn new(dump: &'d Dump, expected: &'d Expected, server: &'d Server, main: Filter) -> Self {
+        let Uses { active, idle } = Uses::of(server, &main);
+        let services = active.iter().map(|active| &active.filter).chain([&main.config]);
+        let names = GeneratedNames {
+            listener: &server.listener,
+            pickers: services.filter_map(|config| config.grpc_service.as_ref()?.cluster()).collect(),
+            routes: active.iter().flat_map(Active::routes).map(|route| route.name.as_str()).collect(),
+            targets: targets(dump, server),
+        };
+        let plane = ControlPlane::recognise(dump, &names);
+        Self { dump, expected, server, main, probe: None, active, idle, plane }
+    }
+
+    fn with(self, probe: Option<Filter>) -> Self {
+        Self { probe, ..self }
     }
 
     /// A check of this connection manager.
@@ -182,7 +235,7 @@ impl<'d> Site<'d> {
     /// because what is wrong there is wrong wherever it is switched on.
     pub(super) fn variants(&self) -> Vec<&ExternalProcessing> {
         if self.active.is_empty() {
-            return vec![&self.main.config];
+            return if self.main.config.is_idle() { Vec::new() } else { vec![&self.main.config] };
         }
         let mut variants: Vec<&ExternalProcessing> = Vec::new();
         for active in &self.active {
@@ -203,24 +256,44 @@ fn filters(list: &[Extension]) -> Vec<Filter> {
     list.iter().enumerate().filter_map(read).collect()
 }
 
-/// The routes on which a filter is at work, each with what it does there.
-fn active<'d>(server: &'d Server, filter: &Filter) -> Vec<Active<'d>> {
-    let mut found = Vec::new();
-    let Some(routes) = &server.routes else { return found };
-    for host in &routes.virtual_hosts {
-        for route in &host.routes {
-            let levels =
-                [&route.typed_per_filter_config, &host.typed_per_filter_config, &routes.typed_per_filter_config];
-            let said = levels.into_iter().find_map(|level| level.get(&filter.name)).map(per_route);
-            let (Some(action), Some(filter)) = (&route.route, effective(filter, said)) else { continue };
-            let next = Active { host, route, alike: Vec::new(), action, filter };
-            match found.iter_mut().find(|known: &&mut Active<'_>| known.is_like(&next)) {
-                Some(known) => known.alike.push(route),
-                None => found.push(next),
+/// The clusters of all routes of a connection manager; every cluster where its routes are not on the page.
+fn targets<'d>(dump: &'d Dump, server: &'d Server) -> Vec<&'d str> {
+    let Some(routes) = &server.routes else { return dump.clusters.keys().map(String::as_str).collect() };
+    let actions = routes.virtual_hosts.iter().flat_map(|host| &host.routes).filter_map(|route| route.route.as_ref());
+    actions.flat_map(Action::clusters).collect()
+}
+
+/// The routes on which a filter is on.
+#[derive(Default)]
+struct Uses<'d> {
+    active: Vec<Active<'d>>,
+    idle: Vec<&'d Route>,
+}
+
+impl<'d> Uses<'d> {
+    fn of(server: &'d Server, filter: &Filter) -> Self {
+        let mut uses = Self::default();
+        let Some(routes) = &server.routes else { return uses };
+        for host in &routes.virtual_hosts {
+            for route in &host.routes {
+                let levels =
+                    [&routes.typed_per_filter_config, &host.typed_per_filter_config, &route.typed_per_filter_config];
+                let levels: Vec<PerRoute> =
+                    levels.into_iter().filter_map(|level| level.get(&filter.name)).map(per_route).collect();
+                let (Some(action), Some(filter)) = (&route.route, effective(filter, &levels)) else { continue };
+                if filter.is_idle() {
+                    uses.idle.push(route);
+                    continue;
+                }
+                let next = Active { host, route, alike: Vec::new(), action, filter };
+                match uses.active.iter_mut().find(|known| known.is_like(&next)) {
+                    Some(known) => known.alike.push(route),
+                    None => uses.active.push(next),
+                }
             }
         }
+        uses
     }
-    found
 }
 
 fn per_route(said: &Value) -> PerRoute {
@@ -230,17 +303,47 @@ fn per_route(said: &Value) -> PerRoute {
     PerRoute { disabled: outer.disabled || inner.disabled, ..inner }
 }
 
-/// What the filter does on a route; none where it does nothing.
-fn effective(filter: &Filter, said: Option<PerRoute>) -> Option<ExternalProcessing> {
-    let Some(said) = said else { return (!filter.off).then(|| filter.config.clone()) };
-    if said.disabled {
+/// The filter on a route, from the settings of the route configuration, the virtual host and the route; none where it is off.
+fn effective(filter: &Filter, levels: &[PerRoute]) -> Option<ExternalProcessing> {
+    let Some(last) = levels.last() else { return (!filter.off).then(|| filter.config.clone()) };
+    if last.disabled {
         return None;
     }
     let mut config = filter.config.clone();
-    let overrides = said.overrides.unwrap_or_default();
-    config.processing_mode = overrides.processing_mode.unwrap_or(config.processing_mode);
-    config.grpc_service = overrides.grpc_service.or(config.grpc_service);
-    config.metadata_options = overrides.metadata_options.unwrap_or(config.metadata_options);
-    config.failure_mode_allow = overrides.failure_mode_allow.unwrap_or(config.failure_mode_allow);
+    // A more specific level overrides field by field.
+    for overrides in levels.iter().filter_map(|level| level.overrides.as_ref()) {
+        apply(overrides, &mut config);
+    }
     Some(config)
+}
+
+fn apply(overrides: &Overrides, config: &mut ExternalProcessing) {
+    let Overrides {
+        processing_mode, grpc_service, grpc_initial_metadata, metadata_options, failure_mode_allow, ..
+    } = overrides;
+    if let Some(modes) = processing_mode {
+        config.processing_mode = modes.clone();
+    }
+    if let Some(service) = grpc_service {
+        config.grpc_service = Some(service.clone());
+    }
+    if let Some(service) = &mut config.grpc_service {
+        grpc_initial_metadata.iter().for_each(|pair| set(&mut service.initial_metadata, pair));
+    }
+    let options = metadata_options.clone().unwrap_or_default();
+    if let Some(namespaces) = options.forwarding_namespaces {
+        config.metadata_options.forwarding_namespaces = namespaces;
+    }
+    if let Some(namespaces) = options.receiving_namespaces {
+        config.metadata_options.receiving_namespaces = namespaces;
+    }
+    config.failure_mode_allow = failure_mode_allow.unwrap_or(config.failure_mode_allow);
+    config
+        .ignored_attributes
+        .extend(overrides.request_attributes.iter().chain(&overrides.response_attributes).cloned());
+}
+
+fn set(metadata: &mut Vec<KeyValue>, pair: &KeyValue) {
+    metadata.retain(|known| known.key != pair.key);
+    metadata.push(pair.clone());
 }

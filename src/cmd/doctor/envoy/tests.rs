@@ -229,7 +229,7 @@ fn auto_sni_with_invalid_dns_name_is_an_error() {
     };
     let (found, fixes) = planted("standalone", |page, _| as_istio(page, true));
     assert!(found.contains(&(Level::Error, "envoy.server_name")), "{found:?}");
-    assert!(fixes.contains("trafficPolicy.tls.sni"), "{fixes}");
+    assert!(fixes.contains("`trafficPolicy: {tls: {sni: picker.ns.svc}}`"), "{fixes}");
     let (found, _) = planted("standalone", |page, _| as_istio(page, false));
     assert!(!found.iter().any(|(_, check)| *check == "envoy.server_name"), "{found:?}");
 }
@@ -244,6 +244,8 @@ fn hidden_request_body_means_routing_by_load() {
     let seen = "request_body_mode: NONE: no prompt is shown to warmroute, so every request is routed by load alone";
     assert_eq!(body.seen, seen);
 }
+
+mod gateways;
 
 type Plant = fn(&mut Value, &mut Value);
 

@@ -3,12 +3,17 @@
 
 use serde_json::Value;
 
+use super::control_plane::ControlPlane;
 use super::dump::{is, part};
 use super::parts::{Cluster, HostSource, MetadataKey, OverrideHost};
+use super::remedy::{FilterField, Setting};
 use super::site::{Active, Site};
-use crate::cmd::doctor::finding::{At, Finding};
+use crate::cmd::doctor::finding::{At, Finding, Level};
 use crate::ext_proc::headers::ENDPOINT;
 use crate::ext_proc::metadata::{LB, SERVED};
+
+/// Attribute of the endpoint that served.
+const UPSTREAM: &str = "upstream.address";
 
 /// The way a cluster takes.
 #[derive(Clone, Debug)]
@@ -104,9 +109,11 @@ fn override_host(site: &Site<'_>, cluster: &Cluster, policy: &OverrideHost) -> V
     let mut findings = Vec::new();
     let received = site.variants().iter().all(|filter| filter.metadata_options.receiving_namespaces.has(LB));
     if !received && !from_header {
-        findings.push(site.at("envoy.metadata").error(
+        findings.push(site.report(
+            site.at("envoy.metadata"),
+            Level::Error,
             format!("the receiving_namespaces of the filter have no {LB}: Envoy drops the endpoint that we name"),
-            site.in_main(&format!("`{LB}` into `receiving_namespaces: {{untyped: [..]}}` under `metadata_options`")),
+            &Setting::Filter(FilterField::receiving(LB)),
         ));
     } else {
         findings.push(at("envoy.override_host").ok(format!("override_host reads {listed}")));
@@ -119,8 +126,13 @@ fn override_host(site: &Site<'_>, cluster: &Cluster, policy: &OverrideHost) -> V
 fn served(site: &Site<'_>, at: At, cluster: &Cluster, policy: &OverrideHost) -> Option<Finding> {
     let forwarded = site.variants().iter().all(|filter| filter.metadata_options.forwarding_namespaces.has(LB));
     let noted = policy.selected_host_key.as_ref().is_some_and(|key| *key == ours(SERVED));
+    let seen = "the endpoint that served does not come back: after a retry the load is counted at the wrong worker";
     let mend = match (noted, forwarded) {
         (true, true) => return Some(at.ok("the endpoint that served comes back to us")),
+        // Generated clusters have no such key to set; the attribute names the same endpoint.
+        _ if site.plane != ControlPlane::Other && names_upstream(site) => {
+            return Some(at.ok(format!("{UPSTREAM} names the endpoint that served")));
+        }
         (false, _) => {
             let key = written(SERVED).replace("metadata: ", "selected_host_key: ");
             format!(
@@ -130,13 +142,14 @@ fn served(site: &Site<'_>, at: At, cluster: &Cluster, policy: &OverrideHost) -> 
             )
         }
         (true, false) => {
-            site.in_main(&format!("`{LB}` into `forwarding_namespaces: {{untyped: [..]}}` under `metadata_options`"))
+            return Some(site.report(at, Level::Warning, seen, &Setting::Filter(FilterField::forwarding(LB))));
         }
     };
-    Some(at.warning(
-        "the endpoint that served does not come back: after a retry the load is counted at the wrong worker",
-        mend,
-    ))
+    Some(at.warning(seen, mend))
+}
+
+fn names_upstream(site: &Site<'_>) -> bool {
+    site.variants().iter().all(|filter| filter.response_attributes.iter().any(|name| name == UPSTREAM))
 }
 
 pub(super) fn ours(key: &str) -> MetadataKey {
@@ -214,6 +227,15 @@ fn id_header(config: &Value) -> Option<String> {
 }
 
 fn by_address(site: &Site<'_>, at: At, header: &str) -> Finding {
+    if site.expected.fallbacks > 0 {
+        return at.error(
+            format!(
+                "gateway.fallbacks: {}, and ORIGINAL_DST accepts one address in {header}: every request is a 503",
+                site.expected.fallbacks
+            ),
+            "write `gateway: {fallbacks: 0}` in our configuration",
+        );
+    }
     if site.expected.endpoint_headers.iter().any(|set| set.eq_ignore_ascii_case(header)) {
         return at.ok(format!("the address comes from {header}"));
     }
