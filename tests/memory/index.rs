@@ -98,7 +98,7 @@ fn names_with_copies_after_lost_events() {
 
 #[test]
 fn names_of_one_block() {
-    measure("index::names_of_one_block", 96, || {
+    measure("index::names_of_one_block", 64, || {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
         for name in 0..3 * most {

@@ -61,7 +61,7 @@ fn in_flight(blocks: u64) -> (u64, impl Sized) {
 
 #[test]
 fn predicted_blocks_of_long_prompts() {
-    measure("tables::predicted_blocks_of_long_prompts", 96, || confirmed(512));
+    measure("tables::predicted_blocks_of_long_prompts", 48, || confirmed(512));
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn predicted_blocks_of_short_prompts() {
 
 #[test]
 fn blocks_of_long_prompts_in_flight() {
-    measure("tables::blocks_of_long_prompts_in_flight", 96, || in_flight(512));
+    measure("tables::blocks_of_long_prompts_in_flight", 48, || in_flight(512));
 }
 
 #[test]
