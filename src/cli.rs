@@ -4,6 +4,7 @@ mod serve;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use clap::{Args, Parser, Subcommand};
 
@@ -121,6 +122,9 @@ pub struct ExplainArgs {
     /// The request's path; by default /v1/chat/completions, or /v1/completions where the body has a prompt
     #[arg(long)]
     pub path: Option<String>,
+    /// The pool that the request is confined to, where the gRPC call selects it: `confine.authority`, or metadata of Envoy
+    #[arg(long, value_name = "POOL")]
+    pub pool: Option<Arc<str>>,
     /// A header of the request; may be repeated
     #[arg(long = "header", short = 'H', value_name = "NAME=VALUE", value_parser = header)]
     pub headers: Vec<(String, String)>,

@@ -7,6 +7,7 @@ pub mod config;
 pub mod contract;
 pub mod exchange;
 mod first_tokens;
+pub mod gateway;
 pub mod headers;
 mod held;
 pub mod message;

@@ -40,7 +40,7 @@ use large::LargeBodies;
 pub use models::{Model, Models, Named};
 use pace::{Became, Pace};
 use queue::Place;
-pub use rewrite::{AskedModel, Rewrites};
+pub use rewrite::{AskedModel, Rewrites, RewrittenBody};
 pub use sessions::SessionSigns;
 pub use shared::Shared;
 use tokenized::{Stopwatch, TokenizedPrompts, hidden, reason};
@@ -134,6 +134,10 @@ pub struct Parts {
     pub clients: ClientsConfig,
     /// Which requests are for one pool only.
     pub confine: ConfineConfig,
+    /// Rules that send requests to other models. Those of the cluster come after them.
+    pub rewrites: Rewrites,
+    /// Headers that name the model and beat the rules.
+    pub rewrite_headers: Vec<String>,
     /// What a cluster says of requests.
     pub cluster: SharedCluster,
     /// How much work is taken on at once.
@@ -245,7 +249,7 @@ impl Intake {
     }
 
     /// Reads a request without a limit of time, on this thread.
-    pub fn take_now(&self, path: &str, headers: Headers<'_>, body: &[u8]) -> Taken {
+    pub fn take_now(&self, pool: Option<Arc<str>>, path: &str, headers: Headers<'_>, body: &[u8]) -> Taken {
         let api = self.api(path, headers);
         let encoded = match api {
             Some(api) => {
@@ -254,7 +258,7 @@ impl Intake {
             }
             None => Encoded::unread(0, Reason::NotInference),
         };
-        let mut taken = Taken { api, ..self.taken(encoded, headers, self.pool_of(path, headers)) };
+        let mut taken = Taken { api, ..self.taken(encoded, headers, pool) };
         taken.request.computes = computes(api);
         taken
     }

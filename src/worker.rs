@@ -341,7 +341,12 @@ pub fn pool_taint(pool: &str) -> String {
 impl Worker {
     /// Whether it is of a pool.
     pub fn is_of(&self, pool: &str) -> bool {
-        self.taints.iter().any(|taint| taint.strip_prefix(POOL_TAINT) == Some(pool))
+        self.pools().any(|own| own == pool)
+    }
+
+    /// The pools that it is of.
+    pub fn pools(&self) -> impl Iterator<Item = &str> {
+        self.taints.iter().filter_map(|taint| taint.strip_prefix(POOL_TAINT))
     }
 
     /// A worker of one rank that does both phases, of which nothing else is known.

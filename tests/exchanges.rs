@@ -9,6 +9,8 @@
 mod compare;
 #[path = "exchanges/damage.rs"]
 mod damage;
+#[path = "exchanges/gateway.rs"]
+mod gateway;
 #[path = "exchanges/play.rs"]
 mod play;
 #[path = "exchanges/protocol.rs"]

@@ -49,6 +49,8 @@ impl Bed {
             paths: Paths::new(&PathsConfig::default()),
             clients: ClientsConfig::default(),
             confine: Default::default(),
+            rewrites: warmroute::intake::Rewrites::default(),
+            rewrite_headers: Vec::new(),
             cluster: Default::default(),
             limits: Limits { inline: usize::MAX, queue: 1, deadline: Duration::from_secs(10) },
             tracking: TrackingHash::Public,

@@ -77,6 +77,9 @@ pub struct Question {
     pub path: Option<String>,
     /// Its headers.
     pub headers: BTreeMap<String, String>,
+    /// The pool that the authority or the metadata of its gRPC call selects.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pool: Option<Arc<str>>,
     /// Its body: the text of it, or the JSON itself.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub body: Option<Box<RawValue>>,
@@ -92,7 +95,7 @@ impl Question {
             Ok(text) => (Some(serde_json::value::to_raw_value(&text)?), None),
             Err(error) => (None, Some(error.into_bytes())),
         };
-        Ok(Self { path, headers, body, bytes })
+        Ok(Self { path, headers, pool: None, body, bytes })
     }
 
     /// The body byte for byte; `None` where there is none.
@@ -118,6 +121,21 @@ impl Question {
     pub fn header(&self, name: &str) -> Option<Cow<'_, str>> {
         let found = self.headers.iter().find(|(key, _)| key.eq_ignore_ascii_case(name));
         found.map(|(_, value)| Cow::Borrowed(value.as_str()))
+    }
+
+    /// The pool that the request is confined to.
+    pub fn pool_for(&self, intake: &Intake, path: &str) -> Option<Arc<str>> {
+        self.pool.clone().or_else(|| intake.pool_of(path, &|name: &str| self.header(name)))
+    }
+
+    /// Replaces the model of the body as for a real request. The second value is the model that the client has asked for, if it was
+    /// replaced.
+    pub fn rewrite(&self, intake: &Intake, pool: Option<&str>, body: Body) -> (Body, Option<String>) {
+        let Body::Whole(bytes) = &body else { return (body, None) };
+        match intake.rewrite(pool, &|name: &str| self.header(name), bytes, rand::random()) {
+            Some(rewritten) => (Body::Whole(rewritten.bytes), rewritten.asked),
+            None => (body, None),
+        }
     }
 
     /// The path, if need be as the body looks like.
@@ -168,8 +186,11 @@ async fn explain(admin: &Admin, asked: Request) -> Result<Response, Response> {
     let read = tokio::task::spawn_blocking(move || read(&text, limit)).await;
     let failed = |_| refusal(StatusCode::INTERNAL_SERVER_ERROR, "the question could not be read");
     let (question, path, seen) = read.map_err(failed)?.map_err(|wrong| refusal(StatusCode::BAD_REQUEST, &wrong))?;
-    let taken = intake.take(&path, &|name| question.header(name), &seen).await;
-    let explanation = admin.entrance.explain(taken.request, taken.session.as_ref());
+    let pool = question.pool_for(&intake, &path);
+    let (body, asked_model) = question.rewrite(&intake, pool.as_deref(), seen);
+    let taken = intake.take_for(pool, &path, &|name| question.header(name), &body).await;
+    let mut explanation = admin.entrance.explain(taken.request, taken.session.as_ref());
+    explanation.asked_model = asked_model;
     debug!(path, "explained: {}", explanation.sentence);
     Ok(if as_table { table::render(&explanation).into_response() } else { Json(explanation).into_response() })
 }

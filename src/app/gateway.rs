@@ -19,7 +19,7 @@ use crate::ext_proc::message::{BodyMode, Modes};
 use crate::ext_proc::pipeline::{Pipeline, Policy};
 use crate::ext_proc::service::{Kept, Live, Service};
 use crate::ext_proc::wire::ExtProc;
-use crate::intake::{Intake, Rewrites};
+use crate::intake::Intake;
 use crate::metrics::Metrics;
 use crate::openai::paths::Paths;
 use crate::prefill::{Aborts, By, Call, Caller, Mirror, PrefillConfig, Protocol};
@@ -143,8 +143,6 @@ fn policy(config: &Config) -> Policy {
         failure: config.failure,
         failure_of: failure.collect(),
         first_token_with_headers: with_headers.map(|model| model.name.clone()).collect(),
-        rewrites: Rewrites::from(&config.rewrites),
-        rewrite_headers: config.rewrites.headers.clone(),
         why: config.response.why_header,
         conformance: config.gateway.conformance,
         says_why_dropped: config.gateway.contract().says_why_dropped(),

@@ -11,7 +11,7 @@ use crate::entrance::{Affinities, Affinity, Entrance};
 use crate::index::PrefixIndex;
 use crate::intake::engine_tokens::config::EngineTokensConfig;
 use crate::intake::engine_tokens::{EngineTokens, TokenSource, TokenSources};
-use crate::intake::{self, Intake, Limits, Models, SessionSigns, Shared, SharedCluster};
+use crate::intake::{self, Intake, Limits, Models, Rewrites, SessionSigns, Shared, SharedCluster};
 use crate::load::LoadTracker;
 use crate::metrics::Metrics;
 use crate::openai::Paths;
@@ -87,6 +87,8 @@ pub(super) fn intake(
         paths: Paths::new(&config.paths),
         clients: config.clients.clone(),
         confine: config.confine.clone(),
+        rewrites: Rewrites::from(&config.rewrites),
+        rewrite_headers: config.rewrites.headers.clone(),
         cluster: cluster.clone(),
         limits: Limits {
             inline: config.limits.tokenize_inline.bytes(),

@@ -27,6 +27,7 @@ use crate::admin::config::AdminConfig;
 use crate::admin::token::{self, Token};
 use crate::api::ApiConfig;
 use crate::ext_proc::config::{HTTP2_FRAME, LimitsConfig, ListenConfig};
+use crate::ext_proc::gateway::GatewayTraits;
 use crate::metrics::Metrics;
 use crate::tls::{
     AcceptedConnection, Acceptor, LimitedListener, ListenerLimits, ListenerProfile, Protocol, Secrets, TlsConfig,
@@ -166,11 +167,11 @@ impl GrpcListener {
     }
 }
 
-impl<S: Connected> Connected for AcceptedConnection<S> {
-    type ConnectInfo = S::ConnectInfo;
+impl<S> Connected for AcceptedConnection<S> {
+    type ConnectInfo = GatewayTraits;
 
     fn connect_info(&self) -> Self::ConnectInfo {
-        self.socket().connect_info()
+        GatewayTraits::default()
     }
 }
 

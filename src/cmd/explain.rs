@@ -27,7 +27,8 @@ pub fn run(args: &ExplainArgs, out: &mut impl Write, err: &mut impl Write) -> an
         None => None,
     };
     let headers: BTreeMap<String, String> = args.headers.iter().cloned().collect();
-    let question = Question::new(args.path.clone(), headers, body(&args.body)?)?;
+    let question =
+        Question { pool: args.pool.clone(), ..Question::new(args.path.clone(), headers, body(&args.body)?)? };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let text = match (&args.admin, config) {
         (Some(admin), _) => runtime.block_on(ask(admin, &question, args))?,
@@ -66,12 +67,16 @@ async fn offline(config: &Config, question: &Question) -> anyhow::Result<Explana
     let parts = Offline::new(config).await?;
     let body = question.body()?.unwrap_or_default();
     let (path, headers) = (question.path_for(&body).to_owned(), |name: &str| question.header(name));
-    let taken = match Question::seen(body, config.limits.body.bytes()) {
-        // Nobody waits for it but the operator: without a deadline.
-        Body::Whole(body) => parts.intake.take_now(&path, &headers, &body),
-        other => parts.intake.take(&path, &headers, &other).await,
+    let pool = question.pool_for(&parts.intake, &path);
+    let seen = Question::seen(body, config.limits.body.bytes());
+    let (body, asked_model) = question.rewrite(&parts.intake, pool.as_deref(), seen);
+    let taken = match body {
+        // Only the operator waits, so there is no deadline.
+        Body::Whole(body) => parts.intake.take_now(pool, &path, &headers, &body),
+        other => parts.intake.take_for(pool, &path, &headers, &other).await,
     };
-    Ok(parts.entrance.explain(taken.request, taken.session.as_ref()))
+    let explanation = parts.entrance.explain(taken.request, taken.session.as_ref());
+    Ok(Explanation { asked_model, ..explanation })
 }
 
 fn offline_table(explanation: &Explanation) -> String {

@@ -2,6 +2,7 @@
 //! pools that nobody is of. Nothing of
 //! it keeps the process from serving, and the workers may change at any time, so it is told and not refused.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::time::Duration;
 
@@ -38,7 +39,8 @@ impl Config {
         });
         let meetings = workers.iter().filter_map(|worker| meeting_place(self, worker));
         let values = [short_bodies(self), long_deadline(self), trusted_open_listener(self)].into_iter().flatten();
-        of_models.chain(meetings).chain(confined(self, workers)).chain(found_twice(self)).chain(values).collect()
+        let of_pools = confined(self, workers).into_iter().chain(unconfined(self, workers)).chain(found_twice(self));
+        of_models.chain(meetings).chain(of_pools).chain(values).collect()
     }
 
     fn way(&self, worker: &Worker) -> Option<By> {
@@ -157,7 +159,7 @@ fn meeting_place(config: &Config, worker: &Worker) -> Option<Advice> {
 /// Rules for pools that nobody is of: their requests are refused.
 fn confined(config: &Config, workers: &[Worker]) -> Vec<Advice> {
     // Who is found by a file may come later.
-    let mut pools: Vec<&str> = config.confine.rules.iter().map(|rule| &*rule.pool).collect();
+    let mut pools: Vec<&str> = config.confine.pools().collect();
     pools.sort_unstable();
     pools.dedup();
     let nobody =
@@ -174,6 +176,26 @@ fn confined(config: &Config, workers: &[Worker]) -> Vec<Advice> {
         },
     };
     nobody.map(advice).collect()
+}
+
+/// Several pools, and nothing that confines a request to one of them. Only Envoy's configuration shows whether it sends the dynamic
+/// metadata `pool`.
+fn unconfined(config: &Config, workers: &[Worker]) -> Option<Advice> {
+    let of_kubernetes = config.kubernetes.iter().flat_map(|kubernetes| kubernetes.pools.iter().map(PodsConfig::title));
+    let of_workers = workers.iter().flat_map(|worker| worker.pools().map(str::to_owned));
+    let pools: BTreeSet<String> = of_kubernetes.chain(of_workers).collect();
+    let names: Vec<String> = pools.iter().map(|pool| format!("`{pool}`")).collect();
+    (pools.len() > 1 && config.confine.is_empty()).then(|| Advice {
+        subject: "confine".to_owned(),
+        seen: format!(
+            "the workers are of the pools {}, and `confine` is empty: a request may go to a worker of another pool than its route \
+             names",
+            names.join(", ")
+        ),
+        mend: "give each pool a Service in front of warmroute and write `confine: {authority: {<service>.<namespace>: <pool>}}`, or \
+               `header` or `rules` of `confine`. Where Envoy sends the dynamic metadata `pool`, write a rule for requests without it"
+            .to_owned(),
+    })
 }
 
 /// Pods that are found by several entries: each worker can be there once only, so the others' settings are for nobody.
@@ -262,6 +284,10 @@ mod tests {
         let told = advice(&json!({}), std::slice::from_ref(&worker), &confine);
         assert!(told.len() == 1 && told[0].contains("`q`") && told[0].contains("`pool=q`"), "{told:?}");
         assert_eq!(advice(&json!({}), &[worker, json!({"taints": ["pool=q"]})], &confine), Vec::<String>::new());
+        let confine = json!({"confine": {"authority": {"warmroute.a": "p", "warmroute.b": "q"}}});
+        let told = advice(&json!({}), &[json!({"taints": ["pool=p"]})], &confine);
+        assert!(told.len() == 1 && told[0].contains("`q`"), "{told:?}");
+        let confine = json!({"confine": {"rules": [{"pool": "p"}, {"pool": "q", "paths": ["/q"]}]}});
         let pools = |pools: Value| -> Vec<String> {
             let mut config = json!({"models": [{"name": "m"}], "kubernetes": {"pools": pools}});
             config.as_object_mut().unwrap().extend(confine.as_object().unwrap().clone());
@@ -281,6 +307,21 @@ mod tests {
             told.len()
         };
         assert_eq!([same([1, 2]), same([1, 1])], [0, 1]);
+    }
+
+    #[test]
+    fn several_pools_without_confinement_cause_a_warning() {
+        let workers = [json!({"taints": ["pool=p"]}), json!({"taints": ["pool=q"]})];
+        let warnings = advice(&json!({}), &workers, &json!({}));
+        assert!(warnings.len() == 1 && warnings[0].contains("`p`, `q`"), "{warnings:?}");
+        assert_eq!(advice(&json!({}), &workers[..1], &json!({})), Vec::<String>::new());
+        for confine in [
+            json!({"header": "x-pool"}),
+            json!({"rules": [{"pool": "p"}]}),
+            json!({"authority": {"warmroute.a": "p", "warmroute.b": "q"}}),
+        ] {
+            assert_eq!(advice(&json!({}), &workers, &json!({"confine": confine})), Vec::<String>::new(), "{confine}");
+        }
     }
 
     #[test]

@@ -56,8 +56,8 @@ pub struct Inbound {
     pub body: Body,
     /// The only endpoints that will do.
     pub subset: Option<Subset>,
-    /// The only pool whose workers will do, where the gateway says so.
-    pub pool: Option<String>,
+    /// The only pool whose workers may serve the request, by the metadata or the authority of the call.
+    pub pool: Option<Arc<str>>,
 }
 
 /// The answer to [`Effect::Route`]: where to, and what else changes on the way.
@@ -137,7 +137,8 @@ struct Context {
 
 impl Context {
     fn inbound(&self, head: RequestHead, body: Body) -> Effect {
-        Effect::Route(Inbound { head, body, subset: self.subset.clone(), pool: self.pool.clone() })
+        let pool = self.pool.as_deref().map(Arc::from).or_else(|| self.start.pool.clone());
+        Effect::Route(Inbound { head, body, subset: self.subset.clone(), pool })
     }
 }
 

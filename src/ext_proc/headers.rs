@@ -99,6 +99,8 @@ pub struct ResponseHead {
     pub event_stream: bool,
     /// Who answered, where Envoy is configured to say.
     pub from: AnsweredBy,
+    /// Whether Envoy's router has added `x-envoy-upstream-service-time`.
+    pub has_upstream_time: bool,
 }
 
 /// Who made a response.
@@ -113,6 +115,9 @@ pub enum AnsweredBy {
     Envoy,
     /// Envoy itself, for reasons of its own: a limit, a time, a fault it was told to inject. That tells nothing of workers.
     Policy,
+    /// Envoy or the worker: a 503 without attributes, without `x-envoy-upstream-service-time`, and without headers that engines set.
+    /// [`GatewayTraits`](super::gateway::GatewayTraits) decides.
+    Ambiguous,
 }
 
 impl ResponseHead {
@@ -120,21 +125,24 @@ impl ResponseHead {
     pub fn read(headers: Option<&HeaderMap>, attributes: &HashMap<String, Struct>) -> Self {
         let said = answered_by(attributes);
         let mut head = Self { from: said.unwrap_or_default(), ..Self::default() };
-        let mut by_envoy = true;
+        let mut is_of_engine = false;
         for header in headers.iter().flat_map(|map| &map.headers) {
             match header.key.as_str() {
                 ":status" => head.status = text(header).parse().unwrap_or(0),
                 "content-type" => {
                     head.event_stream = text(header).trim_start().to_ascii_lowercase().starts_with("text/event-stream");
                 }
-                // Envoy's router puts the first on what came from a worker, and the second on what it refused to send.
-                "x-envoy-upstream-service-time" => by_envoy = false,
+                // Envoy's router adds the first to responses of workers, and the second to requests that it refused to send.
+                "x-envoy-upstream-service-time" => head.has_upstream_time = true,
+                // Envoy adds these to its own responses only after the filters.
+                "date" | "server" => is_of_engine = true,
                 "x-envoy-overloaded" if said.is_none() => head.from = AnsweredBy::Policy,
                 _ => {}
             }
         }
-        if said.is_none() && head.from == AnsweredBy::Unknown && head.status == 503 && by_envoy {
-            head.from = AnsweredBy::Envoy;
+        let is_ambiguous = said.is_none() && head.status == 503 && !is_of_engine && !head.has_upstream_time;
+        if is_ambiguous && head.from == AnsweredBy::Unknown {
+            head.from = AnsweredBy::Ambiguous;
         }
         head
     }
@@ -241,11 +249,13 @@ mod tests {
     }
 
     #[test]
-    fn where_envoy_says_nothing_a_503_that_no_worker_made_is_envoys() {
+    fn unmarked_503_without_attributes_is_ambiguous() {
         let time = Some("x-envoy-upstream-service-time");
         for (status, named, expected) in [
-            (503, None, AnsweredBy::Envoy),
+            (503, None, AnsweredBy::Ambiguous),
             (503, time, AnsweredBy::Unknown),
+            (503, Some("date"), AnsweredBy::Unknown),
+            (503, Some("server"), AnsweredBy::Unknown),
             (503, Some("x-envoy-overloaded"), AnsweredBy::Policy),
             (429, None, AnsweredBy::Unknown),
             (200, None, AnsweredBy::Unknown),

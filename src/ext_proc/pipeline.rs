@@ -1,7 +1,6 @@
 //! From a request as Envoy shows it to what Envoy is told: read it, let it in, count it. Every failure on the way is one
 //! step down the ladder, counted; an error for the client only where the operator or the request itself wants one.
 
-use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,9 +14,9 @@ use super::headers::{self, RequestHead};
 use super::mutation::Immediate;
 use super::reject::{self, Refused};
 use crate::entrance::{Admitted, Entrance, Refusal};
-use crate::intake::{AskedModel, Body, Intake, Rewrites, Taken};
+use crate::intake::confine::ConfineConfig;
+use crate::intake::{Body, Intake, Taken};
 use crate::metrics::{Metrics, ModelLabel, ModelRoleLabels, ReasonLabel, RequestLabels};
-use crate::openai;
 use crate::prefill::Called;
 use crate::router::{Prompt, Reason, Route, RouteError, Router, Steer};
 use crate::schedule::Subset;
@@ -47,10 +46,6 @@ pub struct Policy {
     pub failure_of: HashMap<ModelName, FailureMode>,
     /// Models whose engines send an answer's headers together with its first token.
     pub first_token_with_headers: HashSet<ModelName>,
-    /// Models that get another name on the way.
-    pub rewrites: Rewrites,
-    /// Headers that may name the model in place of the rules.
-    pub rewrite_headers: Vec<String>,
     /// Whether answers say why; making the line costs a microsecond.
     pub why: bool,
     /// Whether conformance tests may name the endpoints to choose from.
@@ -90,6 +85,11 @@ impl Pipeline {
     /// How prefills are carried out.
     pub(super) fn prefills(&self) -> &Prefills {
         &self.prefills
+    }
+
+    /// Which requests are confined to which pool.
+    pub(super) fn confine(&self) -> &ConfineConfig {
+        self.intake.confine()
     }
 
     /// The router behind it.
@@ -203,34 +203,19 @@ impl Pipeline {
 
     /// The pool that a request is for: by the gateway's word, or else by its own looks.
     fn pool_of(&self, inbound: &mut Inbound) -> Option<Arc<str>> {
-        let told = inbound.pool.take().map(Arc::from);
-        told.or_else(|| self.intake.pool_of(&inbound.head.path, &|name: &str| inbound.head.get(name)))
+        let of_call = inbound.pool.take();
+        of_call.or_else(|| self.intake.pool_of(&inbound.head.path, &|name: &str| inbound.head.get(name)))
     }
 
-    /// Gives the model another name, if there is a rule for it, before anything else looks at the body.
+    /// Replaces the model in the body, if a header or a rule says so, before anything else reads the body.
     fn rewrite(&self, inbound: &mut Inbound, pool: Option<&str>) -> Option<Edit> {
-        let Policy { rewrites, rewrite_headers, .. } = &self.policy;
         let Body::Whole(body) = &inbound.body else { return None };
-        let header = rewrite_headers.iter().find_map(|name| inbound.head.get(name)).map(Cow::into_owned);
-        let cluster = self.intake.cluster();
-        if rewrites.is_empty() && cluster.rewrites().is_empty() && header.is_none() {
-            return None;
-        }
-        let asked = openai::model_of(body);
-        let too_long = |name: &str| name.len() > openai::LONGEST_MODEL;
-        // What is put back into every piece of the answer must not be long.
-        if [&asked, &header].into_iter().flatten().any(|name| too_long(name)) {
-            return None;
-        }
-        let model = AskedModel { name: asked.as_deref(), header: header.as_deref(), pool };
-        let target =
-            rewrites.choose(cluster.rewrites(), model, rand::random()).filter(|name| !too_long(name))?.to_owned();
-        // What is no object of JSON has no model; the engine says so.
-        let edited: bytes::Bytes = openai::edit::set_model(body, &target)?.into();
+        let header = |name: &str| inbound.head.get(name);
+        let rewritten = self.intake.rewrite(pool, &header, body, rand::random())?;
         self.metrics.rewritten_models.inc();
-        let restore = asked.map(|asked| Renamed { served: target, asked });
-        inbound.body = Body::Whole(edited.clone());
-        Some(Edit { body: edited, restore })
+        let served = rewritten.served;
+        inbound.body = Body::Whole(rewritten.bytes.clone());
+        Some(Edit { body: rewritten.bytes, restore: rewritten.asked.map(|asked| Renamed { served, asked }) })
     }
 
     /// The endpoints that a conformance test wants the choice to be among.

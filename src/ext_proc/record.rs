@@ -163,7 +163,7 @@ impl Record {
         *self.usage = UsageScanner::new(if head.event_stream { Kind::EventStream } else { Kind::Whole });
         let Some(admitted) = &mut self.admitted else { return };
         let from = match head.from {
-            AnsweredBy::Unknown => AnswerFrom::Chosen,
+            AnsweredBy::Unknown | AnsweredBy::Ambiguous => AnswerFrom::Chosen,
             AnsweredBy::Envoy => AnswerFrom::Gateway,
             AnsweredBy::Policy => {
                 // Somebody else may try the worker.

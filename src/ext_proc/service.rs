@@ -10,6 +10,7 @@ use std::time::Duration;
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
+use tonic::codegen::http::uri::Authority;
 use tonic::metadata::MetadataMap;
 use tonic::server::StreamingService;
 use tonic::{Request, Response, Status, Streaming};
@@ -17,6 +18,7 @@ use tracing::{debug, trace, warn};
 
 use super::exchange::{Options, Start};
 use super::first_tokens::FirstTokens;
+use super::gateway::GatewayTraits;
 use super::held::Held;
 use super::message::{BodyMode, Incoming};
 use super::pipeline::Pipeline;
@@ -58,6 +60,8 @@ pub struct Kept {
     pub(super) audit: Arc<Audit>,
     warned: AtomicBool,
     warned_of_unreadable: AtomicBool,
+    warned_of_undecided: AtomicBool,
+    warned_of_authority: AtomicBool,
 }
 
 impl Kept {
@@ -72,6 +76,8 @@ impl Kept {
             audit,
             warned: AtomicBool::new(false),
             warned_of_unreadable: AtomicBool::new(false),
+            warned_of_undecided: AtomicBool::new(false),
+            warned_of_authority: AtomicBool::new(false),
         })
     }
 
@@ -120,6 +126,31 @@ impl Kept {
         }
     }
 
+    /// Logs once that the gateway does not show whether it or a worker has sent a 503.
+    pub(super) fn warn_of_undecided_source(&self) {
+        if self.warned_of_undecided.swap(true, Ordering::Relaxed) {
+            return debug!("a 503 does not show its source");
+        }
+        warn!(
+            "a 503 does not show whether the worker or Envoy has sent it: it has neither attributes nor \
+             x-envoy-upstream-service-time. Such a worker counts as overloaded, and an unreachable one is not ejected. Set \
+             `response_attributes: [upstream.address, response.flags]` of the ext_proc filter, or `headers.enableEnvoyHeaders: true` \
+             of Envoy Gateway's ClientTrafficPolicy"
+        );
+    }
+
+    /// Logs once that calls come with an authority that has no pool.
+    fn warn_of_authority(&self, authority: &str) {
+        if self.warned_of_authority.swap(true, Ordering::Relaxed) {
+            return debug!(authority, "the authority of a call has no pool");
+        }
+        warn!(
+            authority,
+            "the authority of a call has no pool in `confine.authority`: its requests may go to workers of every pool. Add the \
+             authority, or send the pool's calls through the Service that is configured for it"
+        );
+    }
+
     /// Says once that a gateway is configured so that prompts cannot be read before it routes.
     pub(super) fn warn_of(&self, mode: BodyMode) {
         if mode == BodyMode::Streamed && !self.warned.swap(true, Ordering::Relaxed) {
@@ -144,7 +175,8 @@ impl Service {
         Self { live: Arc::new(live), kept }
     }
 
-    async fn run(self, mut incoming: Streaming<Asked>, replies: Replies, filter: Filter) -> Result<(), Status> {
+    async fn run(self, mut incoming: Streaming<Asked>, replies: Replies, caller: Caller) -> Result<(), Status> {
+        let filter = caller.filter;
         let Some(first) = self.kept.receive(&mut incoming).await? else { return Ok(()) };
         let first = Incoming::read(first);
         if filter == Filter::Retry {
@@ -158,8 +190,23 @@ impl Service {
             probed_as: (filter == Filter::Probed).then(|| format!("{:016x}", rand::random::<u64>())),
             sampled,
             request_id: format!("{:032x}", rand::random::<u128>()),
+            pool: self.pool_of(caller.authority.as_ref()),
         };
-        Stream::new(self.kept, self.live, (incoming, replies), start).run(first).await
+        Stream::new(self.kept, self.live, (incoming, replies), start, caller.gateway).run(first).await
+    }
+
+    /// The pool of a call, by its authority.
+    fn pool_of(&self, authority: Option<&Authority>) -> Option<Arc<str>> {
+        let confine = self.live.pipeline.confine();
+        if confine.authority.is_empty() {
+            return None;
+        }
+        let authority = authority.map_or("", Authority::as_str);
+        let pool = confine.pool_of_authority(authority);
+        if pool.is_none() {
+            self.kept.warn_of_authority(authority);
+        }
+        pool
     }
 
     async fn retry(&self, first: Incoming, mut incoming: Streaming<Asked>, replies: Replies) -> Result<(), Status> {
@@ -214,6 +261,24 @@ impl Drop for Counted<'_> {
     }
 }
 
+/// The properties of a call that are known before its first message.
+struct Caller {
+    filter: Filter,
+    /// The authority of the call, as the HTTP/2 listener accepts it.
+    authority: Option<Authority>,
+    gateway: GatewayTraits,
+}
+
+impl Caller {
+    fn of<T>(request: &Request<T>) -> Self {
+        Self {
+            filter: Filter::of(request.metadata()),
+            authority: request.extensions().get().cloned(),
+            gateway: request.extensions().get().cloned().unwrap_or_default(),
+        }
+    }
+}
+
 /// For which filter of an exchange a stream speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Filter {
@@ -244,7 +309,8 @@ impl StreamingService<Asked> for Service {
     type Future = Ready<Result<Response<Replying>, Status>>;
 
     fn call(&mut self, request: Request<Streaming<Asked>>) -> Self::Future {
-        let (filter, service) = (Filter::of(request.metadata()), self.clone());
-        ready(Ok(Response::new(Replying::new(|replies| service.run(request.into_inner(), replies, filter)))))
+        let caller = Caller::of(&request);
+        let service = self.clone();
+        ready(Ok(Response::new(Replying::new(|replies| service.run(request.into_inner(), replies, caller)))))
     }
 }

@@ -11,6 +11,7 @@ use tonic::{Code, Status, Streaming};
 
 use super::exchange::{Effect, Exchange, Inbound, Start};
 use super::first_tokens::Awaited;
+use super::gateway::{Attribution, GatewayTraits};
 use super::held::Share;
 use super::message::{Incoming, Message};
 use super::pipeline::Routed;
@@ -37,6 +38,7 @@ const HOLD_MARGIN: Duration = Duration::from_millis(500);
 pub(super) struct Stream {
     kept: Arc<Kept>,
     live: Arc<Live>,
+    gateway: GatewayTraits,
     /// The messages of Envoy; `None` after a message that exceeds the size limit, behind which no message can be read.
     incoming: Option<Streaming<Asked>>,
     replies: Replies,
@@ -95,6 +97,7 @@ impl Stream {
         live: Arc<Live>,
         (incoming, replies): (Streaming<Asked>, Replies),
         start: Start,
+        gateway: GatewayTraits,
     ) -> Self {
         let name = start.probed_as.clone();
         let first_token = name.clone().map(|name| kept.first_tokens.expect(name));
@@ -111,6 +114,7 @@ impl Stream {
             deadline: Instant::now() + live.upload,
             live,
             kept,
+            gateway,
         }
     }
 
@@ -204,7 +208,12 @@ impl Stream {
             self.kept.warn_of(modes.request);
         }
         self.exchange.hear(incoming.told);
-        let Some(message) = incoming.message else { return Ok(()) };
+        let Some(mut message) = incoming.message else { return Ok(()) };
+        if let Message::ResponseHeaders { head, .. } = &mut message
+            && self.gateway.attribute(head) == Attribution::Undecided
+        {
+            self.kept.warn_of_undecided_source();
+        }
         // Envoy has no try left, and the engine says no more than that we told it to end.
         if let Message::ResponseHeaders { head, .. } = &message
             && self.aborted

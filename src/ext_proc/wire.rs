@@ -178,9 +178,13 @@ where
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: http::Request<B>) -> Self::Future {
+    fn call(&mut self, mut request: http::Request<B>) -> Self::Future {
         if request.uri().path() != PATH {
             return Box::pin(std::future::ready(Ok(Status::unimplemented("no such method").into_http())));
+        }
+        // tonic does not pass the URI on.
+        if let Some(authority) = request.uri().authority().cloned() {
+            request.extensions_mut().insert(authority);
         }
         let Self { service, most } = self.clone();
         Box::pin(async move {

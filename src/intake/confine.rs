@@ -1,10 +1,12 @@
-//! Which requests are for the workers of one pool only: by the word of a header that the gateway sets, or by their host and
-//! path. The most special rule counts, as in the routes of gateways: by the host first, and then by the longest path.
+//! Which requests are for the workers of one pool only: by the authority of the gRPC call, by a header that the gateway sets, or by
+//! their host and path. The most special rule counts, as in the routes of gateways: by the host first, and then by the longest path.
 
 use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use warmroute_http2_filter::normalize_authority;
 
 use super::{Headers, Intake};
 use crate::settings::{Problem, Step, is_header_name};
@@ -13,6 +15,9 @@ use crate::settings::{Problem, Step, is_header_name};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ConfineConfig {
+    /// The pool by the authority of the ext_proc call: one Service for each pool in front of the same process. It beats the header and
+    /// the rules, and clients cannot set it.
+    pub authority: BTreeMap<String, Arc<str>>,
     /// A header that names the pool, and beats the rules. None by default, because whoever sends it chooses.
     pub header: Option<String>,
     /// By host and path.
@@ -43,6 +48,22 @@ enum HostFit {
 }
 
 impl ConfineConfig {
+    /// Whether no request is confined.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// The pools that it names.
+    pub fn pools(&self) -> impl Iterator<Item = &str> {
+        self.rules.iter().map(|rule| &rule.pool).chain(self.authority.values()).map(|pool| &**pool)
+    }
+
+    /// The pool of a call with this authority.
+    pub fn pool_of_authority(&self, authority: &str) -> Option<Arc<str>> {
+        let seen = service_name(authority);
+        self.authority.iter().find(|(name, _)| service_name(name) == seen).map(|(_, pool)| pool.clone())
+    }
+
     /// The pool that a request is for; `None`: any worker will do.
     pub fn pool_of(&self, path: &str, headers: Headers<'_>) -> Option<Arc<str>> {
         let told = self.header.as_deref().and_then(headers);
@@ -66,12 +87,33 @@ impl ConfineConfig {
             let text = format!("`{name}` cannot be the name of a header; write letters, digits and hyphens");
             problems.push(Problem::of("header", text));
         }
+        problems.extend(self.authority_problems());
         for (at, rule) in self.rules.iter().enumerate() {
             problems.extend(rule.problems().into_iter().map(|problem| problem.within(at).within("rules")));
             if self.rules[..at].iter().any(|earlier| (&earlier.hosts, &earlier.paths) == (&rule.hosts, &rule.paths)) {
                 let text =
                     "an earlier rule is for the same hosts and paths, so this one is never reached; leave one out";
                 problems.push(Problem::at([Step::from("rules"), at.into()], text));
+            }
+        }
+        problems
+    }
+
+    fn authority_problems(&self) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        let mut names: HashMap<String, &str> = HashMap::new();
+        for (authority, pool) in &self.authority {
+            let mut refuse = |text: String| {
+                problems.push(Problem::at(["authority".into(), Step::from(authority.as_str())], text));
+            };
+            if authority.is_empty() || authority.contains(char::is_whitespace) {
+                refuse(format!("`{authority}` is no authority; write for example warmroute-qwen.inference"));
+            }
+            if pool.is_empty() {
+                refuse("the name of the pool is empty".to_owned());
+            }
+            if let Some(earlier) = names.insert(service_name(authority), authority) {
+                refuse(format!("`{earlier}` names the same Service; leave one out"));
             }
         }
         problems
@@ -122,9 +164,32 @@ impl ConfineRule {
 }
 
 impl Intake {
+    /// Which requests are confined to which pool.
+    pub fn confine(&self) -> &ConfineConfig {
+        &self.parts.confine
+    }
+
     /// The pool that a request is for, where it is for one.
     pub fn pool_of(&self, path: &str, headers: Headers<'_>) -> Option<Arc<str>> {
         self.parts.confine.pool_of(path, headers)
+    }
+}
+
+/// The part of an authority that names a Service, equal for all gateways: `outbound|9002||a.b.svc.cluster.local` (Istio),
+/// `a.b.svc:9002` (Envoy AI Gateway), `a.b:9002` (Envoy Gateway) and `A.b.svc` are `a.b`.
+fn service_name(authority: &str) -> String {
+    // The listener replaces characters that an authority cannot have.
+    let authority = normalize_authority(authority).to_ascii_lowercase();
+    let host = match authority.strip_prefix("outbound+") {
+        // Istio's name of a cluster: direction, port, subset, host.
+        Some(cluster) => cluster.rsplit('+').next().unwrap_or(cluster),
+        None => &authority,
+    };
+    let host = bare(host);
+    let mut labels = host.split('.');
+    match (labels.next(), labels.next(), labels.next()) {
+        (Some(service), Some(namespace), Some("svc")) => format!("{service}.{namespace}"),
+        _ => host.into_owned(),
     }
 }
 
@@ -192,6 +257,44 @@ mod tests {
         assert_eq!(pool(&rules, "/v1", &[("host", "a.example.com")]).as_deref(), Some("host"));
         assert_eq!(pool(&rules, "/chat", &[]).as_deref(), Some("chat"));
         assert_eq!(pool(&rules, "/v1", &[("x-pool", "p")]), None, "nobody said that this header counts");
+    }
+
+    #[test]
+    fn authority_selects_pool_in_forms_of_all_gateways() {
+        let config = config(
+            r#"{"authority": {
+                "warmroute-a.inference": "inference/a",
+                "warmroute-b.inference.svc.cluster.local:9002": "inference/b",
+                "extension/inference/warmroute-c": "inference/c",
+                "ext_proc": "d"
+            }}"#,
+        );
+        for (authority, expected) in [
+            ("warmroute-a.inference", Some("inference/a")),
+            ("warmroute-a.inference:9002", Some("inference/a")),
+            ("warmroute-a.inference.svc:9002", Some("inference/a")),
+            ("Warmroute-A.inference.svc.cluster.local", Some("inference/a")),
+            ("outbound|9002||warmroute-a.inference.svc.cluster.local", Some("inference/a")),
+            ("outbound+9002++warmroute-a.inference.svc.cluster.local", Some("inference/a")),
+            ("outbound|9002|canary|warmroute-b.inference.svc.cluster.local", Some("inference/b")),
+            ("warmroute-b.inference:9003", Some("inference/b")),
+            ("extension=inference=warmroute-c", Some("inference/c")),
+            ("ext_proc", Some("d")),
+            ("warmroute-a.other", None),
+            ("warmroute-a.inference.example.com", None),
+            ("warmroute-a", None),
+            ("", None),
+        ] {
+            assert_eq!(config.pool_of_authority(authority).as_deref(), expected, "{authority}");
+        }
+    }
+
+    #[test]
+    fn authority_problems_are_reported() {
+        let config: ConfineConfig =
+            serde_json::from_str(r#"{"authority": {"a.b:9002": "p", "a.b.svc": "q", "": "r", "c d": "s", "e.f": ""}}"#)
+                .unwrap();
+        assert_eq!(config.problems().len(), 4, "{:?}", config.problems());
     }
 
     #[test]

@@ -1,11 +1,15 @@
 //! Which model a request is sent to in place of the one it names: by the word of a header, or by shares, for canaries and
 //! for names that outlive the models behind them. Pure: the caller rolls the dice.
 
+use std::borrow::Cow;
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
+use super::{Headers, Intake, Parts};
+use crate::openai;
 use crate::settings::{Problem, Step, is_header_name};
 use crate::worker::ModelName;
 
@@ -64,6 +68,47 @@ pub struct AskedModel<'a> {
     pub header: Option<&'a str>,
     /// The pool it is for, where it is for one.
     pub pool: Option<&'a str>,
+}
+
+/// A request body with another model than the client has asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RewrittenBody {
+    /// The body.
+    pub bytes: Bytes,
+    /// The model in the body.
+    pub served: String,
+    /// The model that the client has asked for; `None` if the body named none.
+    pub asked: Option<String>,
+}
+
+impl Intake {
+    /// Replaces the model of a body, if a header or a rule says so. `random` selects among weighted models: at least 0, below 1.
+    pub fn rewrite(
+        &self,
+        pool: Option<&str>,
+        headers: Headers<'_>,
+        body: &Bytes,
+        random: f64,
+    ) -> Option<RewrittenBody> {
+        let Parts { rewrites, rewrite_headers, .. } = &self.parts;
+        let header = rewrite_headers.iter().find_map(|name| headers(name)).map(Cow::into_owned);
+        let cluster = self.cluster();
+        if rewrites.is_empty() && cluster.rewrites().is_empty() && header.is_none() {
+            return None;
+        }
+        let asked = openai::model_of(body);
+        // The asked name is put back into every piece of the response.
+        let is_too_long = |name: &str| name.len() > openai::LONGEST_MODEL;
+        if [&asked, &header].into_iter().flatten().any(|name| is_too_long(name)) {
+            return None;
+        }
+        let model = AskedModel { name: asked.as_deref(), header: header.as_deref(), pool };
+        let chosen = rewrites.choose(cluster.rewrites(), model, random);
+        let served = chosen.filter(|name| !is_too_long(name))?.to_owned();
+        // A body that is not a JSON object has no model; the engine refuses it.
+        let bytes: Bytes = openai::edit::set_model(body, &served)?.into();
+        Some(RewrittenBody { bytes, served, asked })
+    }
 }
 
 impl From<&RewritesConfig> for Rewrites {

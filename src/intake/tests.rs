@@ -16,6 +16,8 @@ fn parts(models: Models, clients: ClientsConfig, limits: Limits) -> Parts {
         paths: Paths::default(),
         clients,
         confine: Default::default(),
+        rewrites: Default::default(),
+        rewrite_headers: Vec::new(),
         cluster: Default::default(),
         limits,
         tracking: TrackingHash::Public,
@@ -98,7 +100,7 @@ fn tokens_only(clients: ClientsConfig) -> Arc<Intake> {
 fn taken(clients: &ClientsConfig, tenant: Option<&'static str>, model: &str, nvext: &str) -> Taken {
     let body = format!(r#"{{"model":"{model}","prompt":"x","cache_salt":"own","nvext":{nvext}}}"#);
     let headers = move |name: &str| (name == "x-tenant-id").then_some(tenant).flatten().map(Into::into);
-    tokens_only(clients.clone()).take_now("/v1/completions", &headers, body.as_bytes())
+    tokens_only(clients.clone()).take_now(None, "/v1/completions", &headers, body.as_bytes())
 }
 
 fn locals_of(salt: &Salt) -> Vec<crate::block::LocalHash> {
@@ -131,7 +133,7 @@ fn adapter_and_tenant_reach_the_hashes_and_only_trusted_clients_bring_tokens() {
 }
 
 fn estimated(path: &str, body: &str) -> (u64, Reason) {
-    match tokens_only(ClientsConfig::default()).take_now(path, &|_| None, body.as_bytes()).request.prompt {
+    match tokens_only(ClientsConfig::default()).take_now(None, path, &|_| None, body.as_bytes()).request.prompt {
         Prompt::Estimated { tokens, because } => (tokens, because),
         prompt => panic!("{prompt:?}"),
     }
@@ -158,7 +160,7 @@ fn a_request_with_too_many_prompts_is_routed_by_load() {
 
 fn read(path: &str, content_type: &'static str, body: &str) -> Taken {
     let headers = move |name: &str| (name == "content-type").then_some(content_type.into());
-    tokens_only(ClientsConfig::default()).take_now(path, &headers, body.as_bytes())
+    tokens_only(ClientsConfig::default()).take_now(None, path, &headers, body.as_bytes())
 }
 
 #[test]
@@ -225,7 +227,7 @@ fn tokens_are_hashed_whichever_api_brings_them() {
         ("/v1/completions", "prompt"),
     ] {
         let body = serde_json::json!({ key: tokens }).to_string();
-        let taken = intake.take_now(path, &|_| None, body.as_bytes());
+        let taken = intake.take_now(None, path, &|_| None, body.as_bytes());
         let [blocks] = taken.request.prompt.blocks() else { panic!("{path}: {:?}", taken.request.prompt) };
         assert_eq!((blocks.len(), taken.tokens), (2, vec![tokens.clone()]), "{path}");
     }
@@ -310,7 +312,7 @@ fn conversation(url: &str, after: &str) -> String {
 fn images_tell_prompts_apart_and_what_comes_before_them_is_shared() {
     let intake = seeing();
     let path = "/v1/chat/completions";
-    let take = |body: &str| intake.take_now(path, &|_| None, body.as_bytes()).request.prompt;
+    let take = |body: &str| intake.take_now(None, path, &|_| None, body.as_bytes()).request.prompt;
     let whole = |url: &str| match take(&conversation(url, "what is it?")) {
         Prompt::Hashed(prompts) => prompts[0].locals().to_vec(),
         prompt => panic!("{prompt:?}"),
@@ -330,7 +332,7 @@ fn images_tell_prompts_apart_and_what_comes_before_them_is_shared() {
 #[test]
 fn illustrated_prompts_prove_nothing_of_tokens_and_are_doubted_with_them() {
     let intake = seeing();
-    let take = |body: &str| intake.take_now("/v1/chat/completions", &|_| None, body.as_bytes()).request;
+    let take = |body: &str| intake.take_now(None, "/v1/chat/completions", &|_| None, body.as_bytes()).request;
     let shown = conversation(&picture(2), "what is it?");
     let text = r#"{"model": "m", "messages": [{"role": "user", "content": "one two three four five six seven"}]}"#;
     assert!(matches!(take(text).foretold, Foretold::Prompt));
@@ -347,7 +349,7 @@ fn illustrated_prompts_prove_nothing_of_tokens_and_are_doubted_with_them() {
 #[test]
 fn what_is_left_to_the_engines_is_as_they_say_alike() {
     let intake = seeing();
-    let take = |path: &str, body: &str| intake.take_now(path, &|_| None, body.as_bytes());
+    let take = |path: &str, body: &str| intake.take_now(None, path, &|_| None, body.as_bytes());
     let locals = |taken: Taken| match taken.request.prompt {
         Prompt::Hashed(prompts) => prompts[0].locals().to_vec(),
         prompt => panic!("{prompt:?}"),
@@ -399,7 +401,8 @@ async fn an_image_that_was_shown_in_part_is_no_image_yet() {
     let shown = Body::Cut { shown: Bytes::copy_from_slice(&body.as_bytes()[..cut]), length: Some(body.len() as u64) };
     let taken = intake.take("/v1/chat/completions", &|_| None, &shown).await;
     let Prompt::Beginning { known, .. } = taken.request.prompt else { panic!("{:?}", taken.request.prompt) };
-    let Prompt::Hashed(whole) = intake.take_now("/v1/chat/completions", &|_| None, body.as_bytes()).request.prompt
+    let Prompt::Hashed(whole) =
+        intake.take_now(None, "/v1/chat/completions", &|_| None, body.as_bytes()).request.prompt
     else {
         panic!()
     };
@@ -519,7 +522,7 @@ async fn what_follows_a_cut_does_not_change_what_is_known() {
         let known = known_of(intake.take("/v1/chat/completions", &|_| None, &cut_body).await.request.prompt);
         assert!(known.len() * 4 >= least, "{at}: {} tokens are known", known.len() * 4);
         // Of one with an image as much is known as comes before it.
-        let locals = known_of(intake.take_now("/v1/chat/completions", &|_| None, body.as_bytes()).request.prompt);
+        let locals = known_of(intake.take_now(None, "/v1/chat/completions", &|_| None, body.as_bytes()).request.prompt);
         assert!(least == 0 || !locals.is_empty(), "{at}");
         assert!(locals.starts_with(&known), "{at}: {} of {} blocks", known.len(), locals.len());
     }
@@ -536,7 +539,7 @@ async fn a_cut_argument_of_a_call_is_not_known() {
         {"role": "user", "content": words(100)}, {"role": "assistant", "content": [uses]}]});
     let body = body.to_string();
     let intake = with_template(CALLS);
-    let whole = intake.take_now("/v1/messages", &|_| None, body.as_bytes()).request.prompt;
+    let whole = intake.take_now(None, "/v1/messages", &|_| None, body.as_bytes()).request.prompt;
     let Prompt::Hashed(whole) = whole else { panic!("{whole:?}") };
     for behind in ["w230 ", "w330 "] {
         let cut = body.find(behind).unwrap() + behind.len();
@@ -555,11 +558,14 @@ async fn a_cut_conversation_is_salted_as_the_whole_one() {
     for salt in [r#""cache_salt": "a", "#, r#""nvext": {"cache_salt": "b"}, "#] {
         let body =
             |salt: &str| format!(r#"{{"model": "m", {salt}"messages": [{{"role": "user", "content": "{words}"}}]}}"#);
-        let whole =
-            |body: &str| match trusting.take_now("/v1/chat/completions", &|_| None, body.as_bytes()).request.prompt {
-                Prompt::Hashed(prompts) => prompts[0].locals().to_vec(),
-                prompt => panic!("{prompt:?}"),
-            };
+        let whole = |body: &str| match trusting
+            .take_now(None, "/v1/chat/completions", &|_| None, body.as_bytes())
+            .request
+            .prompt
+        {
+            Prompt::Hashed(prompts) => prompts[0].locals().to_vec(),
+            prompt => panic!("{prompt:?}"),
+        };
         let (salted, plain) = (whole(&body(salt)), whole(&body("")));
         assert!(!plain.starts_with(&salted[..1]), "{salt}");
         let cut = body(salt).find("w35 ").unwrap();
@@ -607,7 +613,7 @@ fn conversations_with_images_go_on_from_earlier_ones() {
         let plain = seeing_with(|encoder| encoder, media, windows);
         let both = |messages: &[serde_json::Value]| {
             let body = json!({"model": "m", "messages": messages}).to_string();
-            let take = |intake: &Arc<Intake>| intake.take_now("/v1/chat/completions", &|_| None, body.as_bytes());
+            let take = |intake: &Arc<Intake>| intake.take_now(None, "/v1/chat/completions", &|_| None, body.as_bytes());
             let (ours, theirs) = (take(&resuming), take(&plain));
             assert_eq!(ours.tokens, theirs.tokens);
             assert_eq!(ours.request.prompt.blocks(), theirs.request.prompt.blocks(), "{pads:?} {windows:?}");
@@ -644,7 +650,8 @@ fn an_objective_gives_its_priority_and_a_pool_its_own() {
             ..parts(Models::default(), clients.clone(), limits)
         });
         let find = |name: &str| headers.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into());
-        let request = intake.take_now(path, &find, br#"{"model":"m","prompt":"x"}"#).request;
+        let request =
+            intake.take_now(intake.pool_of(path, &find), path, &find, br#"{"model":"m","prompt":"x"}"#).request;
         (request.priority.strict, request.constraints.pool.as_deref().map(str::to_owned))
     };
     let (new, old, strict) =

@@ -87,6 +87,8 @@ fn intake(block_size: BlockSize, media: MediaTokens, encoders: &[Arc<Encoder>; 2
         paths: Paths::default(),
         clients: ClientsConfig::default(),
         confine: Default::default(),
+        rewrites: warmroute::intake::Rewrites::default(),
+        rewrite_headers: Vec::new(),
         cluster: Default::default(),
         limits: Limits { inline: 1 << 20, queue: 1, deadline: Duration::from_secs(60) },
         tracking: TrackingHash::Public,
@@ -196,7 +198,7 @@ fn play(media: MediaTokens, encoders: &[Arc<Encoder>; 2]) -> BTreeMap<String, Co
             let count = counts.entry(request.scenario[..1].to_owned()).or_default();
             count.requests += 1;
             let body = serde_json::to_vec(&request.request).unwrap();
-            let taken = intake.take_now(&request.path, &|_| None, &body);
+            let taken = intake.take_now(None, &request.path, &|_| None, &body);
             let label = format!("{} of {}", request.scenario, session.instance);
             let Prompt::Hashed(prompts) = &taken.request.prompt else { panic!("{label}: {:?}", taken.request.prompt) };
             assert_eq!(prompts.iter().map(|prompt| prompt.tokens()).sum::<usize>(), length, "{label}");

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
-use tonic::transport::Channel;
+use tonic::transport::{Channel, Endpoint};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 use warmroute::app::App;
@@ -23,6 +23,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 pub(crate) struct Site {
     pub(crate) gateway: ExternalProcessorClient<Channel>,
     pub(crate) channel: Channel,
+    endpoint: Endpoint,
     health: HealthClient<Channel>,
     admin: SocketAddr,
     pages: reqwest::Client,
@@ -51,16 +52,23 @@ impl Site {
         let (admin, tcp) = (app.admin_address, app.ext_proc_address.unwrap());
         let shutdown = CancellationToken::new();
         let running = tokio::spawn(app.run_until(shutdown.clone().cancelled_owned()));
-        let channel = Channel::from_shared(format!("http://{tcp}")).unwrap().connect().await.unwrap();
+        let endpoint = Channel::from_shared(format!("http://{tcp}")).unwrap();
+        let channel = endpoint.connect().await.unwrap();
         let health = HealthClient::new(channel.clone());
         let gateway = ExternalProcessorClient::new(channel.clone()).max_decoding_message_size(usize::MAX);
         let pages = warmroute::tls::client().build().unwrap();
-        let site = Self { gateway, channel, health, admin, pages, dir, shutdown, running };
+        let site = Self { gateway, channel, endpoint, health, admin, pages, dir, shutdown, running };
         if workers != json!([]) {
             site.until("readyz", |page| page["ready"] == true).await;
         }
         site.until("debug/fleet", |page| page.is_object()).await;
         site
+    }
+
+    /// A gateway whose calls have this authority.
+    pub(crate) async fn gateway_with(&self, authority: &str) -> ExternalProcessorClient<Channel> {
+        let endpoint = self.endpoint.clone().origin(format!("http://{authority}").parse().unwrap());
+        ExternalProcessorClient::new(endpoint.connect().await.unwrap())
     }
 
     /// Puts another list of workers in place, and waits until it is in use.

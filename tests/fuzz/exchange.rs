@@ -66,6 +66,7 @@ impl Run {
             probed_as: input.rarely().then(|| "probe".to_owned()),
             sampled: input.rarely(),
             request_id: if input.flag() { "request".to_owned() } else { String::new() },
+            pool: None,
         };
         let first = input.flag().then(|| configuration(input));
         let watch = Watch::new(options.assumed);

@@ -84,6 +84,8 @@ fn intake(trusted: bool, named: bool) -> Arc<Intake> {
         paths: Paths::default(),
         clients: ClientsConfig { trusted, tenant_header: Some("x-tenant".to_owned()), ..ClientsConfig::default() },
         confine: Default::default(),
+        rewrites: warmroute::intake::Rewrites::default(),
+        rewrite_headers: Vec::new(),
         cluster: Default::default(),
         // Everything at once, on this thread.
         limits: Limits { inline: usize::MAX, queue: 1, deadline: Duration::MAX },

@@ -64,6 +64,7 @@ pub fn render(explanation: &Explanation) -> String {
 fn heading(explanation: &Explanation) -> String {
     let Explanation { model, prompt_tokens, prompt_blocks, block_size, .. } = explanation;
     let model = model.as_ref().map_or("any model", |model| model.as_str());
+    let asked = explanation.asked_model.as_ref().map_or(String::new(), |asked| format!(" (rewritten from {asked})"));
     let of = block_size.map_or(String::new(), |size| format!(" of {} tokens", size.tokens()));
     let mode = explanation.mode.as_str();
     let reason = explanation.reason.map_or(String::new(), |reason| format!(" ({})", reason.as_str()));
@@ -71,7 +72,7 @@ fn heading(explanation: &Explanation) -> String {
     let busy = if explanation.busy { ", after waiting" } else { "" };
     let class = explanation.class.as_ref().map_or(String::new(), |class| format!(", class {class}"));
     format!(
-        "route    {mode}{reason}{busy}{class}\nprompt   {model}, {prompt_tokens} tokens, {prompt_blocks} complete blocks{of}\n\
+        "route    {mode}{reason}{busy}{class}\nprompt   {model}{asked}, {prompt_tokens} tokens, {prompt_blocks} complete blocks{of}\n\
          {cached}weights  {}\n",
         weights(&explanation.weights)
     )

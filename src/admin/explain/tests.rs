@@ -16,6 +16,7 @@ use crate::metrics::Metrics;
 const CONFIG: &str = "
 clients: {trusted: true}
 models: [{name: m, block_size: 4}]
+rewrites: {rules: [{models: [old], to: [{model: m}]}]}
 sessions: {headers: [x-session-id], affinity: hard}
 workers:
 - {id: 1, endpoint: '127.0.0.1:8001'}
@@ -97,6 +98,29 @@ async fn what_is_no_question_is_refused_with_a_sentence() {
         let (status, answer) = pages.send(method, "*/*", question.to_owned()).await;
         assert!(status == expected && answer.contains(text), "{question:.40}: {status} {answer}");
     }
+}
+
+#[tokio::test]
+async fn rewrites_are_applied_as_for_requests() {
+    let pages = Pages::serve(true).await;
+    let exact: Value = serde_json::from_str(EXACT).unwrap();
+    let of_m = pages.ask(&json!({ "body": exact })).await;
+    let mut old = exact.clone();
+    old["model"] = json!("old");
+    let mut rewritten = pages.ask(&json!({ "body": old })).await;
+    assert_eq!((&of_m["model"], &of_m["asked_model"]), (&json!("m"), &Value::Null));
+    assert_eq!(rewritten["asked_model"].take(), "old");
+    assert_eq!(rewritten, of_m);
+    let (_, table) = pages.send(Method::POST, "text/plain", json!({ "body": old }).to_string()).await;
+    assert!(table.contains("m (rewritten from old), 9 tokens"), "{table}");
+}
+
+#[tokio::test]
+async fn pool_of_the_question_confines_the_choice() {
+    let pages = Pages::serve(true).await;
+    let explained = pages.ask(&json!({ "body": EXACT, "pool": "p" })).await;
+    let judged = &explained["phases"][0]["judged"];
+    assert_eq!(judged[0]["excluded"], "is not of the pool `p`", "{judged}");
 }
 
 #[tokio::test]

@@ -103,7 +103,8 @@ async fn until(what: &str, met: impl Fn() -> bool) {
 }
 
 async fn reload(app: &App, config: Config) {
-    let reloaded = app.reloader.reload(Ok(config)).await;
+    // The configuration would make the future of each caller large.
+    let reloaded = Box::pin(app.reloader.reload(Ok(config))).await;
     assert!(matches!(reloaded, Reloaded::Applied { .. }), "{reloaded:?}");
 }
 

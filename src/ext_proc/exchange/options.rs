@@ -56,6 +56,8 @@ pub struct Start {
     pub sampled: bool,
     /// The name of the request where the gateway gives it none.
     pub request_id: String,
+    /// The pool that the authority of the call selects.
+    pub pool: Option<Arc<str>>,
 }
 
 /// The worker that sends a response.

@@ -53,6 +53,8 @@ fn intake(config: &EngineTokensConfig, media: MediaTokens) -> (Arc<Intake>, Arc<
         paths: openai::Paths::default(),
         clients: super::super::config::ClientsConfig::default(),
         confine: Default::default(),
+        rewrites: Default::default(),
+        rewrite_headers: Vec::new(),
         cluster: Default::default(),
         limits,
         tracking: crate::block::TrackingHash::Public,

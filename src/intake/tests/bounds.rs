@@ -50,20 +50,20 @@ fn whole(prompt: Prompt) -> BlockHashes {
 #[test]
 fn prompt_beyond_model_length_is_known_up_to_it() {
     let prompt = words(40_000);
-    let exact = whole(with_tokenizer(patient()).take_now(PATH, &|_| None, &body(&prompt)).request.prompt);
+    let exact = whole(with_tokenizer(patient()).take_now(None, PATH, &|_| None, &body(&prompt)).request.prompt);
     let intake = of_length(1000, patient());
-    let (known, tokens, because) = beginning(intake.take_now(PATH, &|_| None, &body(&prompt)).request.prompt);
+    let (known, tokens, because) = beginning(intake.take_now(None, PATH, &|_| None, &body(&prompt)).request.prompt);
     assert_eq!((known.len(), because), (1000 / 16, Reason::PromptTooLong));
     assert_eq!(known.locals(), &exact.locals()[..known.len()]);
     assert!(tokens > 5000, "the load of the whole prompt is estimated: {tokens}");
     // What truncation leaves of it is all that the engine sees.
     let cut =
         serde_json::json!({"model": "m", "prompt": prompt, "truncate_prompt_tokens": 500, "truncation_side": "right"});
-    let kept = whole(intake.take_now(PATH, &|_| None, cut.to_string().as_bytes()).request.prompt);
+    let kept = whole(intake.take_now(None, PATH, &|_| None, cut.to_string().as_bytes()).request.prompt);
     assert_eq!(kept.locals(), &exact.locals()[..500 / 16]);
     let tokens: Vec<u32> = (1..=2000).collect();
     let of_tokens = serde_json::json!({"model": "m", "prompt": tokens}).to_string();
-    let (known, _, because) = beginning(intake.take_now(PATH, &|_| None, of_tokens.as_bytes()).request.prompt);
+    let (known, _, because) = beginning(intake.take_now(None, PATH, &|_| None, of_tokens.as_bytes()).request.prompt);
     assert_eq!((known.len(), because), (1000 / 16, Reason::PromptTooLong));
 }
 
@@ -72,7 +72,7 @@ fn token_data_is_truncated_to_model_length() {
     let tokens: Vec<u32> = (1..=2000).collect();
     let of = |tokens: &[u32]| {
         let body = serde_json::json!({"model": "m", "prompt": "x", "nvext": {"token_data": tokens}}).to_string();
-        of_length(1000, patient()).take_now(PATH, &|_| None, body.as_bytes()).request.prompt
+        of_length(1000, patient()).take_now(None, PATH, &|_| None, body.as_bytes()).request.prompt
     };
     let (known, tokens_estimated, because) = beginning(of(&tokens));
     assert_eq!((known.len(), because), (1000 / 16, Reason::PromptTooLong));
@@ -89,7 +89,7 @@ async fn cut_prompt_beyond_model_length_keeps_settled_blocks() {
     let mut known_prompts = 0;
     for before in 16..32 {
         let sent = body(&format!("{}{WORD}", "a ".repeat(before)));
-        let locals = whole(exact.take_now(PATH, &|_| None, &sent).request.prompt).locals().to_vec();
+        let locals = whole(exact.take_now(None, PATH, &|_| None, &sent).request.prompt).locals().to_vec();
         for cut in sent.len() - WORD.len()..sent.len() - 2 {
             let cut = Body::Cut { shown: sent.slice(..cut), length: Some(sent.len() as u64) };
             let prompt = intake.take(PATH, &|_| None, &cut).await.request.prompt;
@@ -106,7 +106,8 @@ async fn cut_prompt_beyond_model_length_keeps_settled_blocks() {
 async fn prompt_of_20_mb_is_routed_by_its_prefix() {
     let prompt = words(20_000_000);
     let intake = of_length(16_384, patient());
-    let exact = whole(with_tokenizer(patient()).take_now(PATH, &|_| None, &body(&prompt[..200_000])).request.prompt);
+    let exact =
+        whole(with_tokenizer(patient()).take_now(None, PATH, &|_| None, &body(&prompt[..200_000])).request.prompt);
     let sent = Body::Whole(body(&prompt));
     let (known, _, because) = beginning(intake.take(PATH, &|_| None, &sent).await.request.prompt);
     assert_eq!((known.len(), because), (16_384 / 16, Reason::PromptTooLong));
@@ -117,7 +118,7 @@ async fn prompt_of_20_mb_is_routed_by_its_prefix() {
 async fn body_above_limit_is_routed_by_its_prefix() {
     let prompt = words(100_000);
     let intake = with_tokenizer(patient());
-    let exact = whole(intake.take_now(PATH, &|_| None, &body(&prompt)).request.prompt);
+    let exact = whole(intake.take_now(None, PATH, &|_| None, &body(&prompt)).request.prompt);
     let shown = body(&prompt).slice(..60_000);
     let sent = Body::TooLarge { shown, bytes: 100_000 };
     let (known, tokens, because) = beginning(intake.take(PATH, &|_| None, &sent).await.request.prompt);
@@ -149,7 +150,7 @@ async fn deadline_beyond_time_is_no_deadline() {
 #[tokio::test]
 async fn missed_deadline_keeps_first_tokens() {
     let prompt = words(2_000_000);
-    let exact = whole(with_tokenizer(patient()).take_now(PATH, &|_| None, &body(&prompt)).request.prompt);
+    let exact = whole(with_tokenizer(patient()).take_now(None, PATH, &|_| None, &body(&prompt)).request.prompt);
     let sent = Body::Whole(body(&prompt));
     // The time that a body takes to be read depends on the machine.
     for millis in [50, 100, 200, 400, 800, 1600, 3200, 6400] {
