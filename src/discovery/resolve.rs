@@ -1,7 +1,7 @@
 //! From the list an operator writes to workers: defaults filled in, event sources counted out per rank, and everything
 //! refused that would route wrongly later.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
 
 use super::ServedModel;
@@ -9,7 +9,7 @@ use super::config::{BootstrapConfig, DataParallel, KvEventsConfig, RankSource, W
 use super::labels;
 use super::zmq::ZmqEndpoint;
 use crate::settings::{Problem, Step, nearest};
-use crate::worker::{Attach, Bootstrap, Capacity, DpRank, EventSource, Ranks, Role, Worker, WorkerId};
+use crate::worker::{Attach, Bootstrap, Capacity, DpRank, Endpoint, EventSource, Ranks, Role, Worker, WorkerId};
 
 /// The workers, or every mistake, each with its trail from the list.
 pub fn resolve(list: &[WorkerConfig], models: &[ServedModel]) -> Result<Vec<Worker>, Vec<Problem>> {
@@ -32,6 +32,7 @@ pub fn resolve(list: &[WorkerConfig], models: &[ServedModel]) -> Result<Vec<Work
 /// wrong is no reason to do without the rest.
 pub fn resolve_each(mut list: Vec<WorkerConfig>, models: &[ServedModel]) -> (Vec<Worker>, Vec<String>) {
     let mut mistakes = Vec::new();
+    remove_replaced(&mut list);
     loop {
         let problems = match resolve(&list, models) {
             Ok(workers) => return (workers, mistakes),
@@ -50,6 +51,14 @@ pub fn resolve_each(mut list: Vec<WorkerConfig>, models: &[ServedModel]) -> (Vec
         let mut wrong = wrong.into_iter();
         list.retain(|_| !wrong.next().unwrap_or_default());
     }
+}
+
+/// Removes draining workers whose address another worker has taken. Kubernetes gives an address to a new pod while the old one is
+/// still listed.
+fn remove_replaced(list: &mut Vec<WorkerConfig>) {
+    let in_use: HashSet<Endpoint> =
+        list.iter().filter(|worker| !worker.draining).map(|worker| worker.endpoint).collect();
+    list.retain(|worker| !worker.draining || !in_use.contains(&worker.endpoint));
 }
 
 impl WorkerConfig {

@@ -112,3 +112,20 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn new_worker_takes_over_address_of_draining_one() {
+    let served = [ServedModel { name: "m".into(), block_size: BlockSize::new(16).unwrap(), meets: false }];
+    let list = |first: bool, second: bool| -> Vec<config::WorkerConfig> {
+        let worker = |id: u64, draining: bool| serde_json::json!({"id": id, "model": "m", "endpoint": "10.0.0.1:8000", "draining": draining});
+        serde_json::from_value(serde_json::json!([worker(1, first), worker(2, second)])).unwrap()
+    };
+    for (first, second, expected) in [(true, false, 2), (false, true, 1)] {
+        let (workers, mistakes) = resolve_each(list(first, second), &served);
+        assert_eq!(workers.iter().map(|worker| worker.id.0).collect::<Vec<_>>(), [expected]);
+        assert_eq!(mistakes, Vec::<String>::new());
+    }
+    // Two workers that accept requests cannot have one address.
+    let (workers, mistakes) = resolve_each(list(false, false), &served);
+    assert_eq!((workers.len(), mistakes.len()), (1, 1), "{mistakes:?}");
+}
