@@ -54,9 +54,9 @@ pub enum Command {
 /// Arguments of `check`.
 #[derive(Debug, Args)]
 pub struct CheckArgs {
-    /// The configuration file
-    #[arg(long, short, value_name = "FILE")]
-    pub config: PathBuf,
+    /// The configuration file and the flags of `serve`
+    #[command(flatten)]
+    pub serve: ServeArgs,
     /// Do not load tokenizers and chat templates
     #[arg(long)]
     pub fast: bool,
@@ -183,7 +183,7 @@ mod tests {
         assert!(Cli::try_parse_from(["warmroute"]).is_err());
         let cli = Cli::try_parse_from(["warmroute", "check", "--config", "w.yaml"]).unwrap();
         let Command::Check(args) = cli.command else { panic!("another command") };
-        assert_eq!(args.config, PathBuf::from("w.yaml"));
+        assert_eq!(args.serve.config, Some(PathBuf::from("w.yaml")));
     }
 
     #[test]

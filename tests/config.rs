@@ -257,6 +257,22 @@ fn the_check_command_prints_the_resolved_configuration() {
 }
 
 #[test]
+fn check_accepts_the_flags_of_serve() {
+    let check = |flags: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
+        command.args(["check", "--fast"]).args(flags).output().unwrap()
+    };
+    let output = check(&["--pool-name", "qwen", "--pool-namespace", "inference", "--grpc-port", "9008"]);
+    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(0), ""));
+    let resolved = String::from_utf8(output.stdout).unwrap();
+    for line in ["name: qwen", "namespace: inference", "tcp: 0.0.0.0:9008"] {
+        assert!(resolved.contains(line), "{line}: {resolved}");
+    }
+    let output = check(&["--pool-name", ""]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+}
+
+#[test]
 fn the_check_command_warns_of_what_is_hardly_meant() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("warmroute.yaml");
