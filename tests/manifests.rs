@@ -44,6 +44,12 @@ const REQUIRED: &[(&str, &str, &[&str])] = &[
     ("gateway.networking.k8s.io/v1", "HTTPRoute", &["/spec/parentRefs/0/name", "/spec/rules/0/backendRefs/0/name"]),
     ("networking.istio.io/v1", "DestinationRule", &["/spec/host", "/spec/trafficPolicy/tls/mode"]),
     (
+        "networking.istio.io/v1alpha3",
+        "EnvoyFilter",
+        &["/spec/workloadSelector/labels", "/spec/configPatches/0/applyTo", "/spec/configPatches/0/patch/operation"],
+    ),
+    ("gateway.envoyproxy.io/v1alpha1", "EnvoyProxy", &["/spec/bootstrap/type", "/spec/bootstrap/jsonPatches/0/path"]),
+    (
         "gateway.envoyproxy.io/v1alpha1",
         "EnvoyExtensionPolicy",
         &["/spec/targetRefs/0/name", "/spec/extProc/0/backendRefs/0/name", "/spec/extProc/0/processingMode"],
@@ -51,11 +57,7 @@ const REQUIRED: &[(&str, &str, &[&str])] = &[
     (
         "gateway.envoyproxy.io/v1alpha1",
         "BackendTrafficPolicy",
-        &[
-            "/spec/targetRefs/0/name",
-            "/spec/loadBalancer/type",
-            "/spec/loadBalancer/endpointOverride/extractFrom/0/header",
-        ],
+        &["/spec/targetRefs/0/name", "/spec/circuitBreaker/maxParallelRequests"],
     ),
     (
         "gateway.envoyproxy.io/v1alpha1",
@@ -70,7 +72,7 @@ const REQUIRED: &[(&str, &str, &[&str])] = &[
 fn sets() -> &'static [Set] {
     static SETS: LazyLock<Vec<Set>> = LazyLock::new(|| {
         let mut sets = Set::of_readme();
-        assert_eq!(sets.len(), 5, "the README names five ways");
+        assert_eq!(sets.len(), 6, "the README names six ways");
         let chart = fs::read_dir(format!("{FOLDER}/chart/ci")).unwrap();
         let mut values: Vec<PathBuf> = chart.map(|entry| entry.unwrap().path()).collect();
         values.sort();
@@ -471,6 +473,59 @@ fn gateways_ask_warmroute_by_tls_where_it_is() {
             let target = &policy["spec"]["targetRefs"][0];
             set.find(target["kind"].as_str().unwrap(), &target["name"]);
         }
+    }
+}
+
+/// Control planes accept a name that matches nothing without an error.
+#[test]
+fn names_of_generated_resources_agree() {
+    let mut checked = 0;
+    for set in sets() {
+        let service = set.find("Service", &json!("warmroute"));
+        let port = &service["spec"]["ports"][0]["port"];
+        let cluster = json!(format!("outbound|{port}||warmroute.inference.svc.cluster.local"));
+        for filter in set.all("EnvoyFilter") {
+            let gateway = &filter["spec"]["workloadSelector"]["labels"]["gateway.networking.k8s.io/gateway-name"];
+            set.find("Gateway", gateway);
+            for patch in filter["spec"]["configPatches"].as_array().unwrap() {
+                let mut clusters = Vec::new();
+                named(&patch["patch"], "cluster_name", &mut clusters);
+                clusters.extend(patch.pointer("/match/cluster/name"));
+                assert!(clusters.iter().all(|name| **name == cluster), "{}: {clusters:?}", set.name);
+                if let Some(route) = patch.pointer("/match/routeConfiguration/vhost/route/name") {
+                    let parts: Vec<_> = route.as_str().unwrap().split('.').collect();
+                    let rules = &set.find("HTTPRoute", &json!(parts[1]))["spec"]["rules"];
+                    assert!(
+                        parts[0] == "inference" && rules[parts[2].parse::<usize>().unwrap()].is_object(),
+                        "{route}"
+                    );
+                }
+                checked += 1;
+            }
+        }
+        for gateway in set.all("Gateway").filter_map(|gateway| gateway["spec"].get("infrastructure")) {
+            let proxy = set.find("EnvoyProxy", &gateway["parametersRef"]["name"]);
+            let pools = set.all("InferencePool").map(|pool| {
+                let name = pool["metadata"]["name"].as_str().unwrap();
+                let cluster = format!("envoy.clusters.endpointpicker_{name}_inference_ext_proc");
+                json!(format!("/layered_runtime/layers/0/static_layer/circuit_breakers.{cluster}.default.max_requests"))
+            });
+            let patches = proxy["spec"]["bootstrap"]["jsonPatches"].as_array().unwrap();
+            assert_eq!(
+                patches.iter().map(|patch| patch["path"].clone()).collect::<Vec<_>>(),
+                pools.collect::<Vec<_>>()
+            );
+            checked += 1;
+        }
+    }
+    assert_eq!(checked, 5, "patches of EnvoyFilters, and an EnvoyProxy");
+}
+
+/// Resolvers of Envoy see every replica, and Envoy balances over them.
+#[test]
+fn the_service_of_warmroute_is_headless() {
+    for set in sets() {
+        assert_eq!(set.find("Service", &json!("warmroute"))["spec"]["clusterIP"], "None", "{}", set.name);
     }
 }
 

@@ -3,8 +3,9 @@
 use reqwest::Client;
 use serde_json::{Value, json};
 
+use crate::bed::Bed;
 use crate::deployment::{Answered, Deployment, PATIENCE, chat, essay, fast};
-use crate::generated::{ENVOY_AI_GATEWAY, ENVOY_GATEWAY, Gateway, ISTIO, ISTIO_BUFFERED, serve};
+use crate::generated::{ENVOY_AI_GATEWAY, ENVOY_GATEWAY, EnvoyConfig, Gateway, ISTIO, ISTIO_BUFFERED};
 
 const TOPICS: usize = 6;
 /// Bytes of a long prompt.
@@ -58,17 +59,17 @@ pub(crate) async fn assert_chats_routed(deployment: &Deployment) {
     assert_eq!(page.sum("http2_errors_total", &[]), 0.0, "{}", page.text());
 }
 
-async fn chats_are_routed(gateway: Gateway) {
-    let mut deployment = Deployment::engines(&[1, 2, 3, 4].map(fast)).await;
-    serve(&mut deployment, gateway, gateway.generated().patient()).await;
-    assert_chats_routed(&deployment).await;
+pub(crate) async fn chats_are_routed(gateway: Gateway, config: EnvoyConfig) {
+    let mut bed = Bed::engines(gateway, &[1, 2, 3, 4].map(fast)).await;
+    bed.start(config.patient()).await;
+    assert_chats_routed(&bed).await;
 }
 
 macro_rules! generated {
     ($($name:ident: $gateway:expr),+) => {$(
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn $name() {
-            chats_are_routed($gateway).await;
+            chats_are_routed($gateway, $gateway.generated()).await;
         }
     )+};
 }

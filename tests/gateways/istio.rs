@@ -2,55 +2,52 @@
 //! `outbound|9002||warmroute.inference.svc.cluster.local`, which is not an authority of RFC 3986.
 
 use reqwest::StatusCode;
-use serde_json::json;
 
-use crate::chats::assert_chats_routed;
-use crate::deployment::{Deployment, essay, fast};
-use crate::generated::{EnvoyConfig, ISTIO_AS_GENERATED, Place, local, serve};
-use crate::support::ports::FreePort;
+use crate::bed::Bed;
+use crate::bursts::Bursts;
+use crate::chats::{assert_chats_routed, chats_are_routed};
+use crate::deployment::{chat, essay, fast};
+use crate::generated::{ISTIO_AS_GENERATED, ISTIO_BUFFERED};
 
-const SERVER_NAME: &str = "warmroute.inference.svc.cluster.local";
-
-/// As pilot generates it where the DestinationRule has `sni`.
-fn with_server_name() -> EnvoyConfig {
-    let mut config = ISTIO_AS_GENERATED.generated();
-    let cluster = config.cluster(ISTIO_AS_GENERATED.picker);
-    cluster["transport_socket"]["typed_config"]["sni"] = json!(SERVER_NAME);
-    let options = cluster["typed_extension_protocol_options"].as_object_mut().unwrap();
-    let http = options.values_mut().next().unwrap().as_object_mut().unwrap();
-    http.remove("upstream_http_protocol_options").unwrap();
-    config
-}
-
+/// What pilot generates where there is no DestinationRule.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_routes_chats_in_plaintext() {
-    let mut deployment = Deployment::engines(&[1, 2, 3, 4].map(fast)).await;
-    deployment.write_workers().unwrap();
-    let port = FreePort::find().unwrap().release();
-    // Without a DestinationRule.
     let mut config = ISTIO_AS_GENERATED.generated();
     config.cluster(ISTIO_AS_GENERATED.picker).as_object_mut().unwrap().remove("transport_socket").unwrap();
-    let workers: Vec<_> = deployment.engines.iter().map(|engine| engine.address).collect();
-    let place = Place { deployment: &deployment, pickers: &[local(port)], workers: &workers };
-    let config = ISTIO_AS_GENERATED.placed(config, &place).0.to_string();
-    let mut warmroute = ISTIO_AS_GENERATED.warmroute(port);
-    warmroute["listen"] = json!({"tcp": local(port)});
-    deployment.start_router(&warmroute).await.unwrap();
-    deployment.start_envoy(&config).await.unwrap();
-    assert_chats_routed(&deployment).await;
+    let mut bed = Bed::engines(ISTIO_AS_GENERATED, &[1, 2, 3, 4].map(fast)).await;
+    let mut warmroute = bed.warmroute();
+    warmroute["listen"].as_object_mut().unwrap().remove("tls").unwrap();
+    bed.start_router(&warmroute).await.unwrap();
+    bed.start_envoy(config).await;
+    assert_chats_routed(&bed).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_routes_chats_over_tls() {
-    let mut deployment = Deployment::engines(&[1, 2, 3, 4].map(fast)).await;
-    serve(&mut deployment, ISTIO_AS_GENERATED, with_server_name()).await;
-    assert_chats_routed(&deployment).await;
+    chats_are_routed(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_buffered_routes_chats_as_shipped() {
+    chats_are_routed(ISTIO_BUFFERED, ISTIO_BUFFERED.shipped()).await;
+}
+
+/// Up to the limit of the EnvoyFilter.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_buffered_passes_bodies_of_32_mib() {
+    let workers = [Bursts::start(1).await];
+    let mut bed = Bed::workers(ISTIO_BUFFERED, &workers).await;
+    bed.start(ISTIO_BUFFERED.shipped()).await;
+    for (megabytes, status) in [(12, 200), (31, 200), (33, 413)] {
+        let body = chat(&"four".repeat(megabytes << 18));
+        assert_eq!(bed.post("/v1/chat/completions", &body).await.status(), status, "{megabytes} MiB");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn refused_server_name_is_logged_with_its_fix() {
-    let mut deployment = Deployment::engines(&[fast(1)]).await;
-    serve(&mut deployment, ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.generated()).await;
+    let mut deployment = Bed::engines(ISTIO_AS_GENERATED, &[fast(1)]).await;
+    deployment.start(ISTIO_AS_GENERATED.generated()).await;
     for topic in 0..5 {
         assert_eq!(deployment.complete(&essay(topic)).await.status, StatusCode::INTERNAL_SERVER_ERROR);
     }

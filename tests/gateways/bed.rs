@@ -1,0 +1,88 @@
+//! A deployment with one of the generated configurations.
+
+use std::net::SocketAddr;
+use std::ops::{Deref, DerefMut};
+
+use serde_json::{Value, json};
+
+use crate::bursts::Bursts;
+use crate::deployment::{Deployment, telling};
+use crate::generated::{EnvoyConfig, Gateway, local};
+use crate::support::ports::FreePort;
+use crate::support::stack::EngineSpec;
+
+pub(crate) struct Bed {
+    deployment: Deployment,
+    gateway: Gateway,
+    /// Where warmroute listens.
+    port: u16,
+    workers: Vec<SocketAddr>,
+}
+
+impl Deref for Bed {
+    type Target = Deployment;
+
+    fn deref(&self) -> &Deployment {
+        &self.deployment
+    }
+}
+
+impl DerefMut for Bed {
+    fn deref_mut(&mut self) -> &mut Deployment {
+        &mut self.deployment
+    }
+}
+
+impl Bed {
+    /// Simulated engines alone; [`Bed::start`] starts the rest.
+    pub(crate) async fn engines(gateway: Gateway, specs: &[EngineSpec]) -> Self {
+        let deployment = Deployment::engines(specs).await;
+        deployment.write_workers().unwrap();
+        let workers = deployment.engines.iter().map(|engine| engine.address).collect();
+        Self { deployment, gateway, port: FreePort::find().unwrap().release(), workers }
+    }
+
+    /// The same with workers of the test.
+    pub(crate) async fn workers(gateway: Gateway, workers: &[Bursts]) -> Self {
+        let deployment = Deployment::engines(&[]).await;
+        deployment.write_worker_entries(&workers.iter().map(Bursts::entry).collect()).unwrap();
+        let workers = workers.iter().map(|worker| worker.address).collect();
+        Self { deployment, gateway, port: FreePort::find().unwrap().release(), workers }
+    }
+
+    /// warmroute's configuration as the ConfigMap has it, with responses that show every decision.
+    pub(crate) fn warmroute(&self) -> Value {
+        let mut config = telling(self.gateway.warmroute());
+        config["listen"]["tcp"] = json!(local(self.port));
+        // A dead worker loses its prefixes with its event stream; here requests still choose it.
+        config["index_trust"] = json!({"stale_credit": 1.0});
+        config
+    }
+
+    pub(crate) async fn start(&mut self, config: EnvoyConfig) {
+        self.start_warmroute().await;
+        self.start_envoy(config).await;
+    }
+
+    pub(crate) async fn start_warmroute(&mut self) {
+        let config = self.warmroute();
+        self.deployment.start_router(&config).await.unwrap();
+    }
+
+    pub(crate) async fn start_envoy(&mut self, config: EnvoyConfig) {
+        let pickers = [local(self.port)];
+        self.start_envoy_with(config, &pickers).await;
+    }
+
+    /// Starts Envoy with other endpoints of warmroute's cluster.
+    pub(crate) async fn start_envoy_with(&mut self, mut config: EnvoyConfig, pickers: &[SocketAddr]) {
+        let place = self.deployment.standalone();
+        config.set_ports(place.port, place.admin_port);
+        config.set_endpoints(self.gateway.picker, pickers);
+        // An ORIGINAL_DST cluster has no endpoints.
+        if config.cluster(self.gateway.workers)["type"] == "STATIC" {
+            config.set_endpoints(self.gateway.workers, &self.workers);
+        }
+        self.deployment.start_envoy(&config.0.to_string()).await.unwrap();
+    }
+}

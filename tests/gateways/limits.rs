@@ -1,0 +1,160 @@
+//! Limits and health: many streams at once, engines that are overloaded, and a worker that is dead.
+
+use futures_util::StreamExt as _;
+use futures_util::stream;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use serde_json::json;
+
+use crate::bed::Bed;
+use crate::bursts::{Bursts, EVENTS, PACED};
+use crate::deployment::{Answered, PATIENCE, chat, essay, fast};
+use crate::generated::{ENVOY_AI_GATEWAY, ENVOY_GATEWAY, EnvoyConfig, Gateway, ISTIO_AS_GENERATED};
+use crate::support::ports::until;
+
+/// More than the 1024 that Envoy allows by default.
+const STREAMS: usize = 1300;
+
+/// The statuses of as many streams as are open at once.
+async fn open_streams(gateway: Gateway, config: EnvoyConfig) -> Vec<u16> {
+    let files = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: files.maximum, maximum: files.maximum }).unwrap();
+    let workers = [Bursts::start(1).await, Bursts::start(2).await, Bursts::start(3).await];
+    let mut bed = Bed::workers(gateway, &workers).await;
+    bed.start(config).await;
+    let send = async |at: usize| {
+        let body = chat(&format!("{at}"));
+        let request = bed.http.post(bed.url("/v1/chat/completions")).json(&body);
+        // The headers come at once, the events when the test lets them go.
+        request.header(EVENTS, 3).header(PACED, 1).send().await.unwrap()
+    };
+    let responses: Vec<_> = stream::iter(0..STREAMS).map(send).buffer_unordered(50).collect().await;
+    let statuses = responses.iter().map(|response| response.status().as_u16()).collect();
+    workers.iter().for_each(|worker| worker.go.add_permits(4 * STREAMS));
+    for response in responses {
+        response.bytes().await.unwrap();
+    }
+    bed.idle().await;
+    statuses
+}
+
+fn failed(statuses: &[u16]) -> usize {
+    statuses.iter().filter(|status| **status != 200).count()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_serves_1300_streams_at_once() {
+    assert_eq!(failed(&open_streams(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped()).await), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_ai_gateway_serves_1300_streams_at_once() {
+    assert_eq!(failed(&open_streams(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.shipped()).await), 0);
+    // The limit that the manifests raise.
+    assert_eq!(failed(&open_streams(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.generated()).await), STREAMS - 1024);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_gateway_serves_1300_streams_at_once() {
+    assert_eq!(failed(&open_streams(ENVOY_GATEWAY, ENVOY_GATEWAY.shipped()).await), 0);
+}
+
+/// How many of 12 responses with 503 come from each engine, and what warmroute makes of it.
+async fn overloaded_engines_stay(gateway: Gateway) {
+    let refusing = [1, 2, 3].map(|id| fast(id).with(&["--misbehave", r#"{"refuse": 503}"#]));
+    let mut bed = Bed::engines(gateway, &refusing).await;
+    bed.start(gateway.shipped()).await;
+    for topic in 0..12 {
+        let answered = Answered::read(bed.post("/v1/chat/completions", &chat(&essay(topic))).await).await;
+        assert_eq!(answered.status, 503, "{answered:?}");
+        assert!(!answered.header("x-envoy-upstream-service-time").is_empty(), "{answered:?}");
+    }
+    bed.idle().await;
+    let page = bed.metrics().await;
+    assert_eq!(page.sum("workers_out", &[]), 0.0, "{}", page.text());
+    assert!(!bed.router_log().contains("TakenOut"), "{}", bed.router_log());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn overloaded_engines_stay_behind_envoy_ai_gateway() {
+    overloaded_engines_stay(ENVOY_AI_GATEWAY).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn overloaded_engines_stay_behind_envoy_gateway() {
+    overloaded_engines_stay(ENVOY_GATEWAY).await;
+}
+
+/// How many requests get 503 until a dead worker gets none.
+async fn failed_after_worker_kill(gateway: Gateway) -> usize {
+    let mut bed = Bed::engines(gateway, &[1, 2, 3].map(fast)).await;
+    bed.start(gateway.shipped().patient()).await;
+    for topic in 0..6 {
+        bed.complete(&essay(topic)).await.assert_exact();
+    }
+    bed.engines[1].kill9();
+    let (mut failed, mut row, mut topic) = (0, 0, 10);
+    while row < 20 {
+        topic += 1;
+        assert!(topic < 200, "{failed} failed:\n{}", bed.router_log());
+        let answered = bed.complete(&essay(topic)).await;
+        match answered.status.as_u16() {
+            200 => {
+                assert_ne!(answered.engine(), "2");
+                row += 1;
+            }
+            503 => {
+                failed += 1;
+                row = 0;
+            }
+            status => panic!("{status}: {answered:?}"),
+        }
+    }
+    let page = bed.metrics().await;
+    assert!(page.sum("chosen_not_reached_total", &[("worker_id", "2")]) > 0.0, "{}", page.text());
+    // Back again, and in use.
+    let (programs, run_dir) = (bed.programs.clone(), bed.run_dir.clone());
+    bed.engines[1].restart(&programs, &run_dir).await.unwrap();
+    let used = until(PATIENCE, async || {
+        topic += 1;
+        bed.complete(&essay(topic)).await.engine() == "2"
+    });
+    assert!(used.await, "{}", bed.router_log());
+    failed
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_retries_at_another_worker() {
+    assert_eq!(failed_after_worker_kill(ISTIO_AS_GENERATED).await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_gateway_retries_at_another_worker() {
+    assert_eq!(failed_after_worker_kill(ENVOY_GATEWAY).await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_ai_gateway_fails_until_a_dead_worker_is_excluded() {
+    let failed = failed_after_worker_kill(ENVOY_AI_GATEWAY).await;
+    assert!((1..=8).contains(&failed), "{failed} failed");
+}
+
+/// The status of requests whose endpoint is a list, by `gateway.fallbacks`.
+async fn status_with_fallbacks(gateway: Gateway) -> u16 {
+    let mut bed = Bed::engines(gateway, &[1, 2].map(fast)).await;
+    let mut warmroute = bed.warmroute();
+    warmroute["gateway"]["fallbacks"] = json!(1);
+    bed.start_router(&warmroute).await.unwrap();
+    bed.start_envoy(gateway.shipped().patient()).await;
+    let answered = bed.complete(&essay(1)).await;
+    if answered.status == 200 {
+        answered.assert_exact();
+    }
+    answered.status.as_u16()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lists_of_endpoints_work_except_in_envoy_ai_gateway() {
+    assert_eq!(status_with_fallbacks(ISTIO_AS_GENERATED).await, 200);
+    assert_eq!(status_with_fallbacks(ENVOY_GATEWAY).await, 200);
+    assert_eq!(status_with_fallbacks(ENVOY_AI_GATEWAY).await, 503);
+}

@@ -1,0 +1,201 @@
+//! What clients receive while warmroute is killed, frozen, or has no ready endpoint. The table in `examples/kubernetes/README.md` says the
+//! same.
+
+use std::time::{Duration, Instant};
+
+use reqwest::{RequestBuilder, Response};
+
+use crate::bed::Bed;
+use crate::bursts::{Bursts, EVENTS, PACED, whole};
+use crate::deployment::{PATIENCE, chat, essay};
+use crate::generated::{ENVOY_AI_GATEWAY, ENVOY_GATEWAY, EnvoyConfig, Gateway, ISTIO_AS_GENERATED, ISTIO_BUFFERED};
+use crate::support::ports::until;
+
+/// What a frozen warmroute does to requests.
+#[derive(Clone, Copy, Debug)]
+enum Frozen {
+    /// They wait for as long as it is frozen, and go on afterwards.
+    Wait,
+    /// They end with one of the statuses of a killed one, within so much time.
+    End(Duration),
+}
+
+/// The column of a gateway in the table.
+#[derive(Clone, Copy, Debug)]
+struct Promise {
+    /// Statuses while warmroute is killed and its endpoint is still listed. None of these requests is routed.
+    killed: &'static [u16],
+    /// The status where no endpoint of warmroute is listed.
+    absent: u16,
+    frozen: Frozen,
+    /// Whether a response under way goes on after a kill.
+    survives: bool,
+}
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// FailOpen: whether the request passes depends on how much of it Envoy has sent.
+const FAIL_OPEN: Promise =
+    Promise { killed: &[200, 500], absent: 200, frozen: Frozen::End(Duration::from_secs(8)), survives: false };
+const FAIL_CLOSE: Promise =
+    Promise { killed: &[500], absent: 500, frozen: Frozen::End(Duration::from_secs(8)), survives: false };
+const BUFFERED: Promise =
+    Promise { killed: &[200], absent: 200, frozen: Frozen::End(Duration::from_secs(4)), survives: true };
+const AI_GATEWAY: Promise = Promise { frozen: Frozen::Wait, ..FAIL_CLOSE };
+
+/// A request and what came of it.
+#[derive(Debug)]
+struct Reply {
+    status: u16,
+    /// Whether warmroute has seen it.
+    routed: bool,
+    took: Duration,
+}
+
+fn request(bed: &Bed, topic: usize) -> RequestBuilder {
+    bed.http.post(bed.url("/v1/chat/completions")).json(&chat(&essay(topic)))
+}
+
+/// Sends requests at a rate of ten per second, each without waiting for the others.
+fn send_all(bed: &Bed, count: usize) -> Vec<tokio::task::JoinHandle<Reply>> {
+    let send = |at: usize| {
+        let request = request(bed, at);
+        tokio::spawn(async move {
+            tokio::time::sleep(at as u32 * SECOND / 10).await;
+            let sent = Instant::now();
+            let response = request.send().await.unwrap();
+            let (status, routed) = (response.status().as_u16(), response.headers().contains_key("x-warmroute-mode"));
+            response.bytes().await.unwrap();
+            Reply { status, routed, took: sent.elapsed() }
+        })
+    };
+    (0..count).map(send).collect()
+}
+
+async fn all(sent: Vec<tokio::task::JoinHandle<Reply>>) -> Vec<Reply> {
+    let mut replies = Vec::new();
+    for reply in sent {
+        replies.push(reply.await.unwrap());
+    }
+    replies
+}
+
+async fn is_routed(bed: &Bed) -> bool {
+    let response = request(bed, 1).send().await.unwrap();
+    response.status() == 200 && response.headers().contains_key("x-warmroute-mode")
+}
+
+/// A response of which the first event has arrived.
+async fn begin(bed: &Bed, workers: &[Bursts]) -> (Response, Vec<u8>) {
+    workers.iter().for_each(Bursts::hold);
+    let mut response = request(bed, 1).header(EVENTS, 50).header(PACED, 1).send().await.unwrap();
+    workers.iter().for_each(|worker| worker.go.add_permits(1));
+    let first = response.chunk().await.unwrap().unwrap();
+    (response, first.to_vec())
+}
+
+/// Lets the workers send the rest; whether all of it arrives.
+async fn is_whole((mut response, mut text): (Response, Vec<u8>), workers: &[Bursts]) -> bool {
+    workers.iter().for_each(|worker| worker.go.add_permits(1_000));
+    loop {
+        match response.chunk().await {
+            Ok(Some(chunk)) => text.extend(chunk),
+            Ok(None) => return text == whole(50).as_bytes(),
+            Err(_) => return false,
+        }
+    }
+}
+
+fn assert_unrouted(replies: &[Reply], statuses: &[u16], what: &str) {
+    for reply in replies {
+        assert!(statuses.contains(&reply.status) && !reply.routed, "{what}: {reply:?}");
+    }
+}
+
+async fn killed(bed: &mut Bed, workers: &[Bursts], promise: Promise) {
+    let open = begin(bed, workers).await;
+    bed.kill9_router();
+    assert_eq!(is_whole(open, workers).await, promise.survives, "a response under way at the kill");
+    let replies = all(send_all(bed, 30)).await;
+    assert_unrouted(&replies, promise.killed, "killed");
+    let slowest = replies.iter().map(|reply| reply.took).max().unwrap();
+    assert!(slowest < 4 * SECOND, "{replies:?}");
+    bed.start_warmroute().await;
+    assert!(until(PATIENCE, async || is_routed(bed).await).await);
+    for reply in all(send_all(bed, 10)).await {
+        assert!(reply.status == 200 && reply.routed, "{reply:?}");
+    }
+}
+
+async fn frozen(bed: &mut Bed, workers: &[Bursts], promise: Promise) {
+    let open = begin(bed, workers).await;
+    bed.router().unwrap().freeze();
+    let sent = send_all(bed, 30);
+    match promise.frozen {
+        Frozen::Wait => {
+            tokio::time::sleep(6 * SECOND).await;
+            assert!(sent.iter().all(|reply| !reply.is_finished()), "a request ended while warmroute was frozen");
+            bed.router().unwrap().thaw();
+            for reply in all(sent).await {
+                assert!(reply.status == 200 && reply.routed && reply.took > 2 * SECOND, "{reply:?}");
+            }
+            assert!(is_whole(open, workers).await, "a response under way while warmroute was frozen");
+        }
+        Frozen::End(within) => {
+            let replies = all(sent).await;
+            assert_unrouted(&replies, promise.killed, "frozen");
+            let slowest = replies.iter().map(|reply| reply.took).max().unwrap();
+            assert!(slowest < within, "{replies:?}");
+            assert_eq!(is_whole(open, workers).await, promise.survives, "a response under way at the freeze");
+            bed.router().unwrap().thaw();
+        }
+    }
+    assert!(until(PATIENCE, async || is_routed(bed).await).await);
+}
+
+async fn absent(bed: &mut Bed, config: EnvoyConfig, promise: Promise) {
+    bed.start_envoy_with(config, &[]).await;
+    let replies = all(send_all(bed, 10)).await;
+    assert_unrouted(&replies, &[promise.absent], "no endpoint");
+}
+
+async fn keeps(gateway: Gateway, config: EnvoyConfig, promise: Promise) {
+    let workers = [Bursts::start(1).await, Bursts::start(2).await, Bursts::start(3).await];
+    let mut bed = Bed::workers(gateway, &workers).await;
+    bed.start(config.clone()).await;
+    assert!(until(PATIENCE, async || is_routed(&bed).await).await);
+    killed(&mut bed, &workers, promise).await;
+    frozen(&mut bed, &workers, promise).await;
+    absent(&mut bed, config, promise).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_fails_open_as_documented() {
+    keeps(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped(), FAIL_OPEN).await;
+}
+
+/// `failureMode: FailClose` of the pool.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_fails_closed_as_documented() {
+    let mut config = ISTIO_AS_GENERATED.shipped();
+    let filter = "/typed_per_filter_config/envoy.filters.http.ext_proc/overrides";
+    for route in config.routes() {
+        route.pointer_mut(filter).unwrap()["failure_mode_allow"] = false.into();
+    }
+    keeps(ISTIO_AS_GENERATED, config, FAIL_CLOSE).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_buffered_serves_every_request_without_warmroute() {
+    keeps(ISTIO_BUFFERED, ISTIO_BUFFERED.shipped(), BUFFERED).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_ai_gateway_fails_as_documented() {
+    keeps(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.shipped(), AI_GATEWAY).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn envoy_gateway_fails_as_documented() {
+    keeps(ENVOY_GATEWAY, ENVOY_GATEWAY.shipped(), FAIL_CLOSE).await;
+}
