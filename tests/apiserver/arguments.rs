@@ -1,0 +1,70 @@
+//! The command line of libtest, as far as Cargo and its users pass it to every test target.
+
+/// Runs the cases against a real API server.
+#[derive(Debug, clap::Parser)]
+#[command(disable_version_flag = true)]
+pub(crate) struct Arguments {
+    /// Runs only cases whose names contain one of these texts.
+    filters: Vec<String>,
+    /// Prints the names of the cases.
+    #[arg(long)]
+    pub(crate) list: bool,
+    /// A filter is a whole name.
+    #[arg(long)]
+    exact: bool,
+    /// Leaves out cases whose names contain this text.
+    #[arg(long)]
+    skip: Vec<String>,
+    /// Runs ignored cases only; there are none.
+    #[arg(long)]
+    ignored: bool,
+    #[command(flatten)]
+    _accepted: AcceptedFlags,
+}
+
+/// Flags of libtest without an effect here.
+#[derive(Debug, clap::Args)]
+struct AcceptedFlags {
+    #[arg(long, hide = true)]
+    include_ignored: bool,
+    #[arg(long, hide = true, alias = "no-capture")]
+    nocapture: bool,
+    #[arg(long, hide = true)]
+    show_output: bool,
+    #[arg(long, hide = true)]
+    test: bool,
+    #[arg(long, hide = true)]
+    bench: bool,
+    #[arg(long, hide = true)]
+    force_run_in_process: bool,
+    #[arg(long, hide = true)]
+    exclude_should_panic: bool,
+    #[arg(long, hide = true)]
+    shuffle: bool,
+    #[arg(short, long, hide = true)]
+    quiet: bool,
+    #[arg(long, hide = true)]
+    test_threads: Option<usize>,
+    #[arg(long, hide = true)]
+    color: Option<String>,
+    #[arg(long, hide = true)]
+    format: Option<String>,
+    #[arg(long, hide = true)]
+    logfile: Option<String>,
+    #[arg(long, hide = true)]
+    shuffle_seed: Option<u64>,
+    #[arg(long, hide = true)]
+    report_time: bool,
+    #[arg(long, hide = true)]
+    ensure_time: bool,
+    #[arg(short = 'Z', hide = true)]
+    unstable: Vec<String>,
+}
+
+impl Arguments {
+    pub(crate) fn selects(&self, name: &str) -> bool {
+        let matches = |filter: &String| if self.exact { name == filter } else { name.contains(filter.as_str()) };
+        let is_skipped = self.skip.iter().any(|skip| if self.exact { name == skip } else { name.contains(skip) });
+        !self.ignored && !is_skipped && (self.filters.is_empty() || self.filters.iter().any(matches))
+    }
+}

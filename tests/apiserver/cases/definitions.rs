@@ -1,0 +1,73 @@
+//! Custom resource definitions that are installed and deleted.
+
+use std::sync::Arc;
+
+use anyhow::ensure;
+use serde_json::json;
+
+use crate::control_plane::{ControlPlane, INFERENCE_POOLS, OBJECTIVES, OLD_OBJECTIVES};
+use crate::namespace::{RoleRules, TestNamespace};
+use crate::objects::{POOL, objective};
+use crate::router::PATIENCE;
+use crate::runner::CaseResult;
+use crate::support::ports::until;
+
+const A: &str = "a 127.0.1.1:8000";
+
+/// The first case: no definition is installed yet.
+pub(super) async fn pool_definition_installed_later(plane: Arc<ControlPlane>) -> CaseResult {
+    let namespace = TestNamespace::create(&plane).await?;
+    namespace.create_pod("a", "127.0.1.1").await?;
+    let router = namespace.start_router().await?;
+    router.wait_log("is not installed").await?;
+    ensure!(!router.is_up(POOL).await?, "discovery_up is 1 without the definition");
+    plane.install(INFERENCE_POOLS).await?;
+    namespace.create_pool(&[8000]).await?;
+    let took = router.wait_fleet(&[A]).await?;
+    Ok(format!("names the definition, up 0; fleet {:.1} s after the definition and the pool", took.as_secs_f64()))
+}
+
+pub(super) async fn pool_definition_deleted(plane: Arc<ControlPlane>) -> CaseResult {
+    plane.install(INFERENCE_POOLS).await?;
+    let namespace = TestNamespace::create(&plane).await?;
+    namespace.create_pool(&[8000]).await?;
+    namespace.create_pod("a", "127.0.1.1").await?;
+    let router = namespace.start_router().await?;
+    router.wait_fleet(&[A]).await?;
+    plane.uninstall(INFERENCE_POOLS).await?;
+    let gone = router.wait_fleet(&[]).await?;
+    router.wait_up(POOL, false, PATIENCE).await?;
+    plane.install(INFERENCE_POOLS).await?;
+    namespace.create_pool(&[8000]).await?;
+    let back = router.wait_fleet(&[A]).await?;
+    Ok(format!("emptied after {} ms; in again {:.1} s after the pool", gone.as_millis(), back.as_secs_f64()))
+}
+
+pub(super) async fn optional_definitions_change(plane: Arc<ControlPlane>) -> CaseResult {
+    plane.install(INFERENCE_POOLS).await?;
+    let namespace = TestNamespace::create_with(&plane, RoleRules::WithOptionalKinds).await?;
+    namespace.create_pool(&[8000]).await?;
+    namespace.create_pod("a", "127.0.1.1").await?;
+    let router = namespace.start_router_with(json!({"kubernetes": {"look_again": "2s"}})).await?;
+    router.wait_cluster("not installed").await?;
+    plane.install(OLD_OBJECTIVES).await?;
+    namespace.create_of(OLD_OBJECTIVES, &objective(OLD_OBJECTIVES.api, "older", 1)).await?;
+    let mut longest = router.wait_cluster("older").await?;
+    router.wait_cluster("followed as inference.networking.x-k8s.io/v1alpha2").await?;
+    // The newer group wins.
+    plane.install(OBJECTIVES).await?;
+    namespace.create_of(OBJECTIVES, &objective(OBJECTIVES.api, "newer", 2)).await?;
+    longest = longest.max(router.wait_cluster("newer").await?);
+    plane.uninstall(OBJECTIVES).await?;
+    longest = longest.max(router.wait_cluster("older").await?);
+    plane.uninstall(OLD_OBJECTIVES).await?;
+    longest = longest.max(router.wait_cluster("\"objectives\":[]").await?);
+    // Rewrites were never installed.
+    let page = async || router.page("debug/cluster").await.unwrap_or_default();
+    let absent = until(PATIENCE, async || page().await.matches("not installed").count() == 2).await;
+    ensure!(absent, "{}", page().await);
+    Ok(format!(
+        "llm-d.ai wins; falls back; not installed: forgotten; within {:.1} s with `look_again: 2s`",
+        longest.as_secs_f64()
+    ))
+}

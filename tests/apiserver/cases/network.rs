@@ -1,0 +1,82 @@
+//! Faults between warmroute and the API server.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::ensure;
+use serde_json::json;
+
+use crate::control_plane::ControlPlane;
+use crate::namespace::TestNamespace;
+use crate::objects::POOL;
+use crate::proxy::{ApiProxy, ProxyMode};
+use crate::router::{PATIENCE, RouterOptions, RouterProcess};
+use crate::runner::CaseResult;
+
+const A: &str = "a 127.0.1.1:8000";
+const B: &str = "b 127.0.1.2:8000";
+
+/// A pool with a pod, and warmroute that reaches the API server through a proxy.
+struct ProxiedSite {
+    namespace: TestNamespace,
+    router: RouterProcess,
+    proxy: ApiProxy,
+}
+
+async fn start_via(namespace: &TestNamespace, address: SocketAddr, silence: &str) -> anyhow::Result<RouterProcess> {
+    let options = namespace.options(json!({"kubernetes": {"silence": silence}})).await?;
+    RouterProcess::start(RouterOptions { api_server: address, ..options }).await
+}
+
+impl ProxiedSite {
+    async fn start(plane: &Arc<ControlPlane>, silence: &str) -> anyhow::Result<Self> {
+        let namespace = TestNamespace::create(plane).await?;
+        namespace.create_pool(&[8000]).await?;
+        namespace.create_pod("a", "127.0.1.1").await?;
+        let proxy = ApiProxy::start(plane, ProxyMode::Pass).await?;
+        let router = start_via(&namespace, proxy.address, silence).await?;
+        router.wait_fleet(&[A]).await?;
+        Ok(Self { namespace, router, proxy })
+    }
+}
+
+/// Connections die without a sign, as behind a load balancer that has forgotten them.
+pub(super) async fn silent_connections_are_replaced(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = ProxiedSite::start(&plane, "5s").await?;
+    site.proxy.kill_silently();
+    site.namespace.create_pod("b", "127.0.1.2").await?;
+    let took = site.router.wait_fleet_within(Duration::from_secs(40), &[A, B]).await?;
+    ensure!(took < Duration::from_secs(20), "noticed after {took:?} with silence: 5s");
+    Ok(format!("new pod after {:.1} s with `silence: 5s`", took.as_secs_f64()))
+}
+
+/// Requests are taken and not answered, first by all connections, then by those of that time. With the default settings.
+pub(super) async fn unanswered_requests_time_out(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = ProxiedSite::start(&plane, "30s").await?;
+    site.proxy.set(ProxyMode::Hold);
+    let noticed = site.router.wait_up(POOL, false, Duration::from_secs(60)).await?;
+    site.router.keeps_fleet(Duration::from_secs(1), &[A]).await?;
+    site.proxy.kill_silently();
+    site.namespace.create_pod("b", "127.0.1.2").await?;
+    let took = site.router.wait_fleet_within(Duration::from_secs(45), &[A, B]).await?;
+    site.router.wait_up(POOL, true, PATIENCE).await?;
+    let (noticed, took) = (noticed.as_secs_f64(), took.as_secs_f64());
+    Ok(format!("nothing moves: up 0 after {noticed:.0} s; new connections work: new pod after {took:.1} s"))
+}
+
+pub(super) async fn unavailable_while_running(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = ProxiedSite::start(&plane, "30s").await?;
+    let lines = site.router.log().lines().count();
+    site.proxy.set(ProxyMode::Status(503));
+    let noticed = site.router.wait_up(POOL, false, PATIENCE).await?;
+    site.router.keeps_fleet(Duration::from_secs(20), &[A]).await?;
+    let lines = site.router.log().lines().count() - lines;
+    site.namespace.create_pod("b", "127.0.1.2").await?;
+    site.proxy.set(ProxyMode::Pass);
+    let took = site.router.wait_fleet_within(Duration::from_secs(60), &[A, B]).await?;
+    ensure!(took < Duration::from_secs(8), "the fleet came {took:?} after the outage");
+    ensure!(lines <= 10, "{lines} lines within 20 s:\n{}", site.router.log());
+    let (noticed, took) = (noticed.as_secs_f64(), took.as_secs_f64());
+    Ok(format!("503 for 20 s: up 0 after {noticed:.1} s, {lines} log lines; new pod {took:.1} s after it"))
+}

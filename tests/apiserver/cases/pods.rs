@@ -1,0 +1,323 @@
+//! Pods through their life.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use serde_json::{Value, json};
+
+use crate::control_plane::ControlPlane;
+use crate::namespace::TestNamespace;
+use crate::objects::{POOL, engine_labels, pod, running};
+use crate::router::{PATIENCE, RouterProcess, pod_name};
+use crate::runner::CaseResult;
+use crate::support::ports::until;
+
+const A: &str = "a 127.0.1.1:8000";
+/// Long enough for a change to show.
+const MOMENT: Duration = Duration::from_millis(400);
+
+/// A pool, the pod `a`, and warmroute that has it.
+struct PodFixture {
+    namespace: TestNamespace,
+    router: RouterProcess,
+}
+
+/// Reaction times of one case.
+#[derive(Default)]
+struct ReactionTimes(Vec<Duration>);
+
+impl ReactionTimes {
+    fn add(&mut self, took: Duration) {
+        self.0.push(took);
+    }
+
+    /// Asserts that none took seconds.
+    fn show(&self) -> anyhow::Result<String> {
+        let least = self.0.iter().min().context("nothing was measured")?;
+        let most = self.0.iter().max().context("nothing was measured")?;
+        ensure!(*most < Duration::from_secs(5), "a change took {most:?}");
+        Ok(format!("{} to {} ms", least.as_millis(), most.as_millis()))
+    }
+}
+
+impl PodFixture {
+    async fn start(plane: &Arc<ControlPlane>) -> anyhow::Result<Self> {
+        Self::start_with(plane, &[8000]).await
+    }
+
+    async fn start_with(plane: &Arc<ControlPlane>, ports: &[u16]) -> anyhow::Result<Self> {
+        let namespace = TestNamespace::create(plane).await?;
+        namespace.create_pool(ports).await?;
+        namespace.create_pod("a", "127.0.1.1").await?;
+        let router = namespace.start_router().await?;
+        let expected: Vec<String> = ports.iter().map(|port| format!("a 127.0.1.1:{port}")).collect();
+        router.wait_fleet(&expected.iter().map(String::as_str).collect::<Vec<_>>()).await?;
+        Ok(Self { namespace, router })
+    }
+
+    async fn set_ready(&self, name: &str, ip: &str, is_ready: bool) -> anyhow::Result<()> {
+        self.namespace.set_status(name, &running(&[ip], is_ready)).await
+    }
+
+    async fn set_label(&self, name: &str, label: &str, value: &Value) -> anyhow::Result<()> {
+        self.namespace.change_pod(name, &json!({"metadata": {"labels": {label: value}}})).await
+    }
+
+    /// Roles of the workers by pod.
+    async fn roles(&self) -> anyhow::Result<Vec<String>> {
+        self.router.fleet_by(|worker| format!("{} {}", pod_name(worker), worker["role"].as_str().unwrap_or("-"))).await
+    }
+}
+
+pub(super) async fn readiness_changes(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    let mut times = ReactionTimes::default();
+    site.namespace.create_pending("b").await?;
+    site.set_ready("b", "127.0.1.2", false).await?;
+    site.router.keeps_fleet(MOMENT, &[A]).await?;
+    site.set_ready("b", "127.0.1.2", true).await?;
+    times.add(site.router.wait_fleet(&[A, "b 127.0.1.2:8000"]).await?);
+    site.set_ready("b", "127.0.1.2", false).await?;
+    times.add(site.router.wait_fleet(&[A, "b 127.0.1.2:8000 -"]).await?);
+    site.set_ready("b", "127.0.1.2", true).await?;
+    times.add(site.router.wait_fleet(&[A, "b 127.0.1.2:8000"]).await?);
+    Ok(format!("not ready: not in; ready: in; not ready: draining; ready: in; {}", times.show()?))
+}
+
+pub(super) async fn deletion_with_grace(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    let mut times = ReactionTimes::default();
+    site.namespace.delete_pod("a").await?;
+    times.add(site.router.wait_fleet(&["a 127.0.1.1:8000 -"]).await?);
+    site.namespace.remove_pod("a").await?;
+    times.add(site.router.wait_fleet(&[]).await?);
+    Ok(format!("draining; out; {}", times.show()?))
+}
+
+pub(super) async fn deletion_without_grace(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    let mut times = ReactionTimes::default();
+    site.namespace.remove_pod("a").await?;
+    times.add(site.router.wait_fleet(&[]).await?);
+    site.namespace.create_pod("a", "127.0.1.7").await?;
+    times.add(site.router.wait_fleet(&["a 127.0.1.7:8000"]).await?);
+    // At once, and with the same address: another worker.
+    let ids = async || site.router.fleet_by(|worker| worker["id"].to_string()).await;
+    let before = ids().await?;
+    site.namespace.remove_pod("a").await?;
+    site.namespace.create_pod("a", "127.0.1.7").await?;
+    let replaced = async || ids().await.is_ok_and(|ids| ids.len() == 1 && ids != before);
+    ensure!(until(PATIENCE, replaced).await, "{:?} after {before:?}", ids().await);
+    site.router.keeps_fleet(MOMENT, &["a 127.0.1.7:8000"]).await?;
+    Ok(format!("out; in again under its name, one worker; {}", times.show()?))
+}
+
+pub(super) async fn address_changes(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    site.set_ready("a", "127.0.1.9", true).await?;
+    let took = site.router.wait_fleet(&["a 127.0.1.9:8000"]).await?;
+    Ok(format!("the endpoint follows after {} ms", took.as_millis()))
+}
+
+pub(super) async fn two_pods_with_one_address(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    site.namespace.create_pod("b", "127.0.1.1").await?;
+    tokio::time::sleep(MOMENT).await;
+    let used = site.router.fleet().await?;
+    ensure!(used.len() == 1, "{used:?}");
+    let (used, other) = if used[0] == A { ("a", "b 127.0.1.1:8000") } else { ("b", A) };
+    site.namespace.remove_pod(used).await?;
+    let took = site.router.wait_fleet(&[other]).await?;
+    Ok(format!("one is used; the other takes over after {} ms", took.as_millis()))
+}
+
+pub(super) async fn labels_change(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    let mut times = ReactionTimes::default();
+    site.set_label("a", "app", &json!("other")).await?;
+    times.add(site.router.wait_fleet(&[]).await?);
+    site.set_label("a", "app", &json!(POOL)).await?;
+    times.add(site.router.wait_fleet(&[A]).await?);
+    Ok(format!("out; in; {}", times.show()?))
+}
+
+pub(super) async fn phases(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    let mut times = ReactionTimes::default();
+    for phase in ["Failed", "Succeeded", "Unknown", "Pending"] {
+        site.namespace.set_status("a", &json!({"status": {"phase": phase}})).await?;
+        times.add(site.router.wait_fleet(&[]).await.with_context(|| phase)?);
+        site.namespace.set_status("a", &json!({"status": {"phase": "Running"}})).await?;
+        times.add(site.router.wait_fleet(&[A]).await?);
+    }
+    Ok(format!("Failed, Succeeded, Unknown, Pending: out although Ready; Running: in; {}", times.show()?))
+}
+
+pub(super) async fn container_restart(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    let mut times = ReactionTimes::default();
+    let restarts = |count: u32, is_ready: bool| {
+        let mut status = running(&["127.0.1.1"], is_ready);
+        status["status"]["containerStatuses"] = json!([{
+            "name": "engine", "image": "engine", "imageID": "", "ready": is_ready, "restartCount": count,
+        }]);
+        status
+    };
+    site.namespace.set_status("a", &restarts(0, false)).await?;
+    times.add(site.router.wait_fleet(&["a 127.0.1.1:8000 -"]).await?);
+    site.namespace.set_status("a", &restarts(1, true)).await?;
+    times.add(site.router.wait_fleet(&[A]).await?);
+    Ok(format!("draining; in; {}", times.show()?))
+}
+
+pub(super) async fn ipv6_addresses(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    let mut times = ReactionTimes::default();
+    site.namespace.create_pending("b").await?;
+    site.namespace.set_status("b", &running(&["fd00::1:6"], true)).await?;
+    times.add(site.router.wait_fleet(&[A, "b [fd00::1:6]:8000"]).await?);
+    site.namespace.create_pending("c").await?;
+    site.namespace.set_status("c", &running(&["127.0.1.3", "fd00::1:7"], true)).await?;
+    times.add(site.router.wait_fleet(&[A, "b [fd00::1:6]:8000", "c 127.0.1.3:8000"]).await?);
+    Ok(format!("`[fd00::1:6]:8000`; of dual stack the first address; {}", times.show()?))
+}
+
+pub(super) async fn roles(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    let mut times = ReactionTimes::default();
+    for (label, role) in
+        [("prefill", "prefill"), ("decode", "decode"), ("both", "aggregated"), ("prefill-decode", "aggregated")]
+    {
+        site.set_label("a", "llm-d.ai/role", &json!(label)).await?;
+        let began = std::time::Instant::now();
+        let expected = format!("a {role}");
+        let found = until(PATIENCE, async || site.roles().await.is_ok_and(|roles| roles == [expected.clone()]));
+        ensure!(found.await, "{label}: {:?}", site.roles().await);
+        times.add(began.elapsed());
+    }
+    for label in ["encode", "Decode"] {
+        site.set_label("a", "llm-d.ai/role", &json!(label)).await?;
+        times.add(site.router.wait_fleet(&[]).await?);
+        site.router.wait_log(&format!("`{label}`")).await?;
+    }
+    ensure!(site.router.log().contains(&format!("{}/a", site.namespace.name)), "the log does not name the pod");
+    site.set_label("a", "llm-d.ai/role", &Value::Null).await?;
+    times.add(site.router.wait_fleet(&[A]).await?);
+    Ok(format!("prefill, decode, both, prefill-decode: as said; encode, `Decode`: no worker, named; {}", times.show()?))
+}
+
+pub(super) async fn active_ports(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start_with(&plane, &[8000, 8001, 8002]).await?;
+    let mut times = ReactionTimes::default();
+    let annotate = async |name: &str, value: &Value| {
+        site.namespace.change_pod("a", &json!({"metadata": {"annotations": {name: value}}})).await
+    };
+    annotate("llm-d.ai/active-ports", &json!("8000,8002")).await?;
+    times.add(site.router.wait_fleet(&[A, "a 127.0.1.1:8002"]).await?);
+    annotate("llm-d.ai/active-ports", &json!("8000,x")).await?;
+    site.router.wait_log("8000,x").await?;
+    annotate("llm-d.ai/active-ports", &Value::Null).await?;
+    times.add(site.router.wait_fleet(&[A, "a 127.0.1.1:8001", "a 127.0.1.1:8002"]).await?);
+    Ok(format!("the ports follow; an unreadable annotation is named; {}", times.show()?))
+}
+
+pub(super) async fn worker_ids(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    for (label, id) in [("7", "7"), ("007", "7"), ("18446744073709551615", "18446744073709551615")] {
+        site.set_label("a", "warmroute.dev/worker-id", &json!(label)).await?;
+        let ids = async || site.router.fleet_by(|worker| worker["id"].as_str().unwrap_or("-").to_owned()).await;
+        let found = until(PATIENCE, async || ids().await.is_ok_and(|ids| ids == [id]));
+        ensure!(found.await, "{label}: {:?}", ids().await);
+    }
+    for label in ["18446744073709551616", "x", ""] {
+        site.set_label("a", "warmroute.dev/worker-id", &json!(label)).await?;
+        site.router.wait_fleet(&[]).await.with_context(|| label)?;
+        site.router.wait_log(&format!("`{label}`")).await?;
+    }
+    Ok("7, 007, 2^64-1: taken; 2^64, x, empty: refused with a reason".to_owned())
+}
+
+pub(super) async fn rapid_readiness(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    for turn in 0..50 {
+        site.set_ready("a", "127.0.1.1", turn % 2 == 0).await?;
+    }
+    let took = site.router.wait_fleet(&["a 127.0.1.1:8000 -"]).await?;
+    site.router.keeps_fleet(MOMENT, &["a 127.0.1.1:8000 -"]).await?;
+    Ok(format!("the last of 50 changes holds after {} ms", took.as_millis()))
+}
+
+pub(super) async fn special_addresses(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    site.namespace.create_pod("b", "::ffff:127.0.1.7").await?;
+    site.router.wait_fleet(&[A, "b 127.0.1.7:8000"]).await?;
+    site.namespace.create_pod("c", "0.0.0.0").await?;
+    site.router.wait_log("0.0.0.0").await?;
+    site.router.keeps_fleet(MOMENT, &[A, "b 127.0.1.7:8000"]).await?;
+    Ok("IPv4 in IPv6 is IPv4; 0.0.0.0 is refused with a reason".to_owned())
+}
+
+/// The API server copies zone and region of a node to a pod at its binding.
+pub(super) async fn topology_labels(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    let node = format!("node-of-{}", site.namespace.name);
+    let labels = json!({"topology.kubernetes.io/zone": "zone-1", "topology.kubernetes.io/region": "region-1"});
+    plane.admin.create("/api/v1/nodes", &json!({"metadata": {"name": node, "labels": labels}})).await?;
+    let mut unbound = pod("b", &engine_labels());
+    unbound["spec"].as_object_mut().context("spec")?.remove("nodeName");
+    site.namespace.create_object("v1", "pods", &unbound).await?;
+    let binding = json!({"metadata": {"name": "b"}, "target": {"kind": "Node", "name": node}});
+    site.namespace.create_object("v1", "pods/b/binding", &binding).await?;
+    site.set_ready("b", "127.0.1.2", true).await?;
+    site.router.wait_fleet(&[A, "b 127.0.1.2:8000"]).await?;
+    let topologies = site.router.fleet_by(|worker| format!("{} {}", pod_name(worker), worker["topology"])).await?;
+    let expected = format!(r#"b {{"node":"{node}","region":"region-1","zone":"zone-1"}}"#);
+    ensure!(topologies.contains(&expected), "{topologies:?}, not {expected}");
+    Ok("zone and region of the node are in the worker's topology".to_owned())
+}
+
+/// The API server accepts an address that Rust does not read.
+pub(super) async fn unreadable_address(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    site.namespace.create_pending("odd").await?;
+    let mut status = running(&["127.0.1.7"], true);
+    site.namespace.set_status("odd", &status).await?;
+    site.router.wait_fleet(&[A, "odd 127.0.1.7:8000"]).await?;
+    status["status"]["podIP"] = json!("010.000.001.007");
+    status["status"]["podIPs"] = json!([{"ip": "010.000.001.007"}]);
+    site.namespace.set_status("odd", &status).await?;
+    site.router.wait_log("invalid IP address").await?;
+    site.namespace.create_pod("b", "127.0.1.2").await?;
+    let took = site.router.wait_fleet(&[A, "b 127.0.1.2:8000"]).await?;
+    ensure!(site.router.is_up(POOL).await?, "discovery_up is 0");
+    let log = site.router.log();
+    ensure!(log.contains(&format!("{}/odd", site.namespace.name)), "the log does not name the pod:\n{log}");
+    let longest = log.lines().map(str::len).max().unwrap_or_default();
+    ensure!(longest < 2000, "a line of the log has {longest} bytes");
+    Ok(format!(
+        "the pod is named and left out; another new pod after {} ms; longest log line {longest} bytes",
+        took.as_millis()
+    ))
+}
+
+/// An address is used again before the object of its last pod is gone. The order of the uids is random, so there are several turns.
+pub(super) async fn address_of_ending_pod(plane: Arc<ControlPlane>) -> CaseResult {
+    let site = PodFixture::start(&plane).await?;
+    let mut times = ReactionTimes::default();
+    for turn in 1..=6 {
+        let ip = format!("127.0.2.{turn}");
+        let (old, new) = (format!("old{turn}"), format!("new{turn}"));
+        site.namespace.create_pod(&old, &ip).await?;
+        site.router.wait_fleet(&[A, &format!("{old} {ip}:8000")]).await?;
+        site.namespace.delete_pod(&old).await?;
+        site.router.wait_fleet(&[A, &format!("{old} {ip}:8000 -")]).await?;
+        site.namespace.create_pod(&new, &ip).await?;
+        times.add(site.router.wait_fleet(&[A, &format!("{new} {ip}:8000")]).await?);
+        site.namespace.remove_pod(&old).await?;
+        site.router.keeps_fleet(MOMENT, &[A, &format!("{new} {ip}:8000")]).await?;
+        site.namespace.remove_pod(&new).await?;
+        site.router.wait_fleet(&[A]).await?;
+    }
+    Ok(format!("the new pod takes over at once in 6 of 6 turns; {}", times.show()?))
+}

@@ -1,0 +1,314 @@
+//! etcd and kube-apiserver on the loopback: TLS, RBAC, an audit log, no kubelet and no controllers.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use indexmap::IndexMap;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+
+use crate::admin_client::{AdminClient, collection};
+use crate::install::ControlPlanePrograms;
+use crate::pki::Authority;
+use crate::support::child::Child;
+use crate::support::ports::{FreePort, Ready, until, wait_ready};
+
+const ADMIN_TOKEN: &str = "admin-token";
+/// An API server on a busy machine.
+const START_LIMIT: Duration = Duration::from_secs(60);
+/// Requests of service accounts, one line for each.
+const AUDIT_POLICY: &str = r#"{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
+    "rules": [{"level": "Metadata", "userGroups": ["system:serviceaccounts"]}, {"level": "None"}]}"#;
+const CRD_FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/crds");
+
+/// A custom resource definition of the test data.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ResourceDefinition {
+    pub(crate) api: &'static str,
+    pub(crate) plural: &'static str,
+}
+
+pub(crate) const INFERENCE_POOLS: ResourceDefinition =
+    ResourceDefinition { api: "inference.networking.k8s.io/v1", plural: "inferencepools" };
+pub(crate) const OBJECTIVES: ResourceDefinition =
+    ResourceDefinition { api: "llm-d.ai/v1alpha2", plural: "inferenceobjectives" };
+pub(crate) const REWRITES: ResourceDefinition =
+    ResourceDefinition { api: "llm-d.ai/v1alpha2", plural: "inferencemodelrewrites" };
+pub(crate) const OLD_OBJECTIVES: ResourceDefinition =
+    ResourceDefinition { api: "inference.networking.x-k8s.io/v1alpha2", plural: "inferenceobjectives" };
+
+impl ResourceDefinition {
+    fn group(self) -> &'static str {
+        self.api.split('/').next().unwrap_or_default()
+    }
+
+    fn path(self) -> String {
+        format!("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{}.{}", self.plural, self.group())
+    }
+}
+
+/// A request of a service account, from the audit log.
+#[derive(Clone, Debug)]
+pub(crate) struct AuditRecord {
+    pub(crate) verb: String,
+    pub(crate) resource: String,
+    pub(crate) code: u64,
+}
+
+/// The two processes, and the administrator's way to them.
+pub(crate) struct ControlPlane {
+    pub(crate) admin: AdminClient,
+    pub(crate) authority: Authority,
+    pub(crate) address: SocketAddr,
+    programs: ControlPlanePrograms,
+    dir: tempfile::TempDir,
+    etcd_ports: [u16; 2],
+    etcd: Mutex<Option<Child>>,
+    api_server: Mutex<Option<Arc<Child>>>,
+    http: reqwest::Client,
+    serial: AtomicU64,
+}
+
+impl ControlPlane {
+    /// Starts both and waits until the API server is ready; with all definitions of the test data if `install` is set.
+    pub(crate) async fn start(programs: &ControlPlanePrograms, install: bool) -> anyhow::Result<Self> {
+        let dir = tempfile::Builder::new().prefix("apiserver-").tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
+        let [client, peer, port] = [FreePort::find()?, FreePort::find()?, FreePort::find()?].map(FreePort::release);
+        let authority = Authority::new("test-cluster");
+        let file = |name: &str, text: &str| std::fs::write(dir.path().join(name), text);
+        let (serving, signing) = (authority.sign(1), authority.sign(2));
+        file("tls.crt", &serving.cert)?;
+        file("tls.key", &serving.key)?;
+        file("ca.crt", &authority.cert)?;
+        file("service-account.crt", &signing.cert)?;
+        file("service-account.key", &signing.key)?;
+        file("tokens.csv", &format!("{ADMIN_TOKEN},admin,admin,\"system:masters\"\n"))?;
+        file("audit-policy.json", AUDIT_POLICY)?;
+        let plane = Self {
+            admin: AdminClient::new(port, &authority.cert, ADMIN_TOKEN)?,
+            authority,
+            address: SocketAddr::from((Ipv4Addr::LOCALHOST, port)),
+            programs: programs.clone(),
+            dir,
+            etcd_ports: [client, peer],
+            etcd: Mutex::default(),
+            api_server: Mutex::default(),
+            http: warmroute::tls::client().timeout(Duration::from_secs(10)).build()?,
+            serial: AtomicU64::new(10),
+        };
+        plane.start_etcd().await?;
+        plane.start_api_server(&[]).await?;
+        if install {
+            for entry in std::fs::read_dir(CRD_FOLDER)? {
+                let path = entry?.path();
+                if path.extension().is_some_and(|extension| extension == "yaml") {
+                    plane.install_file(&path).await?;
+                }
+            }
+            for definition in [INFERENCE_POOLS, OBJECTIVES, REWRITES, OLD_OBJECTIVES] {
+                plane.wait_served(definition).await?;
+            }
+        }
+        Ok(plane)
+    }
+
+    pub(crate) fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// A number that is handed out once.
+    pub(crate) fn next_serial(&self) -> u64 {
+        self.serial.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn etcd_url(&self, path: &str) -> String {
+        format!("http://127.0.0.1:{}{path}", self.etcd_ports[0])
+    }
+
+    /// Starts etcd with the data that it had.
+    pub(crate) async fn start_etcd(&self) -> anyhow::Result<()> {
+        let (client, peer) = (self.etcd_url(""), format!("http://127.0.0.1:{}", self.etcd_ports[1]));
+        let mut command = Command::new(&self.programs.etcd);
+        command.arg("--data-dir").arg(self.dir.path().join("etcd"));
+        command.args(["--name", "test", "--log-level", "warn", "--unsafe-no-fsync"]);
+        command.args(["--listen-client-urls", &client, "--advertise-client-urls", &client]);
+        command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
+        command.args(["--initial-cluster", &format!("test={peer}")]);
+        let child = Child::spawn("etcd", &command, self.dir.path())?;
+        wait_ready(Ready::Http(&self.etcd_url("/health")), START_LIMIT, &child).await?;
+        *self.etcd.lock() = Some(child);
+        Ok(())
+    }
+
+    /// Ends etcd as `kill -9` does.
+    pub(crate) fn kill_etcd(&self) {
+        if let Some(etcd) = self.etcd.lock().take() {
+            etcd.kill9();
+        }
+    }
+
+    /// Discards the history of all changes: a watch that resumes from before gets 410.
+    pub(crate) async fn compact(&self) -> anyhow::Result<()> {
+        let call = async |path: &str, body: Value| -> anyhow::Result<Value> {
+            let response = self.http.post(self.etcd_url(path)).body(body.to_string()).send().await?;
+            Ok(serde_json::from_str(&response.text().await?)?)
+        };
+        let range = call("/v3/kv/range", json!({"key": "AA==", "count_only": true})).await?;
+        let revision = range["header"]["revision"].as_str().context("etcd reports no revision")?;
+        let answer = call("/v3/kv/compaction", json!({"revision": revision, "physical": true})).await?;
+        let message = answer["message"].as_str().unwrap_or_default();
+        ensure!(message.is_empty() || message.contains("has been compacted"), "etcd does not compact: {answer}");
+        Ok(())
+    }
+
+    /// Starts the API server where it was and waits until it is ready.
+    pub(crate) async fn start_api_server(&self, flags: &[&str]) -> anyhow::Result<()> {
+        let child = Arc::new(self.spawn_api_server(flags)?);
+        *self.api_server.lock() = Some(child.clone());
+        let ready = async || {
+            let ready = self.admin.try_get("/readyz").await.is_ok_and(|(status, _)| status.is_success());
+            ready || !child.is_running()
+        };
+        let answered = until(START_LIMIT, ready).await && child.is_running();
+        ensure!(answered, "kube-apiserver is not ready; its last lines:\n{}", child.log_tail());
+        Ok(())
+    }
+
+    fn spawn_api_server(&self, flags: &[&str]) -> anyhow::Result<Child> {
+        let file = |name: &str| self.dir.path().join(name);
+        let mut command = Command::new(&self.programs.api_server);
+        let port = self.address.port().to_string();
+        command.args(["--etcd-servers", &self.etcd_url("")]);
+        command.args(["--bind-address", "127.0.0.1", "--advertise-address", "127.0.0.1", "--secure-port", &port]);
+        command.args(["--endpoint-reconciler-type", "none", "--service-cluster-ip-range", "10.96.0.0/24"]);
+        command.args(["--authorization-mode", "RBAC"]);
+        command.args(["--service-account-issuer", "https://kubernetes.default.svc.cluster.local"]);
+        let files: [(&str, &str); 9] = [
+            ("--tls-cert-file", "tls.crt"),
+            ("--tls-private-key-file", "tls.key"),
+            ("--client-ca-file", "ca.crt"),
+            ("--service-account-key-file", "service-account.crt"),
+            ("--service-account-signing-key-file", "service-account.key"),
+            ("--token-auth-file", "tokens.csv"),
+            ("--cert-dir", "certificates"),
+            ("--audit-policy-file", "audit-policy.json"),
+            ("--audit-log-path", "audit.log"),
+        ];
+        for (flag, name) in files {
+            command.arg(flag).arg(file(name));
+        }
+        Child::spawn("kube-apiserver", command.args(flags), self.dir.path())
+    }
+
+    fn running(&self) -> anyhow::Result<Arc<Child>> {
+        self.api_server.lock().clone().context("no API server runs")
+    }
+
+    /// Ends the API server as `kill -9` does.
+    pub(crate) async fn kill_api_server(&self) -> anyhow::Result<()> {
+        self.stop_api_server(Duration::ZERO).await
+    }
+
+    /// Ends the API server with SIGTERM, and after the grace period with SIGKILL, as a kubelet does.
+    pub(crate) async fn stop_api_server(&self, grace: Duration) -> anyhow::Result<()> {
+        let Some(child) = self.api_server.lock().take() else { bail!("no API server runs") };
+        let ended = async || !child.is_running();
+        if grace > Duration::ZERO {
+            child.terminate();
+            until(grace, ended).await;
+        }
+        child.kill9();
+        ensure!(until(Duration::from_secs(10), ended).await, "the API server did not end");
+        Ok(())
+    }
+
+    /// Both run again after a case that failed half way.
+    pub(crate) async fn recover(&self) -> anyhow::Result<()> {
+        if self.etcd.lock().is_none() {
+            self.start_etcd().await?;
+        }
+        let running = self.api_server.lock().clone();
+        match running {
+            Some(child) if child.is_running() => child.thaw(),
+            _ => self.start_api_server(&[]).await?,
+        }
+        Ok(())
+    }
+
+    pub(crate) fn freeze_api_server(&self) -> anyhow::Result<()> {
+        self.running()?.freeze();
+        Ok(())
+    }
+
+    pub(crate) fn thaw_api_server(&self) -> anyhow::Result<()> {
+        self.running()?.thaw();
+        Ok(())
+    }
+
+    async fn install_file(&self, path: &Path) -> anyhow::Result<()> {
+        let yaml = std::fs::read_to_string(path)?;
+        let object: Value = serde_saphyr::from_str(&yaml)?;
+        let name = object["metadata"]["name"].as_str().context("a definition without a name")?;
+        self.admin.apply(&format!("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}"), &yaml).await?;
+        Ok(())
+    }
+
+    /// Installs a definition of the test data and waits until its objects are served.
+    pub(crate) async fn install(&self, definition: ResourceDefinition) -> anyhow::Result<()> {
+        let name = format!("{}_{}.yaml", definition.group(), definition.plural);
+        self.install_file(&PathBuf::from(CRD_FOLDER).join(name)).await?;
+        self.wait_served(definition).await
+    }
+
+    /// Deletes a definition with all its objects.
+    pub(crate) async fn uninstall(&self, definition: ResourceDefinition) -> anyhow::Result<()> {
+        self.admin.delete(&definition.path()).await?;
+        Ok(())
+    }
+
+    async fn wait_served(&self, definition: ResourceDefinition) -> anyhow::Result<()> {
+        let path = collection(definition.api, None, definition.plural);
+        let served = async || self.admin.try_get(&path).await.is_ok_and(|(status, _)| status.is_success());
+        ensure!(until(START_LIMIT, served).await, "{path} is not served");
+        Ok(())
+    }
+
+    /// Requests of the service account `warmroute` of a namespace so far.
+    pub(crate) fn audit(&self, namespace: &str) -> anyhow::Result<Vec<AuditRecord>> {
+        let user = format!("system:serviceaccount:{namespace}:warmroute");
+        let text = std::fs::read_to_string(self.dir.path().join("audit.log"))?;
+        let mut records = IndexMap::new();
+        for line in text.lines().filter(|line| line.contains(&user)) {
+            // The last line may not be whole yet.
+            let Ok(event) = serde_json::from_str::<Value>(line) else { continue };
+            let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+            // A watch has two lines: when it starts and when it ends.
+            records.insert(
+                text(&event["auditID"]),
+                AuditRecord {
+                    verb: text(&event["verb"]),
+                    resource: text(&event["objectRef"]["resource"]),
+                    code: event["responseStatus"]["code"].as_u64().unwrap_or_default(),
+                },
+            );
+        }
+        Ok(records.into_values().collect())
+    }
+}
+
+impl Drop for ControlPlane {
+    fn drop(&mut self) {
+        // Nothing of it is needed any longer, and a graceful end takes seconds.
+        if let Some(child) = self.api_server.get_mut() {
+            child.kill9();
+        }
+        if let Some(child) = self.etcd.get_mut() {
+            child.kill9();
+        }
+    }
+}

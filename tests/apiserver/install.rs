@@ -1,0 +1,72 @@
+//! etcd and kube-apiserver: named by `ETCD_BIN` and `KUBE_APISERVER_BIN`, else built with Go under Cargo's target directory.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::support::installed::{environment, is_executable, on_path, target_dir};
+
+const BUILD_SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/apiserver/build.sh");
+
+/// The programs of the control plane.
+#[derive(Clone, Debug)]
+pub(crate) struct ControlPlanePrograms {
+    pub(crate) etcd: PathBuf,
+    pub(crate) api_server: PathBuf,
+}
+
+/// Why the suite cannot run.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum MissingProgramError {
+    #[error("{variable} is {}, which is not an executable file", path.display())]
+    NotExecutable { variable: &'static str, path: PathBuf },
+    #[error("Go is not on the path, and ETCD_BIN and KUBE_APISERVER_BIN do not name the programs")]
+    GoMissing,
+    #[error("Go could not build etcd and kube-apiserver: {0}")]
+    BuildFailed(String),
+    #[error("unshare cannot mount a service account here (it needs root, or user namespaces): {0}")]
+    MountRefused(String),
+}
+
+impl MissingProgramError {
+    /// Whether the machine should have been able to run the suite.
+    pub(crate) fn is_failure(&self) -> bool {
+        match self {
+            Self::NotExecutable { .. } => true,
+            Self::GoMissing => false,
+            Self::BuildFailed(_) | Self::MountRefused(_) => environment("CI").is_some(),
+        }
+    }
+}
+
+/// Finds the programs, or builds them.
+pub(crate) fn locate() -> Result<ControlPlanePrograms, MissingProgramError> {
+    crate::router::try_mount().map_err(MissingProgramError::MountRefused)?;
+    if let (Some(etcd), Some(api_server)) = (named("ETCD_BIN")?, named("KUBE_APISERVER_BIN")?) {
+        return Ok(ControlPlanePrograms { etcd, api_server });
+    }
+    let folder = build().map_err(|error| match on_path("go") {
+        Some(_) => MissingProgramError::BuildFailed(error),
+        None => MissingProgramError::GoMissing,
+    })?;
+    Ok(ControlPlanePrograms { etcd: folder.join("etcd"), api_server: folder.join("kube-apiserver") })
+}
+
+fn named(variable: &'static str) -> Result<Option<PathBuf>, MissingProgramError> {
+    match environment(variable).map(PathBuf::from) {
+        Some(path) if !is_executable(&path) => Err(MissingProgramError::NotExecutable { variable, path }),
+        path => Ok(path),
+    }
+}
+
+/// Runs the script, which builds nothing if the programs are there, and waits for another process that builds them.
+fn build() -> Result<PathBuf, String> {
+    let target = target_dir().map_err(|error| error.to_string())?;
+    let mut command = Command::new("bash");
+    // Progress and errors of the build go to the terminal.
+    command.arg(BUILD_SCRIPT).arg(target).stdin(Stdio::null()).stderr(Stdio::inherit());
+    let output = command.output().map_err(|error| format!("bash: {error}"))?;
+    if !output.status.success() {
+        return Err(format!("{BUILD_SCRIPT} failed, see above"));
+    }
+    Ok(Path::new(String::from_utf8_lossy(&output.stdout).trim()).to_owned())
+}

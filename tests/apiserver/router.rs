@@ -1,0 +1,364 @@
+//! warmroute as it runs in a pod: the real program, which finds its service account where a kubelet mounts it.
+
+use std::fs;
+use std::net::SocketAddr;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+use serde_json::{Value, json};
+
+use crate::support::child::Child;
+use crate::support::ports::{FreePort, until};
+
+/// Far more than a reaction takes that is not delayed on purpose.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+/// Unit of CPU times in `/proc`, the same on every Linux.
+const USER_HZ: u64 = 100;
+const POLL: Duration = Duration::from_millis(20);
+const CONFIG: &str = include_str!("../../examples/kubernetes/gateway-api/warmroute-config.yaml");
+/// In a mount namespace of its own: hides a service account of the machine, and mounts the folder `$0` unless it is empty.
+const MOUNT_SCRIPT: &str = r#"set -e
+mount -t tmpfs tmpfs /var/run
+if [ -n "$0" ]; then
+  mkdir -p /var/run/secrets/kubernetes.io/serviceaccount
+  mount --bind "$0" /var/run/secrets/kubernetes.io/serviceaccount
+fi
+exec "$@""#;
+
+fn in_mount_namespace(folder: &str) -> Command {
+    let mut command = Command::new("unshare");
+    if !rustix::process::geteuid().is_root() {
+        command.arg("--map-root-user");
+    }
+    command.args(["--mount", "--", "sh", "-c", MOUNT_SCRIPT, folder]);
+    command
+}
+
+/// Whether a service account can be mounted here.
+pub(crate) fn try_mount() -> Result<(), String> {
+    let output = in_mount_namespace("/").arg("true").output().map_err(|error| error.to_string())?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    if output.status.success() { Ok(()) } else { Err(errors.trim().replace('\n', "; ")) }
+}
+
+/// Contents of the folder of a service account.
+#[derive(Clone, Debug)]
+pub(crate) struct MountedAccount {
+    pub(crate) token: String,
+    pub(crate) ca: String,
+    pub(crate) namespace: String,
+}
+
+/// The folder, written as a kubelet does: files are links into `..data`, which is swapped by a rename.
+struct AccountVolume {
+    folder: PathBuf,
+    versions: u32,
+}
+
+impl AccountVolume {
+    fn create(folder: PathBuf, account: &MountedAccount) -> anyhow::Result<Self> {
+        fs::create_dir_all(&folder)?;
+        let mut volume = Self { folder, versions: 0 };
+        volume.write(account)?;
+        for name in ["token", "ca.crt", "namespace"] {
+            symlink(format!("..data/{name}"), volume.folder.join(name))?;
+        }
+        Ok(volume)
+    }
+
+    fn write(&mut self, account: &MountedAccount) -> anyhow::Result<()> {
+        self.versions += 1;
+        let version = format!("..version_{}", self.versions);
+        let folder = self.folder.join(&version);
+        fs::create_dir(&folder)?;
+        fs::write(folder.join("token"), &account.token)?;
+        fs::write(folder.join("ca.crt"), &account.ca)?;
+        fs::write(folder.join("namespace"), &account.namespace)?;
+        symlink(version, self.folder.join("..data_new"))?;
+        fs::rename(self.folder.join("..data_new"), self.folder.join("..data"))?;
+        Ok(())
+    }
+}
+
+/// Where and how warmroute runs.
+pub(crate) struct RouterOptions {
+    pub(crate) api_server: SocketAddr,
+    /// None: nothing is mounted.
+    pub(crate) account: Option<MountedAccount>,
+    /// Merged into the shipped configuration; null removes a key.
+    pub(crate) config: Value,
+    pub(crate) dir: PathBuf,
+}
+
+/// A running warmroute.
+pub(crate) struct RouterProcess {
+    child: Child,
+    command: Command,
+    volume: Option<AccountVolume>,
+    dir: tempfile::TempDir,
+    http: reqwest::Client,
+    admin: u16,
+    pub(crate) ext_proc: u16,
+}
+
+impl RouterProcess {
+    /// Starts it and waits for its admin listener.
+    pub(crate) async fn start(options: RouterOptions) -> anyhow::Result<Self> {
+        let dir = tempfile::Builder::new().prefix("router-").tempdir_in(&options.dir)?;
+        let [ext_proc, admin] = [FreePort::find()?, FreePort::find()?].map(FreePort::release);
+        let volume = match &options.account {
+            Some(account) => Some(AccountVolume::create(dir.path().join("serviceaccount"), account)?),
+            None => None,
+        };
+        let mut config = shipped_config()?;
+        let own = json!({
+            "listen": null,
+            "admin": null,
+            "replicas": null,
+            "drain": {"grace": "0s", "deadline": "1s"},
+            // No engine answers at the addresses of the pods.
+            "learn": {"enabled": false},
+            "self_test": {"enabled": false},
+        });
+        merge(&mut config, &own);
+        config["listen"] = json!({"tcp": format!("127.0.0.1:{ext_proc}")});
+        config["admin"] = json!({"listen": format!("127.0.0.1:{admin}")});
+        merge(&mut config, &options.config);
+        let path = dir.path().join("warmroute.yaml");
+        fs::write(&path, config.to_string())?;
+        let command = pod_command(&volume, &options, dir.path());
+        let mut serve = clone_command(&command);
+        serve.arg("serve").arg("--config").arg(&path);
+        let child = Child::spawn("warmroute", &serve, dir.path())?;
+        let http = warmroute::tls::client().timeout(Duration::from_secs(5)).build()?;
+        let router = Self { child, command, volume, dir, http, admin, ext_proc };
+        router.wait_admin().await?;
+        Ok(router)
+    }
+
+    async fn wait_admin(&self) -> anyhow::Result<()> {
+        let answers = async || self.page("healthz").await.is_ok() || !self.child.is_running();
+        let answered = until(PATIENCE, answers).await && self.child.is_running();
+        ensure!(answered, "warmroute did not start:\n{}", self.child.log_tail());
+        Ok(())
+    }
+
+    /// Ends it as `kill -9` does and starts it with the same configuration.
+    pub(crate) async fn restart(&mut self) -> anyhow::Result<()> {
+        self.child.kill9();
+        ensure!(until(PATIENCE, async || !self.child.is_running()).await, "warmroute did not end");
+        let mut serve = clone_command(&self.command);
+        serve.arg("serve").arg("--config").arg(self.dir.path().join("warmroute.yaml"));
+        self.child = Child::spawn("warmroute", &serve, self.dir.path())?;
+        self.wait_admin().await
+    }
+
+    /// Replaces the files of the service account.
+    pub(crate) fn mount(&mut self, account: &MountedAccount) -> anyhow::Result<()> {
+        self.volume.as_mut().context("no service account is mounted")?.write(account)
+    }
+
+    pub(crate) fn is_running(&self) -> bool {
+        self.child.is_running()
+    }
+
+    /// CPU time so far.
+    pub(crate) fn cpu(&self) -> anyhow::Result<Duration> {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.pid()))?;
+        // Fields after the name of the program, which may hold spaces.
+        let fields: Vec<&str> = stat.rsplit(") ").next().unwrap_or_default().split(' ').collect();
+        let ticks: u64 =
+            fields.get(11).context("utime")?.parse::<u64>()? + fields.get(12).context("stime")?.parse::<u64>()?;
+        Ok(Duration::from_millis(ticks * 1000 / USER_HZ))
+    }
+
+    /// Resident memory in MiB.
+    pub(crate) fn resident(&self) -> anyhow::Result<u64> {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.child.pid()))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("VmRSS")?;
+        Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? / 1024)
+    }
+
+    pub(crate) fn log(&self) -> String {
+        String::from_utf8_lossy(&fs::read(self.child.log()).unwrap_or_default()).into_owned()
+    }
+
+    /// Lines of the log that contain a text.
+    pub(crate) fn log_lines(&self, text: &str) -> usize {
+        self.log().lines().filter(|line| line.contains(text)).count()
+    }
+
+    pub(crate) async fn page(&self, page: &str) -> anyhow::Result<String> {
+        let url = format!("http://127.0.0.1:{}/{page}", self.admin);
+        Ok(self.http.get(url).send().await?.text().await?)
+    }
+
+    pub(crate) async fn debug(&self, page: &str) -> anyhow::Result<Value> {
+        Ok(serde_json::from_str(&self.page(&format!("debug/{page}")).await?)?)
+    }
+
+    /// Name and endpoint of each worker, with a `-` if it drains.
+    pub(crate) async fn fleet(&self) -> anyhow::Result<Vec<String>> {
+        self.fleet_by(|worker| {
+            let mark = if worker["draining"] == true { " -" } else { "" };
+            format!("{} {}{mark}", pod_name(worker), worker["endpoint"].as_str().unwrap_or_default())
+        })
+        .await
+    }
+
+    /// A text for each worker, in order.
+    pub(crate) async fn fleet_by(&self, text: impl Fn(&Value) -> String) -> anyhow::Result<Vec<String>> {
+        let page = self.debug("fleet").await?;
+        let members = page["members"].as_array().context("no members")?;
+        let mut fleet: Vec<String> = members.iter().map(|member| text(&member["worker"])).collect();
+        fleet.sort();
+        Ok(fleet)
+    }
+
+    /// Waits for a fleet; how long that took.
+    pub(crate) async fn wait_fleet(&self, expected: &[&str]) -> anyhow::Result<Duration> {
+        self.wait_fleet_within(PATIENCE, expected).await
+    }
+
+    pub(crate) async fn wait_fleet_within(&self, limit: Duration, expected: &[&str]) -> anyhow::Result<Duration> {
+        let mut expected: Vec<&str> = expected.to_vec();
+        expected.sort_unstable();
+        let began = Instant::now();
+        loop {
+            let found = self.fleet().await?;
+            if found == expected {
+                return Ok(began.elapsed());
+            }
+            if began.elapsed() > limit {
+                bail!("the fleet is {found:?}, not {expected:?}, after {limit:?}\n{}", self.child.log_tail());
+            }
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
+    /// Asserts that the fleet stays as it is for a while.
+    pub(crate) async fn keeps_fleet(&self, period: Duration, expected: &[&str]) -> anyhow::Result<()> {
+        let end = Instant::now() + period;
+        while Instant::now() < end {
+            let found = self.fleet().await?;
+            ensure!(found == expected, "the fleet became {found:?}, not {expected:?}\n{}", self.child.log_tail());
+            tokio::time::sleep(POLL).await;
+        }
+        Ok(())
+    }
+
+    /// Waits for a text in the log.
+    pub(crate) async fn wait_log(&self, text: &str) -> anyhow::Result<Duration> {
+        self.wait_log_within(PATIENCE, text).await
+    }
+
+    pub(crate) async fn wait_log_within(&self, limit: Duration, text: &str) -> anyhow::Result<Duration> {
+        let began = Instant::now();
+        let found = until(limit, async || self.log().contains(text)).await;
+        ensure!(found, "the log does not contain {text:?}; its last lines:\n{}", self.child.log_tail());
+        Ok(began.elapsed())
+    }
+
+    /// A sample of a metric; `None` if there is none.
+    pub(crate) async fn metric(&self, series: &str) -> anyhow::Result<Option<f64>> {
+        let page = self.page("metrics").await?;
+        let line = page.lines().find_map(|line| line.strip_prefix(&format!("warmroute_{series} ")));
+        Ok(line.map(|value| value.trim().parse()).transpose()?)
+    }
+
+    /// `discovery_up` of a pool.
+    pub(crate) async fn is_up(&self, pool: &str) -> anyhow::Result<bool> {
+        let value = self.metric(&format!("discovery_up{{source=\"kubernetes {pool}\"}}")).await?;
+        Ok(value.context("no such source")? == 1.0)
+    }
+
+    /// Waits until `discovery_up` of a pool has a value; how long that took.
+    pub(crate) async fn wait_up(&self, pool: &str, is_up: bool, limit: Duration) -> anyhow::Result<Duration> {
+        let began = Instant::now();
+        let reached = until(limit, async || self.is_up(pool).await.is_ok_and(|found| found == is_up)).await;
+        ensure!(reached, "discovery_up of {pool} is not {is_up} after {limit:?}\n{}", self.child.log_tail());
+        Ok(began.elapsed())
+    }
+
+    pub(crate) async fn is_ready(&self) -> bool {
+        let url = format!("http://127.0.0.1:{}/readyz", self.admin);
+        self.http.get(url).send().await.is_ok_and(|answer| answer.status().is_success())
+    }
+
+    /// Waits until `/debug/cluster` contains a text; how long that took.
+    pub(crate) async fn wait_cluster(&self, text: &str) -> anyhow::Result<Duration> {
+        let began = Instant::now();
+        let page = async || self.page("debug/cluster").await.unwrap_or_default();
+        let found = until(PATIENCE, async || page().await.contains(text)).await;
+        ensure!(found, "/debug/cluster does not contain {text}: {}\n{}", page().await, self.child.log_tail());
+        Ok(began.elapsed())
+    }
+}
+
+impl Drop for RouterProcess {
+    fn drop(&mut self) {
+        // Nothing of it is needed any longer, and it need not drain.
+        self.child.kill9();
+    }
+}
+
+/// The pod of a worker, without its namespace.
+pub(crate) fn pod_name(worker: &Value) -> &str {
+    worker["name"].as_str().unwrap_or_default().rsplit('/').next().unwrap_or_default()
+}
+
+fn pod_command(volume: &Option<AccountVolume>, options: &RouterOptions, home: &Path) -> Command {
+    let folder = volume.as_ref().map(|volume| volume.folder.to_string_lossy().into_owned()).unwrap_or_default();
+    let mut command = in_mount_namespace(&folder);
+    command.arg(env!("CARGO_BIN_EXE_warmroute"));
+    command.env("HOME", home).env_remove("KUBECONFIG");
+    command.env("KUBERNETES_SERVICE_HOST", options.api_server.ip().to_string());
+    command.env("KUBERNETES_SERVICE_PORT", options.api_server.port().to_string());
+    command
+}
+
+fn clone_command(command: &Command) -> Command {
+    let mut clone = Command::new(command.get_program());
+    clone.args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => clone.env(name, value),
+            None => clone.env_remove(name),
+        };
+    }
+    clone
+}
+
+/// The configuration of the shipped ConfigMap without what has no counterpart on the loopback.
+fn shipped_config() -> anyhow::Result<Value> {
+    let map: Value = serde_saphyr::from_str(CONFIG)?;
+    let text = map["data"]["warmroute.yaml"].as_str().context("the ConfigMap has no warmroute.yaml")?;
+    let mut config: Value = serde_saphyr::from_str(text)?;
+    let worker = config.pointer_mut("/kubernetes/pools/0/worker").context("the configuration has no worker")?;
+    merge(worker, &json!({"kv_events": null}));
+    let model = config.pointer_mut("/models/0").context("the configuration has no model")?;
+    // Loading the tokenizer takes seconds; the cases that need it name its files.
+    merge(model, &json!({"tokenizer": null, "tokenizer_config": null}));
+    Ok(config)
+}
+
+/// Merges as RFC 7396 does.
+fn merge(into: &mut Value, change: &Value) {
+    let Some(change) = change.as_object() else {
+        *into = change.clone();
+        return;
+    };
+    if !into.is_object() {
+        *into = json!({});
+    }
+    for (key, value) in change {
+        match into.as_object_mut() {
+            Some(object) if value.is_null() => drop(object.shift_remove(key)),
+            Some(object) => merge(object.entry(key.clone()).or_insert(Value::Null), value),
+            None => {}
+        }
+    }
+}
