@@ -18,3 +18,5 @@ mod gateways;
 mod healthy;
 #[path = "doctor/ours.rs"]
 mod ours;
+#[path = "doctor/stalled.rs"]
+mod stalled;

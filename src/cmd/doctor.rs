@@ -6,6 +6,7 @@ pub mod envoy;
 pub mod finding;
 mod gather;
 pub mod host;
+mod progress;
 pub mod table;
 
 use std::collections::HashMap;
@@ -25,13 +26,18 @@ use envoy::dump::Dump;
 use envoy::expected::Expected;
 use finding::{At, Finding, exit_code};
 use gather::Gatherer;
+use progress::Progress;
 
 /// Prints what was found. The value is the exit code: 0 all is well, 1 there are warnings, 2 there are errors, or the
 /// configuration is one.
 pub fn run(args: &DoctorArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
     let Some(config) = load(&args.config, err)? else { return Ok(MISCONFIGURED) };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let findings = runtime.block_on(examine(&config, args))?;
+    let progress = Progress::default();
+    let findings = runtime.block_on(progress.report(examine(&config, args, &progress), err));
+    // A name that is still being resolved must not delay the exit.
+    runtime.shutdown_background();
+    let findings = findings?;
     let code = exit_code(&findings);
     let text = if args.json {
         serde_json::to_string_pretty(&json!({"exit_code": code, "findings": findings}))? + "\n"
@@ -42,12 +48,34 @@ pub fn run(args: &DoctorArgs, out: &mut impl Write, err: &mut impl Write) -> any
     Ok(code)
 }
 
-async fn examine(config: &Config, args: &DoctorArgs) -> anyhow::Result<Vec<Finding>> {
+async fn examine(config: &Config, args: &DoctorArgs, progress: &Progress) -> anyhow::Result<Vec<Finding>> {
+    let part = progress.open("the workers".to_owned(), "discovery");
     let workers = app::workers(config).await?;
+    drop(part);
     let mut findings = vec![host::configuration(&args.config.display().to_string(), config, &workers)];
     findings.extend(config.advice(&workers).into_iter().map(host::advice));
+    findings.push(host::files(config, &workers, getrlimit(Resource::Nofile).current));
+    let listening = async { host::listening(&gather::listening(config, args.patience.into()).await) };
+    let engines = engines(config, args, &workers, progress);
+    let (engines, listening, envoy) = tokio::join!(engines, listening, envoy(config, args, &workers, progress));
+    findings.push(listening);
+    findings.extend(engines?);
+    findings.extend(envoy);
+    Ok(findings)
+}
+
+/// The tokenizers, and the engines against them.
+async fn engines(
+    config: &Config,
+    args: &DoctorArgs,
+    workers: &[Worker],
+    progress: &Progress,
+) -> anyhow::Result<Vec<Finding>> {
+    let client = EngineClient::new(&config.engines).context("engines cannot be asked")?;
+    let mut findings = Vec::new();
     let mut models = HashMap::new();
     for model in &config.models {
+        let _part = progress.open(format!("the model {}", model.name), "tokenizer");
         let loaded = app::model(config, model).await;
         let encoder = loaded.as_ref().map(|loaded| loaded.as_ref().and_then(|model| model.encoder.as_deref()));
         findings.push(host::tokenizer(model, encoder.map_err(|error| format!("{error:#}"))));
@@ -55,24 +83,21 @@ async fn examine(config: &Config, args: &DoctorArgs) -> anyhow::Result<Vec<Findi
             models.insert(model.name.clone(), loaded);
         }
     }
-    findings.push(host::files(config, &workers, getrlimit(Resource::Nofile).current));
-    findings.push(host::listening(&gather::listening(config, args.patience.into()).await));
-    let client = EngineClient::new(&config.engines).context("engines cannot be asked")?;
-    let gatherer = Gatherer { config, client, models, patience: args.patience.into(), canaries: !args.no_canary };
-    for facts in gatherer.workers(&workers).await {
-        findings.extend(engine::examine(&facts));
-    }
-    findings.extend(envoy(config, args, &workers).await);
+    let patience = args.patience.into();
+    let canaries = !args.no_canary;
+    let gatherer = Gatherer { config, client, models, patience, canaries, progress: progress.clone() };
+    findings.extend(gatherer.workers(workers).await.iter().flat_map(engine::examine));
     Ok(findings)
 }
 
-async fn envoy(config: &Config, args: &DoctorArgs, workers: &[Worker]) -> Vec<Finding> {
+async fn envoy(config: &Config, args: &DoctorArgs, workers: &[Worker], progress: &Progress) -> Vec<Finding> {
     let at = At::new("envoy.admin", "Envoy");
     let configured = || config.envoy.as_ref().and_then(|envoy| envoy.admin.clone());
     let Some(url) = args.envoy_admin.clone().or_else(configured) else {
         let how = "neither --envoy-admin nor `envoy: {admin: ..}` says where its admin page is";
         return vec![at.skipped(how)];
     };
+    let _part = progress.open(format!("Envoy at {url}"), "/config_dump");
     let page = gather::config_dump(&url, args.envoy_ca_file.as_deref(), args.patience.into()).await;
     let dump = page.and_then(|page| Dump::read(&page).map_err(|problem| format!("{url}/config_dump: {problem}")));
     match dump {

@@ -9,10 +9,11 @@ use futures_util::{StreamExt as _, stream};
 use serde_json::json;
 use tokio::net::{TcpStream, UnixStream};
 
-use super::engine::facts::{Attached, Canary, ConfiguredCache, Met, RankFacts, Told, WorkerFacts};
+use super::engine::facts::{Attached, Canary, ConfiguredCache, Met, OverdueStep, RankFacts, Told, WorkerFacts};
+use super::progress::{OpenPart, Progress};
 use crate::app;
 use crate::config::{ApproximatePolicy, Config};
-use crate::engine_client::{EngineClient, EngineUrl, EventsOfRank, MetricsPage};
+use crate::engine_client::{EngineClient, EngineError, EngineUrl, EventsOfRank, MetricsPage};
 use crate::intake::Model;
 use crate::kv_events::listen::{self, Ear, Heard};
 use crate::learned::Given;
@@ -23,7 +24,11 @@ use crate::self_test::Subject;
 use crate::worker::{Attach, DpRank, EventSource, ModelName, Role, Worker};
 
 /// Workers that are looked at side by side.
-const AT_ONCE: usize = 8;
+const AT_ONCE: usize = 32;
+/// Time for a worker beside its ranks, as a multiple of the patience with one answer.
+const STEPS: u32 = 6;
+/// Time for each rank of a worker.
+const RANK: Duration = Duration::from_secs(2);
 /// A subscription takes effect a little after it was asked for.
 const SETTLES: Duration = Duration::from_millis(300);
 /// How often a canary is sent anew while its blocks do not come.
@@ -45,6 +50,8 @@ pub(super) struct Gatherer<'c> {
     pub(super) patience: Duration,
     /// Whether a canary is sent.
     pub(super) canaries: bool,
+    /// What is waited for.
+    pub(super) progress: Progress,
 }
 
 impl Gatherer<'_> {
@@ -60,49 +67,79 @@ impl Gatherer<'_> {
     }
 
     async fn worker(&self, worker: &Worker) -> WorkerFacts {
-        let engine = &self.config.engines.url(worker.endpoint);
-        let health = self.client.health(engine).await;
+        self.worker_within(worker, self.patience * STEPS + RANK * worker.ranks.size.get()).await
+    }
+
+    /// The facts of all steps that are complete at the deadline.
+    async fn worker_within(&self, worker: &Worker, deadline: Duration) -> WorkerFacts {
+        let part = self.progress.open(format!("worker {} at {}", worker.id, worker.endpoint), "/health");
+        let mut facts = self.unknown(worker);
+        if tokio::time::timeout(deadline, self.examine(&mut facts, &part)).await.is_err() {
+            facts.overdue = Some(OverdueStep { name: part.current(), deadline });
+        }
+        facts
+    }
+
+    /// A worker as it is configured.
+    fn unknown(&self, worker: &Worker) -> WorkerFacts {
+        WorkerFacts {
+            configured: self.configured(worker),
+            sources_learned: false,
+            windows: self.models.get(&worker.model).map(|model| model.windows).unwrap_or_default(),
+            worker: worker.clone(),
+            adapters: self.adapters(&worker.model),
+            images_of: self.images_of(&worker.model),
+            blocks_wanted: self.blocks_wanted(),
+            health: Err(EngineError::Timeout),
+            date: None,
+            models: Err(EngineError::Timeout),
+            metrics: Err(EngineError::Timeout),
+            publishers: Err(EngineError::Timeout),
+            tokens: Verdict::Untested,
+            met: None,
+            handed_over: None,
+            fetched_from_afar: false,
+            ranks: Vec::new(),
+            overdue: None,
+        }
+    }
+
+    /// Fills the facts step by step, so that those of complete steps remain when a later one takes too long.
+    async fn examine(&self, facts: &mut WorkerFacts, part: &OpenPart) {
+        let engine = &self.config.engines.url(facts.worker.endpoint);
+        facts.health = self.client.health(engine).await;
+        if !super::engine::is_there(facts) {
+            return;
+        }
+        part.step("/v1/models, /metrics and KV event publishers");
         let (models, metrics, publishers, date) = tokio::join!(
             self.client.models(engine),
             self.client.metrics(engine),
             self.client.kv_event_sources(engine),
             self.client.time(engine),
         );
-        let configured = self.configured(worker);
-        let (worker, sources_learned) = self.completed(worker, metrics.as_ref().ok(), publishers.as_ref().ok());
-        let mut facts = WorkerFacts {
-            configured,
-            sources_learned,
-            windows: self.models.get(&worker.model).map(|model| model.windows).unwrap_or_default(),
-            worker: worker.clone(),
-            adapters: self.adapters(&worker.model),
-            images_of: self.images_of(&worker.model),
-            blocks_wanted: self.blocks_wanted(),
-            health,
-            date: date.map(|theirs| (theirs, SystemTime::now())),
-            models,
-            metrics,
-            publishers,
-            tokens: Verdict::Untested,
-            met: None,
-            handed_over: None,
-            fetched_from_afar: false,
-            ranks: Vec::new(),
-        };
-        if super::engine::is_there(&facts) {
-            if let Some(subject) = self.models.get(&worker.model).and_then(|model| Subject::new(model)) {
-                facts.tokens = subject.test(&self.client, engine, self.config.self_test.deadline.get()).await;
-            }
-            // One rank takes what comes; of several each has to be asked by its number.
-            let told = facts.metrics.as_ref().map_or(0, |page| page.caches().len());
-            let several = told > 1 || worker.ranks.size.get() > 1;
-            facts.ranks = self.ranks(engine, &worker, several).await;
-            if worker.role == Role::Prefill {
-                facts.met = if self.meets(&worker) { Some(self.met(&worker).await) } else { None };
-                facts.handed_over = self.handed_over(engine, &worker).await;
-            }
+        let (worker, sources_learned) = self.completed(&facts.worker, metrics.as_ref().ok(), publishers.as_ref().ok());
+        facts.worker = worker.clone();
+        facts.sources_learned = sources_learned;
+        facts.date = date.map(|theirs| (theirs, SystemTime::now()));
+        (facts.models, facts.metrics, facts.publishers) = (models, metrics, publishers);
+        if let Some(subject) = self.models.get(&worker.model).and_then(|model| Subject::new(model)) {
+            part.step("comparison of tokens");
+            facts.tokens = subject.test(&self.client, engine, self.config.self_test.deadline.get()).await;
         }
-        facts
+        // One rank takes what comes; of several each has to be asked by its number.
+        let told = facts.metrics.as_ref().map_or(0, |page| page.caches().len());
+        let several = told > 1 || worker.ranks.size.get() > 1;
+        // One after the other: ranks share an engine, and what is heard of one canary must not be that of another.
+        for rank in worker.ranks.iter() {
+            part.step(format!("rank {rank}: KV events and canary"));
+            facts.ranks.push(self.rank(engine, &worker, rank, several).await);
+        }
+        if worker.role == Role::Prefill {
+            part.step("prefill");
+            facts.met = if self.meets(&worker) { Some(self.met(&worker).await) } else { None };
+            facts.handed_over = self.handed_over(engine, &worker).await;
+        }
     }
 
     /// How prefills of a worker's model are carried out.
@@ -180,15 +217,6 @@ impl Gatherer<'_> {
         let approximate = &self.config.approximate;
         let by_blocks = approximate.policy == ApproximatePolicy::Lru && approximate.default_blocks.is_none();
         by_blocks || self.config.overload.decode_blocks.is_some()
-    }
-
-    /// One after the other: ranks share an engine, and what is heard of one canary must not be that of another.
-    async fn ranks(&self, engine: &EngineUrl, worker: &Worker, several: bool) -> Vec<RankFacts> {
-        let mut found = Vec::new();
-        for rank in worker.ranks.iter() {
-            found.push(self.rank(engine, worker, rank, several).await);
-        }
-        found
     }
 
     async fn rank(&self, engine: &EngineUrl, worker: &Worker, rank: DpRank, several: bool) -> RankFacts {
@@ -395,7 +423,9 @@ mod tests {
         let config = config.unwrap_or_else(|errors| panic!("{errors:?}"));
         let client = EngineClient::new(&config.engines).unwrap();
         let patience = Duration::from_secs(5);
-        let gatherer = Gatherer { config: &config, client, models: HashMap::new(), patience, canaries: false };
+        let progress = Progress::default();
+        let gatherer =
+            Gatherer { config: &config, client, models: HashMap::new(), patience, canaries: false, progress };
         let mut engine = PubSocket::new();
         let endpoint = engine.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
         let publishing = tokio::spawn(async move {
@@ -412,6 +442,47 @@ mod tests {
         let heard = tokio::time::timeout(Duration::from_secs(30), ear.unwrap().next()).await.unwrap().unwrap();
         publishing.abort();
         heard
+    }
+
+    /// Answers `/health`, and begins every other answer without completing it.
+    async fn stalling_engine() -> std::net::SocketAddr {
+        use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(async move {
+            while let Ok((mut socket, _)) = listener.accept().await {
+                tokio::spawn(async move {
+                    let mut request = vec![0; 65_536];
+                    let length = socket.read(&mut request).await.unwrap_or(0);
+                    let length_of_body = if request[..length].starts_with(b"GET /health ") { 0 } else { 1000 };
+                    let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {length_of_body}\r\n\r\n");
+                    _ = socket.write_all(head.as_bytes()).await;
+                    std::future::pending::<()>().await;
+                });
+            }
+        });
+        address
+    }
+
+    #[tokio::test]
+    async fn stalling_engine_leaves_facts_of_complete_steps() {
+        let text = json!({
+            "models": [{"name": "m"}],
+            "workers": [{"id": 1, "endpoint": stalling_engine().await.to_string()}],
+            "engines": {"deadline": "100ms"},
+        });
+        let config = Config::parse(Path::new("warmroute.yaml"), text.to_string().as_bytes()).unwrap();
+        let crate::config::WorkerSource::Fixed(workers) = config.worker_source() else { panic!("another source") };
+        let client = EngineClient::new(&config.engines).unwrap();
+        let (patience, progress) = (Duration::from_secs(60), Progress::default());
+        let gatherer = Gatherer { config: &config, client, models: HashMap::new(), patience, canaries: true, progress };
+        let deadline = Duration::from_secs(3);
+        let facts = gatherer.worker_within(&workers[0], deadline).await;
+        assert_eq!(facts.overdue, Some(OverdueStep { name: "rank 0: KV events and canary".to_owned(), deadline }));
+        assert!(facts.health.is_ok(), "{:?}", facts.health);
+        let found = crate::cmd::doctor::engine::examine(&facts);
+        let overdue = found.iter().find(|one| one.check == "engine.deadline").unwrap();
+        assert!(overdue.seen.starts_with("not complete within 3s: rank 0: KV events and canary"), "{}", overdue.seen);
     }
 
     #[tokio::test]

@@ -141,6 +141,7 @@ fn tokens(facts: &WorkerFacts) -> Finding {
     let at = At::new("engine.tokenizer", facts.subject());
     let model = &facts.worker.model;
     match &facts.tokens {
+        Verdict::Untested if facts.overdue.is_some() => at.skipped("not compared before the deadline"),
         Verdict::Untested => at.skipped(format!("the model {model} has no tokenizer here")),
         Verdict::CannotTest { why, .. } => at.skipped(why.clone()),
         Verdict::Agrees { compared, skipped } => {

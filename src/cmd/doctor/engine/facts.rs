@@ -49,6 +49,17 @@ pub struct WorkerFacts {
     pub fetched_from_afar: bool,
     /// Rank by rank.
     pub ranks: Vec<RankFacts>,
+    /// The step that was not complete at the deadline of the worker; none: all of them were.
+    pub overdue: Option<OverdueStep>,
+}
+
+/// The step at which the examination of a worker was ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OverdueStep {
+    /// Its name.
+    pub name: String,
+    /// The deadline of the whole worker.
+    pub deadline: Duration,
 }
 
 /// The settings of a worker's cache as the configuration gives them; `None` where it leaves them out.

@@ -5,13 +5,14 @@ use std::time::{Duration, SystemTime};
 use super::facts::{WorkerFacts, why};
 use crate::cmd::doctor::finding::{At, Finding};
 use crate::engine_client::{EngineError, EngineModel};
+use crate::settings::Period;
 
 /// Clocks that differ by more than this make events look late, and templates that ask for the day render another one.
 const SKEW: Duration = Duration::from_secs(5);
 
 /// Every check of it.
 pub(super) fn check(facts: &WorkerFacts) -> Vec<Finding> {
-    let checks = [Some(reachable(facts)), model(facts), images(facts), clock(facts)];
+    let checks = [Some(reachable(facts)), overdue(facts), model(facts), images(facts), clock(facts)];
     checks.into_iter().flatten().chain(adapters(facts)).collect()
 }
 
@@ -38,6 +39,15 @@ fn reachable(facts: &WorkerFacts) -> Finding {
             ),
         ),
     }
+}
+
+/// An engine that accepts requests and does not complete them.
+fn overdue(facts: &WorkerFacts) -> Option<Finding> {
+    let step = facts.overdue.as_ref()?;
+    Some(At::new("engine.deadline", facts.subject()).error(
+        format!("not complete within {}: {}; later steps were not run", Period(step.deadline), step.name),
+        "look in the engine's log for this request; where the engine is that slow, give doctor a longer `--patience`",
+    ))
 }
 
 fn model(facts: &WorkerFacts) -> Option<Finding> {

@@ -79,6 +79,7 @@ fn well() -> WorkerFacts {
         handed_over: None,
         fetched_from_afar: false,
         ranks: vec![rank],
+        overdue: None,
     }
 }
 

@@ -1,0 +1,99 @@
+//! The parts of an examination that are not complete, so that a slow one is reported while it runs.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+/// Time after which the open parts are reported, and again.
+const INTERVAL: Duration = Duration::from_secs(5);
+
+/// The open parts by name, each with its current step.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Progress {
+    open: Arc<Mutex<BTreeMap<String, String>>>,
+}
+
+/// A part that is open until this is dropped.
+#[derive(Debug)]
+pub(super) struct OpenPart {
+    name: String,
+    progress: Progress,
+}
+
+impl Progress {
+    /// Opens a part.
+    pub(super) fn open(&self, name: String, step: &str) -> OpenPart {
+        let part = OpenPart { name, progress: self.clone() };
+        part.step(step);
+        part
+    }
+
+    /// Runs `work`. Writes to `err` at intervals which parts are open.
+    pub(super) async fn report<T>(&self, work: impl Future<Output = T>, err: &mut impl Write) -> T {
+        let mut work = pin!(work);
+        loop {
+            match tokio::time::timeout(INTERVAL, &mut work).await {
+                Ok(done) => return done,
+                Err(_) => _ = writeln!(err, "waiting for {}", self.listing()),
+            }
+        }
+    }
+
+    fn listing(&self) -> String {
+        let open = self.open.lock();
+        let parts = open.iter().map(|(name, step)| format!("{name} ({step})"));
+        if open.is_empty() { "the configuration".to_owned() } else { parts.collect::<Vec<_>>().join(", ") }
+    }
+}
+
+impl OpenPart {
+    /// Sets the current step.
+    pub(super) fn step(&self, step: impl Into<String>) {
+        self.progress.open.lock().insert(self.name.clone(), step.into());
+    }
+
+    /// The current step.
+    pub(super) fn current(&self) -> String {
+        self.progress.open.lock().get(&self.name).cloned().unwrap_or_default()
+    }
+}
+
+impl Drop for OpenPart {
+    fn drop(&mut self) {
+        self.progress.open.lock().remove(&self.name);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn open_parts_are_reported_at_intervals() {
+        let progress = Progress::default();
+        let work = async {
+            let first = progress.open("worker 1".to_owned(), "/health");
+            let second = progress.open("Envoy".to_owned(), "/config_dump");
+            tokio::time::sleep(Duration::from_secs(7)).await;
+            first.step("rank 0: canary");
+            drop(second);
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            7
+        };
+        let mut err = Vec::new();
+        assert_eq!(progress.report(work, &mut err).await, 7);
+        let expected = "waiting for Envoy (/config_dump), worker 1 (/health)\nwaiting for worker 1 (rank 0: canary)\n";
+        assert_eq!(String::from_utf8(err).unwrap(), expected);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn quick_examination_reports_nothing() {
+        let mut err = Vec::new();
+        Progress::default().report(async {}, &mut err).await;
+        assert!(err.is_empty());
+    }
+}
