@@ -26,6 +26,8 @@ mod limits;
 mod openmetrics;
 #[path = "gateways/outages.rs"]
 mod outages;
+#[path = "gateways/pools.rs"]
+mod pools;
 #[path = "gateways/rendered.rs"]
 mod rendered;
 #[path = "manifests/set.rs"]

@@ -72,7 +72,7 @@ const REQUIRED: &[(&str, &str, &[&str])] = &[
 fn sets() -> &'static [Set] {
     static SETS: LazyLock<Vec<Set>> = LazyLock::new(|| {
         let mut sets = Set::of_readme();
-        assert_eq!(sets.len(), 6, "the README names six ways");
+        assert_eq!(sets.len(), 7, "the README names seven ways");
         let chart = fs::read_dir(format!("{FOLDER}/chart/ci")).unwrap();
         let mut values: Vec<PathBuf> = chart.map(|entry| entry.unwrap().path()).collect();
         values.sort();
@@ -461,7 +461,8 @@ fn gateways_ask_warmroute_by_tls_where_it_is() {
             .all("Backend")
             .map(|backend| (&backend["spec"]["endpoints"][0]["fqdn"]["hostname"], &backend["spec"]["tls"]));
         for (host, tls) in hosts.chain(backends) {
-            assert_eq!(*host, "warmroute.inference.svc.cluster.local", "{}", set.name);
+            let service = host.as_str().unwrap().strip_suffix(".inference.svc.cluster.local").unwrap();
+            assert_eq!(set.find("Service", &json!(service))["spec"]["selector"]["app"], "warmroute", "{}", set.name);
             assert_eq!(tls["insecureSkipVerify"], true, "{}: warmroute's certificate is self-signed", set.name);
         }
         for route in set.all("HTTPRoute") {
@@ -481,9 +482,12 @@ fn gateways_ask_warmroute_by_tls_where_it_is() {
 fn names_of_generated_resources_agree() {
     let mut checked = 0;
     for set in sets() {
-        let service = set.find("Service", &json!("warmroute"));
-        let port = &service["spec"]["ports"][0]["port"];
-        let cluster = json!(format!("outbound|{port}||warmroute.inference.svc.cluster.local"));
+        let services = set.all("Service").filter(|service| service["spec"]["selector"]["app"] == "warmroute");
+        let pickers = services.map(|service| {
+            let name = service["metadata"]["name"].as_str().unwrap();
+            json!(format!("outbound|{}||{name}.inference.svc.cluster.local", service["spec"]["ports"][0]["port"]))
+        });
+        let pickers: Vec<_> = pickers.collect();
         for filter in set.all("EnvoyFilter") {
             let gateway = &filter["spec"]["workloadSelector"]["labels"]["gateway.networking.k8s.io/gateway-name"];
             set.find("Gateway", gateway);
@@ -491,7 +495,7 @@ fn names_of_generated_resources_agree() {
                 let mut clusters = Vec::new();
                 named(&patch["patch"], "cluster_name", &mut clusters);
                 clusters.extend(patch.pointer("/match/cluster/name"));
-                assert!(clusters.iter().all(|name| **name == cluster), "{}: {clusters:?}", set.name);
+                assert!(clusters.iter().all(|name| pickers.contains(name)), "{}: {clusters:?}", set.name);
                 if let Some(route) = patch.pointer("/match/routeConfiguration/vhost/route/name") {
                     let parts: Vec<_> = route.as_str().unwrap().split('.').collect();
                     let rules = &set.find("HTTPRoute", &json!(parts[1]))["spec"]["rules"];
@@ -518,7 +522,20 @@ fn names_of_generated_resources_agree() {
             checked += 1;
         }
     }
-    assert_eq!(checked, 5, "patches of EnvoyFilters, and an EnvoyProxy");
+    assert_eq!(checked, 7, "patches of EnvoyFilters, and an EnvoyProxy");
+}
+
+/// Each pool names a Service of its own, and warmroute maps the Services onto the pools.
+#[test]
+fn two_pools_are_confined_by_their_services() {
+    let two = sets().iter().filter(|set| set.all("InferencePool").count() == 2);
+    let set = two.into_iter().next().unwrap();
+    let config: Value = serde_saphyr::from_str(set.text("warmroute", "warmroute.yaml")).unwrap();
+    let pools = set.all("InferencePool").map(|pool| {
+        let service = pool["spec"]["endpointPickerRef"]["name"].as_str().unwrap();
+        (format!("{service}.inference"), pool["metadata"]["name"].clone())
+    });
+    assert_eq!(config["confine"]["authority"], Value::Object(pools.collect()));
 }
 
 /// Resolvers of Envoy see every replica, and Envoy balances over them.

@@ -59,6 +59,15 @@ impl Bed {
         config
     }
 
+    /// Divides the workers between the cluster of the first pool and that of a second one, whose calls go to the same warmroute.
+    pub(crate) fn place_second_pool(&mut self, config: &mut EnvoyConfig, picker: &str, workers: &str) {
+        let second = self.workers.split_off(self.workers.len() / 2);
+        config.set_endpoints(picker, &[local(self.port)]);
+        if config.cluster(workers)["type"] == "STATIC" {
+            config.set_endpoints(workers, &second);
+        }
+    }
+
     pub(crate) async fn start(&mut self, config: EnvoyConfig) {
         self.start_warmroute().await;
         self.start_envoy(config).await;
