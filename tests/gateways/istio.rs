@@ -2,6 +2,7 @@
 //! `outbound|9002||warmroute.inference.svc.cluster.local`, which is not an authority of RFC 3986.
 
 use reqwest::StatusCode;
+use serde_json::json;
 
 use crate::bed::Bed;
 use crate::bursts::Bursts;
@@ -30,6 +31,21 @@ async fn istio_routes_chats_over_tls() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_buffered_routes_chats_as_shipped() {
     chats_are_routed(ISTIO_BUFFERED, ISTIO_BUFFERED.shipped()).await;
+}
+
+/// Istio generates no call to warmroute for a rule with a filter of type CORS. The patch of the buffered form adds it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_cors_rule_is_routed_only_when_buffered() {
+    for (gateway, mode) in [(ISTIO_AS_GENERATED, ""), (ISTIO_BUFFERED, "exact")] {
+        let mut config = ISTIO_AS_GENERATED.generated();
+        let cors = json!({"@type": "type.googleapis.com/envoy.extensions.filters.http.cors.v3.CorsPolicy"});
+        config.routes().for_each(|route| route["typed_per_filter_config"] = json!({"envoy.filters.http.cors": cors}));
+        let mut bed = Bed::engines(gateway, &[fast(1)]).await;
+        bed.start(gateway.render(config).patient()).await;
+        let answered = bed.complete(&essay(1)).await;
+        assert_eq!(answered.status, StatusCode::OK);
+        assert_eq!(answered.mode(), mode, "{}", gateway.file);
+    }
 }
 
 /// Up to the limit of the EnvoyFilter.

@@ -10,7 +10,11 @@ impl Gateway {
     /// The configuration for the shipped manifests.
     pub(crate) fn shipped(self) -> EnvoyConfig {
         let istio = self.picker == ISTIO_AS_GENERATED.picker;
-        let mut config = if istio { ISTIO_AS_GENERATED.generated() } else { self.generated() };
+        self.render(if istio { ISTIO_AS_GENERATED.generated() } else { self.generated() })
+    }
+
+    /// Changes a generated configuration as the control plane does for the shipped manifests.
+    pub(crate) fn render(self, mut config: EnvoyConfig) -> EnvoyConfig {
         let set = self.set();
         for object in &set.objects {
             let spec = &object["spec"];

@@ -1,20 +1,33 @@
-"""Holds objects against Kubernetes' schemas of a version: reads a list of them as JSON, and writes as JSON of each null where it
-is right, "no schema", or what is wrong."""
+"""Validates objects against the schemas of a Kubernetes version and of the custom resources in crds.json.gz. Reads a list of objects as JSON.
+Writes a list as JSON: null for a valid object, "no schema", or the error."""
 
+import gzip
 import json
 import sys
+from pathlib import Path
 
+import jsonschema
 import kubernetes_validate
 
 
+def message(error):
+    return f"{error.message} at {'.'.join(map(str, error.path))}"
+
+
 def validate(objects, version):
+    crds = json.loads(gzip.decompress(Path(__file__).with_name("crds.json.gz").read_bytes()))
+
     def judge(found):
+        crd = crds.get(f"{found['apiVersion']} {found['kind']}")
+        if crd is not None:
+            error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(crd).iter_errors(found["spec"]))
+            return message(error) if error else None
         try:
             kubernetes_validate.validate(found, version, strict=True)
         except kubernetes_validate.SchemaNotFoundError:
             return "no schema"
         except kubernetes_validate.ValidationError as error:
-            return f"{error.message} at {'.'.join(map(str, error.path))}"
+            return message(error)
 
     return [judge(found) for found in objects]
 
