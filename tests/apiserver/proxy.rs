@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use parking_lot::Mutex;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
@@ -14,6 +15,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::control_plane::ControlPlane;
+use crate::pki::Authority;
 
 /// What happens to requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +50,7 @@ impl ProxyState {
 /// A running proxy; dropping it ends all connections.
 pub(crate) struct ApiProxy {
     pub(crate) address: SocketAddr,
+    link: Arc<ProxyLink>,
     state: watch::Sender<ProxyState>,
     connections: watch::Receiver<u64>,
     accepting: JoinHandle<()>,
@@ -60,7 +63,7 @@ impl Drop for ApiProxy {
 }
 
 struct ProxyLink {
-    acceptor: TlsAcceptor,
+    acceptor: Mutex<TlsAcceptor>,
     connector: TlsConnector,
     upstream: SocketAddr,
 }
@@ -69,15 +72,7 @@ impl ApiProxy {
     pub(crate) async fn start(plane: &ControlPlane, mode: ProxyMode) -> anyhow::Result<Self> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let address = listener.local_addr()?;
-        let pair = plane.authority.sign(plane.next_serial());
         let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let server = rustls::ServerConfig::builder_with_provider(provider.clone())
-            .with_safe_default_protocol_versions()?
-            .with_no_client_auth()
-            .with_single_cert(
-                vec![CertificateDer::from_pem_slice(pair.cert.as_bytes())?],
-                PrivateKeyDer::from_pem_slice(pair.key.as_bytes())?,
-            )?;
         let mut roots = rustls::RootCertStore::empty();
         roots.add(CertificateDer::from_pem_slice(plane.authority.cert.as_bytes())?)?;
         let client = rustls::ClientConfig::builder_with_provider(provider)
@@ -85,18 +80,27 @@ impl ApiProxy {
             .with_root_certificates(roots)
             .with_no_client_auth();
         let link = Arc::new(ProxyLink {
-            acceptor: TlsAcceptor::from(Arc::new(server)),
+            acceptor: Mutex::new(acceptor(&plane.authority)?),
             connector: TlsConnector::from(Arc::new(client)),
             upstream: plane.address,
         });
         let state = watch::Sender::new(ProxyState { mode, dead_before: 0 });
         let (accepted_tx, connections) = watch::channel(0);
-        let accepting = tokio::spawn(accept(listener, link, state.clone(), accepted_tx));
-        Ok(Self { address, state, connections, accepting })
+        let accepting = tokio::spawn(accept(listener, link.clone(), state.clone(), accepted_tx));
+        Ok(Self { address, link, state, connections, accepting })
     }
 
     pub(crate) fn set(&self, mode: ProxyMode) {
         self.state.send_modify(|state| state.mode = mode);
+    }
+
+    /// Ends all connections, and shows new ones a certificate of another authority.
+    pub(crate) async fn change_authority(&self, authority: &Authority) -> anyhow::Result<()> {
+        *self.link.acceptor.lock() = acceptor(authority)?;
+        self.set(ProxyMode::Cut);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        self.set(ProxyMode::Pass);
+        Ok(())
     }
 
     /// Connections so far pass nothing on for ever; later ones work.
@@ -104,6 +108,18 @@ impl ApiProxy {
         let dead_before = *self.connections.borrow();
         self.state.send_modify(|state| *state = ProxyState { mode: ProxyMode::Pass, dead_before });
     }
+}
+
+fn acceptor(authority: &Authority) -> anyhow::Result<TlsAcceptor> {
+    let pair = authority.sign(1);
+    let config = rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()?
+        .with_no_client_auth()
+        .with_single_cert(
+            vec![CertificateDer::from_pem_slice(pair.cert.as_bytes())?],
+            PrivateKeyDer::from_pem_slice(pair.key.as_bytes())?,
+        )?;
+    Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
 async fn accept(
@@ -130,7 +146,8 @@ async fn serve(
     if state.borrow().mode == ProxyMode::Cut {
         return Ok(());
     }
-    let mut near = link.acceptor.accept(socket).await?;
+    let acceptor = link.acceptor.lock().clone();
+    let mut near = acceptor.accept(socket).await?;
     let mut head = vec![0; 64 * 1024];
     let length = near.read(&mut head).await?;
     let now = *state.borrow();

@@ -8,6 +8,10 @@ use serde_json::json;
 
 use crate::control_plane::ControlPlane;
 use crate::namespace::TestNamespace;
+use crate::objects::POOL;
+use crate::pki::Authority;
+use crate::proxy::{ApiProxy, ProxyMode};
+use crate::router::{MountedAccount, PATIENCE, RouterOptions, RouterProcess};
 use crate::runner::CaseResult;
 
 const A: &str = "a 127.0.1.1:8000";
@@ -31,4 +35,39 @@ pub(super) async fn token_replaced(plane: Arc<ControlPlane>) -> CaseResult {
     let took = router.wait_fleet_within(Duration::from_secs(75), &[A]).await?;
     ensure!(took < Duration::from_secs(20), "the new token took effect after {took:?}");
     Ok(format!("changes are seen {:.1} s after the watches had to be asked for with the new token", took.as_secs_f64()))
+}
+
+/// The API server gets a certificate of another authority: first one that ca.crt has already, then one that it lacks.
+pub(super) async fn authority_replaced(plane: Arc<ControlPlane>) -> CaseResult {
+    let namespace = TestNamespace::create(&plane).await?;
+    namespace.create_pool(&[8000]).await?;
+    namespace.create_pod("a", "127.0.1.1").await?;
+    let proxy = ApiProxy::start(&plane, ProxyMode::Pass).await?;
+    let options = RouterOptions { api_server: proxy.address, ..namespace.options(json!({})).await? };
+    let mut router = RouterProcess::start(options).await?;
+    router.wait_fleet(&[A]).await?;
+    let account = namespace.account().await?;
+    let with_ca = |ca: &str| MountedAccount { ca: ca.to_owned(), ..account.clone() };
+    let second = Authority::new("second");
+    router.mount(&with_ca(&format!("{}{}", account.ca, second.cert)))?;
+    // What a kubelet mounts is read within seconds.
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    proxy.change_authority(&second).await?;
+    namespace.create_pod("b", "127.0.1.2").await?;
+    let known = router.wait_fleet(&[A, B]).await?;
+    router.mount(&with_ca(&second.cert))?;
+    let third = Authority::new("third");
+    proxy.change_authority(&third).await?;
+    router.wait_up(POOL, false, PATIENCE).await?;
+    router.wait_log("certificate").await?;
+    namespace.remove_pod("b").await?;
+    router.keeps_fleet(Duration::from_secs(1), &[A, B]).await?;
+    router.mount(&with_ca(&third.cert))?;
+    let unknown = router.wait_fleet_within(Duration::from_secs(60), &[A]).await?;
+    ensure!(unknown < Duration::from_secs(15), "the new ca.crt took effect after {unknown:?}");
+    Ok(format!(
+        "in ca.crt before: changes seen after {:.1} s; not: up 0, fleet kept, names the certificate; seen {:.1} s after the new ca.crt",
+        known.as_secs_f64(),
+        unknown.as_secs_f64()
+    ))
 }

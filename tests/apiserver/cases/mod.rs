@@ -5,6 +5,7 @@ use crate::runner::{PlaneKind, TestCase};
 mod credentials;
 mod definitions;
 mod faults;
+mod manifests;
 mod network;
 mod objects;
 mod permissions;
@@ -30,10 +31,11 @@ pub(crate) fn all() -> Vec<TestCase> {
     all.extend(cases![
         Shared, network: unanswered_requests_time_out, unavailable_while_running, silent_connections_are_replaced
     ]);
-    all.extend(cases![Shared, credentials: token_replaced]);
+    all.extend(cases![Shared, credentials: token_replaced, authority_replaced]);
     all.extend(cases![
         Shared, start: unknown_token_replaced, wrong_authority_replaced, api_server_unavailable, account_with_newlines,
-        no_service_account, pool_and_pods_exist, pool_created_later, pool_of_other_namespace, two_pools, pools_with_same_pods
+        no_service_account, pool_and_pods_exist, pool_created_later, pool_of_other_namespace, two_pools,
+        pools_with_same_pods, pool_by_labels
     ]);
     all.extend(cases![
         Shared, permissions: pods_forbidden, pools_forbidden, watch_without_list, rights_taken_away, list_without_watch,
@@ -42,13 +44,14 @@ pub(crate) fn all() -> Vec<TestCase> {
     all.extend(cases![
         Shared, pods: readiness_changes, deletion_with_grace, deletion_without_grace, address_changes,
         two_pods_with_one_address, address_of_ending_pod, labels_change, phases, container_restart, ipv6_addresses, roles,
-        active_ports, worker_ids, rapid_readiness, special_addresses, unreadable_address, topology_labels
+        active_ports, worker_ids, dynamo_ids, rapid_readiness, special_addresses, unreadable_address, topology_labels
     ]);
-    all.extend(cases![Shared, pools: ports_change, selector_changes, pool_deleted]);
+    all.extend(cases![Shared, pools: ports_change, event_ports, selector_changes, pool_deleted]);
     all.extend(cases![
         Shared, objects: rights_granted_later, objectives_change, rewrites_change, rewrite_takes_effect,
         objects_without_spec
     ]);
+    all.extend(cases![Shared, manifests: shipped_manifests]);
     all.extend(cases![
         Definitions, definitions: pool_definition_installed_later, pool_definition_deleted, optional_definitions_change
     ]);

@@ -186,9 +186,15 @@ pub(super) async fn ipv6_addresses(plane: Arc<ControlPlane>) -> CaseResult {
 pub(super) async fn roles(plane: Arc<ControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
-    for (label, role) in
-        [("prefill", "prefill"), ("decode", "decode"), ("both", "aggregated"), ("prefill-decode", "aggregated")]
-    {
+    let known = [
+        ("prefill", "prefill"),
+        ("decode", "decode"),
+        ("both", "aggregated"),
+        ("prefill-decode", "aggregated"),
+        ("prefill", "prefill"),
+        ("encode-prefill-decode", "aggregated"),
+    ];
+    for (label, role) in known {
         site.set_label("a", "llm-d.ai/role", &json!(label)).await?;
         let began = std::time::Instant::now();
         let expected = format!("a {role}");
@@ -204,7 +210,10 @@ pub(super) async fn roles(plane: Arc<ControlPlane>) -> CaseResult {
     ensure!(site.router.log().contains(&format!("{}/a", site.namespace.name)), "the log does not name the pod");
     site.set_label("a", "llm-d.ai/role", &Value::Null).await?;
     times.add(site.router.wait_fleet(&[A]).await?);
-    Ok(format!("prefill, decode, both, prefill-decode: as said; encode, `Decode`: no worker, named; {}", times.show()?))
+    Ok(format!(
+        "prefill, decode, both, prefill-decode, encode-prefill-decode: as said; encode, `Decode`: no worker, named; {}",
+        times.show()?
+    ))
 }
 
 pub(super) async fn active_ports(plane: Arc<ControlPlane>) -> CaseResult {
@@ -218,8 +227,11 @@ pub(super) async fn active_ports(plane: Arc<ControlPlane>) -> CaseResult {
     annotate("llm-d.ai/active-ports", &json!("8000,x")).await?;
     site.router.wait_log("8000,x").await?;
     annotate("llm-d.ai/active-ports", &Value::Null).await?;
+    annotate("inference.networking.k8s.io/active-ports", &json!("8001")).await?;
+    times.add(site.router.wait_fleet(&["a 127.0.1.1:8001"]).await?);
+    annotate("inference.networking.k8s.io/active-ports", &Value::Null).await?;
     times.add(site.router.wait_fleet(&[A, "a 127.0.1.1:8001", "a 127.0.1.1:8002"]).await?);
-    Ok(format!("the ports follow; an unreadable annotation is named; {}", times.show()?))
+    Ok(format!("the ports follow, also by the older annotation; an unreadable one is named; {}", times.show()?))
 }
 
 pub(super) async fn worker_ids(plane: Arc<ControlPlane>) -> CaseResult {
@@ -320,4 +332,19 @@ pub(super) async fn address_of_ending_pod(plane: Arc<ControlPlane>) -> CaseResul
         site.router.wait_fleet(&[A]).await?;
     }
     Ok(format!("the new pod takes over at once in 6 of 6 turns; {}", times.show()?))
+}
+
+/// Workers of Dynamo make their ids of the pod's name.
+pub(super) async fn dynamo_ids(plane: Arc<ControlPlane>) -> CaseResult {
+    let namespace = TestNamespace::create(&plane).await?;
+    namespace.create_pool(&[8000]).await?;
+    namespace.create_pod("vllm-worker-0", "127.0.1.1").await?;
+    let labels = json!({"app": POOL, "warmroute.dev/worker-id": "7"});
+    namespace.create_pod_with("labelled", "127.0.1.2", &labels).await?;
+    let entry = json!({"name": POOL, "ids": "dynamo", "worker": {"model": "qwen2.5"}});
+    let router = namespace.start_router_with(json!({"kubernetes": {"pools": [entry]}})).await?;
+    router.wait_fleet(&["vllm-worker-0 127.0.1.1:8000", "labelled 127.0.1.2:8000"]).await?;
+    let ids = router.fleet_by(|worker| format!("{} {}", pod_name(worker), worker["id"])).await?;
+    ensure!(ids == [r#"labelled "7""#, r#"vllm-worker-0 "3637812819037538""#], "{ids:?}");
+    Ok("the id that Dynamo makes of the pod's name; a label wins".to_owned())
 }

@@ -90,3 +90,15 @@ pub(super) async fn pool_deleted(plane: Arc<ControlPlane>) -> CaseResult {
         back.as_millis()
     ))
 }
+
+pub(super) async fn event_ports(plane: Arc<ControlPlane>) -> CaseResult {
+    let namespace = TestNamespace::create(&plane).await?;
+    namespace.create_pool(&[8000, 8001]).await?;
+    namespace.create_pod("a", "127.0.1.1").await?;
+    let entry = json!({"name": POOL, "worker": {"model": "qwen2.5", "kv_events": {"port": 5557}}});
+    let router = namespace.start_router_with(json!({"kubernetes": {"pools": [entry]}})).await?;
+    router.wait_fleet(&[A, "a 127.0.1.1:8001"]).await?;
+    let sources = router.fleet_by(|worker| worker["event_sources"][0]["endpoint"].to_string()).await?;
+    ensure!(sources == [r#""tcp://127.0.1.1:5557""#, r#""tcp://127.0.1.1:5558""#], "{sources:?}");
+    Ok("KV events of the ranks: 5557 and 5558".to_owned())
+}

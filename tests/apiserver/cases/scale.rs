@@ -42,6 +42,10 @@ async fn all<F: Future<Output = anyhow::Result<()>>>(work: impl Iterator<Item = 
     results.into_iter().collect()
 }
 
+fn pod_lists(namespace: &TestNamespace) -> anyhow::Result<usize> {
+    Ok(namespace.audit()?.iter().filter(|record| record.verb == "list" && record.resource == "pods").count())
+}
+
 async fn wait_count(router: &RouterProcess, count: usize) -> anyhow::Result<Duration> {
     let began = Instant::now();
     loop {
@@ -68,22 +72,29 @@ pub(super) async fn five_hundred_pods(plane: Arc<ControlPlane>) -> CaseResult {
     ensure!(idle.cores < 0.2, "{:.3} cores in an idle cluster with {PODS} pods", idle.cores);
     ensure!(idle.requests.iter().all(|record| record.verb == "watch"), "{:?}", idle.requests);
     let resident = router.resident()?;
-    all((0..PODS / 2).map(async |nth| namespace.remove_pod(&name(nth)).await)).await?;
-    let left = wait_count(&router, PODS - PODS / 2).await?;
+    // One more than a page of the list.
+    namespace.create_pod("one-more", "127.1.9.1").await?;
+    wait_count(&router, PODS + 1).await?;
+    let lists = pod_lists(&namespace)?;
     let began = Instant::now();
     router.restart().await?;
-    wait_count(&router, PODS - PODS / 2).await?;
+    wait_count(&router, PODS + 1).await?;
     let restarted = began.elapsed();
+    ensure!(pod_lists(&namespace)? - lists == 2, "{} pods are not listed in two pages", PODS + 1);
+    namespace.remove_pod("one-more").await?;
+    all((0..PODS / 2).map(async |nth| namespace.remove_pod(&name(nth)).await)).await?;
+    let left = wait_count(&router, PODS - PODS / 2).await?;
     Ok(format!(
         "all {PODS} seen {:.2} s after the last one was ready, CPU {:.1} s; idle {} s: {:.2} % of a core (debug build), {} requests \
-         (watches), {resident} MiB; 250 deleted: seen {:.2} s after the last; restart: fleet of 250 after {:.2} s",
+         (watches), {resident} MiB; restart: fleet of {} from two pages after {:.2} s; 250 deleted: seen {:.2} s after the last",
         appeared.as_secs_f64(),
         startup.as_secs_f64(),
         IDLE_PERIOD.as_secs(),
         idle.cores * 100.0,
         idle.requests.len(),
-        left.as_secs_f64(),
-        restarted.as_secs_f64()
+        PODS + 1,
+        restarted.as_secs_f64(),
+        left.as_secs_f64()
     ))
 }
 

@@ -176,3 +176,17 @@ pub(super) async fn api_server_unavailable(plane: Arc<ControlPlane>) -> CaseResu
     ensure!(lines <= 6, "503 is in {lines} lines of the log");
     Ok(format!("503 for 20 s: {lines} lines; fleet {:.1} s after it", took.as_secs_f64()))
 }
+
+/// Labels and ports in place of an InferencePool, beside a pool whose InferencePool is absent.
+pub(super) async fn pool_by_labels(plane: Arc<ControlPlane>) -> CaseResult {
+    let namespace = TestNamespace::create(&plane).await?;
+    namespace.create_pod_with("a", "127.0.1.1", &json!({"app": "labelled"})).await?;
+    namespace.create_pod("other", "127.0.1.2").await?;
+    let labelled = json!({"selector": {"app": "labelled"}, "ports": [9000], "worker": {"model": "qwen2.5"}});
+    let config = json!({"pool": null, "kubernetes": {"pools": [pool_entry(POOL), labelled]}});
+    let router = namespace.start_router_with(config).await?;
+    router.wait_fleet(&["a 127.0.1.1:9000"]).await?;
+    router.wait_up("app=labelled", true, PATIENCE).await?;
+    router.wait_up(POOL, false, PATIENCE).await?;
+    Ok("the pods with the labels; up 0 for the absent pool only".to_owned())
+}
