@@ -1,8 +1,6 @@
 //! What pools say of requests: which are for whom, how urgent they are, and by which model they are served. The objects that say
 //! so need not be there.
 
-use std::time::Duration;
-
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::sync::watch;
@@ -17,7 +15,6 @@ use crate::{pod, pool};
 
 pub(crate) const OBJECTIVES: &str = OPTIONAL[0];
 pub(crate) const REWRITES: &str = OPTIONAL[1];
-const OLD_OBJECTIVES: &str = OPTIONAL[2];
 const OLD_REWRITES: &str = OPTIONAL[3];
 
 pub(crate) fn object(kind: &str, name: &str, created: &str, spec: &Value) -> Value {
@@ -80,58 +77,6 @@ impl Follows {
         let found = until(PATIENCE, async || self.now().is_some_and(|now| now == expected)).await;
         assert!(found, "{:#?}, not {expected:#?}", self.now());
     }
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn objects_that_are_missing_or_forbidden_are_done_without_and_looked_for_again() {
-    let mut server = ApiServer::start().await;
-    server.put(OBJECTIVES, object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)));
-    server.put(OLD_OBJECTIVES, object(OLD_OBJECTIVES, "old", "2026-01-01", &objective("p", 1)));
-    let follows = Follows::start(&server, &json!([{"name": "p"}]), "200ms");
-    let no_rewrites = "InferenceModelRewrite: not ours to read";
-    follows.is(&[no_rewrites, "InferenceObjective: not ours to read"]).await;
-    assert!(OPTIONAL.iter().all(|kind| server.refused(kind) > 0));
-    // Allowed, and neither is installed.
-    for kind in [OBJECTIVES, OLD_OBJECTIVES] {
-        server.forbid(kind, false);
-        server.uninstall(kind, true);
-    }
-    let none = [no_rewrites, "InferenceObjective: not installed"];
-    follows.is(&none).await;
-    server.uninstall(OLD_OBJECTIVES, false);
-    let old = "InferenceObjective: followed as inference.networking.x-k8s.io/v1alpha2";
-    follows.is(&[no_rewrites, old, "p old 1"]).await;
-    // Where both are, only the new one is read.
-    server.uninstall(OBJECTIVES, false);
-    let new = "InferenceObjective: followed as llm-d.ai/v1alpha2";
-    follows.is(&[no_rewrites, new, "p gold 5"]).await;
-    server.change(OBJECTIVES, "gold", |object| object["spec"]["priority"] = json!(-3));
-    follows.is(&[no_rewrites, new, "p gold -3"]).await;
-    server.put(OBJECTIVES, object(OBJECTIVES, "silver", "2026-01-01", &objective("p", 2)));
-    server.put(OBJECTIVES, object(OBJECTIVES, "foreign", "2026-01-01", &objective("q", 2)));
-    follows.is(&[no_rewrites, new, "p gold -3", "p silver 2"]).await;
-    server.delete(OBJECTIVES, "silver");
-    follows.is(&[no_rewrites, new, "p gold -3"]).await;
-    // Who is away says nothing, and who forbids it neither.
-    server.stop().await;
-    tokio::time::sleep(Duration::from_millis(1500)).await;
-    assert_eq!(follows.now().unwrap(), [no_rewrites, new, "p gold -3"]);
-    server.delete(OBJECTIVES, "gold");
-    server.compact();
-    server.resume().await;
-    follows.is(&[no_rewrites, new]).await;
-    server.put(OBJECTIVES, object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 4)));
-    follows.is(&[no_rewrites, new, "p gold 4"]).await;
-    for kind in [OBJECTIVES, OLD_OBJECTIVES] {
-        server.forbid(kind, true);
-    }
-    follows.is(&[no_rewrites, "InferenceObjective: not ours to read", "p gold 4"]).await;
-    for kind in [OBJECTIVES, OLD_OBJECTIVES] {
-        server.forbid(kind, false);
-        server.uninstall(kind, true);
-    }
-    follows.is(&none).await;
-    assert_eq!((server.violations(), server.discoveries()), (vec![], 0));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
