@@ -3,8 +3,10 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use super::control_plane::ControlPlane;
 use super::dump::{Address, is};
 use super::parts::{Cluster, PathSource};
+use super::remedy::Setting;
 use super::site::Site;
 use super::ways::{Way, clusters, way};
 use crate::cmd::doctor::finding::{At, Finding};
@@ -124,13 +126,22 @@ fn folder(file: &Path) -> String {
     file.parent().unwrap_or(Path::new("/")).display().to_string()
 }
 
+/// The clusters that have workers as endpoints: `own`, or those of every pool, for which a control plane may generate a filter each.
+fn with_workers<'d>(site: &Site<'d>, own: Vec<&'d Cluster>) -> Vec<&'d Cluster> {
+    if site.plane == ControlPlane::Other {
+        return own;
+    }
+    site.dump.clusters.values().filter(|cluster| matches!(way(cluster), Way::Override(_))).collect()
+}
+
 /// Whether each of our workers is an endpoint of Envoy's.
 fn known(site: &Site<'_>) -> Option<Finding> {
     let to = clusters(site);
     let listed: Vec<_> = to.iter().filter(|(cluster, _)| !matches!(way(cluster), Way::Address(_))).collect();
     let names = listed.iter().map(|(cluster, _)| cluster.name.as_str()).collect::<Vec<_>>().join(", ");
+    let own: Vec<&Cluster> = listed.iter().map(|(cluster, _)| *cluster).collect();
     let told: Vec<Address> =
-        listed.iter().filter_map(|(cluster, _)| site.dump.endpoints_of(cluster)).flatten().collect();
+        with_workers(site, own).into_iter().filter_map(|cluster| site.dump.endpoints_of(cluster)).flatten().collect();
     let at = At::new("envoy.endpoints", format!("clusters {names}"));
     if listed.is_empty() || site.expected.workers.is_empty() {
         return None;
@@ -155,10 +166,13 @@ fn known(site: &Site<'_>) -> Option<Finding> {
             file.display()
         ),
         None if site.expected.xds.is_some() => {
-            "start warmroute, which tells them; where it runs, look at its /debug/envoys whether this Envoy listens".to_owned()
+            "start warmroute, which tells them; where it runs, look at its /debug/envoys whether this Envoy listens"
+                .to_owned()
         }
-        None => "write them into the cluster, or have us do it: `envoy: {endpoints_file: .., cluster: ..}` in our configuration"
-            .to_owned(),
+        None => {
+            let own = "write them into the cluster, or have us do it: `envoy: {endpoints_file: .., cluster: ..}` in our configuration";
+            site.fix(&Setting::WorkerEndpoints(own.to_owned())).unwrap_or_default()
+        }
     };
     let seen = format!("Envoy does not know the workers {}, and goes elsewhere when we name them", missing.join(", "));
     Some(at.error(seen, mend))

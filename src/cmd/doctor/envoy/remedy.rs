@@ -8,7 +8,10 @@ use super::filter::seconds;
 use super::parts::Cluster;
 use super::site::Site;
 use crate::cmd::doctor::finding::{At, Finding, Level};
+use crate::ext_proc::headers::ENDPOINT;
 
+/// The port of warmroute in the manifests.
+const PORT: u16 = 9002;
 /// Limits that no deployment reaches.
 const LIMITS: &str = "{maxConnections: 100000, maxPendingRequests: 100000, maxParallelRequests: 100000}";
 
@@ -40,6 +43,14 @@ pub(super) enum Setting<'a> {
     BodyLimit(u64, String),
     /// The idle timeout of streams.
     IdleTimeout(Duration),
+    /// HTTP/2 to warmroute; Envoy's own words for it.
+    PickerHttp2(&'a Cluster, String),
+    /// The address of warmroute; Envoy's own words for it.
+    PickerAddress(&'a Cluster, String),
+    /// The endpoints of the workers; Envoy's own words for it.
+    WorkerEndpoints(String),
+    /// A worker chosen by the endpoint that warmroute names; Envoy's own words for it.
+    EndpointOverride(&'a Cluster, String),
     /// No timeout of the route, by its title.
     RouteTimeout(String),
 }
@@ -189,6 +200,7 @@ impl Site<'_> {
                 | Setting::PickerTls(_)
                 | Setting::PickerPlaintext(_)
                 | Setting::ServerName(_)
+                | Setting::EndpointOverride(..)
                 | Setting::Retry(..) => None,
                 Setting::BodyLimit(..) => Some(
                     "take the annotation `aigateway.envoyproxy.io/processing-body-mode: buffered` off the InferencePool: with \
@@ -217,6 +229,10 @@ impl Site<'_> {
             ),
             (None, _) => at.note(format!("{seen}; {} has no field for it", self.plane_name())),
         }
+    }
+
+    fn picker_port(&self) -> u16 {
+        self.expected.tcp.map_or(PORT, |tcp| tcp.port())
     }
 
     fn plane_name(&self) -> &'static str {
@@ -251,6 +267,19 @@ impl Site<'_> {
                 cluster,
                 "retry: {numRetries: 5, retryOn: {triggers: [connect-failure, refused-stream, reset-before-request]}}",
             ),
+            Setting::EndpointOverride(cluster, _) => traffic_policy(
+                cluster,
+                &format!(
+                    "loadBalancer: {{type: LeastRequest, endpointOverride: {{extractFrom: [{{header: {ENDPOINT}}}]}}}}"
+                ),
+            ),
+            Setting::WorkerEndpoints(_) => Some(
+                "in the Service of the HTTPRoute's `backendRefs` write a `selector` that selects these pods".to_owned(),
+            ),
+            Setting::PickerAddress(..) => Some(format!(
+                "in the Service of warmroute write the port {} as `targetPort`, and refer to that Service and its port",
+                self.picker_port()
+            )),
             Setting::EnvoyHeaders => client_policy("headers: {enableEnvoyHeaders: true}"),
             Setting::ClientHeaders(names) => {
                 client_policy(&format!("headers: {{earlyRequestHeaders: {{remove: [{}]}}}}", names.join(", ")))
@@ -265,65 +294,60 @@ impl Site<'_> {
     }
 
     fn istio(&self, routes: &[String], setting: &Setting<'_>) -> String {
-        let of_cluster = |cluster: &Cluster, field: &str| {
-            format!("in the DestinationRule of the host `{}` write `trafficPolicy: {field}`", istio_host(cluster))
+        if let Some(field) = destination_rule(setting) {
+            return field;
+        }
+        let envoy_filter = |kind: &str, text: &str| format!("in an EnvoyFilter with `applyTo: {kind}` write {text}");
+        let named = match routes {
+            [] => "HTTP_ROUTE`".to_owned(),
+            [one] => format!("HTTP_ROUTE` that names the route `{one}`"),
+            several => format!("HTTP_ROUTE` that names the routes `{}`", several.join("`, `")),
         };
-        let route = || match routes {
-            [] => String::new(),
-            several => {
-                format!(" that names the route{} `{}`", if several.len() > 1 { "s" } else { "" }, several.join("`, `"))
-            }
-        };
-        let filter = |kind: &str, text: &str| {
-            format!(
-                "in an EnvoyFilter with `applyTo: {kind}`{} write {text}",
-                match kind {
-                    "HTTP_ROUTE" => route(),
-                    _ => String::new(),
-                }
-            )
-        };
+        let of_routes = |text: &str| format!("in an EnvoyFilter with `applyTo: {named} write {text}");
         match setting {
             Setting::Filter(field) if field.scope == Route => {
-                filter("HTTP_ROUTE", &format!("{} in the `overrides` of `{}`", field.envoy, self.main.name))
+                of_routes(&format!("{} in the `overrides` of `{}`", field.envoy, self.main.name))
             }
             Setting::Filter(field) => {
-                filter("HTTP_FILTER", &format!("{} in the `typed_config` of `{}`", field.envoy, self.main.name))
+                envoy_filter("HTTP_FILTER", &format!("{} in the `typed_config` of `{}`", field.envoy, self.main.name))
             }
-            Setting::PickerLimits(cluster) => {
-                of_cluster(cluster, "{connectionPool: {http: {http2MaxRequests: 100000}}}")
-            }
-            Setting::PickerKeepalive(cluster) => filter(
+            Setting::PickerKeepalive(cluster) => envoy_filter(
                 "CLUSTER",
                 &format!(
                     "`connection_keepalive: {{interval: 2s, timeout: 2s}}` in the `http2_protocol_options` of `{}`",
                     cluster.name
                 ),
             ),
-            Setting::PickerConnectTimeout(cluster) => {
-                of_cluster(cluster, "{connectionPool: {tcp: {connectTimeout: 1s}}}")
+            Setting::Retry(_, envoy) | Setting::BodyLimit(_, envoy) => of_routes(envoy),
+            Setting::PickerHttp2(cluster, _) => {
+                format!("in the Service `{}` write `appProtocol: grpc` for the port of warmroute", istio_host(cluster))
             }
-            Setting::PickerTls(cluster) => of_cluster(
-                cluster,
-                &format!("{{tls: {{mode: SIMPLE, insecureSkipVerify: true, sni: {}}}}}", istio_host(cluster)),
-            ),
-            Setting::PickerPlaintext(cluster) => of_cluster(cluster, "{tls: {mode: DISABLE}}"),
-            Setting::ServerName(cluster) => of_cluster(cluster, &format!("{{tls: {{sni: {}}}}}", istio_host(cluster))),
-            Setting::WorkerLimits(cluster) => of_cluster(
-                cluster,
-                "{connectionPool: {tcp: {maxConnections: 100000}, http: {http1MaxPendingRequests: 100000, http2MaxRequests: 100000}}}",
-            ),
-            Setting::Retry(_, envoy) | Setting::BodyLimit(_, envoy) => filter("HTTP_ROUTE", envoy),
+            Setting::PickerAddress(cluster, _) => {
+                format!(
+                    "in the Service `{}` write the port {} as `targetPort`",
+                    istio_host(cluster),
+                    self.picker_port()
+                )
+            }
+            Setting::WorkerEndpoints(_) => {
+                "in the InferencePool write a `selector` and `targetPorts` that select these pods, as \
+                 `kubernetes.pools` in our configuration does"
+                    .to_owned()
+            }
+            Setting::EndpointOverride(..) => {
+                "in the rule of the HTTPRoute refer to the InferencePool in `backendRefs`".to_owned()
+            }
             Setting::EnvoyHeaders => {
                 "take `proxyHeaders: {envoyDebugHeaders: {disabled: true}}` out of the MeshConfig or of the \
                  annotation `proxy.istio.io/config`"
                     .to_owned()
             }
-            Setting::ClientHeaders(names) => filter("NETWORK_FILTER", &early_removal(names)),
+            Setting::ClientHeaders(names) => envoy_filter("NETWORK_FILTER", &early_removal(names)),
             Setting::IdleTimeout(length) => {
-                filter("NETWORK_FILTER", &format!("`stream_idle_timeout: {}`", seconds(*length)))
+                envoy_filter("NETWORK_FILTER", &format!("`stream_idle_timeout: {}`", seconds(*length)))
             }
             Setting::RouteTimeout(_) => "in the rule of the HTTPRoute write `timeouts: {request: 0s}`".to_owned(),
+            other => self.by_hand(other),
         }
     }
 
@@ -354,7 +378,12 @@ impl Site<'_> {
                 "in the `UpstreamTlsContext` of cluster `{}` write `sni`, and take `auto_sni` out of its HttpProtocolOptions",
                 cluster.name
             ),
-            Setting::Retry(_, envoy) | Setting::BodyLimit(_, envoy) => envoy.clone(),
+            Setting::Retry(_, envoy)
+            | Setting::BodyLimit(_, envoy)
+            | Setting::PickerHttp2(_, envoy)
+            | Setting::PickerAddress(_, envoy)
+            | Setting::WorkerEndpoints(envoy)
+            | Setting::EndpointOverride(_, envoy) => envoy.clone(),
             Setting::EnvoyHeaders => format!(
                 "take `suppress_envoy_headers` out of the router filter of listener `{}`, or {}",
                 self.server.listener,
@@ -370,6 +399,31 @@ impl Site<'_> {
             ),
             Setting::RouteTimeout(title) => format!("write `timeout: 0s` in the {title}"),
         }
+    }
+}
+
+/// The settings of a cluster that a DestinationRule has fields for.
+fn destination_rule(setting: &Setting<'_>) -> Option<String> {
+    let rule = |cluster: &Cluster, policy: &str| {
+        let host = istio_host(cluster);
+        Some(format!("in the DestinationRule of the host `{host}` write `trafficPolicy: {policy}`"))
+    };
+    match setting {
+        Setting::PickerLimits(cluster) => {
+            rule(cluster, "{connectionPool: {http: {http1MaxPendingRequests: 100000, http2MaxRequests: 100000}}}")
+        }
+        Setting::PickerConnectTimeout(cluster) => rule(cluster, "{connectionPool: {tcp: {connectTimeout: 1s}}}"),
+        Setting::PickerTls(cluster) => {
+            let sni = istio_host(cluster);
+            rule(cluster, &format!("{{tls: {{mode: SIMPLE, insecureSkipVerify: true, sni: {sni}}}}}"))
+        }
+        Setting::PickerPlaintext(cluster) => rule(cluster, "{tls: {mode: DISABLE}}"),
+        Setting::ServerName(cluster) => rule(cluster, &format!("{{tls: {{sni: {}}}}}", istio_host(cluster))),
+        Setting::WorkerLimits(cluster) => rule(
+            cluster,
+            "{connectionPool: {tcp: {maxConnections: 100000}, http: {http1MaxPendingRequests: 100000, http2MaxRequests: 100000}}}",
+        ),
+        _ => None,
     }
 }
 

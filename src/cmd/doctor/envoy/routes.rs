@@ -170,13 +170,16 @@ fn client_headers(site: &Site<'_>) -> Option<Finding> {
     let decide = deciding(site);
     let dangerous: Vec<&str> = missing.iter().copied().filter(|name| decide.contains(*name)).collect();
     let is_passed = site.variants().iter().any(|filter| filter.failure_mode_allow);
-    let seen = format!("Envoy leaves clients {}", missing.join(", "));
     Some(if dangerous.is_empty() && site.plane != ControlPlane::Other {
         // A generated configuration selects the worker by metadata or by a header that it removes.
         if is_passed {
+            let seen = format!("Envoy leaves clients {} routing headers, such as {}", missing.len(), missing[0]);
             at.note(format!("{seen}: they select no worker, but workers see them while warmroute is away"))
         } else {
-            at.ok(format!("{seen}: warmroute removes them, and no request passes without it"))
+            at.ok(format!(
+                "warmroute removes {} routing headers of clients, and no request passes without it",
+                missing.len()
+            ))
         }
     } else if dangerous.is_empty() {
         at.warning(format!("Envoy leaves clients {}: workers see them while we are away", missing.join(", ")), mend)

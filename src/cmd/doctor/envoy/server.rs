@@ -78,12 +78,17 @@ fn address(site: &Site<'_>, service: &Grpc) -> Option<Finding> {
     } else {
         format!("it asks {told}, and we listen at {words}")
     };
-    Some(at.error(seen, format!("{mend}{ours}")))
+    let own = format!("{mend}{ours}");
+    let cluster = service.cluster().and_then(|name| site.dump.clusters.get(name));
+    Some(match cluster {
+        Some(cluster) => site.report(at, Level::Error, seen, &Setting::PickerAddress(cluster, own)),
+        None => at.error(seen, own),
+    })
 }
 
 fn cluster_checks(site: &Site<'_>, cluster: &Cluster) -> Vec<Finding> {
     let subject = || format!("cluster {}", cluster.name);
-    let mut findings = vec![http2(At::new("envoy.http2", subject()), cluster)];
+    let mut findings = vec![http2(site, At::new("envoy.http2", subject()), cluster)];
     findings.extend(tls(site, cluster));
     findings.push(breakers(site, cluster, Held::Exchanges));
     findings.push(keepalive(site, At::new("envoy.keepalive", subject()), cluster));
@@ -92,17 +97,16 @@ fn cluster_checks(site: &Site<'_>, cluster: &Cluster) -> Vec<Finding> {
     findings
 }
 
-fn http2(at: At, cluster: &Cluster) -> Finding {
-    match cluster.http2() {
-        Some(_) => at.ok("HTTP/2"),
-        None => at.error(
-            "it speaks HTTP/1, and gRPC is HTTP/2: every exchange fails",
-            format!(
-                "in cluster `{}` write `typed_extension_protocol_options` as in cluster `ext_proc` of envoy/standalone.yaml",
-                cluster.name
-            ),
-        ),
+fn http2(site: &Site<'_>, at: At, cluster: &Cluster) -> Finding {
+    if cluster.http2().is_some() {
+        return at.ok("HTTP/2");
     }
+    let own = format!(
+        "in cluster `{}` write `typed_extension_protocol_options` as in cluster `ext_proc` of envoy/standalone.yaml",
+        cluster.name
+    );
+    let seen = "it speaks HTTP/1, and gRPC is HTTP/2: every exchange fails";
+    site.report(at, Level::Error, seen, &Setting::PickerHttp2(cluster, own))
 }
 
 fn keepalive(site: &Site<'_>, at: At, cluster: &Cluster) -> Finding {

@@ -45,11 +45,17 @@ fn is_tls(socket: &Extension) -> bool {
         || inner.is_some_and(|inner: Extension| is_tls(&inner))
 }
 
+/// Whether this is the mutual TLS of Istio's mesh, which the sidecar of warmroute ends: warmroute gets plaintext.
+fn is_mesh_tls(socket: &Extension) -> bool {
+    let protocols = socket.typed_config["common_tls_context"]["alpn_protocols"].as_array();
+    protocols.is_some_and(|protocols| protocols.iter().any(|name| name == "istio"))
+}
+
 /// Whether Envoy and warmroute agree on TLS.
 pub(super) fn tls(site: &Site<'_>, cluster: &Cluster) -> Option<Finding> {
     let at = At::new("envoy.tls", format!("cluster {}", cluster.name));
     let sockets = sockets(site, cluster);
-    let encrypted = sockets.iter().filter(|socket| socket.is_some_and(is_tls)).count();
+    let encrypted = sockets.iter().filter(|socket| socket.is_some_and(|one| is_tls(one) && !is_mesh_tls(one))).count();
     if sockets.is_empty() {
         // Unix sockets, or a name without an address yet: the socket of the cluster decides.
         let unix = site.dump.endpoints_of(cluster).is_some_and(|addresses| !addresses.is_empty());
@@ -80,7 +86,8 @@ fn encrypted_to_plaintext(site: &Site<'_>, at: At, cluster: &Cluster) -> Finding
 
 /// With `auto_sni` Envoy sends the `:authority` as server name, whatever `sni` says: the name of the cluster unless the filter sets one.
 pub(super) fn server_name(site: &Site<'_>, cluster: &Cluster, service: &EnvoyGrpc) -> Option<Finding> {
-    let uses_tls = sockets(site, cluster).into_iter().flatten().chain(&cluster.transport_socket).any(is_tls);
+    let mut used = sockets(site, cluster).into_iter().flatten().chain(&cluster.transport_socket);
+    let uses_tls = used.any(|socket| is_tls(socket) && !is_mesh_tls(socket));
     let is_automatic = cluster.http().is_some_and(|http| http["upstream_http_protocol_options"]["auto_sni"] == true);
     let sent = if service.authority.is_empty() { &cluster.name } else { &service.authority };
     let host = sent.rsplit_once(':').map_or(sent.as_str(), |(host, _)| host);

@@ -68,7 +68,7 @@ pub(super) fn check(site: &Site<'_>) -> Vec<Finding> {
             Way::Override(policy) => override_host(site, cluster, &policy),
             Way::Subset(config) => subset(site, at(), &config),
             Way::Address(header) => vec![by_address(site, at(), &header)],
-            Way::Own => vec![own(site, at(), &actives)],
+            Way::Own => vec![own(site, at(), cluster, &actives)],
         };
         findings.extend(found);
     }
@@ -101,10 +101,10 @@ fn override_host(site: &Site<'_>, cluster: &Cluster, policy: &OverrideHost) -> V
         .any(|name| site.expected.endpoint_headers.iter().any(|set| set.eq_ignore_ascii_case(name)));
     let listed = sources.iter().map(words).collect::<Vec<_>>().join(", ");
     if !from_metadata && !from_header {
-        let mend =
-            format!("in the `override_host_sources` of cluster `{}` write `{}`", cluster.name, written(ENDPOINT));
+        let own = format!("in the `override_host_sources` of cluster `{}` write `{}`", cluster.name, written(ENDPOINT));
         let seen = format!("override_host reads {listed}, and we write {LB}: {ENDPOINT}: our choice is never followed");
-        return vec![at("envoy.override_host").error(seen, mend)];
+        let setting = Setting::EndpointOverride(cluster, own);
+        return vec![site.report(at("envoy.override_host"), Level::Error, seen, &setting)];
     }
     let mut findings = Vec::new();
     let received = site.variants().iter().all(|filter| filter.metadata_options.receiving_namespaces.has(LB));
@@ -246,7 +246,7 @@ fn by_address(site: &Site<'_>, at: At, header: &str) -> Finding {
 }
 
 /// A cluster of which nobody names a host: right only as the target of a route by header, or behind such.
-fn own(site: &Site<'_>, at: At, actives: &[&Active<'_>]) -> Finding {
+fn own(site: &Site<'_>, at: At, cluster: &Cluster, actives: &[&Active<'_>]) -> Finding {
     let behind_headers = actives.iter().all(|active| {
         named_by_header(site, active)
             || site.active.iter().any(|other| std::ptr::eq(active.host, other.host) && named_by_header(site, other))
@@ -254,11 +254,10 @@ fn own(site: &Site<'_>, at: At, actives: &[&Active<'_>]) -> Finding {
     if behind_headers {
         return at.ok("its routes match the headers that we set");
     }
-    at.error(
-        "its load balancer asks nobody: our choice is never followed",
-        "write the `load_balancing_policy` of cluster `workers` in envoy/standalone.yaml (override_host), or another of the ways in \
-         envoy/README.md",
-    )
+    let text = "write the `load_balancing_policy` of cluster `workers` in envoy/standalone.yaml (override_host), or another of the ways in \
+                envoy/README.md";
+    let seen = "its load balancer asks nobody: our choice is never followed";
+    site.report(at, Level::Error, seen, &Setting::EndpointOverride(cluster, text.to_owned()))
 }
 
 fn named_by_header(site: &Site<'_>, active: &Active<'_>) -> bool {

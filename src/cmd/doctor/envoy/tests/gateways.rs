@@ -169,10 +169,9 @@ fn cluster_of_route_override_is_checked() {
         repaired_istio(page);
         cluster(page, PICKER)["circuit_breakers"]["thresholds"][0]["max_requests"] = json!(1000);
     });
-    assert!(
-        fix(&found, "envoy.circuit_breakers")
-            .contains("`trafficPolicy: {connectionPool: {http: {http2MaxRequests: 100000}}}`")
-    );
+    assert!(fix(&found, "envoy.circuit_breakers").contains(
+        "`trafficPolicy: {connectionPool: {http: {http1MaxPendingRequests: 100000, http2MaxRequests: 100000}}}`"
+    ));
     let found = found_after(ISTIO, |page, _| {
         let hosts = &mut cluster(page, PICKER)["load_assignment"]["endpoints"][0]["lb_endpoints"];
         for host in hosts.as_array_mut().unwrap() {
@@ -473,4 +472,72 @@ fn unseen_routes_of_istio_are_skipped_without_findings() {
     });
     assert!(checks(&found).iter().all(|(level, _)| *level >= Note), "{}", print(&found));
     assert_eq!(of(&found, "envoy.filter").level, Skipped);
+}
+
+#[test]
+fn mesh_tls_ends_in_sidecar() {
+    let found = |listens_tls: bool| {
+        let found = found_after(ISTIO, |page, config| {
+            let picker = cluster(page, PICKER);
+            let tls = json!({"name": "envoy.transport_sockets.tls", "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+                "common_tls_context": {"alpn_protocols": ["istio-peer-exchange", "istio", "h2"]},
+                "sni": "outbound_.9002_._.warmroute.inference.svc.cluster.local",
+            }});
+            drop(remove(picker, "transport_socket"));
+            picker["transport_socket_matches"] = json!([
+                {"name": "tlsMode-istio", "match": {"tlsMode": "istio"}, "transport_socket": tls},
+                {"name": "tlsMode-disabled", "match": {}, "transport_socket": {"name": "envoy.transport_sockets.raw_buffer"}},
+            ]);
+            let hosts = picker["load_assignment"]["endpoints"][0]["lb_endpoints"].as_array_mut().unwrap();
+            for host in hosts {
+                host["metadata"]["filter_metadata"]["envoy.transport_socket_match"] = json!({"tlsMode": "istio"});
+            }
+            if !listens_tls {
+                drop(remove(&mut config["listen"], "tls"));
+            }
+        });
+        found.iter().find(|one| one.check == "envoy.tls").map(|one| one.level)
+    };
+    assert_eq!(found(false), None);
+    assert_eq!(found(true), Some(Error));
+}
+
+#[test]
+fn endpoints_of_second_pool_are_known() {
+    let second = |page: &mut Value| {
+        let mut other = cluster(page, "httproute/inference/qwen/rule/0").clone();
+        other["name"] = json!("httproute/inference/other/rule/0");
+        let host = &mut other["load_assignment"]["endpoints"][0]["lb_endpoints"][0];
+        host["endpoint"]["address"]["socket_address"]["address"] = json!("10.244.1.9");
+        items(page, "static_clusters").push(json!({"cluster": other}));
+        let mut filter = manager(page)["http_filters"][0].clone();
+        let own = filter["name"].as_str().unwrap().to_owned();
+        filter["name"] = json!("envoy.filters.http.ext_proc/envoyextensionpolicy/inference/other/extproc/0");
+        let mut other = route(page).clone();
+        other["route"]["cluster"] = json!("httproute/inference/other/rule/0");
+        let config = remove(&mut other["typed_per_filter_config"], &own);
+        other["typed_per_filter_config"][filter["name"].as_str().unwrap()] = config;
+        manager(page)["http_filters"].as_array_mut().unwrap().insert(0, filter);
+        manager(page)["route_config"]["virtual_hosts"][0]["routes"].as_array_mut().unwrap().push(other);
+    };
+    let worker = json!({"id": 9, "endpoint": "10.244.1.9:8000"});
+    let found = found_after(ENVOY_GATEWAY, |page, config| {
+        second(page);
+        config["workers"].as_array_mut().unwrap().push(worker.clone());
+    });
+    assert!(!found.iter().any(|one| one.check == "envoy.endpoints"), "{}", print(&found));
+    let found = found_after(ENVOY_GATEWAY, |_, config| config["workers"].as_array_mut().unwrap().push(worker));
+    assert!(fix(&found, "envoy.endpoints").contains("a `selector` that selects these pods"));
+}
+
+#[test]
+fn picker_protocol_and_balancer_name_control_plane_fields() {
+    let found = found_after(ISTIO, |page, _| drop(remove(cluster(page, PICKER), "typed_extension_protocol_options")));
+    assert!(fix(&found, "envoy.http2").contains("`appProtocol: grpc`"));
+    let found = found_after(ENVOY_GATEWAY, |page, _| {
+        drop(remove(cluster(page, "httproute/inference/qwen/rule/0"), "load_balancing_policy"));
+    });
+    let words = fix(&found, "envoy.way");
+    assert!(words.contains("`loadBalancer: {type: LeastRequest, endpointOverride: {extractFrom: [{header:"), "{words}");
 }
