@@ -6,6 +6,7 @@ pub mod envoy;
 pub mod finding;
 mod gather;
 pub mod host;
+pub mod kubernetes;
 mod progress;
 pub mod table;
 
@@ -19,7 +20,8 @@ use serde_json::json;
 use super::{MISCONFIGURED, load};
 use crate::app;
 use crate::cli::DoctorArgs;
-use crate::config::Config;
+use crate::config::{Config, WorkerSource};
+use crate::discovery::kubernetes::inspect;
 use crate::engine_client::EngineClient;
 use crate::worker::Worker;
 use envoy::dump::Dump;
@@ -50,9 +52,17 @@ pub fn run(args: &DoctorArgs, out: &mut impl Write, err: &mut impl Write) -> any
 
 async fn examine(config: &Config, args: &DoctorArgs, progress: &Progress) -> anyhow::Result<Vec<Finding>> {
     let part = progress.open("the workers".to_owned(), "discovery");
-    let workers = app::workers(config).await?;
+    let cluster = match config.worker_source() {
+        WorkerSource::Kubernetes(pools) => Some(inspect(&pools, &config.served_models(), args.patience.into()).await),
+        _ => None,
+    };
+    let workers = match &cluster {
+        Some(cluster) => cluster.workers.clone(),
+        None => app::workers(config).await?,
+    };
     drop(part);
     let mut findings = vec![host::configuration(&args.config.display().to_string(), config, &workers)];
+    findings.extend(cluster.iter().flat_map(kubernetes::examine));
     findings.extend(config.advice(&workers).into_iter().map(host::advice));
     findings.push(host::files(config, &workers, getrlimit(Resource::Nofile).current));
     let listening = async { host::listening(&gather::listening(config, args.patience.into()).await) };

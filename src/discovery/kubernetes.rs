@@ -7,6 +7,7 @@ mod client;
 mod config;
 mod credentials;
 mod error;
+mod inspect;
 mod list_watch;
 mod objects;
 mod optional;
@@ -18,6 +19,7 @@ mod store;
 mod watch;
 
 pub use config::{Ids, KubernetesConfig, LabelsConfig, PodsConfig};
+pub use inspect::{ClusterReport, MissingRight, PoolFailure, PoolReport, RequestCause, inspect};
 pub use optional::watch_rules;
 pub use pods::{dynamo_id, worker_id};
 pub use rules::{Followed, PoolObjective, PoolRewrite, Rules};

@@ -159,7 +159,7 @@ fn faults() -> Vec<Fault> {
             "events that get lost",
             Plan::with(&["--misbehave", "{\"drop_events\": {\"batches\": 1000000}}"]),
             &[("error", "events.arrive")],
-            &["see that the engine behind worker 1 publishes there"],
+            &["see that the engine of worker 1 publishes there"],
         ),
         fault(
             "no answers",

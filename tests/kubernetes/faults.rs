@@ -290,3 +290,84 @@ async fn failures_name_their_cause_and_place() {
     server.stop().await;
     check(&["Connection refused", &address]).await;
 }
+
+/// Runs `warmroute doctor`, and returns its exit code and its findings.
+async fn doctor(dir: &Path, kubeconfig: &Value, pools: &Value) -> (i32, Vec<Value>) {
+    std::fs::write(dir.join("config"), kubeconfig.to_string()).unwrap();
+    let config = json!({
+        "listen": {"tcp": "127.0.0.1:1", "unix": null},
+        "models": [{"name": "m"}],
+        "kubernetes": {"kubeconfig": dir.join("config"), "pools": pools},
+    });
+    std::fs::write(dir.join("warmroute.yaml"), config.to_string()).unwrap();
+    let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_warmroute"));
+    let output = command
+        .args(["doctor", "--json", "--no-canary", "--patience", "2s", "--config"])
+        .arg(dir.join("warmroute.yaml"))
+        .output()
+        .await
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    let page: Value = serde_json::from_slice(&output.stdout).expect(&text);
+    (output.status.code().unwrap(), page["findings"].as_array().unwrap().clone())
+}
+
+#[track_caller]
+fn has(findings: &[Value], level: &str, subject: &str, words: &str) {
+    let found = findings.iter().any(|one| {
+        one["level"] == level
+            && one["subject"] == subject
+            && format!("{} {}", one["seen"].as_str().unwrap(), one["mend"].as_str().unwrap_or_default()).contains(words)
+    });
+    assert!(found, "no {level} of {subject} with {words:?}: {findings:#?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn doctor_reports_each_kubernetes_fault_and_goes_on() {
+    let mut server = ApiServer::start().await;
+    server.put("inferencepools", pool("p", &json!({"app": "vllm"}), &[8000]));
+    server.put("pods", vllm("a", "127.0.0.1"));
+    let mut starting = vllm("starting", "10.0.0.2");
+    starting["status"]["conditions"][1] = json!({"type": "Ready", "status": "False", "reason": "ContainersNotReady"});
+    server.put("pods", starting);
+    server.put("pods", pod("encoder", "10.0.0.3", &json!({"app": "vllm", "llm-d.ai/role": "encode"})));
+    server.put("pods", vllm("odd", "010.000.001.007"));
+    let dir = tempfile::tempdir().unwrap();
+    let pools = json!([{"name": "p"}, {"name": "absent"}]);
+    let (code, findings) = doctor(dir.path(), &server.kubeconfig(TOKEN), &pools).await;
+    assert_eq!(code, 2);
+    has(&findings, "ok", "pool p", "4 pods, 1 worker");
+    has(
+        &findings,
+        "warning",
+        "pool p",
+        "1 of 4 pods not ready: inference/starting: its condition Ready is False (Contain",
+    );
+    has(&findings, "warning", "pool p", "pod inference/encoder: its role `encode`");
+    has(&findings, "warning", "pool p", "pod inference/odd cannot be read");
+    has(&findings, "ok", "pool p", "may list and watch");
+    has(&findings, "error", "pool absent", "there is no such InferencePool");
+    // The rest is examined as well, under the names of the pods.
+    has(&findings, "error", "pod inference/a", "the ports of the pool p");
+    has(&findings, "skipped", "Envoy", "admin page");
+    server.forbid_watch("pods", true);
+    server.forbid("inferencepools", true);
+    let (code, findings) = doctor(dir.path(), &server.kubeconfig(TOKEN), &pools).await;
+    assert_eq!(code, 2);
+    has(&findings, "error", "pool p", "add the verb to the Role");
+    has(&findings, "error", "pool p", "may not watch pods, list inferencepools.inference.networking.k8s.io, watch");
+    let (code, findings) = doctor(dir.path(), &server.kubeconfig("another-token"), &pools).await;
+    assert_eq!(code, 2);
+    has(&findings, "error", "pool p", "401 Unauthorized");
+    server.freeze();
+    let begun = tokio::time::Instant::now();
+    let (code, findings) = doctor(dir.path(), &server.kubeconfig(TOKEN), &pools).await;
+    assert_eq!(code, 2);
+    has(&findings, "error", "pool p", "no answer within 2 s");
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    server.stop().await;
+    let (code, findings) = doctor(dir.path(), &server.kubeconfig(TOKEN), &pools).await;
+    assert_eq!(code, 2);
+    has(&findings, "error", "pool p", "Connection refused");
+    has(&findings, "skipped", "Envoy", "admin page");
+}

@@ -46,6 +46,8 @@ const QUERIES: [&str; 9] = [
 /// The API group of InferencePools.
 const POOLS: &str = "inference.networking.k8s.io";
 
+const ACCESS_REVIEWS: &str = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews";
+
 /// Kinds beside the pools, with their API groups. Nobody may read them before they are allowed.
 pub(crate) const OPTIONAL: [&str; 4] = [
     "inferenceobjectives.llm-d.ai",
@@ -444,6 +446,9 @@ async fn answer(State(shared): State<Shared>, request: Request) -> Response {
         shared.cluster.lock().discoveries += 1;
         return ([(header::CONTENT_TYPE, "application/json")], page.to_string()).into_response();
     }
+    if path == ACCESS_REVIEWS && request.method() == Method::POST {
+        return review_access(&shared, request).await;
+    }
     let place = place(path).filter(|_| request.method() == Method::GET);
     let forbidden = || format!("forbidden: User \"u\" cannot {} {path}", request.method());
     let Some((namespace, kind)) = place else {
@@ -471,6 +476,26 @@ async fn answer(State(shared): State<Shared>, request: Request) -> Response {
     }
     drop(cluster);
     if asked.watch { watches(&shared, asked) } else { lists(&shared, &asked) }
+}
+
+/// Answers whether the client may list or watch a kind.
+async fn review_access(shared: &Shared, request: Request) -> Response {
+    let body = axum::body::to_bytes(request.into_body(), 65_536).await.unwrap();
+    let mut review: Value = serde_json::from_slice(&body).unwrap();
+    let wanted = &review["spec"]["resourceAttributes"];
+    let of = |key: &str| wanted[key].as_str().unwrap_or_default();
+    let kind = match of("group") {
+        "" | POOLS => of("resource").to_owned(),
+        group => format!("{}.{group}", of("resource")),
+    };
+    let cluster = shared.cluster.lock();
+    let is_allowed = match of("verb") {
+        "list" => !cluster.forbidden.contains(&kind),
+        "watch" => !cluster.forbidden.contains(&kind) && !cluster.unwatched.contains(&kind),
+        _ => false,
+    };
+    review["status"] = json!({"allowed": is_allowed});
+    (StatusCode::CREATED, [(header::CONTENT_TYPE, "application/json")], review.to_string()).into_response()
 }
 
 /// Of which namespace, and of which kind, a path lists the objects.

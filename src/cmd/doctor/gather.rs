@@ -9,10 +9,12 @@ use futures_util::{StreamExt as _, stream};
 use serde_json::json;
 use tokio::net::{TcpStream, UnixStream};
 
-use super::engine::facts::{Attached, Canary, ConfiguredCache, Met, OverdueStep, RankFacts, Told, WorkerFacts};
+use super::engine::facts::{
+    Attached, Canary, ConfiguredCache, Met, OverdueStep, RankFacts, Told, WorkerFacts, WorkerOrigin,
+};
 use super::progress::{OpenPart, Progress};
 use crate::app;
-use crate::config::{ApproximatePolicy, Config};
+use crate::config::{ApproximatePolicy, Config, WorkerSource};
 use crate::engine_client::{EngineClient, EngineError, EngineUrl, EventsOfRank, MetricsPage};
 use crate::intake::Model;
 use crate::kv_events::listen::{self, Ear, Heard};
@@ -61,8 +63,20 @@ impl Gatherer<'_> {
             let takes_over = |other: &&Worker| other.model == prefill.model && other.role != Role::Prefill;
             workers.iter().filter(takes_over).any(|other| other.endpoint.0.ip() != prefill.endpoint.0.ip())
         };
-        let examined = stream::iter(workers)
-            .map(async |worker| WorkerFacts { fetched_from_afar: from_afar(worker), ..self.worker(worker).await });
+        let origin = |worker: &Worker| match (self.config.worker_source(), &worker.name) {
+            (WorkerSource::Kubernetes(_), Some(name)) => {
+                let several = workers.iter().filter(|other| other.name == worker.name).count() > 1;
+                let port = if several { format!(":{}", worker.endpoint.0.port()) } else { String::new() };
+                let pool = worker.taints.iter().find_map(|taint| taint.strip_prefix("pool=")).unwrap_or_default();
+                WorkerOrigin::Pod { pod: format!("{name}{port}"), pool: pool.to_owned() }
+            }
+            _ => WorkerOrigin::Listed,
+        };
+        let examined = stream::iter(workers).map(async |worker| WorkerFacts {
+            origin: origin(worker),
+            fetched_from_afar: from_afar(worker),
+            ..self.worker(worker).await
+        });
         examined.buffered(AT_ONCE).collect().await
     }
 
@@ -83,6 +97,7 @@ impl Gatherer<'_> {
     /// A worker as it is configured.
     fn unknown(&self, worker: &Worker) -> WorkerFacts {
         WorkerFacts {
+            origin: WorkerOrigin::Listed,
             configured: self.configured(worker),
             sources_learned: false,
             windows: self.models.get(&worker.model).map(|model| model.windows).unwrap_or_default(),

@@ -6,13 +6,15 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::http;
 use http_body::Body as _;
 use kube::Resource as _;
-use kube::api::{ListParams, WatchParams};
+use kube::api::{ListParams, PostParams, WatchParams};
 use kube::client::Body;
 use kube::core::{ApiResource, DynamicObject, Request};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde_json::json;
 use serde_json::value::RawValue;
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout_at};
@@ -29,6 +31,8 @@ pub(super) const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 const MARGIN: Duration = Duration::from_secs(5);
 /// Objects in a page of a list.
 const PAGE_SIZE: u32 = 500;
+/// Each authenticated user may ask for its own rights.
+const ACCESS_REVIEWS: &str = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews";
 /// The longest `timeoutSeconds` that the library accepts.
 const MAX_WATCH_SECONDS: u64 = 290;
 
@@ -49,6 +53,18 @@ impl ObjectQuery {
             group => format!("{}.{group}", self.resource.plural),
         }
     }
+}
+
+/// A right that a request needs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ResourceAccess<'a> {
+    /// None: that of the credentials.
+    pub(super) namespace: Option<&'a str>,
+    pub(super) verb: &'static str,
+    pub(super) group: &'static str,
+    pub(super) resource: &'static str,
+    /// None: all objects.
+    pub(super) name: Option<&'a str>,
 }
 
 /// All objects of a query, and their version.
@@ -80,6 +96,7 @@ struct SharedClient {
     source: CredentialSource,
     /// After how long the API server ends a watch.
     silence: Duration,
+    deadline: Duration,
     current: Mutex<Option<CurrentConnection>>,
 }
 
@@ -92,13 +109,17 @@ struct CurrentConnection {
 
 impl ApiClient {
     pub(super) fn new(config: &KubernetesConfig) -> Self {
+        Self::with_deadline(config, config.silence.get() + MARGIN)
+    }
+
+    pub(super) fn with_deadline(config: &KubernetesConfig, deadline: Duration) -> Self {
         let (source, silence) = (CredentialSource::from(config), config.silence.get());
-        Self(Arc::new(SharedClient { source, silence, current: Mutex::default() }))
+        Self(Arc::new(SharedClient { source, silence, deadline, current: Mutex::default() }))
     }
 
     /// The longest time that a request, or an open watch, stays without a byte.
     pub(super) fn deadline(&self) -> Duration {
-        self.0.silence + MARGIN
+        self.0.deadline
     }
 
     /// The namespace of objects for which none is configured.
@@ -224,7 +245,11 @@ impl ApiClient {
             ApiRequest::Watch(parameters, version) => url.watch(parameters, version),
         };
         let request = request.map_err(|error| RequestFailure::Malformed(describe(&error)))?;
-        let sent = connection.client.send(request.map(Body::from)).await;
+        Self::exchange(&connection, request.map(Body::from)).await
+    }
+
+    async fn exchange(connection: &ApiConnection, request: http::Request<Body>) -> Result<Body, RequestFailure> {
+        let sent = connection.client.send(request).await;
         let response = sent.map_err(|error| RequestFailure::Transport(describe(&error)))?;
         let code = response.status().as_u16();
         if response.status().is_success() {
@@ -234,6 +259,38 @@ impl ApiClient {
         let text = response.into_body().collect_bytes().await.unwrap_or_default();
         let retry_after = retry_after.map(Duration::from_secs);
         Err(RequestFailure::Status { code, message: message(&text), retry_after })
+    }
+
+    /// Whether the credentials allow a request, as the API server says.
+    pub(super) async fn is_allowed(&self, access: &ResourceAccess<'_>) -> Result<bool, String> {
+        #[derive(Deserialize)]
+        struct Review {
+            status: ReviewStatus,
+        }
+        #[derive(Deserialize)]
+        struct ReviewStatus {
+            allowed: bool,
+        }
+        let review = async {
+            let connection = self.connection().await?;
+            let namespace = access.namespace.unwrap_or(&connection.namespace);
+            let ResourceAccess { verb, group, resource, name, .. } = access;
+            let attributes =
+                json!({"namespace": namespace, "verb": verb, "group": group, "resource": resource, "name": name});
+            let body = json!({
+                "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
+                "spec": {"resourceAttributes": attributes},
+            });
+            let request = Request::new(ACCESS_REVIEWS).create(&PostParams::default(), body.to_string().into_bytes());
+            let request = request.map_err(|error| describe(&error))?;
+            let body = Self::exchange(&connection, request.map(Body::from)).await.map_err(|error| error.to_string())?;
+            let bytes = body.collect_bytes().await.map_err(|error| describe(&error))?;
+            let review: Review = serde_json::from_slice(&bytes).map_err(|error| describe(&error))?;
+            Ok(review.status.allowed)
+        };
+        let deadline = self.deadline();
+        let answer = tokio::time::timeout(deadline, review).await;
+        answer.unwrap_or_else(|_| Err(RequestFailure::Timeout(deadline).to_string()))
     }
 
     async fn fail(&self, query: &ObjectQuery, verb: ApiVerb, failure: RequestFailure, sent: Instant) -> RequestError {

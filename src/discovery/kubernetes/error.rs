@@ -66,6 +66,25 @@ impl RequestError {
         }
     }
 
+    /// Whether two errors have one cause, which is logged once. An unreachable API server fails every request.
+    pub(super) fn has_cause_of(&self, other: &Self) -> bool {
+        use RequestFailure::{Credentials, Malformed, Status, Timeout, Transport};
+        match (&self.failure, &other.failure) {
+            (
+                Status { code: 500.., .. } | Transport(_) | Timeout(_),
+                Status { code: 500.., .. } | Transport(_) | Timeout(_),
+            ) => {
+                let is_certificate = |error: &Self| error.to_string().contains("certificate");
+                is_certificate(self) == is_certificate(other)
+            }
+            (Credentials(one), Credentials(two)) | (Malformed(one), Malformed(two)) => one == two,
+            (Status { code: one, .. }, Status { code: two, .. }) => {
+                one == two && (self.verb, &self.resource) == (other.verb, &other.resource)
+            }
+            _ => false,
+        }
+    }
+
     pub(super) fn failure_kind(&self) -> FailureKind {
         match &self.failure {
             RequestFailure::Status { code: 410, .. } => FailureKind::Expired,
@@ -75,6 +94,16 @@ impl RequestError {
             RequestFailure::Credentials(_) | RequestFailure::Timeout(_) | RequestFailure::Transport(_) => {
                 FailureKind::Unavailable(None)
             }
+        }
+    }
+}
+
+impl fmt::Display for RequestFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Status { code, message, .. } => write!(f, "{code} {message}"),
+            Self::Timeout(after) => write!(f, "no answer within {} s", after.as_secs()),
+            Self::Credentials(reason) | Self::Transport(reason) | Self::Malformed(reason) => f.write_str(reason),
         }
     }
 }
@@ -96,13 +125,10 @@ impl fmt::Display for RequestError {
             RequestFailure::Status { code: 404, .. } => {
                 write!(f, "404: {} is not installed; install its CustomResourceDefinition", self.kind)
             }
-            RequestFailure::Status { code, message, .. } => write!(f, "{code} {message}"),
-            RequestFailure::Timeout(after) => write!(f, "no answer within {} s", after.as_secs()),
             RequestFailure::Transport(reason) if reason.contains("certificate") => {
                 write!(f, "{reason}; the certificate authorities are{}", self.authority_file)
             }
-            RequestFailure::Transport(reason) | RequestFailure::Malformed(reason) => f.write_str(reason),
-            RequestFailure::Credentials(_) => Ok(()),
+            failure => failure.fmt(f),
         }
     }
 }
@@ -165,6 +191,19 @@ mod tests {
         for (failure, expected) in cases {
             assert_eq!(error(failure).to_string(), format!("{before}{expected}"));
         }
+    }
+
+    #[test]
+    fn one_cause_is_recognized_in_different_requests() {
+        let listed = |failure| RequestError { verb: ApiVerb::List, ..error(failure) };
+        let (reset, refused) = ("reset".to_owned(), "refused".to_owned());
+        let (reset, refused) = (RequestFailure::Transport(reset), RequestFailure::Transport(refused));
+        assert!(error(reset.clone()).has_cause_of(&listed(refused.clone())));
+        assert!(error(reset.clone()).has_cause_of(&listed(status(503, "unavailable"))));
+        assert!(!error(reset).has_cause_of(&error(status(403, "forbidden"))));
+        assert!(!error(status(403, "forbidden")).has_cause_of(&listed(status(403, "forbidden"))), "another verb");
+        let certificate = RequestFailure::Transport("invalid peer certificate".to_owned());
+        assert!(!error(certificate).has_cause_of(&error(refused)));
     }
 
     #[test]

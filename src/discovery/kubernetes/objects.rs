@@ -91,6 +91,8 @@ pub(super) struct Condition {
     #[serde(rename = "type")]
     pub(super) kind: String,
     pub(super) status: String,
+    pub(super) reason: Option<String>,
+    pub(super) message: Option<String>,
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -126,7 +128,7 @@ pub(super) const GROUPS: [&str; 2] = ["llm-d.ai", "inference.networking.x-k8s.io
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Kind {
     pub(super) kind: &'static str,
-    plural: &'static str,
+    pub(super) plural: &'static str,
 }
 
 pub(super) const OBJECTIVES: Kind = Kind { kind: "InferenceObjective", plural: "inferenceobjectives" };

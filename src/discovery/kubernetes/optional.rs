@@ -15,7 +15,7 @@ use tracing::{info, warn};
 use super::client::{ApiClient, ObjectQuery};
 use super::config::KubernetesConfig;
 use super::error::{ApiVerb, RequestError};
-use super::list_watch::RetryBackoff;
+use super::list_watch::{FailureKind, RetryBackoff};
 use super::objects::{GROUPS, Kind, OBJECTIVES, Objective, REWRITES, Rewrite};
 use super::reflector::{Reflector, WatchHealth, WatchUpdate};
 use super::rules::{self, Followed, Objects, OurPool, Rules};
@@ -136,6 +136,8 @@ struct KindWatch<'a> {
     config: &'a KubernetesConfig,
     kind: Kind,
     followed: Followed,
+    /// The error that was logged last.
+    reported_error: Option<RequestError>,
 }
 
 impl<'a> KindWatch<'a> {
@@ -147,7 +149,7 @@ impl<'a> KindWatch<'a> {
             error: None,
             unreadable: Vec::new(),
         };
-        Self { client, config, kind, followed }
+        Self { client, config, kind, followed, reported_error: None }
     }
 
     /// Watches for ever, and reports each change of the objects or of their condition.
@@ -180,7 +182,7 @@ impl<'a> KindWatch<'a> {
                     self.config.look_again()
                 }
                 Err(KindError::Failed(error)) => {
-                    self.set_error(Some(error.to_string()));
+                    self.set_error(Some(&error));
                     backoff.next_delay(None, rand::random())
                 }
             };
@@ -235,7 +237,7 @@ impl<'a> KindWatch<'a> {
                 self.set_error(None);
                 self.set_standing(followed_as(group));
             }
-            WatchHealth::Failed(error) => self.set_error(Some(error.to_string())),
+            WatchHealth::Failed(error) => self.set_error(Some(error)),
         }
     }
 
@@ -276,15 +278,20 @@ impl<'a> KindWatch<'a> {
         }
     }
 
-    fn set_error(&mut self, error: Option<String>) {
+    /// An API server that cannot be reached is logged by the watches of the pools.
+    fn set_error(&mut self, error: Option<&RequestError>) {
         let kind = self.followed.kind;
-        match &error {
-            Some(reason) if self.followed.error != error => {
+        self.followed.error = error.map(ToString::to_string);
+        match (error, &self.reported_error) {
+            (Some(error), Some(reported)) if error.has_cause_of(reported) => {}
+            (Some(error), _) if error.failure_kind() == FailureKind::Rejected => {
+                let reason = error.to_string();
                 warn!(kind, reason, "objects cannot be watched; the last known ones stay in use");
+                self.reported_error = Some(error.clone());
             }
-            _ => {}
+            (Some(_), _) => {}
+            (None, _) => self.reported_error = None,
         }
-        self.followed.error = error;
     }
 
     /// The condition, with the objects that cannot be read. Each of these is logged once.

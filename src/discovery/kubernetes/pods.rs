@@ -80,7 +80,30 @@ fn takes(pod: &Pod, is_used: bool) -> Takes {
     }
 }
 
-fn name(pod: &Pod) -> String {
+/// Why a pod takes no requests, apart from labels and annotations.
+pub(super) fn unready_reason(pod: &Pod) -> Option<String> {
+    let Some(status) = &pod.status else { return Some("it has no status yet".to_owned()) };
+    if pod.metadata.deletion_timestamp.is_some() {
+        return Some("it is being deleted".to_owned());
+    }
+    if status.phase != "Running" {
+        let phase = if status.phase.is_empty() { "unknown" } else { &status.phase };
+        return Some(format!("its phase is {phase}"));
+    }
+    match status.conditions.iter().find(|condition| condition.kind == "Ready") {
+        None => Some("it has no condition Ready".to_owned()),
+        Some(condition) if condition.status != "True" => {
+            let details = [&condition.reason, &condition.message].into_iter().flatten().cloned().collect::<Vec<_>>();
+            let details = if details.is_empty() { String::new() } else { format!(" ({})", details.join(": ")) };
+            Some(format!("its condition Ready is {}{details}", condition.status))
+        }
+        Some(_) if status.pod_ip.is_none() => Some("it has no podIP".to_owned()),
+        Some(_) => None,
+    }
+}
+
+/// Namespace and name.
+pub(super) fn name(pod: &Pod) -> String {
     let part = |part: &Option<String>| part.clone().unwrap_or_default();
     format!("{}/{}", part(&pod.metadata.namespace), part(&pod.metadata.name))
 }

@@ -48,6 +48,17 @@ impl Pods {
         self.store.apply(change);
     }
 
+    /// The number of pods.
+    pub(super) fn len(&self) -> usize {
+        self.store.objects().len() + self.store.unreadable().count()
+    }
+
+    /// The pods that take no requests, and why.
+    pub(super) fn unready(&self) -> Vec<(String, String)> {
+        let pods = self.store.objects().values();
+        pods.filter_map(|pod| Some((pods::name(pod), pods::unready_reason(pod)?))).collect()
+    }
+
     /// There is no such pool, or no longer. Returns whether that removes workers.
     pub(super) fn clear(&mut self) -> bool {
         let had_workers = !self.used.is_empty();

@@ -5,7 +5,6 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context as _;
 use futures_util::future::join_all;
 use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
@@ -13,13 +12,15 @@ use tokio::time::Instant;
 
 use super::client::{ApiClient, ObjectQuery};
 use super::config::{KubernetesConfig, PodsConfig};
+use super::error::RequestError;
+use super::inspect::inspect;
 use super::objects::{self, InferencePool, Pod};
 use super::pool::{Membership, Pods};
 use super::reflector::{Reflector, WatchHealth, WatchUpdate};
-use super::store::{ObjectChange, ObjectStore};
+use super::store::ObjectStore;
 use crate::discovery::config::WorkerConfig;
 use crate::discovery::found::{Found, tell};
-use crate::discovery::{ServedModel, Standing, resolve_each};
+use crate::discovery::{ServedModel, Standing};
 use crate::metrics::Metrics;
 use crate::worker::Worker;
 
@@ -56,27 +57,11 @@ pub async fn watch(
 
 /// Lists the workers once.
 pub async fn look(config: &KubernetesConfig, models: &[ServedModel]) -> anyhow::Result<Vec<Worker>> {
-    let client = ApiClient::new(config);
-    let mut all = Vec::new();
-    for pool in &config.pools {
-        let query = |resource| ObjectQuery { resource, namespace: pool.namespace.clone(), labels: None, fields: None };
-        let membership = match &pool.name {
-            Some(name) => {
-                let fields = Some(format!("metadata.name={name}"));
-                let query = ObjectQuery { fields, ..query(objects::inference_pools()) };
-                let found = client.list::<InferencePool>(&query).await?.objects.into_iter().next();
-                let found = found.with_context(|| format!("there is no InferencePool {}", pool.title()))?;
-                let found = found.object.map_err(|object| anyhow::anyhow!(object.describe("InferencePool")))?;
-                Membership::of(&found).with_context(|| format!("the InferencePool {} has no selector", pool.title()))?
-            }
-            None => Membership::configured(pool).unwrap_or_default(),
-        };
-        let query = ObjectQuery { labels: Some(membership.label_selector()), ..query(objects::pods()) };
-        let mut found = Pods::default();
-        found.apply(ObjectChange::Listed(client.list(&query).await?.objects));
-        all.extend(found.workers(&membership, pool, &config.labels).map(|(workers, _)| workers).unwrap_or_default());
+    let report = inspect(config, models, config.silence.get()).await;
+    match report.pools.iter().find_map(|pool| Some((pool, pool.failure.as_ref()?))) {
+        Some((pool, failure)) => anyhow::bail!("pool {}: {failure}", pool.title),
+        None => Ok(report.workers),
     }
-    Ok(resolve_each(all, models).0)
 }
 
 /// The next update; pending where there is no list and watch.
@@ -103,6 +88,8 @@ struct PoolWatch<'a> {
     /// Why the InferencePool selects no pods, and whether that removed workers.
     pool_problem: Option<(String, bool)>,
     inference_pools: ObjectStore<InferencePool>,
+    /// The error that was logged last, until all works again.
+    reported_error: Option<RequestError>,
     found: Pods,
     standing: Standing,
     odd: Vec<String>,
@@ -125,6 +112,7 @@ impl<'a> PoolWatch<'a> {
             membership: None,
             pool_problem: None,
             inference_pools: ObjectStore::default(),
+            reported_error: None,
             found: Pods::default(),
             standing: Standing::new(format!("kubernetes {}", pool.title()), metrics),
             odd: Vec::new(),
@@ -190,13 +178,19 @@ impl<'a> PoolWatch<'a> {
         let pools = self.pools.as_ref().map_or(&WatchHealth::Up, Reflector::health);
         let pods = self.pods.as_ref().map_or(&none, Reflector::health);
         match (pools, &self.pool_problem, pods) {
-            (WatchHealth::Failed(error), ..) => self.standing.bad(&error.to_string()),
+            (WatchHealth::Failed(error), ..) | (_, None, WatchHealth::Failed(error)) => {
+                if !self.reported_error.as_ref().is_some_and(|reported| error.has_cause_of(reported)) {
+                    self.standing.bad(&error.to_string());
+                    self.reported_error = Some(error.clone());
+                }
+                return;
+            }
             (_, Some((problem, true)), _) => self.standing.removed(problem),
             (_, Some((problem, false)), _) => self.standing.bad(problem),
-            (_, None, WatchHealth::Failed(error)) => self.standing.bad(&error.to_string()),
             (WatchHealth::Up, None, WatchHealth::Up) => self.standing.good(),
-            _ => {}
+            _ => return,
         }
+        self.reported_error = None;
     }
 
     /// Selects other pods. The known ones stay until the others are listed.

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use super::facts::{WorkerFacts, why};
+use super::facts::{WorkerFacts, WorkerOrigin, why};
 use crate::app;
 use crate::cmd::doctor::finding::{At, Finding};
 use crate::engine_client::{CacheConfig, EngineError};
@@ -95,7 +95,7 @@ fn capacity(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
     let size = facts.worker.block_size;
     let theirs = app::learned(facts.worker.endpoint, caches, &[]).blocks_of(size)?;
     let at = At::new("engine.capacity", facts.subject());
-    let mend = format!("write `total_kv_blocks: {theirs}` for worker {}", facts.worker.id);
+    let mend = format!("write `total_kv_blocks: {theirs}` for {}", facts.section());
     let has = format!("the engine has {theirs} blocks of {} tokens per rank", size.0);
     let is_learned = facts.worker.capacity.total_kv_blocks.is_some();
     Some(match facts.configured.total_kv_blocks {
@@ -127,12 +127,16 @@ fn ranks(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
     let size = last - first + 1;
     let begins =
         if ours.start == first { String::new() } else { format!(" --data-parallel-start-rank {}", ours.start) };
+    let setting = match facts.origin {
+        WorkerOrigin::Listed => format!("data_parallel: {{start: {first}, size: {size}}}"),
+        WorkerOrigin::Pod { .. } => format!("ranks: {size}"),
+    };
     Some(at.error(
         seen,
         format!(
-            "write `data_parallel: {{start: {first}, size: {size}}}` for worker {}, or start the engine with \
-             `--data-parallel-size {}{begins}`",
-            facts.worker.id, ours.size
+            "write `{setting}` for {}, or start the engine with `--data-parallel-size {}{begins}`",
+            facts.section(),
+            ours.size
         ),
     ))
 }

@@ -61,8 +61,8 @@ fn usage(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary) -> Vec<Finding>
         _ => at.warning(
             seen,
             format!(
-                "see whether the cache of the engine behind worker {} is full, or keeps only a part of each prefix",
-                facts.worker.id
+                "see whether the cache of the engine of {} is full, or keeps only a part of each prefix",
+                facts.subject()
             ),
         ),
     };
@@ -81,7 +81,7 @@ fn counted(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary) -> Option<Fin
 }
 
 fn events(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary) -> Vec<Finding> {
-    let (subject, id) = (facts.rank_subject(rank.rank), facts.worker.id);
+    let subject = facts.rank_subject(rank.rank);
     let Some(source) = &rank.source else { return Vec::new() };
     let arrived = At::new("events.arrive", subject.clone());
     let Some((heard, stored)) = found(rank, canary) else {
@@ -97,7 +97,7 @@ fn events(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary) -> Vec<Finding
                 "the canary was answered, and its blocks did not come to {} within {:?} ({others} other messages did)",
                 source.endpoint, rank.patience
             ),
-            format!("see that the engine behind worker {id} publishes there: start it with `{}`", flag(source)),
+            format!("see that the engine of {subject} publishes there: start it with `{}`", flag(source)),
         )];
     };
     let mut findings = Vec::new();
@@ -107,7 +107,7 @@ fn events(facts: &WorkerFacts, rank: &RankFacts, canary: &Canary) -> Vec<Finding
                 "events come under the topic {:?}, and we ask for {:?}: none reaches us",
                 heard.topic, source.topic
             ),
-            format!("write `topic: \"{}\"` in the `kv_events` of worker {id}", heard.topic),
+            format!("write `topic: \"{}\"` in the `kv_events` of {}", heard.topic, facts.section()),
         ));
     }
     findings.extend(of_rank(facts, rank, heard));
@@ -128,9 +128,10 @@ fn of_rank(facts: &WorkerFacts, rank: &RankFacts, heard: &Heard) -> Option<Findi
         At::new("events.rank", facts.rank_subject(rank.rank)).error(
             format!("the events are those of rank {named}, and are read as those of rank {}: all are dropped", rank.rank),
             format!(
-                "write `data_parallel: {{start: {named}, size: 1}}` for worker {}, or the endpoint of rank {} (vLLM adds the rank to \
+                "write `data_parallel: {{start: {named}, size: 1}}` for {}, or the endpoint of rank {} (vLLM adds the rank to \
                  the port)",
-                facts.worker.id, rank.rank
+                facts.section(),
+                rank.rank
             ),
         )
     })

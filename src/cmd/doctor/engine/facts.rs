@@ -12,9 +12,26 @@ use crate::worker::{Attach, BlockSize, DpRank, EventSource, ModelName, Worker};
 /// A question to an engine, answered or not.
 pub type Told<T> = Result<T, EngineError>;
 
+/// The place where the configuration describes a worker.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum WorkerOrigin {
+    /// An entry of its own.
+    #[default]
+    Listed,
+    /// The `worker` section of a pool, for all of its pods.
+    Pod {
+        /// Namespace and name, and the port where the pod has several workers.
+        pod: String,
+        /// The pool.
+        pool: String,
+    },
+}
+
 /// One worker, looked at.
 #[derive(Clone, Debug)]
 pub struct WorkerFacts {
+    /// Where the configuration describes it.
+    pub origin: WorkerOrigin,
     /// As it is configured, and what it says of itself where nothing is.
     pub worker: Worker,
     /// The settings of its cache that the configuration gives.
@@ -132,12 +149,37 @@ pub struct Canary {
 impl WorkerFacts {
     /// The worker in a word.
     pub fn subject(&self) -> String {
-        format!("worker {}", self.worker.id)
+        match &self.origin {
+            WorkerOrigin::Listed => format!("worker {}", self.worker.id),
+            WorkerOrigin::Pod { pod, .. } => format!("pod {pod}"),
+        }
     }
 
     /// One of its ranks in a word.
     pub fn rank_subject(&self, rank: DpRank) -> String {
-        if self.worker.ranks.size.get() == 1 { self.subject() } else { format!("worker {}/{rank}", self.worker.id) }
+        match (&self.origin, self.worker.ranks.size.get()) {
+            (_, 1) => self.subject(),
+            (WorkerOrigin::Listed, _) => format!("worker {}/{rank}", self.worker.id),
+            (WorkerOrigin::Pod { pod, .. }, _) => format!("pod {pod} rank {rank}"),
+        }
+    }
+
+    /// The part of the configuration that a fix changes.
+    pub fn section(&self) -> String {
+        match &self.origin {
+            WorkerOrigin::Listed => format!("worker {}", self.worker.id),
+            WorkerOrigin::Pod { pod, pool } => format!("`worker` of the pool {pool} (it describes pod {pod})"),
+        }
+    }
+
+    /// A key of `kv_events` with the value that leads to an endpoint: pods have only ports.
+    pub fn events_setting(&self, key: &str, endpoint: &str) -> String {
+        let port = endpoint.rsplit(':').next().unwrap_or("5557");
+        match (&self.origin, key) {
+            (WorkerOrigin::Listed, _) => format!("{key}: \"{endpoint}\""),
+            (WorkerOrigin::Pod { .. }, "endpoint") => format!("port: {port}"),
+            (WorkerOrigin::Pod { .. }, _) => format!("{key}_port: {port}"),
+        }
     }
 }
 

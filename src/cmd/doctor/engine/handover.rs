@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use serde_json::Value;
 
-use super::facts::{Met, WorkerFacts, why};
+use super::facts::{Met, WorkerFacts, WorkerOrigin, why};
 use crate::cmd::doctor::finding::{At, Finding};
 use crate::engine_client::EngineError;
 
@@ -16,10 +16,13 @@ pub(super) fn check(facts: &WorkerFacts) -> Vec<Finding> {
 fn meeting(facts: &WorkerFacts) -> Option<Finding> {
     let at = At::new("engine.bootstrap", facts.subject());
     let (host, port) = facts.worker.meeting_place();
+    let setting = match facts.origin {
+        WorkerOrigin::Listed => "bootstrap: {host: .., port: ..}",
+        WorkerOrigin::Pod { .. } => "bootstrap_port: ..",
+    };
     let mend = format!(
-        "start the engine with `--disaggregation-mode prefill --disaggregation-bootstrap-port {port}`, or write `bootstrap: {{host: \
-         .., port: ..}}` for worker {}",
-        facts.worker.id
+        "start the engine with `--disaggregation-mode prefill --disaggregation-bootstrap-port {port}`, or write `{setting}` for {}",
+        facts.section()
     );
     Some(match facts.met.as_ref()? {
         Met::Somebody => at.ok(format!("decode workers can meet it at port {port} of {host}")),

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use super::facts::{WorkerFacts, why};
+use super::facts::{WorkerFacts, WorkerOrigin, why};
 use crate::cmd::doctor::finding::{At, Finding};
 use crate::engine_client::{EngineError, EngineModel};
 use crate::settings::Period;
@@ -29,14 +29,23 @@ fn reachable(facts: &WorkerFacts) -> Finding {
         Ok(()) | Err(EngineError::NotOffered(_)) => at.ok(format!("{endpoint} answers")),
         Err(error) if is_there(facts) => at.error(
             format!("{endpoint} says that it is not well: {}", why(error)),
-            "look in the engine's log; until it is well write `draining: true` for this worker",
+            match facts.origin {
+                WorkerOrigin::Listed => "look in the engine's log; until it is well write `draining: true` for this worker",
+                WorkerOrigin::Pod { .. } => "look in the engine's log; its readiness probe should fail until it is well",
+            },
         ),
         Err(error) => at.error(
             format!("{endpoint} does not answer: {}", why(error)),
-            format!(
-                "start the engine there, or write its `--host` and `--port` as `endpoint` of worker {}",
-                facts.worker.id
-            ),
+            match &facts.origin {
+                WorkerOrigin::Listed => format!(
+                    "start the engine there, or write its `--host` and `--port` as `endpoint` of worker {}",
+                    facts.worker.id
+                ),
+                WorkerOrigin::Pod { pod, pool } => format!(
+                    "look in the log of the pod {pod}, and compare the port of its engine with the ports of the pool {pool}; its \
+                     readiness probe should fail while the engine does not answer"
+                ),
+            },
         ),
     }
 }
@@ -52,7 +61,8 @@ fn overdue(facts: &WorkerFacts) -> Option<Finding> {
 
 fn model(facts: &WorkerFacts) -> Option<Finding> {
     let at = At::new("engine.model", facts.subject());
-    let (id, name) = (facts.worker.id, facts.worker.model.as_str());
+    let name = facts.worker.model.as_str();
+    let section = facts.section();
     let served = match &facts.models {
         Ok(models) => models,
         Err(error) if error.is_denied() => {
@@ -72,7 +82,7 @@ fn model(facts: &WorkerFacts) -> Option<Finding> {
     Some(at.error(
         format!("it serves {names}, and is listed with {name}: every request is a 404"),
         format!(
-            "start the engine with `--served-model-name {name}`, or write `model: {other}` for worker {id} and the same `name` \
+            "start the engine with `--served-model-name {name}`, or write `model: {other}` for {section} and the same `name` \
              under `models`"
         ),
     ))
@@ -114,8 +124,9 @@ fn adapters(facts: &WorkerFacts) -> Vec<Finding> {
         findings.push(at().error(
             format!("it is listed with {names}, which it has not loaded: such requests are a 404"),
             format!(
-                "start the engine with `--enable-lora --lora-modules {}=..`, or take it out of the `adapters` of worker {}",
-                absent[0], worker.id
+                "start the engine with `--enable-lora --lora-modules {}=..`, or take it out of the `adapters` of {}",
+                absent[0],
+                facts.section()
             ),
         ));
     }
@@ -123,7 +134,7 @@ fn adapters(facts: &WorkerFacts) -> Vec<Finding> {
         let names = unlisted.join(", ");
         findings.push(at().warning(
             format!("it serves {names}, of which our configuration does not know that this worker has them"),
-            format!("write `adapters: [{names}]` for the model {} and for worker {}", worker.model, worker.id),
+            format!("write `adapters: [{names}]` for the model {} and for {}", worker.model, facts.section()),
         ));
     }
     if findings.is_empty() && !(served.is_empty() && worker.adapters.is_empty()) {

@@ -1,7 +1,7 @@
 //! Where events are published against where we listen: what is off, what is in the wrong place, and the trap of two sides
 //! that both wait, or both call.
 
-use super::facts::{Attached, RankFacts, WorkerFacts};
+use super::facts::{Attached, RankFacts, WorkerFacts, WorkerOrigin};
 use crate::cmd::doctor::finding::{At, Finding};
 use crate::engine_client::EventsOfRank;
 use crate::worker::{Attach, EventSource};
@@ -73,16 +73,17 @@ fn binds(endpoint: &str) -> bool {
 
 fn unlisted(facts: &WorkerFacts, rank: &RankFacts, publisher: Option<&EventsOfRank>) -> Finding {
     let at = At::new("events.configured", facts.rank_subject(rank.rank));
-    let id = facts.worker.id;
+    let section = facts.section();
     match publisher.filter(|publisher| publisher.enabled) {
         Some(EventsOfRank { endpoint, replay_endpoint, topic, .. }) => {
             let attach = if binds(endpoint) { "" } else { ", attach: bind" };
-            let replay = replay_endpoint.as_ref().map(|replay| format!(", replay: \"{}\"", as_we_write(facts, replay)));
+            let replay = replay_endpoint.as_ref();
+            let replay = replay.map(|replay| format!(", {}", facts.events_setting("replay", &as_we_write(facts, replay))));
             at.warning(
                 format!("the engine publishes its events at {endpoint}, and our configuration has no `kv_events` for it"),
                 format!(
-                    "write `kv_events: {{endpoint: \"{}\", topic: \"{topic}\"{attach}{}}}` for worker {id}",
-                    as_we_write(facts, endpoint),
+                    "write `kv_events: {{{}, topic: \"{topic}\"{attach}{}}}` for {section}",
+                    facts.events_setting("endpoint", &as_we_write(facts, endpoint)),
                     replay.unwrap_or_default()
                 ),
             )
@@ -91,10 +92,9 @@ fn unlisted(facts: &WorkerFacts, rank: &RankFacts, publisher: Option<&EventsOfRa
             "no KV events: what its cache holds is guessed from what was sent to it",
             format!(
                 "start the engine with `--kv-events-config '{{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\", \"endpoint\": \
-                 \"tcp://*:5557\", \"replay_endpoint\": \"tcp://*:5558\"}}'`, and write `kv_events: {{endpoint: \"{}\", replay: \"{}\"}}` \
-                 for worker {id}",
-                as_we_write(facts, "tcp://*:5557"),
-                as_we_write(facts, "tcp://*:5558")
+                 \"tcp://*:5557\", \"replay_endpoint\": \"tcp://*:5558\"}}'`, and write `kv_events: {{{}, {}}}` for {section}",
+                facts.events_setting("endpoint", &as_we_write(facts, "tcp://*:5557")),
+                facts.events_setting("replay", &as_we_write(facts, "tcp://*:5558"))
             ),
         ),
     }
@@ -107,7 +107,7 @@ fn attached(
     publisher: Option<&EventsOfRank>,
 ) -> Option<Finding> {
     let at = At::new("events.attached", facts.rank_subject(rank.rank));
-    let id = facts.worker.id;
+    let section = facts.section();
     if silent(facts, rank) {
         return Some(At::new("events.published", facts.rank_subject(rank.rank)).error(
             format!("the engine says that it publishes no KV events, and we listen at {}", source.endpoint),
@@ -115,7 +115,8 @@ fn attached(
         ));
     }
     let connect = |endpoint: &str| {
-        format!("write `attach: connect` and `endpoint: \"{endpoint}\"` in the `kv_events` of worker {id}")
+        let setting = facts.events_setting("endpoint", endpoint);
+        format!("write `attach: connect` and `{setting}` in the `kv_events` of {section}")
     };
     let endpoint = &source.endpoint;
     Some(match rank.attached.as_ref()? {
@@ -153,13 +154,16 @@ fn refused(
     (source, why): (&EventSource, &str),
     publisher: Option<&EventsOfRank>,
 ) -> Finding {
-    let (id, endpoint) = (facts.worker.id, &source.endpoint);
+    let (section, endpoint) = (facts.section(), &source.endpoint);
     let seen = format!("nobody listens at {endpoint} ({why})");
     let theirs = publisher.map(|publisher| publisher.endpoint.as_str()).filter(|theirs| !theirs.is_empty());
     match theirs {
         Some(theirs) if binds(theirs) => at.error(
             format!("{seen}; the engine publishes at {theirs}"),
-            format!("write `endpoint: \"{}\"` in the `kv_events` of worker {id}", as_we_write(facts, theirs)),
+            format!(
+                "write `{}` in the `kv_events` of {section}",
+                facts.events_setting("endpoint", &as_we_write(facts, theirs))
+            ),
         ),
         Some(theirs) => {
             let listed = match facts.sources_learned {
@@ -171,12 +175,23 @@ fn refused(
                     "{seen}; the engine was told {theirs}, and vLLM connects unless its endpoint holds `*` or `::`: both sides \
                      wait for the other to listen"
                 ),
-                format!("start the engine with `{}`, or write {listed} of worker {id}", flag(source)),
+                match facts.origin {
+                    WorkerOrigin::Listed => {
+                        format!("start the engine with `{}`, or write {listed} of {section}", flag(source))
+                    }
+                    WorkerOrigin::Pod { .. } => format!("start the engine with `{}`", flag(source)),
+                },
             )
         }
         None => at.error(
             format!("{seen}; vLLM connects unless its endpoint holds `*` or `::`, and then both sides call and nobody listens"),
-            format!("start the engine with `{}`; or, where the engine is to connect, write `attach: bind` in the `kv_events` of worker {id}", flag(source)),
+            match facts.origin {
+                WorkerOrigin::Listed => format!(
+                    "start the engine with `{}`; or, where the engine is to connect, write `attach: bind` in the `kv_events` of {section}",
+                    flag(source)
+                ),
+                WorkerOrigin::Pod { .. } => format!("start the engine with `{}`", flag(source)),
+            },
         ),
     }
 }
@@ -188,22 +203,28 @@ fn replay(
     publisher: Option<&EventsOfRank>,
 ) -> Option<Finding> {
     let at = At::new("events.replay", facts.rank_subject(rank.rank));
-    let id = facts.worker.id;
+    let section = facts.section();
     let theirs = publisher.and_then(|publisher| publisher.replay_endpoint.as_deref());
     match (&source.replay, rank.replay, theirs) {
         (Some(ours), Some(Some(_)), _) => Some(at.ok(format!("{ours} answers"))),
         (Some(ours), Some(None), Some(theirs)) if as_we_write(facts, theirs) != *ours => Some(at.error(
             format!("{ours} does not answer, and the engine's replay endpoint is {theirs}: lost batches stay lost"),
-            format!("write `replay: \"{}\"` in the `kv_events` of worker {id}", as_we_write(facts, theirs)),
+            format!(
+                "write `{}` in the `kv_events` of {section}",
+                facts.events_setting("replay", &as_we_write(facts, theirs))
+            ),
         )),
         (Some(ours), Some(None), _) => Some(at.error(
             format!("{ours} does not answer: batches that get lost stay lost, and so does everything before our start"),
-            format!("start the engine with `{}`, or take `replay` away from worker {id}", flag(source)),
+            format!("start the engine with `{}`, or take `replay` away from {section}", flag(source)),
         )),
         (Some(_), None, _) => None,
         (None, _, Some(theirs)) => Some(at.warning(
             format!("the engine repeats lost batches at {theirs}, and nobody asks it"),
-            format!("write `replay: \"{}\"` in the `kv_events` of worker {id}", as_we_write(facts, theirs)),
+            format!(
+                "write `{}` in the `kv_events` of {section}",
+                facts.events_setting("replay", &as_we_write(facts, theirs))
+            ),
         )),
         (None, ..) => {
             let with = EventSource { replay: Some("tcp://*:5558".to_owned()), ..source.clone() };
@@ -211,8 +232,9 @@ fn replay(
             Some(at.warning(
                 "no replay endpoint: batches that get lost stay lost, and so does everything before our start",
                 format!(
-                    "start the engine with `{}`, and write `replay: {ours}` in the `kv_events` of worker {id}",
-                    flag(&with)
+                    "start the engine with `{}`, and write `{}` in the `kv_events` of {section}",
+                    flag(&with),
+                    facts.events_setting("replay", &ours)
                 ),
             ))
         }

@@ -62,6 +62,7 @@ fn well() -> WorkerFacts {
         patience: Duration::from_secs(5),
     };
     WorkerFacts {
+        origin: WorkerOrigin::Listed,
         configured: ConfiguredCache { block_size: Some(worker.block_size), total_kv_blocks: None },
         worker,
         sources_learned: false,
@@ -105,6 +106,34 @@ fn only(level: Level, check: &str, words: &[&str], change: impl FnOnce(&mut Work
 fn of_a_worker_that_is_well_nothing_is_wrong() {
     assert_eq!(wrong(|_| {}), []);
     assert!(examine(&well()).iter().all(|one| one.level == Level::Ok));
+}
+
+/// A pod is described by its pool, which knows ports and no endpoints.
+#[test]
+fn pods_are_named_with_section_of_their_pool() {
+    let of_pod = |facts: &mut WorkerFacts| {
+        facts.origin = WorkerOrigin::Pod { pod: "inference/p1".to_owned(), pool: "p".to_owned() };
+    };
+    let mut facts = well();
+    of_pod(&mut facts);
+    facts.health = Err(EngineError::Timeout);
+    let finding = examine(&facts).into_iter().find(|one| one.level == Level::Error).unwrap();
+    assert_eq!(finding.subject, "pod inference/p1");
+    assert!(finding.mend.unwrap().contains("the ports of the pool p"));
+    let section = "`worker` of the pool p (it describes pod inference/p1)";
+    only(Level::Warning, "events.configured", &["write `kv_events: {port: 5557, ", section], |facts| {
+        of_pod(facts);
+        facts.ranks[0].source = None;
+    });
+    only(Level::Warning, "events.replay", &["write `replay_port: 5558` in the `kv_events`", section], |facts| {
+        of_pod(facts);
+        facts.ranks[0].source.as_mut().unwrap().replay = None;
+    });
+    only(Level::Error, "events.attached", &["publishes at tcp://*:6000", "write `port: 6000`", section], |facts| {
+        of_pod(facts);
+        facts.ranks[0].attached = Some(Attached::Refused("connection refused".to_owned()));
+        facts.publishers.as_mut().unwrap()[0].endpoint = "tcp://*:6000".to_owned();
+    });
 }
 
 #[test]
