@@ -141,7 +141,7 @@ impl ApiServer {
 
     /// Serves again where it was.
     pub(crate) async fn resume(&mut self) {
-        let listener = TcpListener::bind(self.address).await.unwrap();
+        let listener = bind(self.address).await;
         self.address = listener.local_addr().unwrap();
         let key = rustls::pki_types::PrivateKeyDer::try_from(self.certificate.signing_key.serialize_der()).unwrap();
         let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -319,6 +319,19 @@ fn key(kind: &str, object: &Value) -> (String, String, String) {
 fn base64(bytes: &[u8]) -> String {
     use base64::Engine as _;
     base64::engine::general_purpose::STANDARD.encode(bytes)
+}
+
+/// Waits while a connection of another test has the port.
+async fn bind(address: SocketAddr) -> TcpListener {
+    for _ in 0..100 {
+        match TcpListener::bind(address).await {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                tokio::time::sleep(Duration::from_millis(100)).await
+            }
+            bound => return bound.unwrap(),
+        }
+    }
+    panic!("{address} stays in use");
 }
 
 /// Accepts for ever; dropping it ends the connections with it.
