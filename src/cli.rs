@@ -122,7 +122,7 @@ pub struct ExplainArgs {
     /// The request's path; by default /v1/chat/completions, or /v1/completions where the body has a prompt
     #[arg(long)]
     pub path: Option<String>,
-    /// The pool that the request is confined to, where the gRPC call selects it: `confine.authority`, or metadata of Envoy
+    /// Pool of the request, as `confine.authority` or Envoy's dynamic metadata would select it
     #[arg(long, value_name = "POOL")]
     pub pool: Option<Arc<str>>,
     /// A header of the request; may be repeated

@@ -207,7 +207,7 @@ metrics! {
     workers_file_reloads: Family<OutcomeLabel, Counter> = outcomes(&["applied", "unchanged", "invalid"]);
     /// 1 while a source of workers can be read and watched, 0 otherwise
     discovery_up: Family<SourceLabel, Gauge> = Family::default();
-    /// When a source of workers was last known to work
+    /// Unix time, in seconds, at which a source of workers last worked
     discovery_success_timestamp_seconds: Family<SourceLabel, Gauge<f64, std::sync::atomic::AtomicU64>> = Family::default();
     /// Writes of Envoy's endpoint file, by outcome: written, failed
     endpoint_file_writes: Family<OutcomeLabel, Counter> = outcomes(&["written", "failed"]);

@@ -128,12 +128,12 @@ impl Question {
         self.pool.clone().or_else(|| intake.pool_of(path, &|name: &str| self.header(name)))
     }
 
-    /// Replaces the model of the body as for a real request. The second value is the model that the client has asked for, if it was
+    /// Replaces the model of the body as for a real request. The second value is the model that the client requested, if it was
     /// replaced.
     pub fn rewrite(&self, intake: &Intake, pool: Option<&str>, body: Body) -> (Body, Option<String>) {
         let Body::Whole(bytes) = &body else { return (body, None) };
         match intake.rewrite(pool, &|name: &str| self.header(name), bytes, rand::random()) {
-            Some(rewritten) => (Body::Whole(rewritten.bytes), rewritten.asked),
+            Some(rewritten) => (Body::Whole(rewritten.bytes), rewritten.requested),
             None => (body, None),
         }
     }
@@ -187,10 +187,10 @@ async fn explain(admin: &Admin, asked: Request) -> Result<Response, Response> {
     let failed = |_| refusal(StatusCode::INTERNAL_SERVER_ERROR, "the question could not be read");
     let (question, path, seen) = read.map_err(failed)?.map_err(|wrong| refusal(StatusCode::BAD_REQUEST, &wrong))?;
     let pool = question.pool_for(&intake, &path);
-    let (body, asked_model) = question.rewrite(&intake, pool.as_deref(), seen);
+    let (body, requested_model) = question.rewrite(&intake, pool.as_deref(), seen);
     let taken = intake.take_for(pool, &path, &|name| question.header(name), &body).await;
     let mut explanation = admin.entrance.explain(taken.request, taken.session.as_ref());
-    explanation.asked_model = asked_model;
+    explanation.requested_model = requested_model;
     debug!(path, "explained: {}", explanation.sentence);
     Ok(if as_table { table::render(&explanation).into_response() } else { Json(explanation).into_response() })
 }

@@ -69,14 +69,14 @@ async fn offline(config: &Config, question: &Question) -> anyhow::Result<Explana
     let (path, headers) = (question.path_for(&body).to_owned(), |name: &str| question.header(name));
     let pool = question.pool_for(&parts.intake, &path);
     let seen = Question::seen(body, config.limits.body.bytes());
-    let (body, asked_model) = question.rewrite(&parts.intake, pool.as_deref(), seen);
+    let (body, requested_model) = question.rewrite(&parts.intake, pool.as_deref(), seen);
     let taken = match body {
         // Only the operator waits, so there is no deadline.
         Body::Whole(body) => parts.intake.take_now(pool, &path, &headers, &body),
         other => parts.intake.take_for(pool, &path, &headers, &other).await,
     };
     let explanation = parts.entrance.explain(taken.request, taken.session.as_ref());
-    Ok(Explanation { asked_model, ..explanation })
+    Ok(Explanation { requested_model, ..explanation })
 }
 
 fn offline_table(explanation: &Explanation) -> String {

@@ -188,8 +188,8 @@ fn unconfined(config: &Config, workers: &[Worker]) -> Option<Advice> {
     (pools.len() > 1 && config.confine.is_empty()).then(|| Advice {
         subject: "confine".to_owned(),
         seen: format!(
-            "the workers are of the pools {}, and `confine` is empty: a request may go to a worker of another pool than its route \
-             names",
+            "the workers belong to the pools {}, and `confine` is empty: a request may be routed to a worker of another pool than \
+             that of its route",
             names.join(", ")
         ),
         mend: "give each pool a Service in front of warmroute and write `confine: {authority: {<service>.<namespace>: <pool>}}`, or \

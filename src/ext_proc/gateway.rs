@@ -12,32 +12,31 @@ pub struct GatewayTraits {
     shows_upstream_time: Arc<AtomicBool>,
 }
 
-/// Whether the source of a response is known.
+/// Result of attributing a response to Envoy or to the worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Attribution {
+pub(super) enum ResponseAttribution {
     /// As far as a response can show it.
     Known,
-    /// A 503 may be of Envoy or of the worker. It counts as a response of the worker: an overloaded worker rests, and it is not
-    /// ejected.
+    /// A 503 of Envoy or of the worker. It counts as a response of the worker, which is marked overloaded and not ejected.
     Undecided,
 }
 
 impl GatewayTraits {
-    /// Decides the source of an ambiguous response. A gateway that has shown `x-envoy-upstream-service-time` before made a 503 without
-    /// it by itself.
-    pub(super) fn attribute(&self, head: &mut ResponseHead) -> Attribution {
+    /// Decides the source of an ambiguous response. After a response with `x-envoy-upstream-service-time`, a 503
+    /// without it comes from Envoy.
+    pub(super) fn attribute(&self, head: &mut ResponseHead) -> ResponseAttribution {
         if head.has_upstream_time {
             self.shows_upstream_time.store(true, Ordering::Relaxed);
         }
         if head.from != AnsweredBy::Ambiguous {
-            return Attribution::Known;
+            return ResponseAttribution::Known;
         }
         if self.shows_upstream_time.load(Ordering::Relaxed) {
             head.from = AnsweredBy::Envoy;
-            return Attribution::Known;
+            return ResponseAttribution::Known;
         }
         head.from = AnsweredBy::Unknown;
-        Attribution::Undecided
+        ResponseAttribution::Undecided
     }
 }
 
@@ -53,18 +52,18 @@ mod tests {
     fn missing_header_proves_envoy_only_where_shown_before() {
         let gateway = GatewayTraits::default();
         let mut unmarked = response(AnsweredBy::Ambiguous, false);
-        assert_eq!(gateway.attribute(&mut unmarked), Attribution::Undecided);
+        assert_eq!(gateway.attribute(&mut unmarked), ResponseAttribution::Undecided);
         assert_eq!(unmarked.from, AnsweredBy::Unknown);
 
         let mut marked = response(AnsweredBy::Unknown, true);
-        assert_eq!(gateway.clone().attribute(&mut marked), Attribution::Known);
+        assert_eq!(gateway.clone().attribute(&mut marked), ResponseAttribution::Known);
         assert_eq!(marked.from, AnsweredBy::Unknown);
 
         let mut unmarked = response(AnsweredBy::Ambiguous, false);
-        assert_eq!(gateway.attribute(&mut unmarked), Attribution::Known);
+        assert_eq!(gateway.attribute(&mut unmarked), ResponseAttribution::Known);
         assert_eq!(unmarked.from, AnsweredBy::Envoy);
 
         let mut elsewhere = response(AnsweredBy::Ambiguous, false);
-        assert_eq!(GatewayTraits::default().attribute(&mut elsewhere), Attribution::Undecided);
+        assert_eq!(GatewayTraits::default().attribute(&mut elsewhere), ResponseAttribution::Undecided);
     }
 }

@@ -87,7 +87,7 @@ impl Pipeline {
         &self.prefills
     }
 
-    /// Which requests are confined to which pool.
+    /// The rules that confine requests to pools.
     pub(super) fn confine(&self) -> &ConfineConfig {
         self.intake.confine()
     }
@@ -215,7 +215,7 @@ impl Pipeline {
         self.metrics.rewritten_models.inc();
         let served = rewritten.served;
         inbound.body = Body::Whole(rewritten.bytes.clone());
-        Some(Edit { body: rewritten.bytes, restore: rewritten.asked.map(|asked| Renamed { served, asked }) })
+        Some(Edit { body: rewritten.bytes, restore: rewritten.requested.map(|asked| Renamed { served, asked }) })
     }
 
     /// The endpoints that a conformance test wants the choice to be among.

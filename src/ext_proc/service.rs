@@ -129,11 +129,11 @@ impl Kept {
     /// Logs once that the gateway does not show whether it or a worker has sent a 503.
     pub(super) fn warn_of_undecided_source(&self) {
         if self.warned_of_undecided.swap(true, Ordering::Relaxed) {
-            return debug!("a 503 does not show its source");
+            return debug!("source of a 503 unknown");
         }
         warn!(
-            "a 503 does not show whether the worker or Envoy has sent it: it has neither attributes nor \
-             x-envoy-upstream-service-time. Such a worker counts as overloaded, and an unreachable one is not ejected. Set \
+            "source of a 503 unknown: the response has neither ext_proc attributes nor x-envoy-upstream-service-time. \
+             warmroute marks the worker as overloaded and does not eject it. Set \
              `response_attributes: [upstream.address, response.flags]` of the ext_proc filter, or `headers.enableEnvoyHeaders: true` \
              of Envoy Gateway's ClientTrafficPolicy"
         );
@@ -175,8 +175,8 @@ impl Service {
         Self { live: Arc::new(live), kept }
     }
 
-    async fn run(self, mut incoming: Streaming<Asked>, replies: Replies, caller: Caller) -> Result<(), Status> {
-        let filter = caller.filter;
+    async fn run(self, mut incoming: Streaming<Asked>, replies: Replies, call: CallMetadata) -> Result<(), Status> {
+        let filter = call.filter;
         let Some(first) = self.kept.receive(&mut incoming).await? else { return Ok(()) };
         let first = Incoming::read(first);
         if filter == Filter::Retry {
@@ -190,9 +190,9 @@ impl Service {
             probed_as: (filter == Filter::Probed).then(|| format!("{:016x}", rand::random::<u64>())),
             sampled,
             request_id: format!("{:032x}", rand::random::<u128>()),
-            pool: self.pool_of(caller.authority.as_ref()),
+            pool: self.pool_of(call.authority.as_ref()),
         };
-        Stream::new(self.kept, self.live, (incoming, replies), start, caller.gateway).run(first).await
+        Stream::new(self.kept, self.live, (incoming, replies), start, call.gateway).run(first).await
     }
 
     /// The pool of a call, by its authority.
@@ -262,14 +262,14 @@ impl Drop for Counted<'_> {
 }
 
 /// The properties of a call that are known before its first message.
-struct Caller {
+struct CallMetadata {
     filter: Filter,
     /// The authority of the call, as the HTTP/2 listener accepts it.
     authority: Option<Authority>,
     gateway: GatewayTraits,
 }
 
-impl Caller {
+impl CallMetadata {
     fn of<T>(request: &Request<T>) -> Self {
         Self {
             filter: Filter::of(request.metadata()),
@@ -309,8 +309,8 @@ impl StreamingService<Asked> for Service {
     type Future = Ready<Result<Response<Replying>, Status>>;
 
     fn call(&mut self, request: Request<Streaming<Asked>>) -> Self::Future {
-        let caller = Caller::of(&request);
+        let call = CallMetadata::of(&request);
         let service = self.clone();
-        ready(Ok(Response::new(Replying::new(|replies| service.run(request.into_inner(), replies, caller)))))
+        ready(Ok(Response::new(Replying::new(|replies| service.run(request.into_inner(), replies, call)))))
     }
 }

@@ -11,7 +11,7 @@ use tonic::{Code, Status, Streaming};
 
 use super::exchange::{Effect, Exchange, Inbound, Start};
 use super::first_tokens::Awaited;
-use super::gateway::{Attribution, GatewayTraits};
+use super::gateway::{GatewayTraits, ResponseAttribution};
 use super::held::Share;
 use super::message::{Incoming, Message};
 use super::pipeline::Routed;
@@ -210,7 +210,7 @@ impl Stream {
         self.exchange.hear(incoming.told);
         let Some(mut message) = incoming.message else { return Ok(()) };
         if let Message::ResponseHeaders { head, .. } = &mut message
-            && self.gateway.attribute(head) == Attribution::Undecided
+            && self.gateway.attribute(head) == ResponseAttribution::Undecided
         {
             self.kept.warn_of_undecided_source();
         }

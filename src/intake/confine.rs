@@ -1,5 +1,5 @@
-//! Which requests are for the workers of one pool only: by the authority of the gRPC call, by a header that the gateway sets, or by
-//! their host and path. The most special rule counts, as in the routes of gateways: by the host first, and then by the longest path.
+//! Confines requests to the workers of one pool, by the authority of the gRPC call, by a header that the gateway sets, or by
+//! host and path. The most special rule counts, as in the routes of gateways: by the host first, and then by the longest path.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -164,7 +164,7 @@ impl ConfineRule {
 }
 
 impl Intake {
-    /// Which requests are confined to which pool.
+    /// The rules that confine requests to pools.
     pub fn confine(&self) -> &ConfineConfig {
         &self.parts.confine
     }

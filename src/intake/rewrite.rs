@@ -70,15 +70,15 @@ pub struct AskedModel<'a> {
     pub pool: Option<&'a str>,
 }
 
-/// A request body with another model than the client has asked for.
+/// A request body with another model than the client requested.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RewrittenBody {
     /// The body.
     pub bytes: Bytes,
     /// The model in the body.
     pub served: String,
-    /// The model that the client has asked for; `None` if the body named none.
-    pub asked: Option<String>,
+    /// The model that the client requested; `None` if the body named none.
+    pub requested: Option<String>,
 }
 
 impl Intake {
@@ -107,7 +107,7 @@ impl Intake {
         let served = chosen.filter(|name| !is_too_long(name))?.to_owned();
         // A body that is not a JSON object has no model; the engine refuses it.
         let bytes: Bytes = openai::edit::set_model(body, &served)?.into();
-        Some(RewrittenBody { bytes, served, asked })
+        Some(RewrittenBody { bytes, served, requested: asked })
     }
 }
 

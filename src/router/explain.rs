@@ -31,8 +31,8 @@ use telling::{Telling, unrouted};
 pub struct Explanation {
     /// The model that is asked for; none where any worker will do.
     pub model: Option<ModelName>,
-    /// The model that the client has asked for, if a rewrite replaced it by `model`.
-    pub asked_model: Option<String>,
+    /// The model that the client requested, if a rewrite replaced it by `model`.
+    pub requested_model: Option<String>,
     /// The class that it would wait in, where there is a queue.
     pub class: Option<Arc<str>>,
     /// Whether it would have to wait, because everybody it could go to is busy for that class. The choice is then the one

@@ -1,4 +1,4 @@
-//! What the call of a gateway shows beside its messages: the pool by its authority, and the source of a 503.
+//! Properties of a gateway's call beside its messages: the authority selects the pool, and headers show the source of a 503.
 
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::ExternalProcessorClient;
 use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, ProcessingResponse};
@@ -15,12 +15,12 @@ use crate::wire;
 const ENDPOINT: &str = "x-gateway-destination-endpoint";
 
 /// One exchange of a gateway.
-struct Call {
+struct GatewayExchange {
     sender: mpsc::UnboundedSender<ProcessingRequest>,
     replies: Streaming<ProcessingResponse>,
 }
 
-impl Call {
+impl GatewayExchange {
     /// Sends a request without a body, and returns the endpoint of its route.
     async fn start(mut gateway: ExternalProcessorClient<Channel>) -> (Self, String) {
         let (sender, receiver) = mpsc::unbounded_channel();
@@ -74,7 +74,7 @@ async fn authority_confines_requests_to_their_pool() {
         let gateway = site.gateway_with(authority).await;
         let mut open = Vec::new();
         for _ in 0..20 {
-            let (call, endpoint) = Call::start(gateway.clone()).await;
+            let (call, endpoint) = GatewayExchange::start(gateway.clone()).await;
             assert!(pool.contains(&&*endpoint), "{authority}: {endpoint}");
             // Open requests are load, so all workers of the pool are chosen.
             open.push((call, endpoint));
@@ -83,7 +83,7 @@ async fn authority_confines_requests_to_their_pool() {
     }
     let mut seen = Vec::new();
     for _ in 0..20 {
-        seen.push(Call::start(site.gateway.clone()).await);
+        seen.push(GatewayExchange::start(site.gateway.clone()).await);
     }
     for pool in [["192.168.1.1:8000", "192.168.1.3:8000"], ["192.168.1.2:8000", "192.168.1.4:8000"]] {
         assert!(seen.iter().any(|(_, endpoint)| pool.contains(&&**endpoint)), "an authority without pool: any worker");
@@ -98,7 +98,7 @@ async fn unmarked_503_ejects_no_worker() {
     written["overload"] = json!({"mark": "1ms"});
     let site = Site::start(&written).await;
     let unmarked = json!({":status": "503", "content-type": "text/plain"});
-    let respond = async |headers: &Value| Call::start(site.gateway.clone()).await.0.respond(headers).await;
+    let respond = async |headers: &Value| GatewayExchange::start(site.gateway.clone()).await.0.respond(headers).await;
     let out = async || {
         let page = site.page("metrics").await;
         let line = page.as_str().unwrap().lines().find(|line| line.starts_with("warmroute_workers_out")).unwrap();

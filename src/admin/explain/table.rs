@@ -64,7 +64,8 @@ pub fn render(explanation: &Explanation) -> String {
 fn heading(explanation: &Explanation) -> String {
     let Explanation { model, prompt_tokens, prompt_blocks, block_size, .. } = explanation;
     let model = model.as_ref().map_or("any model", |model| model.as_str());
-    let asked = explanation.asked_model.as_ref().map_or(String::new(), |asked| format!(" (rewritten from {asked})"));
+    let asked =
+        explanation.requested_model.as_ref().map_or(String::new(), |asked| format!(" (rewritten from {asked})"));
     let of = block_size.map_or(String::new(), |size| format!(" of {} tokens", size.tokens()));
     let mode = explanation.mode.as_str();
     let reason = explanation.reason.map_or(String::new(), |reason| format!(" ({})", reason.as_str()));

@@ -108,15 +108,15 @@ async fn rewrites_are_applied_as_for_requests() {
     let mut old = exact.clone();
     old["model"] = json!("old");
     let mut rewritten = pages.ask(&json!({ "body": old })).await;
-    assert_eq!((&of_m["model"], &of_m["asked_model"]), (&json!("m"), &Value::Null));
-    assert_eq!(rewritten["asked_model"].take(), "old");
+    assert_eq!((&of_m["model"], &of_m["requested_model"]), (&json!("m"), &Value::Null));
+    assert_eq!(rewritten["requested_model"].take(), "old");
     assert_eq!(rewritten, of_m);
     let (_, table) = pages.send(Method::POST, "text/plain", json!({ "body": old }).to_string()).await;
     assert!(table.contains("m (rewritten from old), 9 tokens"), "{table}");
 }
 
 #[tokio::test]
-async fn pool_of_the_question_confines_the_choice() {
+async fn pool_argument_confines_the_choice() {
     let pages = Pages::serve(true).await;
     let explained = pages.ask(&json!({ "body": EXACT, "pool": "p" })).await;
     let judged = &explained["phases"][0]["judged"];

@@ -25,7 +25,7 @@ impl<'f> Telling<'_, 'f> {
         let phases: Vec<_> = prefill.into_iter().chain([self.phase(&legs.decode, true)]).collect();
         Explanation {
             model: self.prepared.request.model.clone(),
-            asked_model: None,
+            requested_model: None,
             class: None,
             busy: self.seen.busy,
             mode: route.mode,
@@ -142,7 +142,7 @@ pub(super) fn unrouted(
     let prompt = &prepared.request.prompt;
     Explanation {
         model: prepared.request.model.clone(),
-        asked_model: None,
+        requested_model: None,
         class: None,
         busy: false,
         mode: Mode::Passthrough,

@@ -28,7 +28,7 @@ fn judged(id: u64, total: Option<f64>, excluded: Option<&str>) -> Judged {
 
 fn explanation(phases: Vec<PhaseExplained>) -> Explanation {
     Explanation {
-        asked_model: None,
+        requested_model: None,
         model: Some("m".into()),
         class: Some("default".into()),
         busy: true,
