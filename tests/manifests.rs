@@ -466,16 +466,16 @@ fn names_of_generated_resources_agree() {
         }
         for gateway in set.all("Gateway").filter_map(|gateway| gateway["spec"].get("infrastructure")) {
             let proxy = set.find("EnvoyProxy", &gateway["parametersRef"]["name"]);
-            let pools = set.all("InferencePool").map(|pool| {
+            let patches = proxy["spec"]["bootstrap"]["jsonPatches"].as_array().unwrap();
+            for pool in set.all("InferencePool") {
                 let name = pool["metadata"]["name"].as_str().unwrap();
                 let cluster = format!("envoy.clusters.endpointpicker_{name}_inference_ext_proc");
-                json!(format!("/layered_runtime/layers/0/static_layer/circuit_breakers.{cluster}.default.max_requests"))
-            });
-            let patches = proxy["spec"]["bootstrap"]["jsonPatches"].as_array().unwrap();
-            assert_eq!(
-                patches.iter().map(|patch| patch["path"].clone()).collect::<Vec<_>>(),
-                pools.collect::<Vec<_>>()
-            );
+                for limit in ["max_requests", "max_pending_requests"] {
+                    let key = format!("circuit_breakers.{cluster}.default.{limit}");
+                    let path = json!(format!("/layered_runtime/layers/0/static_layer/{key}"));
+                    assert!(patches.iter().any(|patch| patch["path"] == path), "{}: {path}", set.name);
+                }
+            }
             checked += 1;
         }
     }

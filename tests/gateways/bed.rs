@@ -54,6 +54,8 @@ impl Bed {
     pub(crate) fn warmroute(&self) -> Value {
         let mut config = telling(self.gateway.warmroute());
         config["listen"]["tcp"] = json!(local(self.port));
+        // The stack's endpoint file is for plain Envoy.
+        config["envoy"] = Value::Null;
         // A dead worker loses its prefixes with its event stream; here requests still choose it.
         config["index_trust"] = json!({"stale_credit": 1.0});
         config

@@ -1,14 +1,16 @@
 //! Limits and health: many streams at once, engines that are overloaded, and a worker that is dead.
 
+use std::process::Command;
+
 use futures_util::StreamExt as _;
 use futures_util::stream;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::bed::Bed;
 use crate::bursts::{Bursts, EVENTS, PACED};
 use crate::deployment::{Answered, PATIENCE, chat, essay, fast};
-use crate::generated::{ENVOY_AI_GATEWAY, ENVOY_GATEWAY, EnvoyConfig, Gateway, ISTIO_AS_GENERATED};
+use crate::generated::{ENVOY_AI_GATEWAY, ENVOY_GATEWAY, EnvoyConfig, Gateway, ISTIO_AS_GENERATED, ISTIO_BUFFERED};
 use crate::support::ports::until;
 
 /// More than the 1024 that Envoy allows by default.
@@ -56,6 +58,35 @@ async fn envoy_ai_gateway_serves_1300_streams_at_once() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn envoy_gateway_serves_1300_streams_at_once() {
     assert_eq!(failed(&open_streams(ENVOY_GATEWAY, ENVOY_GATEWAY.shipped()).await), 0);
+}
+
+/// What `warmroute doctor` reports of Envoy, as level and check.
+async fn findings(gateway: Gateway) -> Vec<(String, String)> {
+    let mut bed = Bed::engines(gateway, &[1, 2].map(fast)).await;
+    let mut warmroute = bed.warmroute();
+    warmroute["limits"] = json!({});
+    bed.start_router(&warmroute).await.unwrap();
+    bed.start_envoy(gateway.shipped()).await;
+    let mut doctor = Command::new(env!("CARGO_BIN_EXE_warmroute"));
+    doctor
+        .args(["doctor", "--json", "--no-canary", "--patience", "1s", "--config"])
+        .arg(bed.run_dir.join("warmroute.yaml"));
+    doctor.args(["--envoy-admin", &bed.standalone().admin_url("")]);
+    let output = tokio::task::spawn_blocking(move || doctor.output().unwrap()).await.unwrap();
+    let findings: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
+    let text = |finding: &Value, key: &str| finding[key].as_str().unwrap().to_owned();
+    let findings = findings["findings"].as_array().unwrap_or_else(|| panic!("{findings}")).iter();
+    findings.map(|finding| (text(finding, "level"), text(finding, "check"))).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn doctor_finds_no_fault_in_shipped_manifests() {
+    for gateway in [ISTIO_AS_GENERATED, ISTIO_BUFFERED, ENVOY_AI_GATEWAY, ENVOY_GATEWAY] {
+        let mut found = findings(gateway).await;
+        assert!(found.iter().any(|(_, check)| check.starts_with("envoy.")), "{found:?}");
+        found.retain(|(level, check)| check.starts_with("envoy.") && (level == "error" || level == "warning"));
+        assert_eq!(found, [], "{}", gateway.file);
+    }
 }
 
 /// How many of 12 responses with 503 come from each engine, and what warmroute makes of it.
