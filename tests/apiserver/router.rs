@@ -156,6 +156,15 @@ impl RouterProcess {
         self.wait_admin().await
     }
 
+    /// Runs another command of warmroute in the same pod; its exit code and output.
+    pub(crate) async fn run(&self, arguments: &[&str]) -> anyhow::Result<(i32, String)> {
+        let mut command = tokio::process::Command::from(clone_command(&self.command));
+        command.args(arguments).arg("--config").arg(self.dir.path().join("warmroute.yaml")).kill_on_drop(true);
+        let output = command.output().await?;
+        let text = [output.stdout, output.stderr].concat();
+        Ok((output.status.code().unwrap_or(-1), String::from_utf8_lossy(&text).into_owned()))
+    }
+
     /// Replaces the files of the service account.
     pub(crate) fn mount(&mut self, account: &MountedAccount) -> anyhow::Result<()> {
         self.volume.as_mut().context("no service account is mounted")?.write(account)
@@ -198,6 +207,13 @@ impl RouterProcess {
 
     pub(crate) async fn debug(&self, page: &str) -> anyhow::Result<Value> {
         Ok(serde_json::from_str(&self.page(&format!("debug/{page}")).await?)?)
+    }
+
+    /// `POST /debug/explain` for a completion of a model.
+    pub(crate) async fn explain(&self, model: &str) -> anyhow::Result<Value> {
+        let question = json!({"path": "/v1/completions", "headers": {}, "body": {"model": model, "prompt": "hello"}});
+        let url = format!("http://127.0.0.1:{}{}", self.admin, warmroute::admin::explain::PAGE);
+        Ok(self.http.post(url).json(&question).send().await?.json().await?)
     }
 
     /// Name and endpoint of each worker, with a `-` if it drains.

@@ -4,6 +4,7 @@ use crate::runner::{PlaneKind, TestCase};
 
 mod credentials;
 mod definitions;
+mod doctor;
 mod faults;
 mod manifests;
 mod network;
@@ -49,8 +50,9 @@ pub(crate) fn all() -> Vec<TestCase> {
     all.extend(cases![Shared, pools: ports_change, event_ports, selector_changes, pool_deleted]);
     all.extend(cases![
         Shared, objects: rights_granted_later, objectives_change, rewrites_change, rewrite_takes_effect,
-        objects_without_spec
+        objects_without_spec, explain_applies_rewrites
     ]);
+    all.extend(cases![Shared, doctor: absent_pool, unusable_pods, missing_rights, api_server_away]);
     all.extend(cases![Shared, manifests: shipped_manifests]);
     all.extend(cases![
         Definitions, definitions: pool_definition_installed_later, pool_definition_deleted, optional_definitions_change

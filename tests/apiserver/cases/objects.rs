@@ -105,3 +105,13 @@ pub(super) async fn objects_without_spec(plane: Arc<ControlPlane>) -> CaseResult
     router.wait_cluster("/canary").await?;
     Ok(format!("named and left out; the others count ({} ms), also after a restart", took.as_millis()))
 }
+
+pub(super) async fn explain_applies_rewrites(plane: Arc<ControlPlane>) -> CaseResult {
+    let (namespace, router) = start(&plane, RoleRules::WithOptionalKinds).await?;
+    namespace.create_of(REWRITES, &rewrite("canary", "old", "qwen2.5")).await?;
+    router.wait_cluster("/canary").await?;
+    let page = router.explain("old").await?;
+    let expected = router.explain("qwen2.5").await?;
+    ensure!(page["reason"] == expected["reason"] && page["reason"] != "unknown_model", "{page}, not {expected}");
+    Ok(format!("mode and reason of the target: {} {}", page["mode"], page["reason"]))
+}
