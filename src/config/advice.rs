@@ -178,20 +178,36 @@ fn confined(config: &Config, workers: &[Worker]) -> Vec<Advice> {
     nobody.map(advice).collect()
 }
 
-/// Several pools, and nothing that confines a request to one of them. Only Envoy's configuration shows whether it sends the dynamic
+/// Several pools, and requests that nothing confines to one of them. Only Envoy's configuration shows whether it sends the dynamic
 /// metadata `pool`.
 fn unconfined(config: &Config, workers: &[Worker]) -> Option<Advice> {
     let of_kubernetes = config.kubernetes.iter().flat_map(|kubernetes| kubernetes.pools.iter().map(PodsConfig::title));
     let of_workers = workers.iter().flat_map(|worker| worker.pools().map(str::to_owned));
     let pools: BTreeSet<String> = of_kubernetes.chain(of_workers).collect();
-    let names: Vec<String> = pools.iter().map(|pool| format!("`{pool}`")).collect();
-    (pools.len() > 1 && config.confine.is_empty()).then(|| Advice {
+    let confine = &config.confine;
+    let unnamed: Vec<String> = pools
+        .iter()
+        .filter(|pool| confine.pools().all(|named| named != *pool))
+        .map(|pool| format!("`{pool}`"))
+        .collect();
+    // A header may name every pool.
+    if pools.len() < 2 || confine.header.is_some() || unnamed.is_empty() {
+        return None;
+    }
+    let unnamed = unnamed.join(", ");
+    let seen = if confine.is_empty() {
+        format!(
+            "the workers belong to the pools {unnamed}, and `confine` is empty: a request may be routed to a worker of another pool than \
+             that of its route"
+        )
+    } else {
+        format!(
+            "`confine` does not name the pools {unnamed}: requests for them are not confined, and may be routed to a worker of any pool"
+        )
+    };
+    Some(Advice {
         subject: "confine".to_owned(),
-        seen: format!(
-            "the workers belong to the pools {}, and `confine` is empty: a request may be routed to a worker of another pool than \
-             that of its route",
-            names.join(", ")
-        ),
+        seen,
         mend: "give each pool a Service in front of warmroute and write `confine: {authority: {<service>.<namespace>: <pool>}}`, or \
                `header` or `rules` of `confine`. Where Envoy sends the dynamic metadata `pool`, write a rule for requests without it"
             .to_owned(),
@@ -317,10 +333,14 @@ mod tests {
         assert_eq!(advice(&json!({}), &workers[..1], &json!({})), Vec::<String>::new());
         for confine in [
             json!({"header": "x-pool"}),
-            json!({"rules": [{"pool": "p"}]}),
+            json!({"rules": [{"pool": "p"}], "authority": {"warmroute.b": "q"}}),
             json!({"authority": {"warmroute.a": "p", "warmroute.b": "q"}}),
         ] {
             assert_eq!(advice(&json!({}), &workers, &json!({"confine": confine})), Vec::<String>::new(), "{confine}");
+        }
+        for confine in [json!({"rules": [{"pool": "p"}]}), json!({"authority": {"warmroute.a": "p"}})] {
+            let warnings = advice(&json!({}), &workers, &json!({"confine": confine}));
+            assert!(warnings.len() == 1 && warnings[0].contains("does not name the pools `q`"), "{warnings:?}");
         }
     }
 

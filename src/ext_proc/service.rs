@@ -1,6 +1,7 @@
 //! The gRPC service: the task of each stream feeds the exchange and carries out its effects. What an exchange holds is a
 //! value of that task, so that whatever ends the stream (the answer's end, the client, Envoy, us) releases the load by drop.
 
+use std::collections::BTreeSet;
 use std::error::Error as _;
 use std::future::{Ready, ready};
 use std::sync::Arc;
@@ -8,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
+use parking_lot::Mutex;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use tonic::codegen::http::uri::Authority;
@@ -39,6 +41,9 @@ pub const RETRY: &str = "retry";
 /// The filter beside it.
 pub const PROBED: &str = "probed";
 
+/// Unknown authorities that are logged at most.
+const LOGGED_AUTHORITIES: usize = 32;
+
 /// What one configuration makes of exchanges. Those that are open keep the one they began with.
 pub struct Live {
     /// The request path.
@@ -61,7 +66,8 @@ pub struct Kept {
     warned: AtomicBool,
     warned_of_unreadable: AtomicBool,
     warned_of_undecided: AtomicBool,
-    warned_of_authority: AtomicBool,
+    /// Logged authorities without a pool.
+    unknown_authorities: Mutex<BTreeSet<String>>,
 }
 
 impl Kept {
@@ -77,7 +83,7 @@ impl Kept {
             warned: AtomicBool::new(false),
             warned_of_unreadable: AtomicBool::new(false),
             warned_of_undecided: AtomicBool::new(false),
-            warned_of_authority: AtomicBool::new(false),
+            unknown_authorities: Mutex::default(),
         })
     }
 
@@ -139,11 +145,13 @@ impl Kept {
         );
     }
 
-    /// Logs once that calls come with an authority that has no pool.
+    /// Logs once for each authority that it has no pool.
     fn warn_of_authority(&self, authority: &str) {
-        if self.warned_of_authority.swap(true, Ordering::Relaxed) {
+        let mut logged = self.unknown_authorities.lock();
+        if logged.len() >= LOGGED_AUTHORITIES || !logged.insert(authority.to_owned()) {
             return debug!(authority, "the authority of a call has no pool");
         }
+        drop(logged);
         warn!(
             authority,
             "the authority of a call has no pool in `confine.authority`: its requests may go to workers of every pool. Add the \
