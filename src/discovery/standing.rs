@@ -44,7 +44,7 @@ impl Standing {
     /// It has no workers any more, for this reason.
     pub fn removed(&mut self, reason: &str) {
         if self.fail(reason) {
-            warn!(source = self.label.source, reason, "workers cannot be found; those of this source are removed");
+            warn!(source = self.label.source, reason, "source selects no workers; its workers are removed");
         }
     }
 

@@ -36,7 +36,7 @@ async fn up_stays(follows: &Follows, up: i64, period: Duration) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn frozen_api_server_is_noticed_and_replaced() {
+async fn frozen_api_server_clears_discovery_up() {
     let server = ApiServer::start().await;
     server.put("pods", vllm("a", "10.0.0.1"));
     let follows = Follows::start(&server, &selected());
@@ -53,7 +53,7 @@ async fn frozen_api_server_is_noticed_and_replaced() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn unavailable_api_server_is_reported_at_once_and_retried() {
+async fn unavailable_api_server_is_reported_and_retried() {
     let server = ApiServer::start().await;
     server.put("pods", vllm("a", "10.0.0.1"));
     let follows = Follows::start(&server, &selected());
@@ -89,6 +89,40 @@ async fn forbidden_watch_backs_off_and_is_not_up() {
     follows.up_is(SOURCE, 1).await;
     server.put("pods", vllm("c", "10.0.0.3"));
     follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000", "c 10.0.0.3:8000"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn expired_watch_lists_objects_again() {
+    let mut server = ApiServer::start().await;
+    server.put("pods", vllm("a", "10.0.0.1"));
+    let follows = Follows::start(&server, &selected());
+    follows.is(&["a 10.0.0.1:8000"]).await;
+    follows.up_is(SOURCE, 1).await;
+    server.stop().await;
+    server.put("pods", vllm("b", "10.0.0.2"));
+    server.compact();
+    let lists = server.lists();
+    server.resume().await;
+    follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"]).await;
+    assert_eq!(server.lists() - lists, 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn expired_lists_back_off_and_are_not_up() {
+    let server = ApiServer::start().await;
+    server.put("pods", vllm("a", "10.0.0.1"));
+    let follows = Follows::start(&server, &selected());
+    follows.is(&["a 10.0.0.1:8000"]).await;
+    follows.up_is(SOURCE, 1).await;
+    // The watch ends, and every list has expired as well.
+    server.fail_with(Some((410, 0)));
+    follows.up_is(SOURCE, 0).await;
+    let before = server.requests();
+    up_stays(&follows, 0, Duration::from_secs(3)).await;
+    let requests = server.requests() - before;
+    assert!(requests <= 8, "{requests} requests within 3 s");
+    server.fail_with(None);
+    follows.up_is(SOURCE, 1).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -130,7 +164,7 @@ async fn quiet_cluster_advances_success_timestamp() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn object_without_spec_costs_only_itself() {
+async fn object_without_spec_is_left_out() {
     let server = ApiServer::start().await;
     let mut empty = object(OBJECTIVES, "empty", "2026-01-01", &json!({}));
     empty.as_object_mut().unwrap().remove("spec");
@@ -162,7 +196,7 @@ async fn momentary_403_does_not_suspend_objectives() {
     server.put(OBJECTIVES, object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)));
     server.forbid(OBJECTIVES, false);
     let follows = requests::Follows::start(&server, &json!([{"name": "p"}]), "1h");
-    let rewrites = "InferenceModelRewrite: not ours to read";
+    let rewrites = "InferenceModelRewrite: forbidden";
     let objectives = "InferenceObjective: followed as llm-d.ai/v1alpha2";
     follows.is(&[rewrites, objectives, "p gold 5"]).await;
     server.stop().await;
@@ -187,9 +221,38 @@ async fn objectives_without_right_to_watch_are_reported() {
     assert!(page().contains("gold") && !page().contains("followed as"), "{}", page());
     let requests = server.requests();
     tokio::time::sleep(Duration::from_secs(3)).await;
-    assert!(server.requests() - requests <= 14, "{} requests within 3 s", server.requests() - requests);
+    // Those for the forbidden InferenceModelRewrites included.
+    assert!(server.requests() - requests <= 24, "{} requests within 3 s", server.requests() - requests);
     server.forbid_watch(OBJECTIVES, false);
     assert!(until(PATIENCE, async || page().contains("followed as llm-d.ai/v1alpha2")).await, "{}", page());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn objects_are_used_without_any_watch() {
+    let server = ApiServer::start().await;
+    server.put(OBJECTIVES, object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)));
+    for kind in [OBJECTIVES, REWRITES] {
+        server.forbid(kind, false);
+        server.forbid_watch(kind, true);
+    }
+    let follows = requests::Follows::start(&server, &json!([{"name": "p"}]), "1h");
+    let rewrites = "InferenceModelRewrite: listed as llm-d.ai/v1alpha2, and not watched";
+    let objectives = "InferenceObjective: listed as llm-d.ai/v1alpha2, and not watched";
+    follows.is(&[rewrites, objectives, "p gold 5"]).await;
+    server.change(OBJECTIVES, "gold", |object| object["spec"]["priority"] = json!(7));
+    follows.is(&[rewrites, objectives, "p gold 7"]).await;
+}
+
+/// The API server and warmroute start together, and its caches are not filled yet.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn momentary_403_at_start_is_retried() {
+    let server = ApiServer::start().await;
+    server.put(OBJECTIVES, object(OBJECTIVES, "gold", "2026-01-01", &objective("p", 5)));
+    let follows = requests::Follows::start(&server, &json!([{"name": "p"}]), "1h");
+    let rewrites = "InferenceModelRewrite: forbidden";
+    follows.is(&[rewrites, "InferenceObjective: forbidden"]).await;
+    server.forbid(OBJECTIVES, false);
+    follows.is(&[rewrites, "InferenceObjective: followed as llm-d.ai/v1alpha2", "p gold 5"]).await;
 }
 
 /// A kubeconfig that names files.

@@ -89,10 +89,8 @@ async fn rules_are_read_by_the_age_of_their_objects() {
     server.put(OLD_REWRITES, object(OLD_REWRITES, "foreign", "2026-01-01", &rewrite("q", &[], &weighted)));
     server.forbid(OLD_REWRITES, false);
     let follows = Follows::start(&server, &json!([{"name": "p"}, {"name": "o"}]), "1h");
-    let standing = [
-        "InferenceModelRewrite: followed as inference.networking.x-k8s.io/v1alpha2",
-        "InferenceObjective: not ours to read",
-    ];
+    let standing =
+        ["InferenceModelRewrite: followed as inference.networking.x-k8s.io/v1alpha2", "InferenceObjective: forbidden"];
     let old = r#"p inference/zz-old [] [("d", Some(9))]"#;
     let young = r#"p inference/young ["a"] [("b", None), ("c", Some(0))]"#;
     follows.is(&[standing[0], standing[1], old, young]).await;
@@ -235,13 +233,13 @@ async fn a_request_is_for_one_pool_by_its_host_its_path_or_a_header() {
     let asked = async || OPTIONAL.iter().all(|kind| site.server.refused(kind) > 2);
     assert!(until(PATIENCE, asked).await);
     let log = site.deployment.router_log();
-    assert_eq!(log.matches("not ours to read").count(), 2, "{log}");
+    assert_eq!(log.matches("forbidden").count(), 2, "{log}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn models_are_served_by_others_as_the_objects_of_their_pool_say() {
     let site = Site::start(&[fast(1), fast(2)], json!({})).await;
-    site.cluster_shows("not ours to read").await;
+    site.cluster_shows("forbidden").await;
     // The status, and the model that the answer names. The engines know no other model than theirs.
     let model = async |host: &str, asked: Option<&str>| -> (u16, Option<String>) {
         let answer = site.ask(&[("host", host)], &completion(1, asked)).await;

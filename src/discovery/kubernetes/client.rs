@@ -29,11 +29,13 @@ use super::store::{ObjectChange, ReceivedObject};
 pub(super) const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 /// The API server ends a watch after `silence`; some time later the connection counts as dead.
 const MARGIN: Duration = Duration::from_secs(5);
+/// The status of a resource version or of a continue token that is too old.
+const EXPIRED: u16 = 410;
 /// Objects in a page of a list.
 const PAGE_SIZE: u32 = 500;
 /// Each authenticated user may ask for its own rights.
 const ACCESS_REVIEWS: &str = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews";
-/// The longest `timeoutSeconds` that the library accepts.
+/// The longest `timeoutSeconds` that a watch requests; also the default of kube-core.
 const MAX_WATCH_SECONDS: u64 = 290;
 
 /// The objects that a request is for.
@@ -105,6 +107,8 @@ struct CurrentConnection {
     opened: Instant,
     /// Why newer credentials are not in use.
     problem: Option<String>,
+    /// Whether its TCP connections may be dead, so that the next request opens new ones.
+    is_suspect: bool,
 }
 
 impl ApiClient {
@@ -131,6 +135,7 @@ impl ApiClient {
     async fn connection(&self) -> Result<Arc<ApiConnection>, String> {
         let mut current = self.0.current.lock().await;
         if let Some(current) = &*current
+            && !current.is_suspect
             && !current.connection.files.have_changed().await
         {
             return Ok(current.connection.clone());
@@ -138,12 +143,16 @@ impl ApiClient {
         let connected = self.0.source.connect().await;
         match (connected, &mut *current) {
             (Ok(connection), known) => {
-                if known.is_some() {
+                if known.as_ref().is_some_and(|known| !known.is_suspect) {
                     info!(address = connection.address, "Kubernetes credentials reloaded");
                 }
                 let connection = Arc::new(connection);
-                *known =
-                    Some(CurrentConnection { connection: connection.clone(), opened: Instant::now(), problem: None });
+                *known = Some(CurrentConnection {
+                    connection: connection.clone(),
+                    opened: Instant::now(),
+                    problem: None,
+                    is_suspect: false,
+                });
                 Ok(connection)
             }
             (Err(reason), Some(known)) => {
@@ -160,8 +169,8 @@ impl ApiClient {
     /// Drops the pooled connections after one of them stayed silent: the others may be dead as well.
     async fn drop_connections(&self, before: Instant) {
         let mut current = self.0.current.lock().await;
-        if current.as_ref().is_some_and(|current| current.opened < before) {
-            *current = None;
+        if let Some(current) = current.as_mut().filter(|current| current.opened < before) {
+            current.is_suspect = true;
         }
     }
 
@@ -175,7 +184,16 @@ impl ApiClient {
         };
         let mut objects = Vec::new();
         loop {
-            let page = self.list_page(query, &parameters, &mut objects).await?;
+            let page = match self.list_page(query, &parameters, &mut objects).await {
+                Ok(page) => page,
+                // The history that the pages refer to was compacted: one page has all objects.
+                Err(error) if error.code() == Some(EXPIRED) && parameters.continue_token.take().is_some() => {
+                    parameters.limit = None;
+                    objects.clear();
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
             match (page.next.filter(|next| !next.is_empty()), page.resource_version) {
                 (Some(next), _) => parameters.continue_token = Some(next),
                 (None, Some(version)) => return Ok(ObjectList { objects, version }),
@@ -213,7 +231,7 @@ impl ApiClient {
     }
 
     /// Opens a watch.
-    pub(super) async fn watch(&self, query: &ObjectQuery, version: &str) -> Result<WatchStream, RequestError> {
+    pub(super) async fn watch(&self, query: &ObjectQuery, version: &str) -> Result<ObjectWatch, RequestError> {
         let seconds = self.0.silence.as_secs().clamp(1, MAX_WATCH_SECONDS);
         let parameters = WatchParams {
             label_selector: query.labels.clone(),
@@ -223,7 +241,7 @@ impl ApiClient {
             send_initial_events: false,
         };
         let answer = self.send(query, ApiRequest::Watch(&parameters, version)).await?;
-        Ok(WatchStream { body: answer.body, opened: Instant::now(), received: Vec::new(), searched: 0 })
+        Ok(ObjectWatch { body: answer.body, opened: Instant::now(), received: Vec::new(), searched: 0 })
     }
 
     async fn send(&self, query: &ObjectQuery, request: ApiRequest<'_>) -> Result<OpenBody, RequestError> {
@@ -294,10 +312,12 @@ impl ApiClient {
     }
 
     async fn fail(&self, query: &ObjectQuery, verb: ApiVerb, failure: RequestFailure, sent: Instant) -> RequestError {
-        if matches!(failure, RequestFailure::Timeout(_)) {
+        let is_timeout = matches!(failure, RequestFailure::Timeout(_));
+        let error = self.error(query, verb, failure).await;
+        if is_timeout {
             self.drop_connections(sent).await;
         }
-        self.error(query, verb, failure).await
+        error
     }
 
     /// The error of a watch that stayed silent.
@@ -322,7 +342,10 @@ impl ApiClient {
             namespace: namespace.unwrap_or_default(),
             address: connection.map(|connection| connection.address.clone()).unwrap_or_default(),
             token_file: file(files.and_then(|files| files.token.as_ref()), " of "),
-            authority_file: file(files.and_then(|files| files.authority.as_ref()), " those of "),
+            authority_file: file(
+                files.and_then(|files| files.authority.as_ref()),
+                "; the certificate authority is read from ",
+            ),
             failure,
         }
     }
@@ -408,7 +431,7 @@ impl<K: DeserializeOwned> WatchEvent<K> {
 }
 
 /// An open watch.
-pub(super) struct WatchStream {
+pub(super) struct ObjectWatch {
     body: Body,
     pub(super) opened: Instant,
     received: Vec<u8>,
@@ -416,7 +439,7 @@ pub(super) struct WatchStream {
     searched: usize,
 }
 
-impl WatchStream {
+impl ObjectWatch {
     /// The next event; `None` at the end, whether regular or not.
     pub(super) async fn next<K: DeserializeOwned>(&mut self) -> Option<WatchEvent<K>> {
         loop {

@@ -31,7 +31,7 @@ pub struct KubernetesConfig {
     /// What pods say of themselves by labels.
     #[serde(default)]
     pub labels: LabelsConfig,
-    /// After how long the API server ends a watch. A request without an answer for 5 s longer has failed.
+    /// Time after which the API server ends a watch. A request without a response fails after this time plus 5 s.
     #[serde(default = "silence")]
     pub silence: Period,
     /// What the pools say of requests, InferenceObjectives and InferenceModelRewrites, need not be installed, nor for us to
@@ -182,7 +182,7 @@ impl PodsConfig {
 }
 
 impl KubernetesConfig {
-    /// The delay before optional kinds are looked for again, with a jitter so that replicas do not look at the same time.
+    /// The delay before optional kinds are probed again, with jitter so that replicas do not probe at the same time.
     pub(super) fn look_again(&self) -> Duration {
         self.look_again.get().mul_f64(rand::random_range(0.8..1.2))
     }

@@ -135,7 +135,7 @@ fn describe_in_cluster(error: &InClusterError) -> String {
     }
 }
 
-/// The token and the certificate authority are read here, once: a trailing newline is no part of a token.
+/// Creates the client. The token file is read once and trimmed, because a trailing newline is not part of the token.
 fn connection(mut settings: Config, files: CredentialFiles) -> Result<ApiConnection, kube::Error> {
     if let Some(path) = settings.auth_info.token_file.take().filter(|_| settings.auth_info.token.is_none()) {
         let read = std::fs::read_to_string(&path);

@@ -112,7 +112,7 @@ impl fmt::Display for RequestError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { verb, resource, namespace, address, .. } = self;
         if let RequestFailure::Credentials(reason) = &self.failure {
-            return write!(f, "the API server of Kubernetes cannot be used: {reason}");
+            return write!(f, "no usable credentials for the Kubernetes API server: {reason}");
         }
         write!(f, "cannot {} {resource} in namespace {namespace} at {address}: ", verb.as_str())?;
         match &self.failure {
@@ -126,7 +126,7 @@ impl fmt::Display for RequestError {
                 write!(f, "404: {} is not installed; install its CustomResourceDefinition", self.kind)
             }
             RequestFailure::Transport(reason) if reason.contains("certificate") => {
-                write!(f, "{reason}; the certificate authorities are{}", self.authority_file)
+                write!(f, "{reason}{}", self.authority_file)
             }
             failure => failure.fmt(f),
         }
@@ -159,7 +159,7 @@ mod tests {
             namespace: "n".to_owned(),
             address: "https://10.0.0.1:443".to_owned(),
             token_file: " of /run/token".to_owned(),
-            authority_file: " those of /run/ca.crt".to_owned(),
+            authority_file: "; the certificate authority is read from /run/ca.crt".to_owned(),
             failure,
         }
     }
@@ -184,7 +184,7 @@ mod tests {
             (status(401, "Unauthorized"), "401 Unauthorized: the API server does not accept the token of /run/token"),
             (
                 RequestFailure::Transport("invalid peer certificate: UnknownIssuer".to_owned()),
-                "invalid peer certificate: UnknownIssuer; the certificate authorities are those of /run/ca.crt",
+                "invalid peer certificate: UnknownIssuer; the certificate authority is read from /run/ca.crt",
             ),
             (RequestFailure::Timeout(Duration::from_secs(35)), "no answer within 35 s"),
         ];

@@ -127,8 +127,12 @@ impl ListWatch {
         self.version = version.or_else(|| self.version.take());
         if let Some(open) = &mut self.open {
             open.last_event = now;
+            open.works = true;
+            self.watched_since_list = true;
+            if now >= open.opened + MIN_WATCH {
+                self.backoff.reset();
+            }
         }
-        self.confirm();
     }
 
     /// The deadline of [`NextStep::Read`] has passed.
@@ -140,16 +144,18 @@ impl ListWatch {
         QuietWatch::Works
     }
 
-    /// The watch has ended. Returns whether that is a failure; otherwise the next watch is opened at once.
+    /// The watch has ended. Returns whether that is a failure. After a watch of usual length the next one is opened at once.
     pub(super) fn on_closed(&mut self, now: Instant, jitter: f64) -> bool {
         if self.open.is_some_and(|open| now >= open.opened + MIN_WATCH) {
             self.confirm();
+            self.open = None;
+            return false;
         }
-        let is_failure = !self.open.take().is_some_and(|open| open.works);
-        if is_failure {
-            self.on_failure(FailureKind::Unavailable(None), now, jitter);
+        if self.open.take().is_some_and(|open| open.works) {
+            self.retry_at = Some(now + self.backoff.next_delay(None, jitter));
+            return false;
         }
-        is_failure
+        self.on_failure(FailureKind::Unavailable(None), now, jitter)
     }
 
     /// A request failed. Returns whether that is worth a report: a version that expired under a working watch is not.
@@ -157,6 +163,8 @@ impl ListWatch {
         self.open = None;
         if kind == FailureKind::Expired && self.watched_since_list {
             self.version = None;
+            // A list that has expired as well is a failure.
+            self.watched_since_list = false;
             return false;
         }
         let retry_after = match kind {
@@ -216,8 +224,24 @@ mod tests {
         states.on_event(Some("9".to_owned()), now + ms(10));
         assert_eq!(states.next_step(), NextStep::Read(now + ms(10) + SILENCE));
         // The API server ends each watch after a while; the next one continues.
-        assert!(!states.on_closed(now + ms(20), 1.0));
+        assert!(!states.on_closed(now + MIN_WATCH, 1.0));
         assert_eq!(states.next_step(), NextStep::Watch("9".to_owned()));
+    }
+
+    #[test]
+    fn watches_that_end_after_one_event_back_off() {
+        let now = Instant::now();
+        let mut states = watching(now);
+        let mut delays = Vec::new();
+        for _ in 0..7 {
+            states.on_event(None, now + ms(1));
+            assert!(!states.on_closed(now + ms(2), 1.0), "changes are received");
+            let NextStep::Wait(at) = states.next_step() else { panic!("{:?}", states.next_step()) };
+            delays.push(at - now - ms(2));
+            states.on_waited();
+            states.on_opened(now);
+        }
+        assert_eq!((delays[0], delays[6]), (ms(100), MAX_DELAY));
     }
 
     #[test]
@@ -294,12 +318,23 @@ mod tests {
         let now = Instant::now();
         let mut states = watching(now);
         states.on_event(None, now);
-        assert!(!states.on_closed(now, 1.0));
+        assert!(!states.on_closed(now + MIN_WATCH, 1.0));
         assert!(!states.on_failure(FailureKind::Expired, now, 1.0), "not worth a report");
         assert_eq!(states.next_step(), NextStep::List);
         // A fresh version that is too old as well is a fault.
         states.on_listed("8".to_owned());
         assert_eq!(fail(&mut states, FailureKind::Expired, now), ms(100));
         assert_eq!(states.next_step(), NextStep::List);
+    }
+
+    #[test]
+    fn expired_list_backs_off() {
+        let now = Instant::now();
+        let mut states = watching(now);
+        assert_eq!(states.on_quiet(now + MIN_WATCH), QuietWatch::Works);
+        assert!(!states.on_failure(FailureKind::Expired, now, 1.0), "the version of a working watch");
+        assert_eq!(states.next_step(), NextStep::List);
+        let delays: Vec<_> = (0..7).map(|_| fail(&mut states, FailureKind::Expired, now)).collect();
+        assert_eq!((delays[0], delays[6]), (ms(100), MAX_DELAY));
     }
 }

@@ -17,7 +17,7 @@ use super::config::KubernetesConfig;
 use super::error::{ApiVerb, RequestError};
 use super::list_watch::{FailureKind, RetryBackoff};
 use super::objects::{GROUPS, Kind, OBJECTIVES, Objective, REWRITES, Rewrite};
-use super::reflector::{Reflector, WatchHealth, WatchUpdate};
+use super::reflector::{ObjectReflector, WatchHealth, WatchUpdate};
 use super::rules::{self, Followed, Objects, OurPool, Rules};
 use super::store::ObjectStore;
 
@@ -25,10 +25,12 @@ use super::store::ObjectStore;
 const ABSENT: u16 = 404;
 const FORBIDDEN: u16 = 403;
 
-/// How long objects that could be listed before are tried again within seconds. An API server that restarts answers 403 for a
-/// moment, until its caches are filled.
+/// Time for which a kind that was listed before, or was not probed yet, is retried with backoff. A restarting API server responds with
+/// 403 until its caches are filled.
 const FORBIDDEN_GRACE: Duration = Duration::from_secs(60);
 const ABSENT_GRACE: Duration = Duration::from_secs(3);
+/// A failure of this length is logged for each kind.
+const LASTING_FAILURE: Duration = Duration::from_secs(60);
 
 /// Watches the objects beside the pools for ever, and reports each change. Nothing is reported before the condition of each kind is
 /// known.
@@ -138,6 +140,8 @@ struct KindWatch<'a> {
     followed: Followed,
     /// The error that was logged last.
     reported_error: Option<RequestError>,
+    /// Since when requests have failed.
+    failed_since: Option<Instant>,
 }
 
 impl<'a> KindWatch<'a> {
@@ -149,7 +153,7 @@ impl<'a> KindWatch<'a> {
             error: None,
             unreadable: Vec::new(),
         };
-        Self { client, config, kind, followed, reported_error: None }
+        Self { client, config, kind, followed, reported_error: None, failed_since: None }
     }
 
     /// Watches for ever, and reports each change of the objects or of their condition.
@@ -159,10 +163,13 @@ impl<'a> KindWatch<'a> {
     {
         let mut store: ObjectStore<K> = ObjectStore::default();
         let mut backoff = RetryBackoff::default();
+        // Since when the API server has refused the kind.
+        let mut refused_since: Option<Instant> = None;
         loop {
             let wait = match self.find_group().await {
                 Ok(group) => {
                     backoff.reset();
+                    refused_since = None;
                     let look_again = self.config.look_again();
                     let watch = self.watch(group, &mut store, &mut on_change);
                     if group == GROUPS[0] {
@@ -177,9 +184,15 @@ impl<'a> KindWatch<'a> {
                     if status == ABSENT {
                         store.clear();
                     }
-                    self.set_standing(if status == ABSENT { "not installed" } else { "not ours to read" }.to_owned());
+                    self.set_standing(if status == ABSENT { "not installed" } else { "forbidden" }.to_owned());
                     self.set_error(None);
-                    self.config.look_again()
+                    let since = *refused_since.get_or_insert_with(Instant::now);
+                    let look_again = self.config.look_again();
+                    if status == FORBIDDEN && since.elapsed() < FORBIDDEN_GRACE.min(look_again) {
+                        backoff.next_delay(None, rand::random())
+                    } else {
+                        look_again
+                    }
                 }
                 Err(KindError::Failed(error)) => {
                     self.set_error(Some(&error));
@@ -200,7 +213,7 @@ impl<'a> KindWatch<'a> {
     ) where
         K: DeserializeOwned + Clone + Send + 'static,
     {
-        let mut reflector = Reflector::new(self.client.clone(), self.query(group));
+        let mut reflector = ObjectReflector::new(self.client.clone(), self.query(group));
         let mut refused_since: Option<Instant> = None;
         loop {
             match reflector.next().await {
@@ -237,11 +250,17 @@ impl<'a> KindWatch<'a> {
                 self.set_error(None);
                 self.set_standing(followed_as(group));
             }
-            WatchHealth::Failed(error) => self.set_error(Some(error)),
+            WatchHealth::Failed(error) => {
+                // Without a watch the lists still have the objects.
+                if error.verb == ApiVerb::Watch && self.followed.standing == UNKNOWN {
+                    self.set_standing(format!("listed as {group}/v1alpha2, and not watched"));
+                }
+                self.set_error(Some(error));
+            }
         }
     }
 
-    /// How long a refused list is tried again within seconds. A refused watch still leaves the lists.
+    /// Time for which a rejected request is retried with backoff; `None`: without limit.
     fn grace(&self, error: &RequestError) -> Option<Duration> {
         let grace = match (error.verb, error.code()) {
             (_, Some(ABSENT)) => ABSENT_GRACE,
@@ -278,13 +297,19 @@ impl<'a> KindWatch<'a> {
         }
     }
 
-    /// An API server that cannot be reached is logged by the watches of the pools.
+    /// The watches of the pools log an API server that is unreachable or unavailable. It is logged here if the failure of this kind
+    /// lasts longer.
     fn set_error(&mut self, error: Option<&RequestError>) {
         let kind = self.followed.kind;
+        let failed_since = error.map(|_| self.failed_since.unwrap_or_else(Instant::now));
+        self.failed_since = failed_since;
+        let is_lasting = failed_since.is_some_and(|since| since.elapsed() >= LASTING_FAILURE);
         self.followed.error = error.map(ToString::to_string);
         match (error, &self.reported_error) {
             (Some(error), Some(reported)) if error.has_cause_of(reported) => {}
-            (Some(error), _) if error.failure_kind() == FailureKind::Rejected => {
+            (Some(error), _)
+                if is_lasting || error.failure_kind() == FailureKind::Rejected || error.code() == Some(500) =>
+            {
                 let reason = error.to_string();
                 warn!(kind, reason, "objects cannot be watched; the last known ones stay in use");
                 self.reported_error = Some(error.clone());

@@ -5,7 +5,7 @@ use futures_util::stream::{self, BoxStream};
 use serde::de::DeserializeOwned;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::client::{ApiClient, ObjectQuery, WatchEvent, WatchStream};
+use super::client::{ApiClient, ObjectQuery, ObjectWatch, WatchEvent};
 use super::error::{ApiVerb, RequestError};
 use super::list_watch::{ListWatch, NextStep, QuietWatch};
 use super::store::ObjectChange;
@@ -29,13 +29,13 @@ pub(super) enum WatchHealth {
     Failed(RequestError),
 }
 
-/// The objects of a query. Dropping a pending [`next`](Self::next) loses nothing.
-pub(super) struct Reflector<K> {
+/// Lists and watches the objects of a query. Dropping a pending [`next`](Self::next) loses no update.
+pub(super) struct ObjectReflector<K> {
     updates: BoxStream<'static, (WatchUpdate<K>, bool)>,
     health: WatchHealth,
 }
 
-impl<K: DeserializeOwned + Send + 'static> Reflector<K> {
+impl<K: DeserializeOwned + Send + 'static> ObjectReflector<K> {
     pub(super) fn new(client: ApiClient, query: ObjectQuery) -> Self {
         let states = ListWatch::new(client.deadline());
         let requests = ObjectRequests { client, query, states, watch: None };
@@ -66,7 +66,7 @@ struct ObjectRequests {
     client: ApiClient,
     query: ObjectQuery,
     states: ListWatch,
-    watch: Option<WatchStream>,
+    watch: Option<ObjectWatch>,
 }
 
 impl ObjectRequests {

@@ -1,4 +1,4 @@
-//! The last known objects of one kind. An object that cannot be read costs nothing but itself.
+//! The last known objects of one kind. An object that cannot be parsed is stored with its error and does not affect the others.
 
 use std::collections::BTreeMap;
 
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn unreadable_pod_costs_only_itself() {
+    fn unreadable_pod_leaves_others_in_store() {
         let mut store = ObjectStore::default();
         store.apply(ObjectChange::Listed(vec![pod("a", "10.0.0.1"), pod("odd", "010.000.001.007")]));
         assert_eq!(store.objects().keys().collect::<Vec<_>>(), ["a"]);

@@ -16,7 +16,7 @@ use super::error::RequestError;
 use super::inspect::inspect;
 use super::objects::{self, InferencePool, Pod};
 use super::pool::{Membership, Pods};
-use super::reflector::{Reflector, WatchHealth, WatchUpdate};
+use super::reflector::{ObjectReflector, WatchHealth, WatchUpdate};
 use super::store::ObjectStore;
 use crate::discovery::config::WorkerConfig;
 use crate::discovery::found::{Found, tell};
@@ -65,7 +65,7 @@ pub async fn look(config: &KubernetesConfig, models: &[ServedModel]) -> anyhow::
 }
 
 /// The next update; pending where there is no list and watch.
-async fn next<K>(reflector: &mut Option<Reflector<K>>) -> WatchUpdate<K>
+async fn next<K>(reflector: &mut Option<ObjectReflector<K>>) -> WatchUpdate<K>
 where
     K: DeserializeOwned + Send + 'static,
 {
@@ -81,9 +81,9 @@ struct PoolWatch<'a> {
     pool: &'a PodsConfig,
     client: &'a ApiClient,
     /// None where no InferencePool is named.
-    pools: Option<Reflector<InferencePool>>,
+    pools: Option<ObjectReflector<InferencePool>>,
     /// None where the selector is not known.
-    pods: Option<Reflector<Pod>>,
+    pods: Option<ObjectReflector<Pod>>,
     membership: Option<Membership>,
     /// Why the InferencePool selects no pods, and whether that removed workers.
     pool_problem: Option<(String, bool)>,
@@ -107,7 +107,7 @@ impl<'a> PoolWatch<'a> {
             config,
             pool,
             client,
-            pools: pool.name.as_ref().map(|name| Reflector::new(client.clone(), query(name))),
+            pools: pool.name.as_ref().map(|name| ObjectReflector::new(client.clone(), query(name))),
             pods: None,
             membership: None,
             pool_problem: None,
@@ -175,8 +175,8 @@ impl<'a> PoolWatch<'a> {
     /// Publishes the condition of the watches, with the first problem.
     fn report_health(&mut self) {
         let none = WatchHealth::Starting;
-        let pools = self.pools.as_ref().map_or(&WatchHealth::Up, Reflector::health);
-        let pods = self.pods.as_ref().map_or(&none, Reflector::health);
+        let pools = self.pools.as_ref().map_or(&WatchHealth::Up, ObjectReflector::health);
+        let pods = self.pods.as_ref().map_or(&none, ObjectReflector::health);
         match (pools, &self.pool_problem, pods) {
             (WatchHealth::Failed(error), ..) | (_, None, WatchHealth::Failed(error)) => {
                 if !self.reported_error.as_ref().is_some_and(|reported| error.has_cause_of(reported)) {
@@ -204,7 +204,7 @@ impl<'a> PoolWatch<'a> {
                 labels: Some(selector),
                 fields: None,
             };
-            self.pods = Some(Reflector::new(self.client.clone(), query));
+            self.pods = Some(ObjectReflector::new(self.client.clone(), query));
         }
         self.membership = Some(membership);
     }

@@ -28,10 +28,10 @@ async fn start(plane: &Arc<ControlPlane>, rules: RoleRules) -> anyhow::Result<(T
 pub(super) async fn rights_granted_later(plane: Arc<ControlPlane>) -> CaseResult {
     let (namespace, router) = start(&plane, RoleRules::Shipped).await?;
     namespace.create_of(OBJECTIVES, &objective(OBJECTIVES.api, "gold", 5)).await?;
-    router.wait_cluster("not ours to read").await?;
+    router.wait_cluster("forbidden").await?;
     namespace.set_rules(RoleRules::WithOptionalKinds).await?;
     let took = router.wait_cluster("gold").await?;
-    Ok(format!("not ours to read; followed {:.1} s after the grant with `look_again: 3s`", took.as_secs_f64()))
+    Ok(format!("forbidden; followed {:.1} s after the grant with `look_again: 3s`", took.as_secs_f64()))
 }
 
 pub(super) async fn objectives_change(plane: Arc<ControlPlane>) -> CaseResult {
