@@ -28,14 +28,14 @@ use envoy::dump::Dump;
 use envoy::expected::Expected;
 use finding::{At, Finding, exit_code};
 use gather::Gatherer;
-use progress::Progress;
+use progress::DoctorProgress;
 
 /// Prints what was found. The value is the exit code: 0 all is well, 1 there are warnings, 2 there are errors, or the
 /// configuration is one.
 pub fn run(args: &DoctorArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
     let Some(config) = load(&args.config, err)? else { return Ok(MISCONFIGURED) };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let progress = Progress::default();
+    let progress = DoctorProgress::default();
     let findings = runtime.block_on(progress.report(examine(&config, args, &progress), err));
     // A name that is still being resolved must not delay the exit.
     runtime.shutdown_background();
@@ -50,7 +50,7 @@ pub fn run(args: &DoctorArgs, out: &mut impl Write, err: &mut impl Write) -> any
     Ok(code)
 }
 
-async fn examine(config: &Config, args: &DoctorArgs, progress: &Progress) -> anyhow::Result<Vec<Finding>> {
+async fn examine(config: &Config, args: &DoctorArgs, progress: &DoctorProgress) -> anyhow::Result<Vec<Finding>> {
     let part = progress.open("the workers".to_owned(), "discovery");
     let cluster = match config.worker_source() {
         WorkerSource::Kubernetes(pools) => Some(inspect(&pools, &config.served_models(), args.patience.into()).await),
@@ -79,9 +79,9 @@ async fn engines(
     config: &Config,
     args: &DoctorArgs,
     workers: &[Worker],
-    progress: &Progress,
+    progress: &DoctorProgress,
 ) -> anyhow::Result<Vec<Finding>> {
-    let client = EngineClient::new(&config.engines).context("engines cannot be asked")?;
+    let client = EngineClient::new(&config.engines).context("cannot create the client for engines")?;
     let mut findings = Vec::new();
     let mut models = HashMap::new();
     for model in &config.models {
@@ -100,7 +100,7 @@ async fn engines(
     Ok(findings)
 }
 
-async fn envoy(config: &Config, args: &DoctorArgs, workers: &[Worker], progress: &Progress) -> Vec<Finding> {
+async fn envoy(config: &Config, args: &DoctorArgs, workers: &[Worker], progress: &DoctorProgress) -> Vec<Finding> {
     let at = At::new("envoy.admin", "Envoy");
     let configured = || config.envoy.as_ref().and_then(|envoy| envoy.admin.clone());
     let Some(url) = args.envoy_admin.clone().or_else(configured) else {

@@ -40,14 +40,20 @@ impl MissingProgramError {
 
 /// Finds the programs, or builds them.
 pub(crate) fn locate() -> Result<ControlPlanePrograms, MissingProgramError> {
-    crate::router::try_mount().map_err(MissingProgramError::MountRefused)?;
+    let try_mount = || crate::router::try_mount().map_err(MissingProgramError::MountRefused);
     if let (Some(etcd), Some(api_server)) = (named("ETCD_BIN")?, named("KUBE_APISERVER_BIN")?) {
+        try_mount()?;
         return Ok(ControlPlanePrograms { etcd, api_server });
+    }
+    // Before the build, which takes minutes. A machine without Go is reported as such.
+    if on_path("go").is_some() {
+        try_mount()?;
     }
     let folder = build().map_err(|error| match on_path("go") {
         Some(_) => MissingProgramError::BuildFailed(error),
         None => MissingProgramError::GoMissing,
     })?;
+    try_mount()?;
     Ok(ControlPlanePrograms { etcd: folder.join("etcd"), api_server: folder.join("kube-apiserver") })
 }
 

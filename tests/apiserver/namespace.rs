@@ -6,7 +6,7 @@ use anyhow::Context as _;
 use serde_json::{Value, json};
 
 use crate::admin_client::collection;
-use crate::control_plane::{AuditRecord, ControlPlane, INFERENCE_POOLS, ResourceDefinition};
+use crate::control_plane::{AuditRecord, INFERENCE_POOLS, ResourceDefinition, TestControlPlane};
 use crate::objects::{POOL, engine_labels, inference_pool, manifest, pod, running};
 use crate::router::{MountedAccount, RouterOptions, RouterProcess};
 
@@ -42,17 +42,17 @@ pub(crate) const READ: [&str; 3] = ["get", "list", "watch"];
 
 /// A namespace with a service account for warmroute.
 pub(crate) struct TestNamespace {
-    pub(crate) plane: Arc<ControlPlane>,
+    pub(crate) plane: Arc<TestControlPlane>,
     pub(crate) name: String,
 }
 
 impl TestNamespace {
     /// With the shipped Role.
-    pub(crate) async fn create(plane: &Arc<ControlPlane>) -> anyhow::Result<Self> {
+    pub(crate) async fn create(plane: &Arc<TestControlPlane>) -> anyhow::Result<Self> {
         Self::create_with(plane, RoleRules::Shipped).await
     }
 
-    pub(crate) async fn create_with(plane: &Arc<ControlPlane>, rules: RoleRules) -> anyhow::Result<Self> {
+    pub(crate) async fn create_with(plane: &Arc<TestControlPlane>, rules: RoleRules) -> anyhow::Result<Self> {
         let name = format!("inference-{}", plane.next_serial());
         let namespace = Self { plane: plane.clone(), name };
         let object = json!({"metadata": {"name": namespace.name}});

@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-use crate::control_plane::ControlPlane;
+use crate::control_plane::TestControlPlane;
 use crate::pki::Authority;
 
 /// What happens to requests.
@@ -69,7 +69,7 @@ struct ProxyLink {
 }
 
 impl ApiProxy {
-    pub(crate) async fn start(plane: &ControlPlane, mode: ProxyMode) -> anyhow::Result<Self> {
+    pub(crate) async fn start(plane: &TestControlPlane, mode: ProxyMode) -> anyhow::Result<Self> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let address = listener.local_addr()?;
         let provider = Arc::new(rustls::crypto::ring::default_provider());

@@ -9,7 +9,7 @@ use futures_util::future::LocalBoxFuture;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::{JoinSet, LocalSet};
 
-use crate::control_plane::ControlPlane;
+use crate::control_plane::TestControlPlane;
 use crate::install::ControlPlanePrograms;
 
 /// No case takes longer.
@@ -35,7 +35,7 @@ pub(crate) enum PlaneKind {
 pub(crate) struct TestCase {
     pub(crate) name: &'static str,
     pub(crate) plane: PlaneKind,
-    pub(crate) run: fn(Arc<ControlPlane>) -> LocalBoxFuture<'static, CaseResult>,
+    pub(crate) run: fn(Arc<TestControlPlane>) -> LocalBoxFuture<'static, CaseResult>,
 }
 
 /// A finished case.
@@ -101,7 +101,7 @@ async fn run_all(cases: Vec<TestCase>, programs: Arc<ControlPlanePrograms>) -> V
     failed
 }
 
-type NamedRun = (&'static str, fn(Arc<ControlPlane>) -> LocalBoxFuture<'static, CaseResult>);
+type NamedRun = (&'static str, fn(Arc<TestControlPlane>) -> LocalBoxFuture<'static, CaseResult>);
 
 async fn run_plane(
     kind: PlaneKind,
@@ -110,7 +110,7 @@ async fn run_plane(
     reports_tx: mpsc::UnboundedSender<CaseReport>,
 ) {
     let began = Instant::now();
-    let plane = match ControlPlane::start(&programs, kind != PlaneKind::Definitions).await {
+    let plane = match TestControlPlane::start(&programs, kind != PlaneKind::Definitions).await {
         Ok(plane) => Arc::new(plane),
         Err(error) => {
             println!("the control plane did not start: {error:#}");

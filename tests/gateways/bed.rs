@@ -7,19 +7,19 @@ use serde_json::{Value, json};
 
 use crate::bursts::Bursts;
 use crate::deployment::{Deployment, telling};
-use crate::generated::{EnvoyConfig, Gateway, local};
+use crate::generated::{GatewayFixture, GeneratedConfig, local};
 use crate::support::ports::FreePort;
 use crate::support::stack::EngineSpec;
 
-pub(crate) struct Bed {
+pub(crate) struct GatewayTestbed {
     deployment: Deployment,
-    gateway: Gateway,
+    gateway: GatewayFixture,
     /// Where warmroute listens.
     port: u16,
     workers: Vec<SocketAddr>,
 }
 
-impl Deref for Bed {
+impl Deref for GatewayTestbed {
     type Target = Deployment;
 
     fn deref(&self) -> &Deployment {
@@ -27,15 +27,15 @@ impl Deref for Bed {
     }
 }
 
-impl DerefMut for Bed {
+impl DerefMut for GatewayTestbed {
     fn deref_mut(&mut self) -> &mut Deployment {
         &mut self.deployment
     }
 }
 
-impl Bed {
-    /// Simulated engines alone; [`Bed::start`] starts the rest.
-    pub(crate) async fn engines(gateway: Gateway, specs: &[EngineSpec]) -> Self {
+impl GatewayTestbed {
+    /// Simulated engines alone; [`GatewayTestbed::start`] starts the rest.
+    pub(crate) async fn engines(gateway: GatewayFixture, specs: &[EngineSpec]) -> Self {
         let deployment = Deployment::engines(specs).await;
         deployment.write_workers().unwrap();
         let workers = deployment.engines.iter().map(|engine| engine.address).collect();
@@ -43,7 +43,7 @@ impl Bed {
     }
 
     /// The same with workers of the test.
-    pub(crate) async fn workers(gateway: Gateway, workers: &[Bursts]) -> Self {
+    pub(crate) async fn workers(gateway: GatewayFixture, workers: &[Bursts]) -> Self {
         let deployment = Deployment::engines(&[]).await;
         deployment.write_worker_entries(&workers.iter().map(Bursts::entry).collect()).unwrap();
         let workers = workers.iter().map(|worker| worker.address).collect();
@@ -62,7 +62,7 @@ impl Bed {
     }
 
     /// Divides the workers between the cluster of the first pool and that of a second one, whose calls go to the same warmroute.
-    pub(crate) fn place_second_pool(&mut self, config: &mut EnvoyConfig, picker: &str, workers: &str) {
+    pub(crate) fn place_second_pool(&mut self, config: &mut GeneratedConfig, picker: &str, workers: &str) {
         let second = self.workers.split_off(self.workers.len() / 2);
         config.set_endpoints(picker, &[local(self.port)]);
         if config.cluster(workers)["type"] == "STATIC" {
@@ -70,7 +70,7 @@ impl Bed {
         }
     }
 
-    pub(crate) async fn start(&mut self, config: EnvoyConfig) {
+    pub(crate) async fn start(&mut self, config: GeneratedConfig) {
         self.start_warmroute().await;
         self.start_envoy(config).await;
     }
@@ -80,13 +80,13 @@ impl Bed {
         self.deployment.start_router(&config).await.unwrap();
     }
 
-    pub(crate) async fn start_envoy(&mut self, config: EnvoyConfig) {
+    pub(crate) async fn start_envoy(&mut self, config: GeneratedConfig) {
         let pickers = [local(self.port)];
         self.start_envoy_with(config, &pickers).await;
     }
 
     /// Starts Envoy with other endpoints of warmroute's cluster.
-    pub(crate) async fn start_envoy_with(&mut self, mut config: EnvoyConfig, pickers: &[SocketAddr]) {
+    pub(crate) async fn start_envoy_with(&mut self, mut config: GeneratedConfig, pickers: &[SocketAddr]) {
         let place = self.deployment.standalone();
         config.set_ports(place.port, place.admin_port);
         config.set_endpoints(self.gateway.picker, pickers);

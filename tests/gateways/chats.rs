@@ -3,9 +3,9 @@
 use reqwest::Client;
 use serde_json::{Value, json};
 
-use crate::bed::Bed;
+use crate::bed::GatewayTestbed;
 use crate::deployment::{Answered, Deployment, PATIENCE, chat, essay, fast};
-use crate::generated::{ENVOY_AI_GATEWAY, ENVOY_GATEWAY, EnvoyConfig, Gateway, ISTIO, ISTIO_BUFFERED};
+use crate::generated::{ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_BUFFERED};
 
 const TOPICS: usize = 6;
 /// Bytes of a long prompt.
@@ -59,8 +59,8 @@ pub(crate) async fn assert_chats_routed(deployment: &Deployment) {
     assert_eq!(page.sum("http2_errors_total", &[]), 0.0, "{}", page.text());
 }
 
-pub(crate) async fn chats_are_routed(gateway: Gateway, config: EnvoyConfig) {
-    let mut bed = Bed::engines(gateway, &[1, 2, 3, 4].map(fast)).await;
+pub(crate) async fn chats_are_routed(gateway: GatewayFixture, config: GeneratedConfig) {
+    let mut bed = GatewayTestbed::engines(gateway, &[1, 2, 3, 4].map(fast)).await;
     bed.start(config.patient()).await;
     assert_chats_routed(&bed).await;
 }

@@ -10,7 +10,7 @@ use crate::set::Set;
 
 /// A control plane's configuration: a generated file, and the manifests that belong to it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Gateway {
+pub(crate) struct GatewayFixture {
     /// `tests/data/gateways/<file>.yaml`.
     pub(crate) file: &'static str,
     /// The cluster of warmroute.
@@ -24,44 +24,44 @@ pub(crate) struct Gateway {
 const ROUTE: &str = "httproute/inference/qwen/rule/0";
 
 /// Without EnvoyFilter and without `sni` in the DestinationRule.
-pub(crate) const ISTIO_AS_GENERATED: Gateway = Gateway {
+pub(crate) const ISTIO_AS_GENERATED: GatewayFixture = GatewayFixture {
     file: "istio-as-generated",
     picker: "outbound|9002||warmroute.inference.svc.cluster.local",
     workers: "outbound|54321||vllm-qwen-ip-b7595ee7.inference.svc.cluster.local",
     manifests: &["gateway-api/warmroute-config.yaml", "gateway-api/pool.yaml", "gateway-api/istio.yaml"],
 };
 /// With an EnvoyFilter that sets the authority.
-pub(crate) const ISTIO: Gateway = Gateway { file: "istio", ..ISTIO_AS_GENERATED };
+pub(crate) const ISTIO: GatewayFixture = GatewayFixture { file: "istio", ..ISTIO_AS_GENERATED };
 /// With an EnvoyFilter that buffers request bodies.
-pub(crate) const ISTIO_BUFFERED: Gateway = Gateway {
+pub(crate) const ISTIO_BUFFERED: GatewayFixture = GatewayFixture {
     file: "istio-buffered",
     manifests: &["gateway-api/pool.yaml", "gateway-api/istio.yaml", "gateway-api/istio-buffered.yaml"],
     ..ISTIO_AS_GENERATED
 };
-pub(crate) const ENVOY_AI_GATEWAY: Gateway = Gateway {
+pub(crate) const ENVOY_AI_GATEWAY: GatewayFixture = GatewayFixture {
     file: "envoy-ai-gateway",
     picker: "envoy.clusters.endpointpicker_vllm-qwen_inference_ext_proc",
     workers: ROUTE,
     manifests: &["gateway-api/warmroute-config.yaml", "gateway-api/pool.yaml", "gateway-api/envoy-ai-gateway.yaml"],
 };
-pub(crate) const ENVOY_GATEWAY: Gateway = Gateway {
+pub(crate) const ENVOY_GATEWAY: GatewayFixture = GatewayFixture {
     file: "envoy-gateway",
     picker: "envoyextensionpolicy/inference/warmroute/extproc/0",
     workers: ROUTE,
     manifests: &["envoy-gateway"],
 };
 
-impl Gateway {
-    pub(crate) fn generated(self) -> EnvoyConfig {
+impl GatewayFixture {
+    pub(crate) fn generated(self) -> GeneratedConfig {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/gateways").join(self.file);
-        EnvoyConfig(serde_saphyr::from_str(&fs::read_to_string(file.with_extension("yaml")).unwrap()).unwrap())
+        GeneratedConfig(serde_saphyr::from_str(&fs::read_to_string(file.with_extension("yaml")).unwrap()).unwrap())
     }
 
     pub(crate) fn set(self) -> Set {
         Set::of(self.file, self.manifests.iter().copied())
     }
 
-    /// What the ConfigMap sets that concerns the gateway.
+    /// The gateway settings of the ConfigMap.
     pub(crate) fn warmroute(self) -> Value {
         let set = self.set();
         let config: Value = serde_saphyr::from_str(set.text("warmroute", "warmroute.yaml")).unwrap();
@@ -75,7 +75,7 @@ impl Gateway {
 
 /// An Envoy configuration.
 #[derive(Clone, Debug)]
-pub(crate) struct EnvoyConfig(pub(crate) Value);
+pub(crate) struct GeneratedConfig(pub(crate) Value);
 
 fn socket(address: SocketAddr) -> Value {
     json!({"socket_address": {"address": address.ip(), "port_value": address.port()}})
@@ -85,7 +85,7 @@ pub(crate) fn local(port: u16) -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], port))
 }
 
-impl EnvoyConfig {
+impl GeneratedConfig {
     pub(crate) fn clusters(&mut self) -> impl Iterator<Item = &mut Value> {
         self.0["static_resources"]["clusters"].as_array_mut().unwrap().iter_mut()
     }

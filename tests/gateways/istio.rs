@@ -4,7 +4,7 @@
 use reqwest::StatusCode;
 use serde_json::json;
 
-use crate::bed::Bed;
+use crate::bed::GatewayTestbed;
 use crate::bursts::Bursts;
 use crate::chats::{assert_chats_routed, chats_are_routed};
 use crate::deployment::{chat, essay, fast};
@@ -15,7 +15,7 @@ use crate::generated::{ISTIO_AS_GENERATED, ISTIO_BUFFERED};
 async fn istio_routes_chats_in_plaintext() {
     let mut config = ISTIO_AS_GENERATED.generated();
     config.cluster(ISTIO_AS_GENERATED.picker).as_object_mut().unwrap().remove("transport_socket").unwrap();
-    let mut bed = Bed::engines(ISTIO_AS_GENERATED, &[1, 2, 3, 4].map(fast)).await;
+    let mut bed = GatewayTestbed::engines(ISTIO_AS_GENERATED, &[1, 2, 3, 4].map(fast)).await;
     let mut warmroute = bed.warmroute();
     warmroute["listen"].as_object_mut().unwrap().remove("tls").unwrap();
     bed.start_router(&warmroute).await.unwrap();
@@ -40,7 +40,7 @@ async fn istio_cors_rule_is_routed_only_when_buffered() {
         let mut config = ISTIO_AS_GENERATED.generated();
         let cors = json!({"@type": "type.googleapis.com/envoy.extensions.filters.http.cors.v3.CorsPolicy"});
         config.routes().for_each(|route| route["typed_per_filter_config"] = json!({"envoy.filters.http.cors": cors}));
-        let mut bed = Bed::engines(gateway, &[fast(1)]).await;
+        let mut bed = GatewayTestbed::engines(gateway, &[fast(1)]).await;
         bed.start(gateway.render(config).patient()).await;
         let answered = bed.complete(&essay(1)).await;
         assert_eq!(answered.status, StatusCode::OK);
@@ -52,7 +52,7 @@ async fn istio_cors_rule_is_routed_only_when_buffered() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_buffered_passes_bodies_of_32_mib() {
     let workers = [Bursts::start(1).await];
-    let mut bed = Bed::workers(ISTIO_BUFFERED, &workers).await;
+    let mut bed = GatewayTestbed::workers(ISTIO_BUFFERED, &workers).await;
     bed.start(ISTIO_BUFFERED.shipped()).await;
     for (megabytes, status) in [(12, 200), (31, 200), (33, 413)] {
         let body = chat(&"four".repeat(megabytes << 18));
@@ -62,7 +62,7 @@ async fn istio_buffered_passes_bodies_of_32_mib() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn refused_server_name_is_logged_with_its_fix() {
-    let mut deployment = Bed::engines(ISTIO_AS_GENERATED, &[fast(1)]).await;
+    let mut deployment = GatewayTestbed::engines(ISTIO_AS_GENERATED, &[fast(1)]).await;
     deployment.start(ISTIO_AS_GENERATED.generated()).await;
     for topic in 0..5 {
         assert_eq!(deployment.complete(&essay(topic)).await.status, StatusCode::INTERNAL_SERVER_ERROR);

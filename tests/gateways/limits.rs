@@ -7,21 +7,23 @@ use futures_util::stream;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::{Value, json};
 
-use crate::bed::Bed;
+use crate::bed::GatewayTestbed;
 use crate::bursts::{Bursts, EVENTS, PACED};
 use crate::deployment::{Answered, PATIENCE, chat, essay, fast};
-use crate::generated::{ENVOY_AI_GATEWAY, ENVOY_GATEWAY, EnvoyConfig, Gateway, ISTIO_AS_GENERATED, ISTIO_BUFFERED};
+use crate::generated::{
+    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO_AS_GENERATED, ISTIO_BUFFERED,
+};
 use crate::support::ports::until;
 
 /// More than the 1024 that Envoy allows by default.
 const STREAMS: usize = 1300;
 
 /// The statuses of as many streams as are open at once.
-async fn open_streams(gateway: Gateway, config: EnvoyConfig) -> Vec<u16> {
+async fn open_streams(gateway: GatewayFixture, config: GeneratedConfig) -> Vec<u16> {
     let files = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: files.maximum, maximum: files.maximum }).unwrap();
     let workers = [Bursts::start(1).await, Bursts::start(2).await, Bursts::start(3).await];
-    let mut bed = Bed::workers(gateway, &workers).await;
+    let mut bed = GatewayTestbed::workers(gateway, &workers).await;
     bed.start(config).await;
     let send = async |at: usize| {
         let body = chat(&format!("{at}"));
@@ -61,8 +63,8 @@ async fn envoy_gateway_serves_1300_streams_at_once() {
 }
 
 /// What `warmroute doctor` reports of Envoy, as level and check.
-async fn findings(gateway: Gateway) -> Vec<(String, String)> {
-    let mut bed = Bed::engines(gateway, &[1, 2].map(fast)).await;
+async fn findings(gateway: GatewayFixture) -> Vec<(String, String)> {
+    let mut bed = GatewayTestbed::engines(gateway, &[1, 2].map(fast)).await;
     let mut warmroute = bed.warmroute();
     warmroute["limits"] = json!({});
     bed.start_router(&warmroute).await.unwrap();
@@ -89,10 +91,10 @@ async fn doctor_finds_no_fault_in_shipped_manifests() {
     }
 }
 
-/// How many of 12 responses with 503 come from each engine, and what warmroute makes of it.
-async fn overloaded_engines_stay(gateway: Gateway) {
+/// Asserts that 12 responses with 503 from overloaded engines eject no worker.
+async fn overloaded_engines_stay(gateway: GatewayFixture) {
     let refusing = [1, 2, 3].map(|id| fast(id).with(&["--misbehave", r#"{"refuse": 503}"#]));
-    let mut bed = Bed::engines(gateway, &refusing).await;
+    let mut bed = GatewayTestbed::engines(gateway, &refusing).await;
     bed.start(gateway.shipped()).await;
     for topic in 0..12 {
         let answered = Answered::read(bed.post("/v1/chat/completions", &chat(&essay(topic))).await).await;
@@ -116,8 +118,8 @@ async fn overloaded_engines_stay_behind_envoy_gateway() {
 }
 
 /// How many requests get 503 until a dead worker gets none.
-async fn failed_after_worker_kill(gateway: Gateway) -> usize {
-    let mut bed = Bed::engines(gateway, &[1, 2, 3].map(fast)).await;
+async fn failed_after_worker_kill(gateway: GatewayFixture) -> usize {
+    let mut bed = GatewayTestbed::engines(gateway, &[1, 2, 3].map(fast)).await;
     bed.start(gateway.shipped().patient()).await;
     for topic in 0..6 {
         bed.complete(&essay(topic)).await.assert_exact();
@@ -164,14 +166,14 @@ async fn envoy_gateway_retries_at_another_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn envoy_ai_gateway_fails_until_a_dead_worker_is_excluded() {
+async fn envoy_ai_gateway_fails_until_worker_is_excluded() {
     let failed = failed_after_worker_kill(ENVOY_AI_GATEWAY).await;
     assert!((1..=8).contains(&failed), "{failed} failed");
 }
 
 /// The status of requests whose endpoint is a list, by `gateway.fallbacks`.
-async fn status_with_fallbacks(gateway: Gateway) -> u16 {
-    let mut bed = Bed::engines(gateway, &[1, 2].map(fast)).await;
+async fn status_with_fallbacks(gateway: GatewayFixture) -> u16 {
+    let mut bed = GatewayTestbed::engines(gateway, &[1, 2].map(fast)).await;
     let mut warmroute = bed.warmroute();
     warmroute["gateway"]["fallbacks"] = json!(1);
     bed.start_router(&warmroute).await.unwrap();
@@ -184,7 +186,7 @@ async fn status_with_fallbacks(gateway: Gateway) -> u16 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn lists_of_endpoints_work_except_in_envoy_ai_gateway() {
+async fn only_envoy_ai_gateway_rejects_endpoint_lists() {
     assert_eq!(status_with_fallbacks(ISTIO_AS_GENERATED).await, 200);
     assert_eq!(status_with_fallbacks(ENVOY_GATEWAY).await, 200);
     assert_eq!(status_with_fallbacks(ENVOY_AI_GATEWAY).await, 503);

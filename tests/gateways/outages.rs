@@ -1,19 +1,21 @@
-//! What clients receive while warmroute is killed, frozen, or has no ready endpoint. The table in `examples/kubernetes/README.md` says the
+//! Responses to clients while warmroute is killed, frozen, or has no ready endpoint. The table in `examples/kubernetes/README.md` says the
 //! same.
 
 use std::time::{Duration, Instant};
 
 use reqwest::{RequestBuilder, Response};
 
-use crate::bed::Bed;
+use crate::bed::GatewayTestbed;
 use crate::bursts::{Bursts, EVENTS, PACED, whole};
 use crate::deployment::{PATIENCE, chat, essay};
-use crate::generated::{ENVOY_AI_GATEWAY, ENVOY_GATEWAY, EnvoyConfig, Gateway, ISTIO_AS_GENERATED, ISTIO_BUFFERED};
+use crate::generated::{
+    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO_AS_GENERATED, ISTIO_BUFFERED,
+};
 use crate::support::ports::until;
 
 /// What a frozen warmroute does to requests.
 #[derive(Clone, Copy, Debug)]
-enum Frozen {
+enum FreezeEffect {
     /// They wait for as long as it is frozen, and go on afterwards.
     Wait,
     /// They end with one of the statuses of a killed one, within so much time.
@@ -22,12 +24,12 @@ enum Frozen {
 
 /// The column of a gateway in the table.
 #[derive(Clone, Copy, Debug)]
-struct Promise {
+struct ExpectedOutage {
     /// Statuses while warmroute is killed and its endpoint is still listed. None of these requests is routed.
     killed: &'static [u16],
     /// The status where no endpoint of warmroute is listed.
     absent: u16,
-    frozen: Frozen,
+    frozen: FreezeEffect,
     /// Whether a response under way goes on after a kill.
     survives: bool,
 }
@@ -35,29 +37,33 @@ struct Promise {
 const SECOND: Duration = Duration::from_secs(1);
 
 /// FailOpen: whether the request passes depends on how much of it Envoy has sent.
-const FAIL_OPEN: Promise =
-    Promise { killed: &[200, 500], absent: 200, frozen: Frozen::End(Duration::from_secs(8)), survives: false };
-const FAIL_CLOSE: Promise =
-    Promise { killed: &[500], absent: 500, frozen: Frozen::End(Duration::from_secs(8)), survives: false };
-const BUFFERED: Promise =
-    Promise { killed: &[200], absent: 200, frozen: Frozen::End(Duration::from_secs(4)), survives: true };
-const AI_GATEWAY: Promise = Promise { frozen: Frozen::Wait, ..FAIL_CLOSE };
+const FAIL_OPEN: ExpectedOutage = ExpectedOutage {
+    killed: &[200, 500],
+    absent: 200,
+    frozen: FreezeEffect::End(Duration::from_secs(8)),
+    survives: false,
+};
+const FAIL_CLOSE: ExpectedOutage =
+    ExpectedOutage { killed: &[500], absent: 500, frozen: FreezeEffect::End(Duration::from_secs(8)), survives: false };
+const BUFFERED: ExpectedOutage =
+    ExpectedOutage { killed: &[200], absent: 200, frozen: FreezeEffect::End(Duration::from_secs(4)), survives: true };
+const AI_GATEWAY: ExpectedOutage = ExpectedOutage { frozen: FreezeEffect::Wait, ..FAIL_CLOSE };
 
-/// A request and what came of it.
+/// The outcome of a request.
 #[derive(Debug)]
-struct Reply {
+struct ClientReply {
     status: u16,
     /// Whether warmroute has seen it.
     routed: bool,
     took: Duration,
 }
 
-fn request(bed: &Bed, topic: usize) -> RequestBuilder {
+fn request(bed: &GatewayTestbed, topic: usize) -> RequestBuilder {
     bed.http.post(bed.url("/v1/chat/completions")).json(&chat(&essay(topic)))
 }
 
 /// Sends requests at a rate of ten per second, each without waiting for the others.
-fn send_all(bed: &Bed, count: usize) -> Vec<tokio::task::JoinHandle<Reply>> {
+fn send_all(bed: &GatewayTestbed, count: usize) -> Vec<tokio::task::JoinHandle<ClientReply>> {
     let send = |at: usize| {
         let request = request(bed, at);
         tokio::spawn(async move {
@@ -66,13 +72,13 @@ fn send_all(bed: &Bed, count: usize) -> Vec<tokio::task::JoinHandle<Reply>> {
             let response = request.send().await.unwrap();
             let (status, routed) = (response.status().as_u16(), response.headers().contains_key("x-warmroute-mode"));
             response.bytes().await.unwrap();
-            Reply { status, routed, took: sent.elapsed() }
+            ClientReply { status, routed, took: sent.elapsed() }
         })
     };
     (0..count).map(send).collect()
 }
 
-async fn all(sent: Vec<tokio::task::JoinHandle<Reply>>) -> Vec<Reply> {
+async fn all(sent: Vec<tokio::task::JoinHandle<ClientReply>>) -> Vec<ClientReply> {
     let mut replies = Vec::new();
     for reply in sent {
         replies.push(reply.await.unwrap());
@@ -80,13 +86,13 @@ async fn all(sent: Vec<tokio::task::JoinHandle<Reply>>) -> Vec<Reply> {
     replies
 }
 
-async fn is_routed(bed: &Bed) -> bool {
+async fn is_routed(bed: &GatewayTestbed) -> bool {
     let response = request(bed, 1).send().await.unwrap();
     response.status() == 200 && response.headers().contains_key("x-warmroute-mode")
 }
 
 /// A response of which the first event has arrived.
-async fn begin(bed: &Bed, workers: &[Bursts]) -> (Response, Vec<u8>) {
+async fn begin(bed: &GatewayTestbed, workers: &[Bursts]) -> (Response, Vec<u8>) {
     workers.iter().for_each(Bursts::hold);
     let mut response = request(bed, 1).header(EVENTS, 50).header(PACED, 1).send().await.unwrap();
     workers.iter().for_each(|worker| worker.go.add_permits(1));
@@ -106,13 +112,13 @@ async fn is_whole((mut response, mut text): (Response, Vec<u8>), workers: &[Burs
     }
 }
 
-fn assert_unrouted(replies: &[Reply], statuses: &[u16], what: &str) {
+fn assert_unrouted(replies: &[ClientReply], statuses: &[u16], what: &str) {
     for reply in replies {
         assert!(statuses.contains(&reply.status) && !reply.routed, "{what}: {reply:?}");
     }
 }
 
-async fn killed(bed: &mut Bed, workers: &[Bursts], promise: Promise) {
+async fn killed(bed: &mut GatewayTestbed, workers: &[Bursts], promise: ExpectedOutage) {
     let open = begin(bed, workers).await;
     bed.kill9_router();
     assert_eq!(is_whole(open, workers).await, promise.survives, "a response under way at the kill");
@@ -128,12 +134,12 @@ async fn killed(bed: &mut Bed, workers: &[Bursts], promise: Promise) {
     assert!(replies.iter().filter(|reply| reply.routed).count() > 5, "{replies:?}");
 }
 
-async fn frozen(bed: &mut Bed, workers: &[Bursts], promise: Promise) {
+async fn frozen(bed: &mut GatewayTestbed, workers: &[Bursts], promise: ExpectedOutage) {
     let open = begin(bed, workers).await;
     bed.router().unwrap().freeze();
     let sent = send_all(bed, 30);
     match promise.frozen {
-        Frozen::Wait => {
+        FreezeEffect::Wait => {
             tokio::time::sleep(6 * SECOND).await;
             assert!(sent.iter().all(|reply| !reply.is_finished()), "a request ended while warmroute was frozen");
             bed.router().unwrap().thaw();
@@ -142,7 +148,7 @@ async fn frozen(bed: &mut Bed, workers: &[Bursts], promise: Promise) {
             }
             assert!(is_whole(open, workers).await, "a response under way while warmroute was frozen");
         }
-        Frozen::End(within) => {
+        FreezeEffect::End(within) => {
             let replies = all(sent).await;
             assert_unrouted(&replies, promise.killed, "frozen");
             let slowest = replies.iter().map(|reply| reply.took).max().unwrap();
@@ -154,15 +160,15 @@ async fn frozen(bed: &mut Bed, workers: &[Bursts], promise: Promise) {
     assert!(until(PATIENCE, async || is_routed(bed).await).await);
 }
 
-async fn absent(bed: &mut Bed, config: EnvoyConfig, promise: Promise) {
+async fn absent(bed: &mut GatewayTestbed, config: GeneratedConfig, promise: ExpectedOutage) {
     bed.start_envoy_with(config, &[]).await;
     let replies = all(send_all(bed, 10)).await;
     assert_unrouted(&replies, &[promise.absent], "no endpoint");
 }
 
-async fn keeps(gateway: Gateway, config: EnvoyConfig, promise: Promise) {
+async fn keeps(gateway: GatewayFixture, config: GeneratedConfig, promise: ExpectedOutage) {
     let workers = [Bursts::start(1).await, Bursts::start(2).await, Bursts::start(3).await];
-    let mut bed = Bed::workers(gateway, &workers).await;
+    let mut bed = GatewayTestbed::workers(gateway, &workers).await;
     bed.start(config.clone()).await;
     assert!(until(PATIENCE, async || is_routed(&bed).await).await);
     killed(&mut bed, &workers, promise).await;

@@ -3,9 +3,11 @@
 use reqwest::Client;
 use serde_json::{Value, json};
 
-use crate::bed::Bed;
+use crate::bed::GatewayTestbed;
 use crate::deployment::{Answered, chat, essay, fast};
-use crate::generated::{ENVOY_AI_GATEWAY, ENVOY_GATEWAY, EnvoyConfig, Gateway, ISTIO_AS_GENERATED, ISTIO_BUFFERED};
+use crate::generated::{
+    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO_AS_GENERATED, ISTIO_BUFFERED,
+};
 use crate::set::Set;
 
 const POOLS: [&str; 2] = ["vllm-qwen", "vllm-qwen-batch"];
@@ -32,7 +34,7 @@ fn second_name(name: &str) -> String {
 
 /// The configuration with a second pool, whose route has a header. Istio has one ext_proc filter with an override in each route; the two
 /// others have a filter for each pool, which Envoy AI Gateway disables and Envoy Gateway enables by route.
-fn with_second_pool(gateway: Gateway) -> EnvoyConfig {
+fn with_second_pool(gateway: GatewayFixture) -> GeneratedConfig {
     let mut config = gateway.shipped().patient();
     for name in [gateway.picker, gateway.workers] {
         let copy = second(config.cluster(name));
@@ -60,7 +62,7 @@ fn with_second_pool(gateway: Gateway) -> EnvoyConfig {
 }
 
 /// The pool that serves a prompt for a pool.
-async fn serving_pool(bed: &Bed, client: &Client, prompt: &str, pool: usize) -> (usize, Answered) {
+async fn serving_pool(bed: &GatewayTestbed, client: &Client, prompt: &str, pool: usize) -> (usize, Answered) {
     let mut request = client.post(bed.url("/v1/chat/completions")).json(&chat(prompt));
     if pool == 1 {
         request = request.header("x-tier", "batch");
@@ -72,7 +74,7 @@ async fn serving_pool(bed: &Bed, client: &Client, prompt: &str, pool: usize) -> 
 }
 
 /// How many of the prompts, each sent to both pools, another pool or another worker than the chosen one serves.
-async fn served_by_another(bed: &Bed, client: &Client) -> usize {
+async fn served_by_another(bed: &GatewayTestbed, client: &Client) -> usize {
     let mut strays = 0;
     for topic in 0..PROMPTS {
         for pool in [0, 1] {
@@ -84,12 +86,12 @@ async fn served_by_another(bed: &Bed, client: &Client) -> usize {
     strays
 }
 
-async fn pools_stay_apart(gateway: Gateway) {
+async fn pools_stay_apart(gateway: GatewayFixture) {
     let specs = [1_u64, 2, 3, 4].map(|id| {
         let pool = POOLS[usize::from(id > 2)];
         fast(id).listed(json!({"taints": [format!("pool={pool}")]}))
     });
-    let mut bed = Bed::engines(gateway, &specs).await;
+    let mut bed = GatewayTestbed::engines(gateway, &specs).await;
     let set = Set::of("", ["gateway-api/two-pools.yaml"]);
     let shipped: Value = serde_saphyr::from_str(set.text("warmroute", "warmroute.yaml")).unwrap();
     let mut warmroute = bed.warmroute();

@@ -1,20 +1,20 @@
-//! What the control planes make of the shipped manifests: the generated configuration, changed by those fields of the manifests that were
-//! added after it was generated. Envoy Gateway and Istio document the fields and their effect; for EnvoyFilters it is compared below.
+//! The configurations of the shipped manifests: generated configurations, changed by the fields that the manifests gained
+//! after the generation. Envoy Gateway and Istio document the fields and their effect; for EnvoyFilters it is compared below.
 
 use serde_json::{Value, json};
 
-use crate::generated::{EnvoyConfig, Gateway, ISTIO_AS_GENERATED, ISTIO_BUFFERED};
+use crate::generated::{GatewayFixture, GeneratedConfig, ISTIO_AS_GENERATED, ISTIO_BUFFERED};
 use crate::set::Set;
 
-impl Gateway {
+impl GatewayFixture {
     /// The configuration for the shipped manifests.
-    pub(crate) fn shipped(self) -> EnvoyConfig {
+    pub(crate) fn shipped(self) -> GeneratedConfig {
         let istio = self.picker == ISTIO_AS_GENERATED.picker;
         self.render(if istio { ISTIO_AS_GENERATED.generated() } else { self.generated() })
     }
 
     /// Changes a generated configuration as the control plane does for the shipped manifests.
-    pub(crate) fn render(self, mut config: EnvoyConfig) -> EnvoyConfig {
+    pub(crate) fn render(self, mut config: GeneratedConfig) -> GeneratedConfig {
         let set = self.set();
         for object in &set.objects {
             let spec = &object["spec"];
@@ -80,7 +80,7 @@ fn merge(target: &mut Value, patch: &Value) {
     }
 }
 
-fn envoy_filter(config: &mut EnvoyConfig, spec: &Value) {
+fn envoy_filter(config: &mut GeneratedConfig, spec: &Value) {
     for patch in spec["configPatches"].as_array().unwrap() {
         assert_eq!((&patch["match"]["context"], &patch["patch"]["operation"]), (&json!("GATEWAY"), &json!("MERGE")));
         let value = &patch["patch"]["value"];
@@ -152,7 +152,7 @@ fn names_proxy(set: &Set, name: &Value) -> bool {
     set.all("Gateway").any(|gateway| gateway["spec"]["infrastructure"]["parametersRef"]["name"] == *name)
 }
 
-fn bootstrap(config: &mut EnvoyConfig, spec: &Value) {
+fn bootstrap(config: &mut GeneratedConfig, spec: &Value) {
     // As in the bootstrap of Envoy Gateway, which patches need to find.
     config.0["layered_runtime"] = json!({"layers": [{"name": "global_config", "static_layer": {}}]});
     for patch in spec["bootstrap"]["jsonPatches"].as_array().unwrap() {

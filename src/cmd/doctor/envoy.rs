@@ -23,7 +23,7 @@ mod xds;
 use super::finding::{At, Finding, Level};
 use dump::Dump;
 use expected::Expected;
-use remedy::{REQUEST_HEADERS, Setting};
+use remedy::{EnvoySetting, REQUEST_HEADERS};
 use site::{Active, Site};
 
 /// Everything that is to be said of one Envoy.
@@ -80,8 +80,8 @@ fn at_work(site: &Site<'_>) -> Finding {
         0 if site.main.config.is_idle() => site.report(
             at,
             Level::Error,
-            "it shows us neither headers nor bodies, and no route overrides that: no request is routed",
-            &Setting::Filter(REQUEST_HEADERS),
+            "it sends warmroute neither headers nor bodies, and no route overrides it: no request is routed",
+            &EnvoySetting::Filter(REQUEST_HEADERS),
         ),
         0 => at.error(
             "no route has it switched on: nobody asks us",

@@ -12,7 +12,7 @@ use tokio::net::{TcpStream, UnixStream};
 use super::engine::facts::{
     Attached, Canary, ConfiguredCache, Met, OverdueStep, RankFacts, Told, WorkerFacts, WorkerOrigin,
 };
-use super::progress::{OpenPart, Progress};
+use super::progress::{DoctorProgress, OpenPart};
 use crate::app;
 use crate::config::{ApproximatePolicy, Config, WorkerSource};
 use crate::engine_client::{EngineClient, EngineError, EngineUrl, EventsOfRank, MetricsPage};
@@ -52,8 +52,8 @@ pub(super) struct Gatherer<'c> {
     pub(super) patience: Duration,
     /// Whether a canary is sent.
     pub(super) canaries: bool,
-    /// What is waited for.
-    pub(super) progress: Progress,
+    /// The open parts, reported while doctor waits.
+    pub(super) progress: DoctorProgress,
 }
 
 impl Gatherer<'_> {
@@ -142,10 +142,10 @@ impl Gatherer<'_> {
             part.step("comparison of tokens");
             facts.tokens = subject.test(&self.client, engine, self.config.self_test.deadline.get()).await;
         }
-        // One rank takes what comes; of several each has to be asked by its number.
+        // A single rank serves every request; with several ranks each request names its rank.
         let told = facts.metrics.as_ref().map_or(0, |page| page.caches().len());
         let several = told > 1 || worker.ranks.size.get() > 1;
-        // One after the other: ranks share an engine, and what is heard of one canary must not be that of another.
+        // Ranks share an engine, so canaries run one after another: the events of one must not count for another.
         for rank in worker.ranks.iter() {
             part.step(format!("rank {rank}: KV events and canary"));
             facts.ranks.push(self.rank(engine, &worker, rank, several).await);
@@ -438,7 +438,7 @@ mod tests {
         let config = config.unwrap_or_else(|errors| panic!("{errors:?}"));
         let client = EngineClient::new(&config.engines).unwrap();
         let patience = Duration::from_secs(5);
-        let progress = Progress::default();
+        let progress = DoctorProgress::default();
         let gatherer =
             Gatherer { config: &config, client, models: HashMap::new(), patience, canaries: false, progress };
         let mut engine = PubSocket::new();
@@ -489,7 +489,7 @@ mod tests {
         let config = Config::parse(Path::new("warmroute.yaml"), text.to_string().as_bytes()).unwrap();
         let crate::config::WorkerSource::Fixed(workers) = config.worker_source() else { panic!("another source") };
         let client = EngineClient::new(&config.engines).unwrap();
-        let (patience, progress) = (Duration::from_secs(60), Progress::default());
+        let (patience, progress) = (Duration::from_secs(60), DoctorProgress::default());
         let gatherer = Gatherer { config: &config, client, models: HashMap::new(), patience, canaries: true, progress };
         let deadline = Duration::from_secs(3);
         let facts = gatherer.worker_within(&workers[0], deadline).await;

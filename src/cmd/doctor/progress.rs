@@ -13,7 +13,7 @@ const INTERVAL: Duration = Duration::from_secs(5);
 
 /// The open parts by name, each with its current step.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Progress {
+pub(super) struct DoctorProgress {
     open: Arc<Mutex<BTreeMap<String, String>>>,
 }
 
@@ -21,10 +21,10 @@ pub(super) struct Progress {
 #[derive(Debug)]
 pub(super) struct OpenPart {
     name: String,
-    progress: Progress,
+    progress: DoctorProgress,
 }
 
-impl Progress {
+impl DoctorProgress {
     /// Opens a part.
     pub(super) fn open(&self, name: String, step: &str) -> OpenPart {
         let part = OpenPart { name, progress: self.clone() };
@@ -74,7 +74,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn open_parts_are_reported_at_intervals() {
-        let progress = Progress::default();
+        let progress = DoctorProgress::default();
         let work = async {
             let first = progress.open("worker 1".to_owned(), "/health");
             let second = progress.open("Envoy".to_owned(), "/config_dump");
@@ -93,7 +93,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn quick_examination_reports_nothing() {
         let mut err = Vec::new();
-        Progress::default().report(async {}, &mut err).await;
+        DoctorProgress::default().report(async {}, &mut err).await;
         assert!(err.is_empty());
     }
 }

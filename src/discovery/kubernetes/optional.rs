@@ -25,10 +25,12 @@ use super::store::ObjectStore;
 const ABSENT: u16 = 404;
 const FORBIDDEN: u16 = 403;
 
-/// Time for which a kind that was listed before, or was not probed yet, is retried with backoff. A restarting API server responds with
-/// 403 until its caches are filled.
+/// Time for which a kind that was listed before is retried with backoff. A restarting API server responds with 403 until its caches
+/// are filled.
 const FORBIDDEN_GRACE: Duration = Duration::from_secs(60);
 const ABSENT_GRACE: Duration = Duration::from_secs(3);
+/// The same of a kind that was not listed before, for an API server that starts together with warmroute.
+const START_GRACE: Duration = Duration::from_secs(10);
 /// A failure of this length is logged for each kind.
 const LASTING_FAILURE: Duration = Duration::from_secs(60);
 
@@ -188,7 +190,7 @@ impl<'a> KindWatch<'a> {
                     self.set_error(None);
                     let since = *refused_since.get_or_insert_with(Instant::now);
                     let look_again = self.config.look_again();
-                    if status == FORBIDDEN && since.elapsed() < FORBIDDEN_GRACE.min(look_again) {
+                    if status == FORBIDDEN && since.elapsed() < START_GRACE.min(look_again) {
                         backoff.next_delay(None, rand::random())
                     } else {
                         look_again

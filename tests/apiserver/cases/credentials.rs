@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::ensure;
 use serde_json::json;
 
-use crate::control_plane::ControlPlane;
+use crate::control_plane::TestControlPlane;
 use crate::namespace::TestNamespace;
 use crate::objects::POOL;
 use crate::pki::Authority;
@@ -18,7 +18,7 @@ const A: &str = "a 127.0.1.1:8000";
 const B: &str = "b 127.0.1.2:8000";
 
 /// The token is revoked, and the new one is in the file at once.
-pub(super) async fn token_replaced(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn token_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
@@ -38,7 +38,7 @@ pub(super) async fn token_replaced(plane: Arc<ControlPlane>) -> CaseResult {
 }
 
 /// The API server gets a certificate of another authority: first one that ca.crt has already, then one that it lacks.
-pub(super) async fn authority_replaced(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn authority_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;

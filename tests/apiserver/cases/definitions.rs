@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::ensure;
 use serde_json::json;
 
-use crate::control_plane::{ControlPlane, INFERENCE_POOLS, OBJECTIVES, OLD_OBJECTIVES};
+use crate::control_plane::{INFERENCE_POOLS, OBJECTIVES, OLD_OBJECTIVES, TestControlPlane};
 use crate::namespace::{RoleRules, TestNamespace};
 use crate::objects::{POOL, objective};
 use crate::router::PATIENCE;
@@ -15,7 +15,7 @@ use crate::support::ports::until;
 const A: &str = "a 127.0.1.1:8000";
 
 /// The first case: no definition is installed yet.
-pub(super) async fn pool_definition_installed_later(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn pool_definition_installed_later(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
     let router = namespace.start_router().await?;
@@ -27,7 +27,7 @@ pub(super) async fn pool_definition_installed_later(plane: Arc<ControlPlane>) ->
     Ok(format!("names the definition, up 0; fleet {:.1} s after the definition and the pool", took.as_secs_f64()))
 }
 
-pub(super) async fn pool_definition_deleted(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn pool_definition_deleted(plane: Arc<TestControlPlane>) -> CaseResult {
     plane.install(INFERENCE_POOLS).await?;
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
@@ -43,7 +43,7 @@ pub(super) async fn pool_definition_deleted(plane: Arc<ControlPlane>) -> CaseRes
     Ok(format!("emptied after {} ms; in again {:.1} s after the pool", gone.as_millis(), back.as_secs_f64()))
 }
 
-pub(super) async fn optional_definitions_change(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn optional_definitions_change(plane: Arc<TestControlPlane>) -> CaseResult {
     plane.install(INFERENCE_POOLS).await?;
     let namespace = TestNamespace::create_with(&plane, RoleRules::WithOptionalKinds).await?;
     namespace.create_pool(&[8000]).await?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::ensure;
 use serde_json::json;
 
-use crate::control_plane::ControlPlane;
+use crate::control_plane::TestControlPlane;
 use crate::namespace::{READ, TestNamespace, rules_with};
 use crate::objects::{POOL, running};
 use crate::router::{RouterOptions, RouterProcess};
@@ -28,7 +28,7 @@ fn contains(text: &str, parts: &[&str]) -> anyhow::Result<()> {
     Ok(())
 }
 
-pub(super) async fn absent_pool(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn absent_pool(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
@@ -40,7 +40,7 @@ pub(super) async fn absent_pool(plane: Arc<ControlPlane>) -> CaseResult {
     Ok("exit 2; the absent pool is named, the other one is examined".to_owned())
 }
 
-pub(super) async fn unusable_pods(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn unusable_pods(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
@@ -53,7 +53,7 @@ pub(super) async fn unusable_pods(plane: Arc<ControlPlane>) -> CaseResult {
     Ok("exit 2; names the pod that is not ready and the one with the role `encode`".to_owned())
 }
 
-pub(super) async fn missing_rights(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn missing_rights(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create_with(&plane, rules_with(&["get", "list"], &READ)).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
@@ -66,7 +66,7 @@ pub(super) async fn missing_rights(plane: Arc<ControlPlane>) -> CaseResult {
     Ok("exit 2; names list and watch of pods".to_owned())
 }
 
-pub(super) async fn api_server_away(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn api_server_away(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     let away = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
     let options = RouterOptions { api_server: away, ..namespace.options(json!({})).await? };

@@ -8,7 +8,7 @@ use anyhow::{Context as _, ensure};
 use serde_json::Value;
 
 use crate::admin_client::collection;
-use crate::control_plane::ControlPlane;
+use crate::control_plane::TestControlPlane;
 use crate::runner::CaseResult;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
@@ -40,7 +40,7 @@ fn files(source: &str) -> anyhow::Result<Vec<PathBuf>> {
 }
 
 /// Path of an object; `None` if its kind is not installed.
-async fn object_path(plane: &ControlPlane, object: &Value) -> anyhow::Result<Option<String>> {
+async fn object_path(plane: &TestControlPlane, object: &Value) -> anyhow::Result<Option<String>> {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let (api, kind) = (text(&object["apiVersion"]), text(&object["kind"]));
     let page = collection(&api, None, "").trim_end_matches('/').to_owned();
@@ -56,7 +56,7 @@ async fn object_path(plane: &ControlPlane, object: &Value) -> anyhow::Result<Opt
     Ok(Some(format!("{}/{}", collection(&api, namespace, &text(&resource["name"])), text(&object["metadata"]["name"]))))
 }
 
-pub(super) async fn shipped_manifests(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn shipped_manifests(plane: Arc<TestControlPlane>) -> CaseResult {
     let mut applied = 0;
     let mut absent = BTreeSet::new();
     for source in SOURCES {

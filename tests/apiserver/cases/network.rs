@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::ensure;
 use serde_json::json;
 
-use crate::control_plane::ControlPlane;
+use crate::control_plane::TestControlPlane;
 use crate::namespace::TestNamespace;
 use crate::objects::POOL;
 use crate::proxy::{ApiProxy, ProxyMode};
@@ -30,7 +30,7 @@ async fn start_via(namespace: &TestNamespace, address: SocketAddr, silence: &str
 }
 
 impl ProxiedSite {
-    async fn start(plane: &Arc<ControlPlane>, silence: &str) -> anyhow::Result<Self> {
+    async fn start(plane: &Arc<TestControlPlane>, silence: &str) -> anyhow::Result<Self> {
         let namespace = TestNamespace::create(plane).await?;
         namespace.create_pool(&[8000]).await?;
         namespace.create_pod("a", "127.0.1.1").await?;
@@ -42,7 +42,7 @@ impl ProxiedSite {
 }
 
 /// Connections die without a sign, as behind a load balancer that has forgotten them.
-pub(super) async fn silent_connections_are_replaced(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn silent_connections_are_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = ProxiedSite::start(&plane, "5s").await?;
     site.proxy.kill_silently();
     site.namespace.create_pod("b", "127.0.1.2").await?;
@@ -52,7 +52,7 @@ pub(super) async fn silent_connections_are_replaced(plane: Arc<ControlPlane>) ->
 }
 
 /// Requests are taken and not answered, first by all connections, then by those of that time. With the default settings.
-pub(super) async fn unanswered_requests_time_out(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn unanswered_requests_time_out(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = ProxiedSite::start(&plane, "30s").await?;
     site.proxy.set(ProxyMode::Hold);
     let noticed = site.router.wait_up(POOL, false, Duration::from_secs(60)).await?;
@@ -65,7 +65,7 @@ pub(super) async fn unanswered_requests_time_out(plane: Arc<ControlPlane>) -> Ca
     Ok(format!("nothing moves: up 0 after {noticed:.0} s; new connections work: new pod after {took:.1} s"))
 }
 
-pub(super) async fn unavailable_while_running(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn unavailable_while_running(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = ProxiedSite::start(&plane, "30s").await?;
     let lines = site.router.log().lines().count();
     site.proxy.set(ProxyMode::Status(503));

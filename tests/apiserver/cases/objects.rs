@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::ensure;
 use serde_json::json;
 
-use crate::control_plane::{ControlPlane, OBJECTIVES, REWRITES};
+use crate::control_plane::{OBJECTIVES, REWRITES, TestControlPlane};
 use crate::namespace::{RoleRules, TestNamespace};
 use crate::objects::{objective, rewrite};
 use crate::router::RouterProcess;
@@ -16,7 +16,7 @@ use crate::traffic::route;
 const A: &str = "a 127.0.1.1:8000";
 const FOLLOWED: &str = "followed as llm-d.ai/v1alpha2";
 
-async fn start(plane: &Arc<ControlPlane>, rules: RoleRules) -> anyhow::Result<(TestNamespace, RouterProcess)> {
+async fn start(plane: &Arc<TestControlPlane>, rules: RoleRules) -> anyhow::Result<(TestNamespace, RouterProcess)> {
     let namespace = TestNamespace::create_with(plane, rules).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
@@ -25,7 +25,7 @@ async fn start(plane: &Arc<ControlPlane>, rules: RoleRules) -> anyhow::Result<(T
     Ok((namespace, router))
 }
 
-pub(super) async fn rights_granted_later(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn rights_granted_later(plane: Arc<TestControlPlane>) -> CaseResult {
     let (namespace, router) = start(&plane, RoleRules::Shipped).await?;
     namespace.create_of(OBJECTIVES, &objective(OBJECTIVES.api, "gold", 5)).await?;
     router.wait_cluster("forbidden").await?;
@@ -34,7 +34,7 @@ pub(super) async fn rights_granted_later(plane: Arc<ControlPlane>) -> CaseResult
     Ok(format!("forbidden; followed {:.1} s after the grant with `look_again: 3s`", took.as_secs_f64()))
 }
 
-pub(super) async fn objectives_change(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn objectives_change(plane: Arc<TestControlPlane>) -> CaseResult {
     let (namespace, router) = start(&plane, RoleRules::WithOptionalKinds).await?;
     router.wait_cluster(FOLLOWED).await?;
     namespace.create_of(OBJECTIVES, &objective(OBJECTIVES.api, "gold", 5)).await?;
@@ -55,7 +55,7 @@ pub(super) async fn objectives_change(plane: Arc<ControlPlane>) -> CaseResult {
     Ok(format!("created, changed, deleted: within {} ms; of another pool: ignored", longest.as_millis()))
 }
 
-pub(super) async fn rewrites_change(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn rewrites_change(plane: Arc<TestControlPlane>) -> CaseResult {
     let (namespace, router) = start(&plane, RoleRules::WithOptionalKinds).await?;
     router.wait_cluster(FOLLOWED).await?;
     namespace.create_of(REWRITES, &rewrite("first", "old", "qwen2.5")).await?;
@@ -72,7 +72,7 @@ pub(super) async fn rewrites_change(plane: Arc<ControlPlane>) -> CaseResult {
     Ok("the oldest object first; deleted: gone".to_owned())
 }
 
-pub(super) async fn rewrite_takes_effect(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn rewrite_takes_effect(plane: Arc<TestControlPlane>) -> CaseResult {
     let (namespace, router) = start(&plane, RoleRules::WithOptionalKinds).await?;
     namespace.create_of(REWRITES, &rewrite("canary", "old", "qwen2.5")).await?;
     router.wait_cluster("/canary").await?;
@@ -86,7 +86,7 @@ pub(super) async fn rewrite_takes_effect(plane: Arc<ControlPlane>) -> CaseResult
 }
 
 /// The definitions do not require `spec`.
-pub(super) async fn objects_without_spec(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn objects_without_spec(plane: Arc<TestControlPlane>) -> CaseResult {
     let (namespace, mut router) = start(&plane, RoleRules::WithOptionalKinds).await?;
     router.wait_cluster(FOLLOWED).await?;
     namespace.create_of(OBJECTIVES, &objective(OBJECTIVES.api, "gold", 5)).await?;
@@ -106,7 +106,7 @@ pub(super) async fn objects_without_spec(plane: Arc<ControlPlane>) -> CaseResult
     Ok(format!("named and left out; the others count ({} ms), also after a restart", took.as_millis()))
 }
 
-pub(super) async fn explain_applies_rewrites(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn explain_applies_rewrites(plane: Arc<TestControlPlane>) -> CaseResult {
     let (namespace, router) = start(&plane, RoleRules::WithOptionalKinds).await?;
     namespace.create_of(REWRITES, &rewrite("canary", "old", "qwen2.5")).await?;
     router.wait_cluster("/canary").await?;

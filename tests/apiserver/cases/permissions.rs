@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use anyhow::ensure;
 
-use crate::control_plane::ControlPlane;
+use crate::control_plane::TestControlPlane;
 use crate::namespace::{READ, RoleRules, TestNamespace, rule, rules_with};
 use crate::objects::POOL;
 use crate::router::PATIENCE;
 use crate::runner::CaseResult;
 
 /// Starts with these rights, waits for the message, and grants the rest.
-async fn granted_later(plane: &Arc<ControlPlane>, rules: RoleRules, message: &str) -> anyhow::Result<Duration> {
+async fn granted_later(plane: &Arc<TestControlPlane>, rules: RoleRules, message: &str) -> anyhow::Result<Duration> {
     let namespace = TestNamespace::create_with(plane, rules).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
@@ -25,22 +25,22 @@ async fn granted_later(plane: &Arc<ControlPlane>, rules: RoleRules, message: &st
     router.wait_fleet(&["a 127.0.1.1:8000"]).await
 }
 
-pub(super) async fn pods_forbidden(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn pods_forbidden(plane: Arc<TestControlPlane>) -> CaseResult {
     let took = granted_later(&plane, rules_with(&[], &READ), "cannot list resource").await?;
     Ok(format!("forbidden, names user, verb and resource; fleet {:.1} s after the grant", took.as_secs_f64()))
 }
 
-pub(super) async fn pools_forbidden(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn pools_forbidden(plane: Arc<TestControlPlane>) -> CaseResult {
     let took = granted_later(&plane, rules_with(&READ, &[]), "inferencepools").await?;
     Ok(format!("forbidden, names the resource; fleet {:.1} s after the grant", took.as_secs_f64()))
 }
 
-pub(super) async fn watch_without_list(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn watch_without_list(plane: Arc<TestControlPlane>) -> CaseResult {
     let took = granted_later(&plane, rules_with(&["get", "watch"], &READ), "cannot list resource").await?;
     Ok(format!("forbidden, names the verb list; fleet {:.1} s after the grant", took.as_secs_f64()))
 }
 
-pub(super) async fn rights_taken_away(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn rights_taken_away(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
@@ -68,7 +68,7 @@ async fn requests_of(namespace: &TestNamespace, resource: &str) -> anyhow::Resul
     Ok(count()? - before)
 }
 
-pub(super) async fn list_without_watch(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn list_without_watch(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create_with(&plane, rules_with(&["get", "list"], &READ)).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
@@ -88,7 +88,7 @@ pub(super) async fn list_without_watch(plane: Arc<ControlPlane>) -> CaseResult {
     ))
 }
 
-pub(super) async fn optional_kinds_without_watch(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn optional_kinds_without_watch(plane: Arc<TestControlPlane>) -> CaseResult {
     let pods = rule("", &["pods"], &READ);
     let pools = rule("inference.networking.k8s.io", &["inferencepools"], &READ);
     let kinds = ["inferenceobjectives", "inferencemodelrewrites"];

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use serde_json::{Value, json};
 
-use crate::control_plane::ControlPlane;
+use crate::control_plane::TestControlPlane;
 use crate::namespace::TestNamespace;
 use crate::objects::{POOL, engine_labels, pod, running};
 use crate::router::{PATIENCE, RouterProcess, pod_name};
@@ -42,11 +42,11 @@ impl ReactionTimes {
 }
 
 impl PodFixture {
-    async fn start(plane: &Arc<ControlPlane>) -> anyhow::Result<Self> {
+    async fn start(plane: &Arc<TestControlPlane>) -> anyhow::Result<Self> {
         Self::start_with(plane, &[8000]).await
     }
 
-    async fn start_with(plane: &Arc<ControlPlane>, ports: &[u16]) -> anyhow::Result<Self> {
+    async fn start_with(plane: &Arc<TestControlPlane>, ports: &[u16]) -> anyhow::Result<Self> {
         let namespace = TestNamespace::create(plane).await?;
         namespace.create_pool(ports).await?;
         namespace.create_pod("a", "127.0.1.1").await?;
@@ -70,7 +70,7 @@ impl PodFixture {
     }
 }
 
-pub(super) async fn readiness_changes(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn readiness_changes(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
     site.namespace.create_pending("b").await?;
@@ -85,7 +85,7 @@ pub(super) async fn readiness_changes(plane: Arc<ControlPlane>) -> CaseResult {
     Ok(format!("not ready: not in; ready: in; not ready: draining; ready: in; {}", times.show()?))
 }
 
-pub(super) async fn deletion_with_grace(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn deletion_with_grace(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
     site.namespace.delete_pod("a").await?;
@@ -95,7 +95,7 @@ pub(super) async fn deletion_with_grace(plane: Arc<ControlPlane>) -> CaseResult 
     Ok(format!("draining; out; {}", times.show()?))
 }
 
-pub(super) async fn deletion_without_grace(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn deletion_without_grace(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
     site.namespace.remove_pod("a").await?;
@@ -113,14 +113,14 @@ pub(super) async fn deletion_without_grace(plane: Arc<ControlPlane>) -> CaseResu
     Ok(format!("out; in again under its name, one worker; {}", times.show()?))
 }
 
-pub(super) async fn address_changes(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn address_changes(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     site.set_ready("a", "127.0.1.9", true).await?;
     let took = site.router.wait_fleet(&["a 127.0.1.9:8000"]).await?;
     Ok(format!("the endpoint follows after {} ms", took.as_millis()))
 }
 
-pub(super) async fn two_pods_with_one_address(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn two_pods_with_one_address(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     site.namespace.create_pod("b", "127.0.1.1").await?;
     tokio::time::sleep(MOMENT).await;
@@ -132,7 +132,7 @@ pub(super) async fn two_pods_with_one_address(plane: Arc<ControlPlane>) -> CaseR
     Ok(format!("one is used; the other takes over after {} ms", took.as_millis()))
 }
 
-pub(super) async fn labels_change(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn labels_change(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
     site.set_label("a", "app", &json!("other")).await?;
@@ -142,7 +142,7 @@ pub(super) async fn labels_change(plane: Arc<ControlPlane>) -> CaseResult {
     Ok(format!("out; in; {}", times.show()?))
 }
 
-pub(super) async fn phases(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn phases(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
     for phase in ["Failed", "Succeeded", "Unknown", "Pending"] {
@@ -154,7 +154,7 @@ pub(super) async fn phases(plane: Arc<ControlPlane>) -> CaseResult {
     Ok(format!("Failed, Succeeded, Unknown, Pending: out although Ready; Running: in; {}", times.show()?))
 }
 
-pub(super) async fn container_restart(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn container_restart(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
     let restarts = |count: u32, is_ready: bool| {
@@ -171,7 +171,7 @@ pub(super) async fn container_restart(plane: Arc<ControlPlane>) -> CaseResult {
     Ok(format!("draining; in; {}", times.show()?))
 }
 
-pub(super) async fn ipv6_addresses(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn ipv6_addresses(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
     site.namespace.create_pending("b").await?;
@@ -183,7 +183,7 @@ pub(super) async fn ipv6_addresses(plane: Arc<ControlPlane>) -> CaseResult {
     Ok(format!("`[fd00::1:6]:8000`; of dual stack the first address; {}", times.show()?))
 }
 
-pub(super) async fn roles(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn roles(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
     let known = [
@@ -216,7 +216,7 @@ pub(super) async fn roles(plane: Arc<ControlPlane>) -> CaseResult {
     ))
 }
 
-pub(super) async fn active_ports(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn active_ports(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start_with(&plane, &[8000, 8001, 8002]).await?;
     let mut times = ReactionTimes::default();
     let annotate = async |name: &str, value: &Value| {
@@ -234,7 +234,7 @@ pub(super) async fn active_ports(plane: Arc<ControlPlane>) -> CaseResult {
     Ok(format!("the ports follow, also by the older annotation; an unreadable one is named; {}", times.show()?))
 }
 
-pub(super) async fn worker_ids(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn worker_ids(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     for (label, id) in [("7", "7"), ("007", "7"), ("18446744073709551615", "18446744073709551615")] {
         site.set_label("a", "warmroute.dev/worker-id", &json!(label)).await?;
@@ -250,7 +250,7 @@ pub(super) async fn worker_ids(plane: Arc<ControlPlane>) -> CaseResult {
     Ok("7, 007, 2^64-1: taken; 2^64, x, empty: refused with a reason".to_owned())
 }
 
-pub(super) async fn rapid_readiness(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn rapid_readiness(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     for turn in 0..50 {
         site.set_ready("a", "127.0.1.1", turn % 2 == 0).await?;
@@ -260,7 +260,7 @@ pub(super) async fn rapid_readiness(plane: Arc<ControlPlane>) -> CaseResult {
     Ok(format!("the last of 50 changes holds after {} ms", took.as_millis()))
 }
 
-pub(super) async fn special_addresses(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn special_addresses(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     site.namespace.create_pod("b", "::ffff:127.0.1.7").await?;
     site.router.wait_fleet(&[A, "b 127.0.1.7:8000"]).await?;
@@ -271,7 +271,7 @@ pub(super) async fn special_addresses(plane: Arc<ControlPlane>) -> CaseResult {
 }
 
 /// The API server copies zone and region of a node to a pod at its binding.
-pub(super) async fn topology_labels(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn topology_labels(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let node = format!("node-of-{}", site.namespace.name);
     let labels = json!({"topology.kubernetes.io/zone": "zone-1", "topology.kubernetes.io/region": "region-1"});
@@ -290,7 +290,7 @@ pub(super) async fn topology_labels(plane: Arc<ControlPlane>) -> CaseResult {
 }
 
 /// The API server accepts an address that Rust does not read.
-pub(super) async fn unreadable_address(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn unreadable_address(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     site.namespace.create_pending("odd").await?;
     let mut status = running(&["127.0.1.7"], true);
@@ -314,7 +314,7 @@ pub(super) async fn unreadable_address(plane: Arc<ControlPlane>) -> CaseResult {
 }
 
 /// An address is used again before the object of its last pod is gone. The order of the uids is random, so there are several turns.
-pub(super) async fn address_of_ending_pod(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn address_of_ending_pod(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
     for turn in 1..=6 {
@@ -335,7 +335,7 @@ pub(super) async fn address_of_ending_pod(plane: Arc<ControlPlane>) -> CaseResul
 }
 
 /// Workers of Dynamo make their ids of the pod's name.
-pub(super) async fn dynamo_ids(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn dynamo_ids(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("vllm-worker-0", "127.0.1.1").await?;

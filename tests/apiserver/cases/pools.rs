@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::ensure;
 use serde_json::json;
 
-use crate::control_plane::{ControlPlane, INFERENCE_POOLS};
+use crate::control_plane::{INFERENCE_POOLS, TestControlPlane};
 use crate::namespace::TestNamespace;
 use crate::objects::{POOL, engine_labels, inference_pool};
 use crate::router::{PATIENCE, RouterProcess};
@@ -15,7 +15,7 @@ use crate::runner::CaseResult;
 const A: &str = "a 127.0.1.1:8000";
 const MOMENT: Duration = Duration::from_millis(400);
 
-async fn start(plane: &Arc<ControlPlane>) -> anyhow::Result<(TestNamespace, RouterProcess)> {
+async fn start(plane: &Arc<TestControlPlane>) -> anyhow::Result<(TestNamespace, RouterProcess)> {
     let namespace = TestNamespace::create(plane).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
@@ -24,7 +24,7 @@ async fn start(plane: &Arc<ControlPlane>) -> anyhow::Result<(TestNamespace, Rout
     Ok((namespace, router))
 }
 
-pub(super) async fn ports_change(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn ports_change(plane: Arc<TestControlPlane>) -> CaseResult {
     let (namespace, router) = start(&plane).await?;
     let mut longest = Duration::ZERO;
     for count in [3_u16, 8, 1] {
@@ -42,7 +42,7 @@ pub(super) async fn ports_change(plane: Arc<ControlPlane>) -> CaseResult {
     Ok(format!("3, 8 and 1 ports: the workers follow within {} ms, one rank each", longest.as_millis()))
 }
 
-pub(super) async fn selector_changes(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn selector_changes(plane: Arc<TestControlPlane>) -> CaseResult {
     let (namespace, router) = start(&plane).await?;
     namespace.create_pod_with("b", "127.0.1.2", &json!({"app": "other"})).await?;
     let select = async |selector: serde_json::Value| {
@@ -71,7 +71,7 @@ pub(super) async fn selector_changes(plane: Arc<ControlPlane>) -> CaseResult {
     ))
 }
 
-pub(super) async fn pool_deleted(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn pool_deleted(plane: Arc<TestControlPlane>) -> CaseResult {
     let (namespace, router) = start(&plane).await?;
     let finalizers = json!({"metadata": {"finalizers": ["example.com/hold"]}});
     namespace.change_of(INFERENCE_POOLS, POOL, &finalizers).await?;
@@ -91,7 +91,7 @@ pub(super) async fn pool_deleted(plane: Arc<ControlPlane>) -> CaseResult {
     ))
 }
 
-pub(super) async fn event_ports(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn event_ports(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000, 8001]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde_json::{Value, json};
 
-use crate::control_plane::{ControlPlane, INFERENCE_POOLS};
+use crate::control_plane::{INFERENCE_POOLS, TestControlPlane};
 use crate::namespace::TestNamespace;
 use crate::objects::{POOL, engine_labels, inference_pool};
 use crate::pki::Authority;
@@ -20,7 +20,7 @@ fn pool_entry(name: &str) -> Value {
     json!({"name": name, "worker": {"model": "qwen2.5"}})
 }
 
-pub(super) async fn pool_and_pods_exist(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn pool_and_pods_exist(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
@@ -40,7 +40,7 @@ pub(super) async fn pool_and_pods_exist(plane: Arc<ControlPlane>) -> CaseResult 
     Ok(format!("fleet {:.2} s and ready {:.1} s after the start", fleet.as_secs_f64(), ready.as_secs_f64()))
 }
 
-pub(super) async fn pool_created_later(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn pool_created_later(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
     let router = namespace.start_router().await?;
@@ -52,7 +52,7 @@ pub(super) async fn pool_created_later(plane: Arc<ControlPlane>) -> CaseResult {
     Ok(format!("\"there is no such InferencePool\", up 0; fleet {} ms after the pool", took.as_millis()))
 }
 
-pub(super) async fn pool_of_other_namespace(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn pool_of_other_namespace(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     let other = TestNamespace::create(&plane).await?;
     let mut entry = pool_entry(POOL);
@@ -63,7 +63,7 @@ pub(super) async fn pool_of_other_namespace(plane: Arc<ControlPlane>) -> CaseRes
     Ok("forbidden; the log names the namespace".to_owned())
 }
 
-pub(super) async fn two_pools(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn two_pools(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_of(INFERENCE_POOLS, &inference_pool("second", &json!({"app": "second"}), &[9000])).await?;
@@ -80,7 +80,7 @@ pub(super) async fn two_pools(plane: Arc<ControlPlane>) -> CaseResult {
     Ok("fleet of two pools, ready; up 0 for the misspelt third, which the log names".to_owned())
 }
 
-pub(super) async fn pools_with_same_pods(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn pools_with_same_pods(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_of(INFERENCE_POOLS, &inference_pool("second", &engine_labels(), &[8000])).await?;
@@ -92,11 +92,11 @@ pub(super) async fn pools_with_same_pods(plane: Arc<ControlPlane>) -> CaseResult
     router.keeps_fleet(Duration::from_millis(500), &["a 127.0.1.1:8000"]).await?;
     let taints = router.fleet_by(|worker| worker["taints"].to_string()).await?;
     ensure!(taints.iter().all(|taints| taints.contains(POOL)), "{taints:?}");
-    Ok("the first pool has the worker; one warning".to_owned())
+    Ok("the first pool has the worker; a warning names the address".to_owned())
 }
 
 /// A newline at the end of the token and of the namespace, as tools write them that are no kubelet.
-pub(super) async fn account_with_newlines(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn account_with_newlines(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
@@ -110,7 +110,7 @@ pub(super) async fn account_with_newlines(plane: Arc<ControlPlane>) -> CaseResul
     Ok(format!("fleet after {} ms", took.as_millis()))
 }
 
-pub(super) async fn no_service_account(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn no_service_account(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     let options = RouterOptions { account: None, ..namespace.options(json!({})).await? };
     let router = RouterProcess::start(options).await?;
@@ -126,7 +126,7 @@ pub(super) async fn no_service_account(plane: Arc<ControlPlane>) -> CaseResult {
 
 /// Starts with an account that is wrong, and replaces it after 6 s.
 async fn replaced_later(
-    plane: &Arc<ControlPlane>,
+    plane: &Arc<TestControlPlane>,
     wrong: impl FnOnce(&mut MountedAccount),
     message: &str,
 ) -> anyhow::Result<Duration> {
@@ -147,20 +147,20 @@ async fn replaced_later(
     Ok(took)
 }
 
-pub(super) async fn unknown_token_replaced(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn unknown_token_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     let wrong = |account: &mut MountedAccount| account.token = "unknown".to_owned();
     let took = replaced_later(&plane, wrong, "Unauthorized").await?;
     Ok(format!("\"Unauthorized\"; fleet {:.1} s after the new token", took.as_secs_f64()))
 }
 
-pub(super) async fn wrong_authority_replaced(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn wrong_authority_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     let wrong = |account: &mut MountedAccount| account.ca = Authority::new("another").cert;
     let took = replaced_later(&plane, wrong, "certificate").await?;
     Ok(format!("names the certificate; fleet {:.1} s after the new ca.crt", took.as_secs_f64()))
 }
 
 /// A proxy in front of the API server answers 503 for a while.
-pub(super) async fn api_server_unavailable(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn api_server_unavailable(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
@@ -178,7 +178,7 @@ pub(super) async fn api_server_unavailable(plane: Arc<ControlPlane>) -> CaseResu
 }
 
 /// Labels and ports in place of an InferencePool, beside a pool whose InferencePool is absent.
-pub(super) async fn pool_by_labels(plane: Arc<ControlPlane>) -> CaseResult {
+pub(super) async fn pool_by_labels(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pod_with("a", "127.0.1.1", &json!({"app": "labelled"})).await?;
     namespace.create_pod("other", "127.0.1.2").await?;

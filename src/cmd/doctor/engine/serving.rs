@@ -55,7 +55,7 @@ fn overdue(facts: &WorkerFacts) -> Option<Finding> {
     let step = facts.overdue.as_ref()?;
     Some(At::new("engine.deadline", facts.subject()).error(
         format!("not complete within {}: {}; later steps were not run", Period(step.deadline), step.name),
-        "look in the engine's log for this request; where the engine is that slow, give doctor a longer `--patience`",
+        "check the engine's log for this request; if the engine needs this long, set a longer `--patience`",
     ))
 }
 

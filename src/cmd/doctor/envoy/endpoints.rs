@@ -6,7 +6,7 @@ use std::path::Path;
 use super::control_plane::ControlPlane;
 use super::dump::{Address, is};
 use super::parts::{Cluster, PathSource};
-use super::remedy::Setting;
+use super::remedy::EnvoySetting;
 use super::site::Site;
 use super::ways::{Way, clusters, way};
 use crate::cmd::doctor::finding::{At, Finding};
@@ -171,7 +171,7 @@ fn known(site: &Site<'_>) -> Option<Finding> {
         }
         None => {
             let own = "write them into the cluster, or have us do it: `envoy: {endpoints_file: .., cluster: ..}` in our configuration";
-            site.fix(&Setting::WorkerEndpoints(own.to_owned())).unwrap_or_default()
+            site.fix(&EnvoySetting::WorkerEndpoints(own.to_owned())).unwrap_or_default()
         }
     };
     let seen = format!("Envoy does not know the workers {}, and goes elsewhere when we name them", missing.join(", "));

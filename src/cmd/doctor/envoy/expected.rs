@@ -9,6 +9,7 @@ use super::dump::Address;
 use crate::config::{Config, SessionsConfig};
 use crate::ext_proc::config::FailureMode;
 use crate::ext_proc::contract::Contract;
+use crate::intake::confine::ConfineConfig;
 use crate::openai::paths::Paths;
 use crate::prefill::{By, PrefillConfig};
 use crate::worker::{ModelName, Worker};
@@ -47,6 +48,8 @@ pub struct Expected {
     pub fallbacks: u32,
     /// Whether there are other replicas of us.
     pub replicas: bool,
+    /// The rules that confine requests to pools.
+    pub confine: ConfineConfig,
     /// Headers that we set.
     pub headers: Vec<String>,
     /// Those of them that hold the worker's endpoint.
@@ -123,6 +126,7 @@ impl Expected {
             clear_route_cache: config.gateway.clear_route_cache,
             fallbacks: config.gateway.fallbacks,
             replicas: config.replicas.is_some(),
+            confine: config.confine.clone(),
             headers: names(&mut contract.names()),
             endpoint_headers: names(&mut contract.endpoint_names()),
             reserved,

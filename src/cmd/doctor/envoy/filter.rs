@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::control_plane::ControlPlane;
 use super::dump::is;
 use super::parts::{ExternalProcessing, body_mode, shows_headers, shows_trailers};
-use super::remedy::{self, FilterField, Setting};
+use super::remedy::{self, EnvoySetting, FilterField};
 use super::site::Site;
 use super::ways::{Way, clusters, ours, way};
 use crate::cmd::doctor::finding::{Finding, Level};
@@ -64,7 +64,7 @@ fn observability(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding
             site.at("envoy.observability"),
             Level::Error,
             "observability_mode: true: Envoy shows us requests and ignores what we answer",
-            &Setting::Filter(remedy::OBSERVABILITY),
+            &EnvoySetting::Filter(remedy::OBSERVABILITY),
         )
     })
 }
@@ -76,7 +76,7 @@ fn request_headers(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Findi
             site.at("envoy.request_headers"),
             Level::Error,
             format!("request_header_mode: {mode}: we see neither path nor headers of a request, and route none"),
-            &Setting::Filter(remedy::REQUEST_HEADERS),
+            &EnvoySetting::Filter(remedy::REQUEST_HEADERS),
         )
     })
 }
@@ -92,7 +92,12 @@ fn request_body(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
         _ => "of long bodies we see the beginning only",
     };
     let at = site.at("envoy.request_body");
-    site.report(at, Level::Error, format!("request_body_mode: {mode}: {seen}"), &Setting::Filter(remedy::REQUEST_BODY))
+    site.report(
+        at,
+        Level::Error,
+        format!("request_body_mode: {mode}: {seen}"),
+        &EnvoySetting::Filter(remedy::REQUEST_BODY),
+    )
 }
 
 /// What full duplex cannot do without, and what it does not know.
@@ -106,13 +111,15 @@ fn full_duplex(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding> 
             at,
             Level::Error,
             "request_body_mode: FULL_DUPLEX_STREAMED without the request's trailers: bodies that end with some never end for us",
-            &Setting::Filter(remedy::REQUEST_TRAILERS),
+            &EnvoySetting::Filter(remedy::REQUEST_TRAILERS),
         ));
     }
     let seen = "allow_content_length_header: false: workers get every body in chunks, without its length";
     Some(match (filter.allow_content_length_header, &site.plane) {
         (true, _) => at.ok("trailers are shown and lengths are kept"),
-        (false, ControlPlane::Other) => site.report(at, Level::Warning, seen, &Setting::Filter(remedy::CONTENT_LENGTH)),
+        (false, ControlPlane::Other) => {
+            site.report(at, Level::Warning, seen, &EnvoySetting::Filter(remedy::CONTENT_LENGTH))
+        }
         // Engines read chunked bodies: not worth a patch of generated configuration.
         (false, _) => at.note(seen),
     })
@@ -130,7 +137,7 @@ fn response_headers(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
             "response_header_mode: {mode}: we never learn that a worker failed, nor when a prefill was over, and answers do \
              not say how they were routed"
         ),
-        &Setting::Filter(remedy::RESPONSE_HEADERS),
+        &EnvoySetting::Filter(remedy::RESPONSE_HEADERS),
     )
 }
 
@@ -142,13 +149,13 @@ fn response_body(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding
         "STREAMED" => Some(at.warning(
             "response_body_mode: STREAMED: every token passes us and costs us and Envoy some microseconds; we ask for \
              bodies where we need them",
-            [remedy::RESPONSE_BODY, remedy::MODE_OVERRIDE].map(|field| site.fix(&Setting::Filter(field)).unwrap_or_default()).join("; and "),
+            [remedy::RESPONSE_BODY, remedy::MODE_OVERRIDE].map(|field| site.fix(&EnvoySetting::Filter(field)).unwrap_or_default()).join("; and "),
         )),
         _ => Some(site.report(
             at,
             Level::Error,
             format!("response_body_mode: {mode}: Envoy holds answers back until they are whole, event streams too"),
-            &Setting::Filter(remedy::RESPONSE_BODY),
+            &EnvoySetting::Filter(remedy::RESPONSE_BODY),
         )),
     }
 }
@@ -163,7 +170,7 @@ fn response_trailers(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
         Level::Error,
         "response_trailer_mode: SKIP: Envoy leaves us when an answer begins, so that its load is released long before its \
          end, and clients that leave are not noticed",
-        &Setting::Filter(remedy::RESPONSE_TRAILERS),
+        &EnvoySetting::Filter(remedy::RESPONSE_TRAILERS),
     )
 }
 
@@ -175,19 +182,20 @@ fn failure_mode(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
     match (allow, site.expected.fail_closed, duplex(filter)) {
         (_, false, true) => at.warning(
             format!("{seen}; in full duplex clients get 500 whenever we are away, whatever is said here"),
-            "write `failure: {mode: fail_closed}` in our configuration to say so, or have the filter buffer bodies, with \
-             `failure_mode_allow: true`, to be served without us",
+            "write `failure: {mode: fail_closed}` in the configuration of warmroute, or set BUFFERED bodies and \
+             `failure_mode_allow: true` in the filter, to serve requests without warmroute",
         ),
         // Envoy applies it only when the stream to warmroute ends before the body is sent. While an endpoint is listed it is not.
         (true, true, true) => at.note(format!(
-            "{seen}; in full duplex that serves requests without warmroute only when Envoy has no endpoint of it: with one listed they \
-             get 500 after warmroute was killed, and hang while it is frozen. Buffered bodies are served in these cases too"
+            "{seen}; in full duplex Envoy serves requests without warmroute only when it has no endpoint of warmroute. While an endpoint is \
+             listed, requests get 500 after warmroute was killed, and hang while it is frozen. With buffered bodies they are served in both \
+             cases"
         )),
         (false, false, false) => {
-            let fix = site.fix(&Setting::Filter(remedy::FAILURE_MODE));
-            let ours = "`failure: {mode: fail_closed}` in our configuration, if that is meant";
+            let fix = site.fix(&EnvoySetting::Filter(remedy::FAILURE_MODE));
+            let ours = "`failure: {mode: fail_closed}` in the configuration of warmroute, if requests should fail without it";
             at.warning(
-                format!("{seen}; while we are away every request is a 500, and answers under way are cut"),
+                format!("{seen}; without warmroute every request gets 500, and open responses are cut"),
                 fix.map_or(format!("write {ours}"), |fix| format!("{fix}; or {ours}")),
             )
         }
@@ -208,7 +216,7 @@ fn message_timeout(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Findi
     } else {
         let ours = format!("in our configuration a `limits.exchange_deadline` below {}", Period(given));
         let length = needed + Duration::from_millis(200);
-        let fix = site.fix(&Setting::Filter(FilterField::message_timeout(length)));
+        let fix = site.fix(&EnvoySetting::Filter(FilterField::message_timeout(length)));
         at.error(
             format!("{seen}; long prompts go on unrouted before we give up on them and route them by load"),
             fix.map_or(ours.clone(), |fix| format!("{fix}, or {ours}")),
@@ -225,8 +233,9 @@ fn max_message_timeout(site: &Site<'_>, filter: &ExternalProcessing) -> Option<F
     if given.is_some_and(|given| given >= needed) {
         return Some(at.ok(seen));
     }
-    let seen = format!("{seen}; requests that wait for a turn, a session or a prefill go on unrouted");
-    Some(site.report(at, Level::Error, seen, &Setting::Filter(FilterField::max_message_timeout(needed))))
+    let seen =
+        format!("{seen}; requests that wait in the queue, for a session or for a prefill are forwarded unrouted");
+    Some(site.report(at, Level::Error, seen, &EnvoySetting::Filter(FilterField::max_message_timeout(needed))))
 }
 
 fn mode_override(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding> {
@@ -244,7 +253,7 @@ fn mode_override(site: &Site<'_>, filter: &ExternalProcessing) -> Option<Finding
         }
     };
     let seen = format!("allow_mode_override: false: {lost}");
-    Some(site.report(at, Level::Warning, seen, &Setting::Filter(remedy::MODE_OVERRIDE)))
+    Some(site.report(at, Level::Warning, seen, &EnvoySetting::Filter(remedy::MODE_OVERRIDE)))
 }
 
 /// Whether a response says which worker answered, or whether Envoy did: by attributes, or else by Envoy's headers.
@@ -266,17 +275,19 @@ fn attributes(site: &Site<'_>, filter: &ExternalProcessing) -> Finding {
             site.at("envoy.suppressed_headers"),
             Level::Warning,
             format!(
-                "{seen}, and `suppress_envoy_headers` hides x-envoy-upstream-service-time: the 503 of a busy worker looks like Envoy's own for \
-                 an unreachable one"
+                "{seen}, and `suppress_envoy_headers` removes x-envoy-upstream-service-time: warmroute cannot tell the 503 of an overloaded \
+                 worker from Envoy's 503 for an unreachable one"
             ),
-            &Setting::EnvoyHeaders,
+            &EnvoySetting::EnvoyHeaders,
         );
     }
     if site.plane != ControlPlane::Other && (!retries(site) || names_served(site, filter)) {
-        return at.ok(format!("{seen}; Envoy's headers and metadata say who answered"));
+        return at.ok(format!("{seen}; Envoy's headers and metadata identify the source of a response"));
     }
-    let seen = format!("{seen}: a dead worker behind a retry looks well, and Envoy's own 503 like a busy worker");
-    site.report(at, Level::Warning, seen, &Setting::Filter(remedy::RESPONSE_ATTRIBUTES))
+    let seen = format!(
+        "{seen}: after a retry the failed worker is not detected, and a 503 of Envoy counts as the response of an overloaded worker"
+    );
+    site.report(at, Level::Warning, seen, &EnvoySetting::Filter(remedy::RESPONSE_ATTRIBUTES))
 }
 
 fn suppresses_headers(site: &Site<'_>) -> bool {

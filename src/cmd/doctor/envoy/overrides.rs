@@ -11,7 +11,7 @@ use crate::ext_proc::headers::ENDPOINT;
 const REPLACING: [(&str, &str); 2] =
     [("envoy.filters.http.cors", "CORS"), ("envoy.filters.http.fault", "fault injection")];
 
-/// Every route that leads to workers and shows warmroute nothing.
+/// Every route that selects workers and sends warmroute nothing.
 pub(super) fn check(site: &Site<'_>) -> Vec<Finding> {
     site.idle.iter().filter(|route| leads_to_workers(site, route)).map(|route| without_override(site, route)).collect()
 }
@@ -33,17 +33,17 @@ fn without_override(site: &Site<'_>, route: &Route) -> Finding {
     match (&site.plane, replacing) {
         (ControlPlane::Istio { .. }, Some((_, kind))) => at.error(
             format!(
-                "it leads to workers, and has no override of `{filter}`: Istio drops the override of a rule with {kind}, and its requests \
-                 are answered without warmroute"
+                "it selects workers and has no override of `{filter}`: Istio drops the override of a rule with {kind}, and its requests \
+                 are served unrouted"
             ),
             format!(
-                "take the {kind} filter out of the rule of the HTTPRoute, or add the override again by an EnvoyFilter with `applyTo: \
+                "remove the {kind} filter from the rule of the HTTPRoute, or add the override again by an EnvoyFilter with `applyTo: \
                  HTTP_ROUTE` that names the route `{}`",
                 route.name
             ),
         ),
         _ => at.error(
-            format!("it leads to workers, and `{filter}` shows warmroute nothing there: its requests are answered without warmroute"),
+            format!("it selects workers, and `{filter}` sends warmroute nothing on it: its requests are served unrouted"),
             format!("write the `overrides` of `{filter}` in the `typed_per_filter_config` of the {name}"),
         ),
     }

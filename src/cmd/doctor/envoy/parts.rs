@@ -219,6 +219,13 @@ pub(super) struct EnvoyGrpc {
     pub(super) authority: String,
 }
 
+impl EnvoyGrpc {
+    /// The `:authority` of its calls. Envoy sends the name of the cluster if none is configured.
+    pub(super) fn sent_authority(&self) -> &str {
+        if self.authority.is_empty() { &self.cluster_name } else { &self.authority }
+    }
+}
+
 /// By an address.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]

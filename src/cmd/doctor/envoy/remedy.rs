@@ -16,7 +16,7 @@ const PORT: u16 = 9002;
 const LIMITS: &str = "{maxConnections: 100000, maxPendingRequests: 100000, maxParallelRequests: 100000}";
 
 /// A setting of Envoy.
-pub(super) enum Setting<'a> {
+pub(super) enum EnvoySetting<'a> {
     /// A field of the ext_proc filter.
     Filter(FilterField<'a>),
     /// Circuit breakers of the cluster of warmroute.
@@ -157,52 +157,52 @@ pub(super) const RESPONSE_ATTRIBUTES: FilterField<'static> = FilterField::new(
 
 impl Site<'_> {
     /// Where to write what; none where the control plane has no field for it.
-    pub(super) fn fix(&self, setting: &Setting<'_>) -> Option<String> {
+    pub(super) fn fix(&self, setting: &EnvoySetting<'_>) -> Option<String> {
         match &self.plane {
             ControlPlane::Istio { routes } => Some(self.istio(routes, setting)),
             ControlPlane::EnvoyGateway { policy, .. } => match setting {
-                Setting::Filter(field) => {
+                EnvoySetting::Filter(field) => {
                     let field = field.policy.as_ref()?;
                     Some(format!("in `extProc` of the EnvoyExtensionPolicy{policy} write `{field}`"))
                 }
-                Setting::PickerLimits(_) => {
+                EnvoySetting::PickerLimits(_) => {
                     Some(backend_settings(policy, &format!("circuitBreaker: {LIMITS}")))
                 }
-                Setting::PickerKeepalive(_) => Some(backend_settings(
+                EnvoySetting::PickerKeepalive(_) => Some(backend_settings(
                     policy,
                     "http2: {connectionKeepalive: {interval: 2s, timeout: 1s}}",
                 )),
-                Setting::PickerConnectTimeout(_) => {
+                EnvoySetting::PickerConnectTimeout(_) => {
                     Some(backend_settings(policy, "timeout: {tcp: {connectTimeout: 1s}}"))
                 }
-                Setting::PickerTls(_) => Some("write `tls: {insecureSkipVerify: true}` in the Backend that the EnvoyExtensionPolicy \
+                EnvoySetting::PickerTls(_) => Some("write `tls: {insecureSkipVerify: true}` in the Backend that the EnvoyExtensionPolicy \
                      refers to, or attach a BackendTLSPolicy to the Service"
                     .to_owned()),
-                Setting::PickerPlaintext(_) => {
-                    Some("take `tls` out of the Backend that the EnvoyExtensionPolicy refers to".to_owned())
+                EnvoySetting::PickerPlaintext(_) => {
+                    Some("remove `tls` from the Backend that the EnvoyExtensionPolicy refers to".to_owned())
                 }
                 other => self.gateway(other),
             },
             ControlPlane::EnvoyAiGateway { .. } => match setting {
-                Setting::Filter(field) => {
+                EnvoySetting::Filter(field) => {
                     Some(format!("annotate the InferencePool with `{}`", field.annotation?))
                 }
                 // Envoy AI Gateway makes this cluster after all policies were applied; keys of the runtime still reach it.
-                Setting::PickerLimits(cluster) => Some(format!(
+                EnvoySetting::PickerLimits(cluster) => Some(format!(
                     "in the EnvoyProxy that the Gateway{} refers to write `bootstrap: {{type: JSONPatch, jsonPatches: [{{op: add, path: \
                      /layered_runtime/layers/0/static_layer/circuit_breakers.{}.default.max_requests, value: 100000}}]}}`, and \
                      the same for max_pending_requests",
                     self.gateway_name(),
                     cluster.name
                 )),
-                Setting::PickerKeepalive(_)
-                | Setting::PickerConnectTimeout(_)
-                | Setting::PickerTls(_)
-                | Setting::PickerPlaintext(_)
-                | Setting::ServerName(_)
-                | Setting::EndpointOverride(..)
-                | Setting::Retry(..) => None,
-                Setting::BodyLimit(..) => Some(
+                EnvoySetting::PickerKeepalive(_)
+                | EnvoySetting::PickerConnectTimeout(_)
+                | EnvoySetting::PickerTls(_)
+                | EnvoySetting::PickerPlaintext(_)
+                | EnvoySetting::ServerName(_)
+                | EnvoySetting::EndpointOverride(..)
+                | EnvoySetting::Retry(..) => None,
+                EnvoySetting::BodyLimit(..) => Some(
                     "take the annotation `aigateway.envoyproxy.io/processing-body-mode: buffered` off the InferencePool: with \
                      full duplex no body is buffered"
                         .to_owned(),
@@ -214,7 +214,7 @@ impl Site<'_> {
     }
 
     /// A finding with its fix. Without one it is a limit of the control plane, and a note.
-    pub(super) fn report(&self, at: At, level: Level, seen: impl Into<String>, setting: &Setting<'_>) -> Finding {
+    pub(super) fn report(&self, at: At, level: Level, seen: impl Into<String>, setting: &EnvoySetting<'_>) -> Finding {
         let seen = seen.into();
         match (self.fix(setting), level) {
             (Some(fix), Level::Error) => at.error(seen, fix),
@@ -254,7 +254,7 @@ impl Site<'_> {
     }
 
     /// What both forms of Envoy Gateway share: the policies for clients and for routes.
-    fn gateway(&self, setting: &Setting<'_>) -> Option<String> {
+    fn gateway(&self, setting: &EnvoySetting<'_>) -> Option<String> {
         let client_policy = |field: &str| {
             Some(format!("in a ClientTrafficPolicy for the Gateway{} write `{field}`", self.gateway_name()))
         };
@@ -262,38 +262,40 @@ impl Site<'_> {
             Some(format!("in a BackendTrafficPolicy for the HTTPRoute{} write `{field}`", http_route(cluster)))
         };
         match setting {
-            Setting::WorkerLimits(cluster) => traffic_policy(cluster, &format!("circuitBreaker: {LIMITS}")),
-            Setting::Retry(cluster, _) => traffic_policy(
+            EnvoySetting::WorkerLimits(cluster) => traffic_policy(cluster, &format!("circuitBreaker: {LIMITS}")),
+            EnvoySetting::Retry(cluster, _) => traffic_policy(
                 cluster,
                 "retry: {numRetries: 5, retryOn: {triggers: [connect-failure, refused-stream, reset-before-request]}}",
             ),
-            Setting::EndpointOverride(cluster, _) => traffic_policy(
+            EnvoySetting::EndpointOverride(cluster, _) => traffic_policy(
                 cluster,
                 &format!(
                     "loadBalancer: {{type: LeastRequest, endpointOverride: {{extractFrom: [{{header: {ENDPOINT}}}]}}}}"
                 ),
             ),
-            Setting::WorkerEndpoints(_) => Some(
+            EnvoySetting::WorkerEndpoints(_) => Some(
                 "in the Service of the HTTPRoute's `backendRefs` write a `selector` that selects these pods".to_owned(),
             ),
-            Setting::PickerAddress(..) => Some(format!(
+            EnvoySetting::PickerAddress(..) => Some(format!(
                 "in the Service of warmroute write the port {} as `targetPort`, and refer to that Service and its port",
                 self.picker_port()
             )),
-            Setting::EnvoyHeaders => client_policy("headers: {enableEnvoyHeaders: true}"),
-            Setting::ClientHeaders(names) => {
+            EnvoySetting::EnvoyHeaders => client_policy("headers: {enableEnvoyHeaders: true}"),
+            EnvoySetting::ClientHeaders(names) => {
                 client_policy(&format!("headers: {{earlyRequestHeaders: {{remove: [{}]}}}}", names.join(", ")))
             }
-            Setting::BodyLimit(length, _) => client_policy(&format!("connection: {{bufferLimit: \"{length}\"}}")),
-            Setting::IdleTimeout(length) => {
+            EnvoySetting::BodyLimit(length, _) => client_policy(&format!("connection: {{bufferLimit: \"{length}\"}}")),
+            EnvoySetting::IdleTimeout(length) => {
                 client_policy(&format!("timeout: {{http: {{streamIdleTimeout: {}s}}}}", length.as_secs()))
             }
-            Setting::RouteTimeout(_) => Some("in the rule of the HTTPRoute write `timeouts: {request: 0s}`".to_owned()),
+            EnvoySetting::RouteTimeout(_) => {
+                Some("in the rule of the HTTPRoute write `timeouts: {request: 0s}`".to_owned())
+            }
             _ => None,
         }
     }
 
-    fn istio(&self, routes: &[String], setting: &Setting<'_>) -> String {
+    fn istio(&self, routes: &[String], setting: &EnvoySetting<'_>) -> String {
         if let Some(field) = destination_rule(setting) {
             return field;
         }
@@ -305,121 +307,121 @@ impl Site<'_> {
         };
         let of_routes = |text: &str| format!("in an EnvoyFilter with `applyTo: {named} write {text}");
         match setting {
-            Setting::Filter(field) if field.scope == Route => {
+            EnvoySetting::Filter(field) if field.scope == Route => {
                 of_routes(&format!("{} in the `overrides` of `{}`", field.envoy, self.main.name))
             }
-            Setting::Filter(field) => {
+            EnvoySetting::Filter(field) => {
                 envoy_filter("HTTP_FILTER", &format!("{} in the `typed_config` of `{}`", field.envoy, self.main.name))
             }
-            Setting::PickerKeepalive(cluster) => envoy_filter(
+            EnvoySetting::PickerKeepalive(cluster) => envoy_filter(
                 "CLUSTER",
                 &format!(
                     "`connection_keepalive: {{interval: 2s, timeout: 2s}}` in the `http2_protocol_options` of `{}`",
                     cluster.name
                 ),
             ),
-            Setting::Retry(_, envoy) | Setting::BodyLimit(_, envoy) => of_routes(envoy),
-            Setting::PickerHttp2(cluster, _) => {
+            EnvoySetting::Retry(_, envoy) | EnvoySetting::BodyLimit(_, envoy) => of_routes(envoy),
+            EnvoySetting::PickerHttp2(cluster, _) => {
                 format!("in the Service `{}` write `appProtocol: grpc` for the port of warmroute", istio_host(cluster))
             }
-            Setting::PickerAddress(cluster, _) => {
+            EnvoySetting::PickerAddress(cluster, _) => {
                 format!(
                     "in the Service `{}` write the port {} as `targetPort`",
                     istio_host(cluster),
                     self.picker_port()
                 )
             }
-            Setting::WorkerEndpoints(_) => {
+            EnvoySetting::WorkerEndpoints(_) => {
                 "in the InferencePool write a `selector` and `targetPorts` that select these pods, as \
                  `kubernetes.pools` in our configuration does"
                     .to_owned()
             }
-            Setting::EndpointOverride(..) => {
+            EnvoySetting::EndpointOverride(..) => {
                 "in the rule of the HTTPRoute refer to the InferencePool in `backendRefs`".to_owned()
             }
-            Setting::EnvoyHeaders => {
-                "take `proxyHeaders: {envoyDebugHeaders: {disabled: true}}` out of the MeshConfig or of the \
+            EnvoySetting::EnvoyHeaders => {
+                "remove `proxyHeaders: {envoyDebugHeaders: {disabled: true}}` from the MeshConfig or from the \
                  annotation `proxy.istio.io/config`"
                     .to_owned()
             }
-            Setting::ClientHeaders(names) => envoy_filter("NETWORK_FILTER", &early_removal(names)),
-            Setting::IdleTimeout(length) => {
+            EnvoySetting::ClientHeaders(names) => envoy_filter("NETWORK_FILTER", &early_removal(names)),
+            EnvoySetting::IdleTimeout(length) => {
                 envoy_filter("NETWORK_FILTER", &format!("`stream_idle_timeout: {}`", seconds(*length)))
             }
-            Setting::RouteTimeout(_) => "in the rule of the HTTPRoute write `timeouts: {request: 0s}`".to_owned(),
+            EnvoySetting::RouteTimeout(_) => "in the rule of the HTTPRoute write `timeouts: {request: 0s}`".to_owned(),
             other => self.by_hand(other),
         }
     }
 
     /// The words of Envoy's own configuration.
-    fn by_hand(&self, setting: &Setting<'_>) -> String {
+    fn by_hand(&self, setting: &EnvoySetting<'_>) -> String {
         match setting {
-            Setting::Filter(field) => self.in_main(&field.envoy),
-            Setting::PickerLimits(cluster) | Setting::WorkerLimits(cluster) => format!(
+            EnvoySetting::Filter(field) => self.in_main(&field.envoy),
+            EnvoySetting::PickerLimits(cluster) | EnvoySetting::WorkerLimits(cluster) => format!(
                 "in cluster `{}` write `circuit_breakers: {{thresholds: [{{max_connections: 100000, max_pending_requests: 100000, \
                  max_requests: 100000}}]}}`",
                 cluster.name
             ),
-            Setting::PickerKeepalive(cluster) => format!(
+            EnvoySetting::PickerKeepalive(cluster) => format!(
                 "in the `http2_protocol_options` of cluster `{}` write `connection_keepalive: {{interval: 2s, timeout: 2s}}`",
                 cluster.name
             ),
-            Setting::PickerConnectTimeout(cluster) => {
+            EnvoySetting::PickerConnectTimeout(cluster) => {
                 format!("in cluster `{}` write `connect_timeout: 1s`", cluster.name)
             }
-            Setting::PickerTls(cluster) => format!(
+            EnvoySetting::PickerTls(cluster) => format!(
                 "in cluster `{}` write a `transport_socket` as in envoy/README.md, \"warmroute on another machine\"",
                 cluster.name
             ),
-            Setting::PickerPlaintext(cluster) => {
-                format!("take the `transport_socket` out of cluster `{}`", cluster.name)
+            EnvoySetting::PickerPlaintext(cluster) => {
+                format!("remove the `transport_socket` from cluster `{}`", cluster.name)
             }
-            Setting::ServerName(cluster) => format!(
-                "in the `UpstreamTlsContext` of cluster `{}` write `sni`, and take `auto_sni` out of its HttpProtocolOptions",
+            EnvoySetting::ServerName(cluster) => format!(
+                "in the `UpstreamTlsContext` of cluster `{}` write `sni`, and remove `auto_sni` from its HttpProtocolOptions",
                 cluster.name
             ),
-            Setting::Retry(_, envoy)
-            | Setting::BodyLimit(_, envoy)
-            | Setting::PickerHttp2(_, envoy)
-            | Setting::PickerAddress(_, envoy)
-            | Setting::WorkerEndpoints(envoy)
-            | Setting::EndpointOverride(_, envoy) => envoy.clone(),
-            Setting::EnvoyHeaders => format!(
-                "take `suppress_envoy_headers` out of the router filter of listener `{}`, or {}",
+            EnvoySetting::Retry(_, envoy)
+            | EnvoySetting::BodyLimit(_, envoy)
+            | EnvoySetting::PickerHttp2(_, envoy)
+            | EnvoySetting::PickerAddress(_, envoy)
+            | EnvoySetting::WorkerEndpoints(envoy)
+            | EnvoySetting::EndpointOverride(_, envoy) => envoy.clone(),
+            EnvoySetting::EnvoyHeaders => format!(
+                "remove `suppress_envoy_headers` from the router filter of listener `{}`, or {}",
                 self.server.listener,
                 self.in_main(&RESPONSE_ATTRIBUTES.envoy)
             ),
-            Setting::ClientHeaders(names) => {
+            EnvoySetting::ClientHeaders(names) => {
                 format!("in the connection manager of listener `{}`, {}", self.server.listener, early_removal(names))
             }
-            Setting::IdleTimeout(length) => format!(
+            EnvoySetting::IdleTimeout(length) => format!(
                 "in the connection manager of listener `{}` write `stream_idle_timeout: {}`",
                 self.server.listener,
                 seconds(*length)
             ),
-            Setting::RouteTimeout(title) => format!("write `timeout: 0s` in the {title}"),
+            EnvoySetting::RouteTimeout(title) => format!("write `timeout: 0s` in the {title}"),
         }
     }
 }
 
 /// The settings of a cluster that a DestinationRule has fields for.
-fn destination_rule(setting: &Setting<'_>) -> Option<String> {
+fn destination_rule(setting: &EnvoySetting<'_>) -> Option<String> {
     let rule = |cluster: &Cluster, policy: &str| {
         let host = istio_host(cluster);
         Some(format!("in the DestinationRule of the host `{host}` write `trafficPolicy: {policy}`"))
     };
     match setting {
-        Setting::PickerLimits(cluster) => {
+        EnvoySetting::PickerLimits(cluster) => {
             rule(cluster, "{connectionPool: {http: {http1MaxPendingRequests: 100000, http2MaxRequests: 100000}}}")
         }
-        Setting::PickerConnectTimeout(cluster) => rule(cluster, "{connectionPool: {tcp: {connectTimeout: 1s}}}"),
-        Setting::PickerTls(cluster) => {
+        EnvoySetting::PickerConnectTimeout(cluster) => rule(cluster, "{connectionPool: {tcp: {connectTimeout: 1s}}}"),
+        EnvoySetting::PickerTls(cluster) => {
             let sni = istio_host(cluster);
             rule(cluster, &format!("{{tls: {{mode: SIMPLE, insecureSkipVerify: true, sni: {sni}}}}}"))
         }
-        Setting::PickerPlaintext(cluster) => rule(cluster, "{tls: {mode: DISABLE}}"),
-        Setting::ServerName(cluster) => rule(cluster, &format!("{{tls: {{sni: {}}}}}", istio_host(cluster))),
-        Setting::WorkerLimits(cluster) => rule(
+        EnvoySetting::PickerPlaintext(cluster) => rule(cluster, "{tls: {mode: DISABLE}}"),
+        EnvoySetting::ServerName(cluster) => rule(cluster, &format!("{{tls: {{sni: {}}}}}", istio_host(cluster))),
+        EnvoySetting::WorkerLimits(cluster) => rule(
             cluster,
             "{connectionPool: {tcp: {maxConnections: 100000}, http: {http1MaxPendingRequests: 100000, http2MaxRequests: 100000}}}",
         ),

@@ -10,7 +10,7 @@ use super::control_plane::ControlPlane;
 use super::dump::is;
 use super::filter::buffers;
 use super::parts::RetryPolicy;
-use super::remedy::Setting;
+use super::remedy::EnvoySetting;
 use super::retry::{carried, late};
 use super::server::{Held, breakers};
 use super::site::{Active, Site};
@@ -59,14 +59,15 @@ fn body_limit(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
     let seen = format!("{} ({name}), limits.body: {}", Size(limit), Size(site.expected.body));
     let own = format!("in the virtual host `{}` write `request_body_buffer_limit: {}`", host.name, site.expected.body);
     let ours = format!("in our configuration `limits: {{body: {}}}`", Size(limit));
-    let fix = site.fix(&Setting::BodyLimit(site.expected.body, own)).unwrap_or_default();
+    let fix = site.fix(&EnvoySetting::BodyLimit(site.expected.body, own)).unwrap_or_default();
     let mend = format!("{fix}, or {ours}");
     Some(match limit.cmp(&site.expected.body) {
         std::cmp::Ordering::Equal => at.ok(seen),
         // The connection buffers of Envoy Gateway: not even prompts of usual length fit.
-        std::cmp::Ordering::Less if limit < BUFFER => {
-            at.error(format!("{seen}; longer bodies are a 413, and a few thousand tokens are longer"), fix)
-        }
+        std::cmp::Ordering::Less if limit < BUFFER => at.error(
+            format!("{seen}; longer bodies get 413, and prompts of a few thousand tokens exceed the limit"),
+            fix,
+        ),
         std::cmp::Ordering::Less => {
             at.warning(format!("{seen}; longer bodies are a 413, though we would take them"), mend)
         }
@@ -78,7 +79,7 @@ fn body_limit(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
 
 fn timeout(site: &Site<'_>, active: &Active<'_>) -> Finding {
     let at = site.at_route("envoy.route_timeout", active);
-    let mend = site.fix(&Setting::RouteTimeout(active.title())).unwrap_or_default();
+    let mend = site.fix(&EnvoySetting::RouteTimeout(active.title())).unwrap_or_default();
     match active.action.timeout.map(|given| given.0) {
         Some(Duration::ZERO) => at.ok("a generation may take as long as it takes"),
         Some(given) => at.warning(format!("timeout: {}; longer generations are cut", Period(given)), mend),
@@ -95,8 +96,8 @@ fn retry(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
         let one = to.iter().any(|way| matches!(way, Way::Address(_))) && site.plane != ControlPlane::Other;
         let own = format!("write the `retry_policy` of envoy/standalone.yaml in the {}", active.title());
         let cluster = active.action.clusters().find_map(|name| site.dump.clusters.get(name))?;
-        let seen = "no retry_policy: a request to a dead worker is a 503, until we leave the worker out";
-        return (several || one).then(|| site.report(at, Level::Warning, seen, &Setting::Retry(cluster, own)));
+        let seen = "no retry_policy: requests to a dead worker get 503 until warmroute excludes it";
+        return (several || one).then(|| site.report(at, Level::Warning, seen, &EnvoySetting::Retry(cluster, own)));
     };
     let late = late(policy);
     // Where workers share the prompts it is meant, because either of them may be lost; what it needs is looked at by itself.
@@ -127,7 +128,7 @@ fn retry(site: &Site<'_>, active: &Active<'_>) -> Option<Finding> {
 fn own_retry(site: &Site<'_>, active: &Active<'_>, text: &str) -> String {
     let own = format!("in the `retry_policy` of the {} write {text}", active.title());
     let cluster = active.action.clusters().find_map(|name| site.dump.clusters.get(name));
-    cluster.and_then(|cluster| site.fix(&Setting::Retry(cluster, own.clone()))).unwrap_or(own)
+    cluster.and_then(|cluster| site.fix(&EnvoySetting::Retry(cluster, own.clone()))).unwrap_or(own)
 }
 
 /// Who waits for a turn moves nothing.
@@ -151,7 +152,7 @@ fn idle(site: &Site<'_>) -> Option<Finding> {
                 Period(given),
                 Period(needed)
             ),
-            site.fix(&Setting::IdleTimeout(needed + Duration::from_secs(600))).unwrap_or_default(),
+            site.fix(&EnvoySetting::IdleTimeout(needed + Duration::from_secs(600))).unwrap_or_default(),
         )
     })
 }
@@ -166,7 +167,7 @@ fn client_headers(site: &Site<'_>) -> Option<Finding> {
     if missing.is_empty() {
         return Some(at.ok(format!("Envoy takes all {} routing headers from clients", site.expected.reserved.len())));
     }
-    let mend = site.fix(&Setting::ClientHeaders(&missing)).unwrap_or_default();
+    let mend = site.fix(&EnvoySetting::ClientHeaders(&missing)).unwrap_or_default();
     let decide = deciding(site);
     let dangerous: Vec<&str> = missing.iter().copied().filter(|name| decide.contains(*name)).collect();
     let is_passed = site.variants().iter().any(|filter| filter.failure_mode_allow);
@@ -174,7 +175,7 @@ fn client_headers(site: &Site<'_>) -> Option<Finding> {
         // A generated configuration selects the worker by metadata or by a header that it removes.
         if is_passed {
             let seen = format!("Envoy leaves clients {} routing headers, such as {}", missing.len(), missing[0]);
-            at.note(format!("{seen}: they select no worker, but workers see them while warmroute is away"))
+            at.note(format!("{seen}: they select no worker, but without warmroute they reach the workers"))
         } else {
             at.ok(format!(
                 "warmroute removes {} routing headers of clients, and no request passes without it",

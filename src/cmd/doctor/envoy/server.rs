@@ -1,10 +1,10 @@
-//! The way from Envoy to us: the clusters that ext_proc filters ask, those of the overrides of routes included.
+//! Checks of the clusters that ext_proc filters call, including those in route overrides.
 
 use std::time::Duration;
 
 use super::dump::{Address, Dump};
-use super::parts::{Cluster, Grpc, Threshold};
-use super::remedy::Setting;
+use super::parts::{Cluster, EnvoyGrpc, Grpc, Threshold};
+use super::remedy::EnvoySetting;
 use super::site::Site;
 use super::transport::{server_name, tls};
 use crate::cmd::doctor::finding::{At, Finding, Level};
@@ -42,13 +42,35 @@ pub(super) fn check(site: &Site<'_>) -> Vec<Finding> {
     for service in services.iter().filter_map(|service| service.envoy_grpc.as_ref()) {
         let cluster = site.dump.clusters.get(&service.cluster_name);
         findings.extend(cluster.and_then(|cluster| server_name(site, cluster, service)));
+        findings.extend(pool_authority(site, service));
     }
     findings
 }
 
+/// The pool that the authority of a call selects.
+fn pool_authority(site: &Site<'_>, service: &EnvoyGrpc) -> Option<Finding> {
+    let confine = &site.expected.confine;
+    if confine.authority.is_empty() {
+        return None;
+    }
+    let authority = service.sent_authority();
+    let at = At::new("envoy.pool_authority", format!("cluster {}", service.cluster_name));
+    let Some(pool) = confine.pool_of_authority(authority) else {
+        return Some(at.warning(
+            format!(
+                "its calls have the authority `{authority}`, which has no pool in `confine.authority`: their requests may be routed to \
+                 workers of every pool"
+            ),
+            "write `confine: {authority: {<service>.<namespace>: <pool>}}` in the configuration of warmroute, with the Service of this \
+             cluster",
+        ));
+    };
+    Some(at.ok(format!("its authority `{authority}` selects the pool `{pool}`")))
+}
+
 fn missing(filter: &str, name: &str) -> Finding {
     At::new("envoy.ext_proc_cluster", format!("cluster {name}")).error(
-        format!("the filter {filter} asks the cluster {name}, which Envoy does not have"),
+        format!("the filter {filter} calls the cluster {name}, which is not configured in Envoy"),
         format!("add the cluster `{name}`, as cluster `ext_proc` in envoy/standalone.yaml"),
     )
 }
@@ -76,12 +98,12 @@ fn address(site: &Site<'_>, service: &Grpc) -> Option<Finding> {
     let seen = if asks.is_empty() {
         format!("Envoy has no address of warmroute, which listens at {words}")
     } else {
-        format!("it asks {told}, and we listen at {words}")
+        format!("the filter calls {told}, and warmroute listens at {words}")
     };
     let own = format!("{mend}{ours}");
     let cluster = service.cluster().and_then(|name| site.dump.clusters.get(name));
     Some(match cluster {
-        Some(cluster) => site.report(at, Level::Error, seen, &Setting::PickerAddress(cluster, own)),
+        Some(cluster) => site.report(at, Level::Error, seen, &EnvoySetting::PickerAddress(cluster, own)),
         None => at.error(seen, own),
     })
 }
@@ -106,7 +128,7 @@ fn http2(site: &Site<'_>, at: At, cluster: &Cluster) -> Finding {
         cluster.name
     );
     let seen = "it speaks HTTP/1, and gRPC is HTTP/2: every exchange fails";
-    site.report(at, Level::Error, seen, &Setting::PickerHttp2(cluster, own))
+    site.report(at, Level::Error, seen, &EnvoySetting::PickerHttp2(cluster, own))
 }
 
 fn keepalive(site: &Site<'_>, at: At, cluster: &Cluster) -> Finding {
@@ -116,8 +138,8 @@ fn keepalive(site: &Site<'_>, at: At, cluster: &Cluster) -> Finding {
         None => site.report(
             at,
             Level::Warning,
-            "no connection_keepalive: requests hang while warmroute is frozen, and until its connection ends when its machine is gone",
-            &Setting::PickerKeepalive(cluster),
+            "no connection_keepalive: requests hang while warmroute is frozen; after the loss of its node they hang until the connection times out",
+            &EnvoySetting::PickerKeepalive(cluster),
         ),
     }
 }
@@ -134,7 +156,7 @@ fn connect_timeout(site: &Site<'_>, at: At, cluster: &Cluster) -> Option<Finding
         return Some(at.ok(seen));
     }
     let seen = format!("{seen}; a request waits this long for a replica of warmroute whose machine is gone");
-    Some(site.report(at, Level::Warning, seen, &Setting::PickerConnectTimeout(cluster)))
+    Some(site.report(at, Level::Warning, seen, &EnvoySetting::PickerConnectTimeout(cluster)))
 }
 
 /// A DNS name with one address, although replicas are configured, is probably the virtual address of a Service: behind it HTTP/2
@@ -167,7 +189,7 @@ pub(super) enum Held {
     Exchanges,
     /// The requests themselves.
     Requests,
-    /// Copies of them, of whose end nobody hears.
+    /// Copies of requests. Envoy does not report their end.
     Copies,
 }
 
@@ -202,20 +224,20 @@ pub(super) fn breakers(site: &Site<'_>, cluster: &Cluster, held: Held) -> Findin
     let seen = low.join(", ");
     match held {
         Held::Exchanges if low.iter().any(|one| one.starts_with("max_requests")) => {
-            let seen = format!("{seen}; every request in flight beyond that is a 500");
-            site.report(at, Level::Error, seen, &Setting::PickerLimits(cluster))
+            let seen = format!("{seen}; further requests in flight get 500");
+            site.report(at, Level::Error, seen, &EnvoySetting::PickerLimits(cluster))
         }
         Held::Exchanges => {
-            let seen = format!("{seen}; of a burst, requests beyond that are a 500 until Envoy is connected");
-            site.report(at, Level::Warning, seen, &Setting::PickerLimits(cluster))
+            let seen = format!("{seen}; in a burst, further requests get 500 until Envoy is connected");
+            site.report(at, Level::Warning, seen, &EnvoySetting::PickerLimits(cluster))
         }
         Held::Copies => {
-            let seen = format!("{seen}; copies beyond that are not made, and nobody hears of it");
-            site.report(at, Level::Error, seen, &Setting::WorkerLimits(cluster))
+            let seen = format!("{seen}; Envoy drops further copies without an error");
+            site.report(at, Level::Error, seen, &EnvoySetting::WorkerLimits(cluster))
         }
         Held::Requests => {
-            let seen = format!("{seen}; requests beyond that are a 503 while workers have room");
-            site.report(at, Level::Warning, seen, &Setting::WorkerLimits(cluster))
+            let seen = format!("{seen}; further requests get 503 although the workers have capacity");
+            site.report(at, Level::Warning, seen, &EnvoySetting::WorkerLimits(cluster))
         }
     }
 }

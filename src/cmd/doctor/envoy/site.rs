@@ -76,7 +76,7 @@ impl Grpc {
 }
 
 impl ExternalProcessing {
-    /// Whether Envoy shows the server nothing, and so never calls it. Istio's filter is so, except where a route overrides it.
+    /// Whether the filter sends nothing to the server and so never calls it. Istio's filter is idle unless a route overrides it.
     pub(super) fn is_idle(&self) -> bool {
         let modes = &self.processing_mode;
         let bodies = [&modes.request_body_mode, &modes.response_body_mode];
@@ -178,7 +178,7 @@ impl<'d> Site<'d> {
         let filters = filters(&server.hcm.http_filters);
         let is_ours = |service: &Grpc| service.addresses(dump).iter().any(|address| expected.is_ours(address));
         let asks_us = |filter: &Filter| {
-            let of_routes = Uses::of(server, filter).active;
+            let of_routes = FilterRoutes::of(server, filter).active;
             let services = of_routes.iter().map(|active| &active.filter).chain([&filter.config]);
             services.filter_map(|config| config.grpc_service.as_ref()).any(is_ours)
         };
@@ -195,7 +195,7 @@ impl<'d> Site<'d> {
     }
 
     fn new(dump: &'d Dump, expected: &'d Expected, server: &'d Server, main: Filter) -> Self {
-        let Uses { active, idle } = Uses::of(server, &main);
+        let FilterRoutes { active, idle } = FilterRoutes::of(server, &main);
         let services = active.iter().map(|active| &active.filter).chain([&main.config]);
         let names = GeneratedNames {
             listener: &server.listener,
@@ -265,12 +265,12 @@ fn targets<'d>(dump: &'d Dump, server: &'d Server) -> Vec<&'d str> {
 
 /// The routes on which a filter is on.
 #[derive(Default)]
-struct Uses<'d> {
+struct FilterRoutes<'d> {
     active: Vec<Active<'d>>,
     idle: Vec<&'d Route>,
 }
 
-impl<'d> Uses<'d> {
+impl<'d> FilterRoutes<'d> {
     fn of(server: &'d Server, filter: &Filter) -> Self {
         let mut uses = Self::default();
         let Some(routes) = &server.routes else { return uses };

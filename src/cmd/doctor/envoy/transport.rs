@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::dump::{Address, is, part};
 use super::parts::{Cluster, EnvoyGrpc, Extension};
-use super::remedy::Setting;
+use super::remedy::EnvoySetting;
 use super::site::Site;
 use crate::cmd::doctor::finding::{At, Finding, Level};
 
@@ -69,14 +69,14 @@ pub(super) fn tls(site: &Site<'_>, cluster: &Cluster) -> Option<Finding> {
             at,
             Level::Error,
             "Envoy connects in plaintext, and `listen.tls` is set: no exchange succeeds",
-            &Setting::PickerTls(cluster),
+            &EnvoySetting::PickerTls(cluster),
         )),
         (_, _, false) => Some(encrypted_to_plaintext(site, at, cluster)),
     }
 }
 
 fn encrypted_to_plaintext(site: &Site<'_>, at: At, cluster: &Cluster) -> Finding {
-    let fix = site.fix(&Setting::PickerPlaintext(cluster));
+    let fix = site.fix(&EnvoySetting::PickerPlaintext(cluster));
     let ours = "write `tls: {self_signed: true}`, or a certificate, under `listen` in our configuration";
     at.error(
         "Envoy connects with TLS, and warmroute listens in plaintext there: no exchange succeeds",
@@ -89,13 +89,13 @@ pub(super) fn server_name(site: &Site<'_>, cluster: &Cluster, service: &EnvoyGrp
     let mut used = sockets(site, cluster).into_iter().flatten().chain(&cluster.transport_socket);
     let uses_tls = used.any(|socket| is_tls(socket) && !is_mesh_tls(socket));
     let is_automatic = cluster.http().is_some_and(|http| http["upstream_http_protocol_options"]["auto_sni"] == true);
-    let sent = if service.authority.is_empty() { &cluster.name } else { &service.authority };
-    let host = sent.rsplit_once(':').map_or(sent.as_str(), |(host, _)| host);
+    let sent = service.sent_authority();
+    let host = sent.rsplit_once(':').map_or(sent, |(host, _)| host);
     if !uses_tls || !is_automatic || rustls::pki_types::ServerName::try_from(host).is_ok() {
         return None;
     }
     let at = At::new("envoy.server_name", format!("cluster {}", cluster.name));
     let seen =
         format!("it sends the server name (SNI) `{host}`, which is not a DNS name: warmroute refuses every handshake");
-    Some(site.report(at, Level::Error, seen, &Setting::ServerName(cluster)))
+    Some(site.report(at, Level::Error, seen, &EnvoySetting::ServerName(cluster)))
 }

@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::control_plane::ControlPlane;
 use super::dump::{is, part};
 use super::parts::{Cluster, HostSource, MetadataKey, OverrideHost};
-use super::remedy::{FilterField, Setting};
+use super::remedy::{EnvoySetting, FilterField};
 use super::site::{Active, Site};
 use crate::cmd::doctor::finding::{At, Finding, Level};
 use crate::ext_proc::headers::ENDPOINT;
@@ -103,7 +103,7 @@ fn override_host(site: &Site<'_>, cluster: &Cluster, policy: &OverrideHost) -> V
     if !from_metadata && !from_header {
         let own = format!("in the `override_host_sources` of cluster `{}` write `{}`", cluster.name, written(ENDPOINT));
         let seen = format!("override_host reads {listed}, and we write {LB}: {ENDPOINT}: our choice is never followed");
-        let setting = Setting::EndpointOverride(cluster, own);
+        let setting = EnvoySetting::EndpointOverride(cluster, own);
         return vec![site.report(at("envoy.override_host"), Level::Error, seen, &setting)];
     }
     let mut findings = Vec::new();
@@ -113,7 +113,7 @@ fn override_host(site: &Site<'_>, cluster: &Cluster, policy: &OverrideHost) -> V
             site.at("envoy.metadata"),
             Level::Error,
             format!("the receiving_namespaces of the filter have no {LB}: Envoy drops the endpoint that we name"),
-            &Setting::Filter(FilterField::receiving(LB)),
+            &EnvoySetting::Filter(FilterField::receiving(LB)),
         ));
     } else {
         findings.push(at("envoy.override_host").ok(format!("override_host reads {listed}")));
@@ -126,7 +126,7 @@ fn override_host(site: &Site<'_>, cluster: &Cluster, policy: &OverrideHost) -> V
 fn served(site: &Site<'_>, at: At, cluster: &Cluster, policy: &OverrideHost) -> Option<Finding> {
     let forwarded = site.variants().iter().all(|filter| filter.metadata_options.forwarding_namespaces.has(LB));
     let noted = policy.selected_host_key.as_ref().is_some_and(|key| *key == ours(SERVED));
-    let seen = "the endpoint that served does not come back: after a retry the load is counted at the wrong worker";
+    let seen = "Envoy does not report the endpoint that served: after a retry the load is counted at the wrong worker";
     let mend = match (noted, forwarded) {
         (true, true) => return Some(at.ok("the endpoint that served comes back to us")),
         // Generated clusters have no such key to set; the attribute names the same endpoint.
@@ -142,7 +142,7 @@ fn served(site: &Site<'_>, at: At, cluster: &Cluster, policy: &OverrideHost) -> 
             )
         }
         (true, false) => {
-            return Some(site.report(at, Level::Warning, seen, &Setting::Filter(FilterField::forwarding(LB))));
+            return Some(site.report(at, Level::Warning, seen, &EnvoySetting::Filter(FilterField::forwarding(LB))));
         }
     };
     Some(at.warning(seen, mend))
@@ -257,7 +257,7 @@ fn own(site: &Site<'_>, at: At, cluster: &Cluster, actives: &[&Active<'_>]) -> F
     let text = "write the `load_balancing_policy` of cluster `workers` in envoy/standalone.yaml (override_host), or another of the ways in \
                 envoy/README.md";
     let seen = "its load balancer asks nobody: our choice is never followed";
-    site.report(at, Level::Error, seen, &Setting::EndpointOverride(cluster, text.to_owned()))
+    site.report(at, Level::Error, seen, &EnvoySetting::EndpointOverride(cluster, text.to_owned()))
 }
 
 fn named_by_header(site: &Site<'_>, active: &Active<'_>) -> bool {

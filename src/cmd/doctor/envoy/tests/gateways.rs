@@ -113,6 +113,19 @@ fn repaired_istio(page: &mut Value) {
 use Level::{Error, Note, Skipped, Warning};
 
 #[test]
+fn authority_without_pool_is_found() {
+    for name in ["istio-as-generated", AI_GATEWAY, ENVOY_GATEWAY] {
+        let confine = |service: &'static str| {
+            found_after(name, |_, config| config["confine"] = json!({"authority": {service: "inference/vllm-qwen"}}))
+        };
+        let found = confine("warmroute.inference");
+        assert!(found.iter().all(|one| one.check != "envoy.pool_authority"), "{}", print(&found));
+        let found = confine("warmroute-other.inference");
+        assert_eq!(of(&found, "envoy.pool_authority").level, Warning, "{name}");
+    }
+}
+
+#[test]
 fn generated_configurations_have_only_true_findings() {
     let frozen = [(Warning, "envoy.connect_timeout"), (Warning, "envoy.keepalive")];
     let istio = [(Note, "envoy.client_headers"), (Note, "envoy.failure_mode"), (Note, "envoy.full_duplex")];
@@ -286,7 +299,7 @@ fn full_duplex_failure_mode_is_a_note() {
     let found = found_after(ISTIO, |_, _| {});
     let note = of(&found, "envoy.failure_mode");
     assert_eq!(note.level, Note);
-    assert!(note.seen.contains("only when Envoy has no endpoint of it"), "{}", note.seen);
+    assert!(note.seen.contains("only when it has no endpoint of warmroute"), "{}", note.seen);
     assert!(!found_after(ISTIO_BUFFERED, |_, _| {}).iter().any(|one| one.check == "envoy.failure_mode"));
 }
 
@@ -364,7 +377,7 @@ fn cors_filter_is_named_as_cause_of_lost_override() {
     let lost = of(&found, "envoy.route_override");
     assert_eq!((lost.level, lost.subject.as_str()), (Error, "listener 0.0.0.0_80, route inference.qwen.0"));
     assert!(lost.seen.contains("Istio drops the override of a rule with CORS"), "{}", lost.seen);
-    assert!(fix(&found, "envoy.route_override").starts_with("take the CORS filter out of the rule of the HTTPRoute"));
+    assert!(fix(&found, "envoy.route_override").starts_with("remove the CORS filter from the rule of the HTTPRoute"));
     // The same beside a route that kept its override.
     let found = found_after(ISTIO, |page, _| {
         let mut other = route(page).clone();
@@ -405,7 +418,7 @@ fn missing_retry_names_what_control_plane_can_set() {
     );
     let found = found_after(AI_GATEWAY, |_, _| {});
     let note = of(&found, "envoy.retry");
-    assert!(note.seen.contains("a request to a dead worker is a 503"), "{}", note.seen);
+    assert!(note.seen.contains("requests to a dead worker get 503"), "{}", note.seen);
     assert!(note.seen.ends_with("Envoy AI Gateway has no field for it"), "{}", note.seen);
 }
 
