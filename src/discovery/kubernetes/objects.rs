@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use kube::core::{ApiResource, GroupVersionKind, NotUsed, Object};
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// A pod.
 pub(super) type Pod = Object<PodSpec, PodStatus>;
@@ -80,9 +81,16 @@ pub(super) struct PodSpec {
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct PodStatus {
     pub(super) phase: String,
-    #[serde(rename = "podIP")]
+    #[serde(rename = "podIP", deserialize_with = "pod_ip")]
     pub(super) pod_ip: Option<IpAddr>,
     pub(super) conditions: Vec<Condition>,
+}
+
+/// The error names the field and the value: the API server accepts addresses with leading zeros.
+fn pod_ip<'de, D: Deserializer<'de>>(input: D) -> Result<Option<IpAddr>, D::Error> {
+    let Some(text) = Option::<String>::deserialize(input)? else { return Ok(None) };
+    let parsed = text.parse().map_err(|_| D::Error::custom(format_args!("podIP `{text}` is not an IP address")));
+    parsed.map(Some)
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]

@@ -147,7 +147,10 @@ mod tests {
         store.apply(ObjectChange::Listed(vec![pod("a", "10.0.0.1"), pod("odd", "010.000.001.007")]));
         assert_eq!(store.objects().keys().collect::<Vec<_>>(), ["a"]);
         let problems: Vec<_> = store.unreadable().map(|object| object.describe("pod")).collect();
-        assert_eq!(problems, ["pod n/odd cannot be read, so it is ignored: invalid IP address syntax"]);
+        assert_eq!(
+            problems,
+            ["pod n/odd cannot be read, so it is ignored: podIP `010.000.001.007` is not an IP address"]
+        );
         // One that becomes unreadable is gone, and back when it can be read.
         store.apply(ObjectChange::Applied(pod("a", "300.1.1.1")));
         assert_eq!((store.objects().len(), store.unreadable().count()), (0, 2));
