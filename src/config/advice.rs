@@ -190,8 +190,8 @@ fn unconfined(config: &Config, workers: &[Worker]) -> Option<Advice> {
         .filter(|pool| confine.pools().all(|named| named != *pool))
         .map(|pool| format!("`{pool}`"))
         .collect();
-    // A header may name every pool.
-    if pools.len() < 2 || confine.header.is_some() || unnamed.is_empty() {
+    // A header may name every pool, and a rule for all requests leaves none unconfined.
+    if pools.len() < 2 || confine.header.is_some() || confine.has_default() || unnamed.is_empty() {
         return None;
     }
     let unnamed = unnamed.join(", ");
@@ -333,12 +333,14 @@ mod tests {
         assert_eq!(advice(&json!({}), &workers[..1], &json!({})), Vec::<String>::new());
         for confine in [
             json!({"header": "x-pool"}),
-            json!({"rules": [{"pool": "p"}], "authority": {"warmroute.b": "q"}}),
+            json!({"rules": [{"pool": "p"}]}),
+            json!({"rules": [{"pool": "p", "paths": ["/p"]}], "authority": {"warmroute.b": "q"}}),
             json!({"authority": {"warmroute.a": "p", "warmroute.b": "q"}}),
         ] {
             assert_eq!(advice(&json!({}), &workers, &json!({"confine": confine})), Vec::<String>::new(), "{confine}");
         }
-        for confine in [json!({"rules": [{"pool": "p"}]}), json!({"authority": {"warmroute.a": "p"}})] {
+        for confine in [json!({"rules": [{"pool": "p", "paths": ["/p"]}]}), json!({"authority": {"warmroute.a": "p"}})]
+        {
             let warnings = advice(&json!({}), &workers, &json!({"confine": confine}));
             assert!(warnings.len() == 1 && warnings[0].contains("does not name the pools `q`"), "{warnings:?}");
         }

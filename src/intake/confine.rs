@@ -53,6 +53,11 @@ impl ConfineConfig {
         *self == Self::default()
     }
 
+    /// Whether a rule is for all requests that no other rule is for.
+    pub fn has_default(&self) -> bool {
+        self.rules.iter().any(|rule| rule.hosts.is_empty() && rule.paths.is_empty())
+    }
+
     /// The pools that it names.
     pub fn pools(&self) -> impl Iterator<Item = &str> {
         self.rules.iter().map(|rule| &rule.pool).chain(self.authority.values()).map(|pool| &**pool)

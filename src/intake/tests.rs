@@ -72,7 +72,8 @@ async fn beyond_the_queue_and_beyond_the_deadline_each_has_its_reason() {
 async fn an_encoder_that_missed_its_deadline_keeps_its_place_until_it_is_done() {
     let intake = hurried();
     let places = intake.encoders.available_permits();
-    let prompt = "a prompt that takes longer than a millisecond ".repeat(200_000);
+    // Its JSON alone takes hundreds of milliseconds, far longer than this thread may wait for a core.
+    let prompt = "a prompt that takes longer than a millisecond ".repeat(1_000_000);
     let body = serde_json::json!({"model": "m", "prompt": prompt}).to_string();
     let taken = intake.take("/v1/completions", &|_| None, &Body::Whole(body.into())).await;
     assert!(matches!(taken.request.prompt, Prompt::Estimated { because: Reason::Deadline, .. }));

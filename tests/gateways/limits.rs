@@ -11,7 +11,7 @@ use crate::bed::GatewayTestbed;
 use crate::bursts::{Bursts, EVENTS, PACED};
 use crate::deployment::{Answered, PATIENCE, chat, essay, fast};
 use crate::generated::{
-    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO_AS_GENERATED, ISTIO_BUFFERED,
+    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_AS_GENERATED, ISTIO_BUFFERED,
 };
 use crate::support::ports::until;
 
@@ -158,6 +158,16 @@ async fn failed_after_worker_kill(gateway: GatewayFixture) -> usize {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_retries_at_another_worker() {
     assert_eq!(failed_after_worker_kill(ISTIO_AS_GENERATED).await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_with_authority_retries_at_another_worker() {
+    assert_eq!(failed_after_worker_kill(ISTIO).await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_buffered_retries_at_another_worker() {
+    assert_eq!(failed_after_worker_kill(ISTIO_BUFFERED).await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

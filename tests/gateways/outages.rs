@@ -9,7 +9,7 @@ use crate::bed::GatewayTestbed;
 use crate::bursts::{Bursts, EVENTS, PACED, whole};
 use crate::deployment::{PATIENCE, chat, essay};
 use crate::generated::{
-    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO_AS_GENERATED, ISTIO_BUFFERED,
+    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_AS_GENERATED, ISTIO_BUFFERED,
 };
 use crate::support::ports::until;
 
@@ -179,6 +179,11 @@ async fn keeps(gateway: GatewayFixture, config: GeneratedConfig, promise: Expect
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_fails_open_as_documented() {
     keeps(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped(), FAIL_OPEN).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_with_authority_fails_open_as_documented() {
+    keeps(ISTIO, ISTIO.shipped(), FAIL_OPEN).await;
 }
 
 /// `failureMode: FailClose` of the pool.

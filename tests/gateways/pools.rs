@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::bed::GatewayTestbed;
 use crate::deployment::{Answered, chat, essay, fast};
 use crate::generated::{
-    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO_AS_GENERATED, ISTIO_BUFFERED,
+    ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_AS_GENERATED, ISTIO_BUFFERED,
 };
 use crate::set::Set;
 
@@ -113,6 +113,11 @@ async fn pools_stay_apart(gateway: GatewayFixture) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_confines_requests_to_their_pool() {
     pools_stay_apart(ISTIO_AS_GENERATED).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn istio_with_authority_confines_requests_to_their_pool() {
+    pools_stay_apart(ISTIO).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -299,7 +299,7 @@ pub(super) async fn unreadable_address(plane: Arc<TestControlPlane>) -> CaseResu
     status["status"]["podIP"] = json!("010.000.001.007");
     status["status"]["podIPs"] = json!([{"ip": "010.000.001.007"}]);
     site.namespace.set_status("odd", &status).await?;
-    site.router.wait_log("invalid IP address").await?;
+    site.router.wait_log("podIP `010.000.001.007` is not an IP address").await?;
     site.namespace.create_pod("b", "127.0.1.2").await?;
     let took = site.router.wait_fleet(&[A, "b 127.0.1.2:8000"]).await?;
     ensure!(site.router.is_up(POOL).await?, "discovery_up is 0");
