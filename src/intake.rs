@@ -56,7 +56,7 @@ use crate::remote_index::Asker;
 use crate::router::{Prompt, Reason, RouteRequest};
 use crate::worker::ModelName;
 use config::ClientsConfig;
-use confine::ConfineConfig;
+use confine::{ConfineConfig, PoolAuthorities};
 
 /// How much of a body there is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -157,6 +157,7 @@ pub struct Parts {
 /// The way in.
 pub struct Intake {
     parts: Parts,
+    pool_authorities: PoolAuthorities,
     encoders: Arc<Semaphore>,
     queued: AtomicUsize,
     large: LargeBodies,
@@ -200,7 +201,8 @@ impl Intake {
         // One encoder per core: more would only share the cores, and delay the async threads beside them.
         let encoders = Arc::new(Semaphore::new(crew::size()));
         let large = LargeBodies::new(crew::size(), parts.limits.queue);
-        Arc::new(Self { parts, encoders, queued: AtomicUsize::new(0), large, pace: Pace::default() })
+        let pool_authorities = PoolAuthorities::from(&parts.confine);
+        Arc::new(Self { parts, pool_authorities, encoders, queued: AtomicUsize::new(0), large, pace: Pace::default() })
     }
 
     /// How far the tokens of each model are believed.

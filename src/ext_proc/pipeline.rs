@@ -14,7 +14,7 @@ use super::headers::{self, RequestHead};
 use super::mutation::Immediate;
 use super::reject::{self, Refused};
 use crate::entrance::{Admitted, Entrance, Refusal};
-use crate::intake::confine::ConfineConfig;
+use crate::intake::confine::PoolAuthorities;
 use crate::intake::{Body, Intake, Taken};
 use crate::metrics::{Metrics, ModelLabel, ModelRoleLabels, ReasonLabel, RequestLabels};
 use crate::prefill::Called;
@@ -87,9 +87,9 @@ impl Pipeline {
         &self.prefills
     }
 
-    /// The rules that confine requests to pools.
-    pub(super) fn confine(&self) -> &ConfineConfig {
-        self.intake.confine()
+    /// The pools by the authority of a call.
+    pub(super) fn pool_authorities(&self) -> &PoolAuthorities {
+        self.intake.pool_authorities()
     }
 
     /// The router behind it.

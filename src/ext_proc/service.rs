@@ -205,12 +205,12 @@ impl Service {
 
     /// The pool of a call, by its authority.
     fn pool_of(&self, authority: Option<&Authority>) -> Option<Arc<str>> {
-        let confine = self.live.pipeline.confine();
-        if confine.authority.is_empty() {
+        let authorities = self.live.pipeline.pool_authorities();
+        if authorities.is_empty() {
             return None;
         }
         let authority = authority.map_or("", Authority::as_str);
-        let pool = confine.pool_of_authority(authority);
+        let pool = authorities.pool_of(authority);
         if pool.is_none() {
             self.kept.warn_of_authority(authority);
         }

@@ -24,6 +24,28 @@ pub struct ConfineConfig {
     pub rules: Vec<ConfineRule>,
 }
 
+/// The pools by the authority of a call, in the form that is equal for all gateways.
+#[derive(Clone, Debug, Default)]
+pub struct PoolAuthorities(HashMap<String, Arc<str>>);
+
+impl From<&ConfineConfig> for PoolAuthorities {
+    fn from(config: &ConfineConfig) -> Self {
+        Self(config.authority.iter().map(|(authority, pool)| (service_name(authority), pool.clone())).collect())
+    }
+}
+
+impl PoolAuthorities {
+    /// Whether no authority selects a pool.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The pool of a call with this authority.
+    pub fn pool_of(&self, authority: &str) -> Option<Arc<str>> {
+        self.0.get(&service_name(authority)).cloned()
+    }
+}
+
 /// Requests that are for a pool.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -61,12 +83,6 @@ impl ConfineConfig {
     /// The pools that it names.
     pub fn pools(&self) -> impl Iterator<Item = &str> {
         self.rules.iter().map(|rule| &rule.pool).chain(self.authority.values()).map(|pool| &**pool)
-    }
-
-    /// The pool of a call with this authority.
-    pub fn pool_of_authority(&self, authority: &str) -> Option<Arc<str>> {
-        let seen = service_name(authority);
-        self.authority.iter().find(|(name, _)| service_name(name) == seen).map(|(_, pool)| pool.clone())
     }
 
     /// The pool that a request is for; `None`: any worker will do.
@@ -169,9 +185,9 @@ impl ConfineRule {
 }
 
 impl Intake {
-    /// The rules that confine requests to pools.
-    pub fn confine(&self) -> &ConfineConfig {
-        &self.parts.confine
+    /// The pools by the authority of a call.
+    pub fn pool_authorities(&self) -> &PoolAuthorities {
+        &self.pool_authorities
     }
 
     /// The pool that a request is for, where it is for one.
@@ -274,6 +290,7 @@ mod tests {
                 "ext_proc": "d"
             }}"#,
         );
+        let authorities = PoolAuthorities::from(&config);
         for (authority, expected) in [
             ("warmroute-a.inference", Some("inference/a")),
             ("warmroute-a.inference:9002", Some("inference/a")),
@@ -290,7 +307,7 @@ mod tests {
             ("warmroute-a", None),
             ("", None),
         ] {
-            assert_eq!(config.pool_of_authority(authority).as_deref(), expected, "{authority}");
+            assert_eq!(authorities.pool_of(authority).as_deref(), expected, "{authority}");
         }
     }
 

@@ -117,3 +117,24 @@ fn answer(headers: &HeaderMap, go: &Arc<Semaphore>, open: &Arc<AtomicUsize>) -> 
     let content = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")];
     (StatusCode::OK, content, Body::from_stream(body)).into_response()
 }
+
+/// Sends a request, and returns the response after its first event. The rest follows when [`is_whole`] lets it.
+pub(crate) async fn begin(request: reqwest::RequestBuilder, workers: &[Bursts]) -> (reqwest::Response, Vec<u8>) {
+    workers.iter().for_each(Bursts::hold);
+    let mut response = request.send().await.unwrap();
+    workers.iter().for_each(|worker| worker.go.add_permits(1));
+    let first = response.chunk().await.unwrap().unwrap();
+    (response, first.to_vec())
+}
+
+/// Lets the workers send the rest of a response of 50 events. Returns whether all of it arrives.
+pub(crate) async fn is_whole((mut response, mut text): (reqwest::Response, Vec<u8>), workers: &[Bursts]) -> bool {
+    workers.iter().for_each(|worker| worker.go.add_permits(1_000));
+    loop {
+        match response.chunk().await {
+            Ok(Some(chunk)) => text.extend(chunk),
+            Ok(None) => return text == whole(50).as_bytes(),
+            Err(_) => return false,
+        }
+    }
+}

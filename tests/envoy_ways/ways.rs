@@ -8,7 +8,7 @@ use futures_util::StreamExt as _;
 use serde_json::{Value, json};
 use warmroute::ext_proc::contract::Contract;
 
-use crate::bursts::{Bursts, EVENTS, PACED, whole};
+use crate::bursts::{Bursts, EVENTS, PACED, begin, is_whole};
 use crate::deployment::{Answered, Deployment, PATIENCE, chat, essay, fast, telling};
 use crate::support::envoy;
 use crate::support::ports::until;
@@ -211,27 +211,6 @@ async fn is_exact(way: Way) {
     forged_headers_are_void(&deployment).await;
     without_warmroute(way, &mut deployment).await;
     a_worker_dies(way, &mut deployment).await;
-}
-
-/// An answer of which something has arrived, and that goes on when it is let.
-async fn begin(request: reqwest::RequestBuilder, workers: &[Bursts]) -> (reqwest::Response, Vec<u8>) {
-    workers.iter().for_each(Bursts::hold);
-    let mut response = request.send().await.unwrap();
-    workers.iter().for_each(|worker| worker.go.add_permits(1));
-    let first = response.chunk().await.unwrap().unwrap();
-    (response, first.to_vec())
-}
-
-/// Lets it go on; whether all of it arrives.
-async fn is_whole((mut response, mut text): (reqwest::Response, Vec<u8>), workers: &[Bursts]) -> bool {
-    workers.iter().for_each(|worker| worker.go.add_permits(1_000));
-    loop {
-        match response.chunk().await {
-            Ok(Some(chunk)) => text.extend(chunk),
-            Ok(None) => return text == whole(50).as_bytes(),
-            Err(_) => return false,
-        }
-    }
 }
 
 /// What happens to answers that stream, and to new requests, when warmroute is killed or frozen.

@@ -3,10 +3,10 @@
 
 use std::time::{Duration, Instant};
 
-use reqwest::{RequestBuilder, Response};
+use reqwest::RequestBuilder;
 
 use crate::bed::GatewayTestbed;
-use crate::bursts::{Bursts, EVENTS, PACED, whole};
+use crate::bursts::{Bursts, EVENTS, PACED, begin, is_whole};
 use crate::deployment::{PATIENCE, chat, essay};
 use crate::generated::{
     ENVOY_AI_GATEWAY, ENVOY_GATEWAY, GatewayFixture, GeneratedConfig, ISTIO, ISTIO_AS_GENERATED, ISTIO_BUFFERED,
@@ -91,25 +91,9 @@ async fn is_routed(bed: &GatewayTestbed) -> bool {
     response.status() == 200 && response.headers().contains_key("x-warmroute-mode")
 }
 
-/// A response of which the first event has arrived.
-async fn begin(bed: &GatewayTestbed, workers: &[Bursts]) -> (Response, Vec<u8>) {
-    workers.iter().for_each(Bursts::hold);
-    let mut response = request(bed, 1).header(EVENTS, 50).header(PACED, 1).send().await.unwrap();
-    workers.iter().for_each(|worker| worker.go.add_permits(1));
-    let first = response.chunk().await.unwrap().unwrap();
-    (response, first.to_vec())
-}
-
-/// Lets the workers send the rest; whether all of it arrives.
-async fn is_whole((mut response, mut text): (Response, Vec<u8>), workers: &[Bursts]) -> bool {
-    workers.iter().for_each(|worker| worker.go.add_permits(1_000));
-    loop {
-        match response.chunk().await {
-            Ok(Some(chunk)) => text.extend(chunk),
-            Ok(None) => return text == whole(50).as_bytes(),
-            Err(_) => return false,
-        }
-    }
+/// A request for a response of 50 events.
+fn paced(bed: &GatewayTestbed) -> RequestBuilder {
+    request(bed, 1).header(EVENTS, 50).header(PACED, 1)
 }
 
 fn assert_unrouted(replies: &[ClientReply], statuses: &[u16], what: &str) {
@@ -119,7 +103,7 @@ fn assert_unrouted(replies: &[ClientReply], statuses: &[u16], what: &str) {
 }
 
 async fn killed(bed: &mut GatewayTestbed, workers: &[Bursts], promise: ExpectedOutage) {
-    let open = begin(bed, workers).await;
+    let open = begin(paced(bed), workers).await;
     bed.kill9_router();
     assert_eq!(is_whole(open, workers).await, promise.survives, "a response under way at the kill");
     let replies = all(send_all(bed, 30)).await;
@@ -135,7 +119,7 @@ async fn killed(bed: &mut GatewayTestbed, workers: &[Bursts], promise: ExpectedO
 }
 
 async fn frozen(bed: &mut GatewayTestbed, workers: &[Bursts], promise: ExpectedOutage) {
-    let open = begin(bed, workers).await;
+    let open = begin(paced(bed), workers).await;
     bed.router().unwrap().freeze();
     let sent = send_all(bed, 30);
     match promise.frozen {

@@ -67,7 +67,7 @@ impl Gatherer<'_> {
             (WorkerSource::Kubernetes(_), Some(name)) => {
                 let several = workers.iter().filter(|other| other.name == worker.name).count() > 1;
                 let port = if several { format!(":{}", worker.endpoint.0.port()) } else { String::new() };
-                let pool = worker.taints.iter().find_map(|taint| taint.strip_prefix("pool=")).unwrap_or_default();
+                let pool = worker.pools().next().unwrap_or_default();
                 WorkerOrigin::Pod { pod: format!("{name}{port}"), pool: pool.to_owned() }
             }
             _ => WorkerOrigin::Listed,

@@ -6,7 +6,7 @@ use crate::discovery::kubernetes::{ClusterReport, MissingRight, PoolFailure, Poo
 /// Pods that one finding names.
 const MAX_NAMES: usize = 5;
 
-/// Everything that is to be said of the pools.
+/// The findings about all pools.
 pub fn examine(report: &ClusterReport) -> Vec<Finding> {
     let of_pools = report.pools.iter().flat_map(examine_pool);
     let conflicts = report.conflicts.iter().map(|conflict| {
@@ -81,9 +81,9 @@ fn failure_fix(pool: &PoolReport, failure: &PoolFailure) -> String {
                  yaml` shows it"
             }
             RequestCause::Unreachable => {
-                "look whether the API server answers there (`kubectl get --raw /readyz`), and at the NetworkPolicies of our pod"
+                "check that the API server answers there (`kubectl get --raw /readyz`), and the NetworkPolicies of the pod of warmroute"
             }
-            RequestCause::Other => "look in the log of the API server, and of any proxy before it",
+            RequestCause::Other => "check the log of the API server, and of any proxy before it",
         },
     };
     fix.to_owned()

@@ -32,7 +32,7 @@ pub(super) struct CredentialFiles {
     pub(super) authority: Option<PathBuf>,
     others: Vec<PathBuf>,
     /// A hash of the contents, which are secret.
-    contents: Option<u64>,
+    contents: u64,
 }
 
 impl CredentialFiles {
@@ -41,13 +41,13 @@ impl CredentialFiles {
         self.hash().await != self.contents
     }
 
-    async fn hash(&self) -> Option<u64> {
+    async fn hash(&self) -> u64 {
         let mut all = Vec::new();
         for path in self.token.iter().chain(&self.authority).chain(&self.others) {
             let content = tokio::fs::read(path).await.unwrap_or_default();
             all.extend_from_slice(&xxh3_64(&content).to_le_bytes());
         }
-        Some(xxh3_64(&all))
+        xxh3_64(&all)
     }
 }
 
@@ -102,7 +102,7 @@ impl CredentialSource {
             token: user.and_then(|user| path(&user.token_file)),
             authority: cluster.and_then(|cluster| path(&cluster.cluster.as_ref()?.certificate_authority)),
             others: self.kubeconfig.iter().cloned().chain(certificate.into_iter().flatten().flatten()).collect(),
-            contents: None,
+            contents: 0,
         }
     }
 }

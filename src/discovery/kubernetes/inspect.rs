@@ -144,7 +144,9 @@ async fn inspect_pool(
     let workers = match pods {
         Ok((membership, mut pods)) => {
             let (workers, problems) = pods.workers(&membership, pool, &config.labels).unwrap_or_default();
-            (report.pods, report.unready, report.unusable) = (pods.len(), pods.unready(), problems);
+            report.pods = pods.len();
+            report.unready = pods.unready();
+            report.unusable = problems;
             workers
         }
         Err(failure) => {

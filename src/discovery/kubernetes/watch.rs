@@ -35,23 +35,23 @@ pub async fn watch(
     mut on_fleet: impl FnMut(Vec<Worker>),
 ) -> anyhow::Result<Infallible> {
     let client = ApiClient::new(&config);
-    let (tell, mut told) = mpsc::unbounded_channel();
+    let (workers_tx, mut workers_rx) = mpsc::unbounded_channel();
     let pools = config.pools.iter().enumerate().map(|(at, pool)| {
         let watch = PoolWatch::new(&config, pool, &client, &metrics);
-        let tell = tell.clone();
-        watch.run(move |workers| _ = tell.send((at, workers)))
+        let workers_tx = workers_tx.clone();
+        watch.run(move |workers| _ = workers_tx.send((at, workers)))
     });
     let gathered = async {
         let mut all: Vec<Vec<WorkerConfig>> = vec![Vec::new(); config.pools.len()];
         let mut found = Found::new("kubernetes", models);
-        while let Some((at, workers)) = told.recv().await {
+        while let Some((at, workers)) = workers_rx.recv().await {
             all[at] = workers;
             found.take(all.concat()).into_iter().for_each(&mut on_fleet);
         }
     };
     tokio::select! {
-        _ = join_all(pools) => anyhow::bail!("nobody listens to Kubernetes"),
-        () = gathered => anyhow::bail!("nobody listens to Kubernetes"),
+        _ = join_all(pools) => anyhow::bail!("the watches of Kubernetes have ended"),
+        () = gathered => anyhow::bail!("the watches of Kubernetes have ended"),
     }
 }
 
@@ -75,6 +75,14 @@ where
     }
 }
 
+/// Why the InferencePool selects no pods.
+enum PoolProblem {
+    /// The known workers stay in use.
+    WorkersKept(String),
+    /// The known workers were removed.
+    WorkersRemoved(String),
+}
+
 /// The list and watch of one pool.
 struct PoolWatch<'a> {
     config: &'a KubernetesConfig,
@@ -85,8 +93,7 @@ struct PoolWatch<'a> {
     /// None where the selector is not known.
     pods: Option<ObjectReflector<Pod>>,
     membership: Option<Membership>,
-    /// Why the InferencePool selects no pods, and whether that removed workers.
-    pool_problem: Option<(String, bool)>,
+    pool_problem: Option<PoolProblem>,
     inference_pools: ObjectStore<InferencePool>,
     /// The error that was logged last, until all works again.
     reported_error: Option<RequestError>,
@@ -157,7 +164,8 @@ impl<'a> PoolWatch<'a> {
         match (unreadable, membership) {
             (Some(reason), _) => {
                 // The last known selector stays in use.
-                self.pool_problem = Some((format!("the InferencePool cannot be read: {reason}"), false));
+                let problem = format!("the InferencePool cannot be read: {reason}");
+                self.pool_problem = Some(PoolProblem::WorkersKept(problem));
             }
             (None, Some(Some(membership))) => self.select(membership),
             (None, Some(None)) => self.clear("the InferencePool has no selector"),
@@ -185,8 +193,8 @@ impl<'a> PoolWatch<'a> {
                 }
                 return;
             }
-            (_, Some((problem, true)), _) => self.standing.removed(problem),
-            (_, Some((problem, false)), _) => self.standing.bad(problem),
+            (_, Some(PoolProblem::WorkersRemoved(problem)), _) => self.standing.removed(problem),
+            (_, Some(PoolProblem::WorkersKept(problem)), _) => self.standing.bad(problem),
             (WatchHealth::Up, None, WatchHealth::Up) => self.standing.good(),
             _ => return,
         }
@@ -211,10 +219,12 @@ impl<'a> PoolWatch<'a> {
 
     /// Selects no pods.
     fn clear(&mut self, reason: &str) {
-        let removed_before = self.pool_problem.as_ref().is_some_and(|(_, removed)| *removed);
+        let removed_before = matches!(self.pool_problem, Some(PoolProblem::WorkersRemoved(_)));
         let removed = self.found.clear() || removed_before;
-        self.pool_problem = Some((reason.to_owned(), removed));
-        (self.membership, self.pods) = (None, None);
+        let problem = if removed { PoolProblem::WorkersRemoved } else { PoolProblem::WorkersKept };
+        self.pool_problem = Some(problem(reason.to_owned()));
+        self.membership = None;
+        self.pods = None;
     }
 
     fn workers(&mut self) -> Option<Vec<WorkerConfig>> {

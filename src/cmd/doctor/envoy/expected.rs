@@ -9,7 +9,7 @@ use super::dump::Address;
 use crate::config::{Config, SessionsConfig};
 use crate::ext_proc::config::FailureMode;
 use crate::ext_proc::contract::Contract;
-use crate::intake::confine::ConfineConfig;
+use crate::intake::confine::PoolAuthorities;
 use crate::openai::paths::Paths;
 use crate::prefill::{By, PrefillConfig};
 use crate::worker::{ModelName, Worker};
@@ -48,8 +48,8 @@ pub struct Expected {
     pub fallbacks: u32,
     /// Whether there are other replicas of us.
     pub replicas: bool,
-    /// The rules that confine requests to pools.
-    pub confine: ConfineConfig,
+    /// The pools by the authority of a call.
+    pub pool_authorities: PoolAuthorities,
     /// Headers that we set.
     pub headers: Vec<String>,
     /// Those of them that hold the worker's endpoint.
@@ -126,7 +126,7 @@ impl Expected {
             clear_route_cache: config.gateway.clear_route_cache,
             fallbacks: config.gateway.fallbacks,
             replicas: config.replicas.is_some(),
-            confine: config.confine.clone(),
+            pool_authorities: PoolAuthorities::from(&config.confine),
             headers: names(&mut contract.names()),
             endpoint_headers: names(&mut contract.endpoint_names()),
             reserved,

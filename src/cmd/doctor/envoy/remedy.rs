@@ -203,7 +203,7 @@ impl Site<'_> {
                 | EnvoySetting::EndpointOverride(..)
                 | EnvoySetting::Retry(..) => None,
                 EnvoySetting::BodyLimit(..) => Some(
-                    "take the annotation `aigateway.envoyproxy.io/processing-body-mode: buffered` off the InferencePool: with \
+                    "remove the annotation `aigateway.envoyproxy.io/processing-body-mode: buffered` from the InferencePool: with \
                      full duplex no body is buffered"
                         .to_owned(),
                 ),
@@ -253,7 +253,7 @@ impl Site<'_> {
         }
     }
 
-    /// What both forms of Envoy Gateway share: the policies for clients and for routes.
+    /// The fixes that both forms of Envoy Gateway share: the policies for clients and for routes.
     fn gateway(&self, setting: &EnvoySetting<'_>) -> Option<String> {
         let client_policy = |field: &str| {
             Some(format!("in a ClientTrafficPolicy for the Gateway{} write `{field}`", self.gateway_name()))

@@ -49,13 +49,13 @@ pub(super) fn check(site: &Site<'_>) -> Vec<Finding> {
 
 /// The pool that the authority of a call selects.
 fn pool_authority(site: &Site<'_>, service: &EnvoyGrpc) -> Option<Finding> {
-    let confine = &site.expected.confine;
-    if confine.authority.is_empty() {
+    let authorities = &site.expected.pool_authorities;
+    if authorities.is_empty() {
         return None;
     }
     let authority = service.sent_authority();
     let at = At::new("envoy.pool_authority", format!("cluster {}", service.cluster_name));
-    let Some(pool) = confine.pool_of_authority(authority) else {
+    let Some(pool) = authorities.pool_of(authority) else {
         return Some(at.warning(
             format!(
                 "its calls have the authority `{authority}`, which has no pool in `confine.authority`: their requests may be routed to \
@@ -84,7 +84,7 @@ fn address(site: &Site<'_>, service: &Grpc) -> Option<Finding> {
     let (words, text) = site.expected.listening();
     let told = asks.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     if asks.iter().any(|address| site.expected.is_ours(address)) {
-        return Some(at.ok(format!("it asks {told}, where we listen")));
+        return Some(at.ok(format!("it calls {told}, where warmroute listens")));
     }
     let mend = match service.cluster() {
         Some(cluster) => format!("in the endpoints of cluster `{cluster}` write `{text}`"),
